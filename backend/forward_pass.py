@@ -1,0 +1,155 @@
+"""The plugin interface: what a model must offer to be served. Everything a plugin's author needs is in this one file.
+
+The engine owns sequences, pages and the schedule; a pass owns the weights, the memory of the KV cache and its layout.
+A step is one call of `forward` over rows of any query length (decode is length 1), then one call of `sample`. There is
+no prefill call and no decode call.
+
+This module imports typing and dataclasses only, so that importing it costs nothing and pulls in nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+FROM_SLOT = -1
+"""In `StepBatch.input_ids`: the token last sampled for the row's slot, which the host may not know yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """All that changes the distribution of a sequence's next token. Bounds are enforced where requests enter.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. Filters apply in the order temperature → top_k →
+    top_p → min_p. Penalties as in the OpenAI API reference (presence, frequency: over generated tokens) and in CTRL,
+    arXiv 1909.05858 (repetition: over prompt and generated tokens).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """A sequence takes a slot: sent once, with the first step that has a row for it, before that step's `forward`.
+
+    token_ids is int32 [n]: prompt and, for a sequence that resumes, the tokens generated so far; the first
+    num_prompt_tokens of them are the prompt.
+    """
+
+    slot: int
+    sampling: SamplingParams
+    token_ids: NDArray[np.int32]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step: R rows with T tokens in all. Arrays belong to the pass until `sample` has returned.
+
+    Rows of query length 1 come first. A row's tokens stand at positions context_lens[r] … context_lens[r] + length - 1
+    of its sequence; the KV of position p goes to page page_table[r, p // page_size], place p % page_size, and a row may
+    attend to all positions of its sequence up to its own.
+    """
+
+    input_ids: NDArray[np.int32]
+    """[T] token ids, rows back to back; FROM_SLOT stands for the last token sampled for the row's slot."""
+    query_starts: NDArray[np.int32]
+    """[R + 1] where each row begins in input_ids; the last entry is T."""
+    context_lens: NDArray[np.int32]
+    """[R] tokens of the sequence whose KV is computed before this step."""
+    page_table: NDArray[np.int32]
+    """[R, P] page ids; entries beyond a row's pages are 0 and must not be read."""
+    slots: NDArray[np.int32]
+    """[R] the sequence's slot in [0, max_running): stable while it runs, reused after."""
+    logit_rows: NDArray[np.int32]
+    """[L] ascending row indices whose last token wants logits, and so a sampled token."""
+    slot_inits: tuple[SlotInit, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PassSpec:
+    """What the engine must know about a model. vocab_size is the width of the logits."""
+
+    vocab_size: int
+    max_context_tokens: int
+    kv_dtypes: tuple[str, ...]
+    """Supported KV dtypes, widest first: a subset of ("fp32", "bf16")."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassOptions:
+    """What an operator may choose for a pass. device is "cpu" or "cuda:N"; dtype is "auto", "bf16" or "fp32"."""
+
+    device: str = "cpu"
+    dtype: str = "auto"
+    max_running: int = 64
+    """Rows a step can have at most; slots are numbered below it."""
+    max_batch_tokens: int = 512
+    """Tokens a step can have at most."""
+
+
+class IBatchedForwardPass(Protocol):
+    """One model on one device. All calls come from one thread, in order; nothing here needs a lock."""
+
+    @property
+    def spec(self) -> PassSpec: ...
+
+    @classmethod
+    def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
+        """Loads the weights. model_dir is None only for passes that need none.
+
+        Raises `backend.errors.StartupError` with one clear line for anything the operator can put right.
+        """
+        ...
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Bytes of KV cache of one token over all layers."""
+        ...
+
+    def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        """Allocates exactly num_pages * page_size_tokens * kv_bytes_per_token(kv_dtype) bytes. Called once."""
+        ...
+
+    def forward(self, batch: StepBatch) -> Any:
+        """Runs one step and returns logits of batch.logit_rows, [L, vocab_size], as a handle for `sample`.
+
+        Writes the KV of all T tokens. A row's result must not depend on the other rows.
+        """
+        ...
+
+    def sample(self, logits: Any, batch: StepBatch) -> NDArray[np.int32]:
+        """Samples one token for each of batch.logit_rows, [L] int32, and remembers it as its slot's last token.
+
+        A function of (logits, the slot's SamplingParams, its tokens, the position) only.
+        """
+        ...
+
+    def host_logits(self, logits: Any) -> NDArray[np.float32]:
+        """The logits of a step on the host, [L, vocab_size]; for tests and diagnosis."""
+        ...
+
+    def close(self) -> None:
+        """Gives back the device's memory. Called once, after the last step."""
+        ...

@@ -1,0 +1,217 @@
+"""Every message between a frontend and the backend, once. Frozen, array-like, tagged msgspec Structs; no other codec.
+
+Every bound is in the type: what decodes is within its limits. Token ids travel as packed little-endian int32, request
+ids as packed little-endian uint64. Decode through `decode_*`, which turns each of the codec's errors into WireError.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION = 1
+
+MAX_CONTEXT_TOKENS = 1 << 24
+MAX_INLINE_PROMPT_TOKENS = 4096
+"""Prompts up to this length travel in the message; longer ones in the frontend's arena."""
+MAX_STEP_EVENTS = 1 << 16
+MAX_MESSAGE_BYTES = 4 << 20
+
+U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+I31 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class Finish(enum.IntEnum):
+    """Why a subscriber's stream ended; NONE while it goes on."""
+
+    NONE = 0
+    STOP = 1
+    """A stop token was sampled; it is the last token id of the stream and is not part of the text."""
+    LENGTH = 2
+    CANCELLED = 3
+    REJECTED = 4
+    """Never ran: see the Failure beside it."""
+    FAILED = 5
+    """Ended by a fault of ours: see the Failure beside it."""
+
+
+class ArenaRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A claim about bytes in the sender's arena; nothing is believed until `Arena.read` has checked and copied them."""
+
+    slot: Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
+    sequence: U63
+    num_bytes: Annotated[int, Meta(ge=4, le=4 * MAX_CONTEXT_TOKENS)]
+
+
+class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The distribution of the next token; the same fields and bounds as `backend.forward_pass.SamplingParams`."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: I31 = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: Annotated[
+        tuple[tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=300)
+    ] = ()
+    seed: U63 = 0
+
+
+class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+    """Frontend → backend: run this. The tokens are the prompt and, when a stream resumes after a backend's death, what
+    it has generated so far; the first num_prompt_tokens are the prompt. max_tokens counts from the prompt's end.
+    """
+
+    request_id: U63
+    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_INLINE_PROMPT_TOKENS)] | ArenaRef
+    num_prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+    sampling: Sampling
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+
+
+class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+    """Frontend → backend: the listener has gone. Unknown and repeated ids are normal."""
+
+    request_id: U63
+
+
+class Credit(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+    """Frontend → backend: count more StepOutputs may be in flight to me."""
+
+    count: Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class Started(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Rides with a request's first token."""
+
+    request_id: U63
+    cached_tokens: I31
+    queue_s: Annotated[float, Meta(ge=0.0)]
+
+
+class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Rides with a REJECTED or FAILED event. code is one of FailureCode; numbers fill the frontend's own wording."""
+
+    request_id: U63
+    code: Annotated[int, Meta(ge=0, le=255)]
+    limit: I31 = 0
+
+
+class FailureCode(enum.IntEnum):
+    INTERNAL = 0
+    OVERLOADED = 1
+    CONTEXT_TOO_LONG = 2
+    """limit is the tokens that fit."""
+    BAD_TOKEN = 3
+    """limit is the vocabulary's size."""
+    BAD_DESCRIPTOR = 4
+    SHUTTING_DOWN = 5
+
+
+class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """Backend → frontend: all that one step brought this frontend, in columns of equal length.
+
+    sequence counts the messages of this link from 0 without gaps. A token id of -1 accompanies an end without a token.
+    """
+
+    sequence: U63
+    request_ids: Annotated[bytes, Meta(max_length=8 * MAX_STEP_EVENTS)]
+    token_ids: Annotated[bytes, Meta(max_length=4 * MAX_STEP_EVENTS)]
+    finishes: Annotated[bytes, Meta(max_length=MAX_STEP_EVENTS)]
+    started: Annotated[tuple[Started, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    failures: Annotated[tuple[Failure, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+
+
+class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
+    """Frontend → backend over the rendezvous socket: the first word."""
+
+    protocol_version: Annotated[int, Meta(ge=0, le=1 << 16)]
+
+
+class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a frontend must know of the model to speak for it. model_dir holds tokenizer and chat template."""
+
+    model_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    model_dir: Annotated[str, Meta(max_length=4096)]
+    """Empty for passes without a tokenizer (the fake pass): the frontend then takes token ids for text's bytes."""
+    created: U63
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
+    max_context_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+    """Prompt and generated tokens of one sequence; never more than the KV budget holds."""
+    max_waiting: I31
+    """Requests that may wait before new ones are answered 429."""
+    eos_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    default_sampling: Sampling = Sampling()
+    fingerprint: Annotated[str, Meta(max_length=64)] = ""
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
+    """Backend → frontend: who you are and where to connect. Three fds ride along, in this order: the frontend's arena
+    (read and write), the backend's board (read only), the frontend's own board (read and write)."""
+
+    epoch: U63
+    identity: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    endpoint: Annotated[str, Meta(max_length=256)]
+    backend_pid: I31
+    arena_slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    arena_slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)]
+    credit: Annotated[int, Meta(ge=1, le=1 << 16)]
+    model: ModelCard
+
+
+class Goodbye(Struct, frozen=True, array_like=True, tag=12, forbid_unknown_fields=True):
+    """Backend → frontend: refused, in one sentence."""
+
+    reason: Annotated[str, Meta(max_length=512)]
+
+
+class WireError(ValueError):
+    """A message that is not one of ours, or not within its bounds."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_backend = msgspec.msgpack.Decoder(Submit | Cancel | Credit)
+_to_frontend = msgspec.msgpack.Decoder(StepOutputs)
+_hello = msgspec.msgpack.Decoder(Hello)
+_welcome = msgspec.msgpack.Decoder(Welcome | Goodbye)
+
+encode = _encoder.encode
+
+
+T = TypeVar("T")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    # The codec raises these four for hostile bytes; RecursionError for nesting beyond the interpreter's limit.
+    try:
+        return decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(str(error)) from None
+
+
+def decode_to_backend(data: bytes | memoryview) -> Submit | Cancel | Credit:
+    return _decode(_to_backend, data)
+
+
+def decode_to_frontend(data: bytes | memoryview) -> StepOutputs:
+    """Raises WireError also where the columns differ in length."""
+    outputs = _decode(_to_frontend, data)
+    events = len(outputs.finishes)
+    if len(outputs.request_ids) != 8 * events or len(outputs.token_ids) != 4 * events:
+        raise WireError(f"columns of unequal length in a StepOutputs of {events} events")
+    return outputs
+
+
+def decode_hello(data: bytes | memoryview) -> Hello:
+    return _decode(_hello, data)
+
+
+def decode_welcome(data: bytes | memoryview) -> Welcome | Goodbye:
+    return _decode(_welcome, data)
