@@ -140,7 +140,6 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
     model_id: Annotated[str, Meta(min_length=1, max_length=512)]
     model_dir: Annotated[str, Meta(max_length=4096)]
-    """Empty for passes without a tokenizer (the fake pass): the frontend then takes token ids for text's bytes."""
     created: U63
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     max_context_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
