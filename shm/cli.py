@@ -1,0 +1,92 @@
+"""What the three commands share: how an option is declared, how a size is written, where the socket is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+from cyclopts import App, Parameter
+from cyclopts.config import Env
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cyclopts import Token
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B?)", re.IGNORECASE)
+_CANONICAL_UNIT = {unit.lower(): unit for unit in _UNITS}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "6GB" (powers of 1000), "512MiB" (powers of 1024) or a plain number. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    unit = _CANONICAL_UNIT.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f'"{text}" is not a size; write 6GB, 512MiB or a number of bytes')
+    return int(float(match[1]) * _UNITS[unit])
+
+
+def format_size(num_bytes: int) -> str:
+    """ "6.00 GB" for 6_000_000_000."""
+    size = float(num_bytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
+
+
+def _convert_size(_type: Any, tokens: Sequence[Token]) -> int:
+    return parse_size(tokens[0].value)
+
+
+ByteSize = Annotated[int, Parameter(converter=_convert_size)]
+"""An option in bytes, written 6GB or 512MiB."""
+
+ENV_PREFIX = "PENSTOCK_"
+
+
+def make_app(name: str, help_text: str) -> App:
+    """A command whose every option can also be set by the environment variable PENSTOCK_<OPTION>."""
+    return App(name=name, help=help_text, config=Env(ENV_PREFIX, command=False), version_flags=[])
+
+
+def default_socket_path() -> Path:
+    """One per user: in XDG_RUNTIME_DIR where there is one (0700 by its specification), else under /tmp."""
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime_dir) if runtime_dir else Path(f"/tmp/penstock-{os.getuid()}")  # noqa: S108 - made 0700 and checked by the rendezvous
+    return base / "penstock" / "backend.sock"
+
+
+def to_argv(options: Any) -> list[str]:
+    """The command line that gives these options: for a supervisor that starts a child with what it was given.
+
+    options is a dataclass whose fields are declared as options; None and empty tuples are left out.
+    """
+    argv: list[str] = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        name = "--" + field.name.replace("_", "-")
+        if value is None or value == ():
+            continue
+        if isinstance(value, bool):
+            argv.append(name if value else f"--no-{name[2:]}")
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                argv += [name, str(item)]
+    return argv
+
+
+def fail(command: str, message: str) -> NoReturn:
+    """One clear line on standard error and exit status 1: for what the operator can put right."""
+    print(f"{command}: {message}", file=sys.stderr)
+    raise SystemExit(1)
