@@ -1,0 +1,68 @@
+"""Every option of the backend, declared once: type, default, help text, environment variable PENSTOCK_<NAME>."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from shm.cli import ByteSize, default_socket_path
+
+Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class BackendOptions:
+    """The one process that owns the device."""
+
+    model: str | None = None
+    """Checkpoint: a directory in the Hugging Face layout, or a hub id. Without it the small demo model is served."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+
+    served_model_name: str | None = None
+    """The model's name in the API. Default: the hub id, or the directory's name."""
+
+    gpu: str = "auto"
+    """CUDA device index, "none" for the CPU, or "auto": the CPU where there is no usable GPU."""
+
+    kv_budget: ByteSize = 2_000_000_000
+    """Memory for the KV cache, such as 6GB or 512MiB; never exceeded."""
+
+    kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type of the cached keys and values; auto takes the weights' type."""
+
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Type of the weights; auto takes the checkpoint's."""
+
+    page_size: Positive = 32
+    """Tokens in a page of the KV cache."""
+
+    max_context: Positive | None = None
+    """Tokens of one sequence, prompt and output. Default: what the model was made for, as far as the KV budget holds it."""
+
+    max_batch_tokens: Positive = 512
+    """Tokens that one step may compute; long prompts are prefilled in pieces beside running decodes."""
+
+    max_running: Positive = 64
+    """Sequences that may run at once; more wait."""
+
+    max_waiting: Positive = 1024
+    """Requests that may wait; beyond it the answer is 429."""
+
+    batch_channel_capacity: Annotated[int, Parameter(validator=Number(gte=0, lte=16))] = 1
+    """Plans prepared ahead of the running step. 0 is no overlap; more than 1 only makes plans staler."""
+
+    socket: Path = field(default_factory=default_socket_path)
+    """Unix socket on which frontends find this backend; its directory is made private (0700)."""
+
+    forward_pass: str = "decoder"
+    """An installed forward pass by name, or "package.module:Class". "fake" needs no weights and serves tests."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged."""
