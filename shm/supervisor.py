@@ -1,0 +1,209 @@
+"""Keeps child processes running: starts them, restarts what dies, stops them in order, exits with the truth.
+
+Both commands that have children use it: `frontend` for its workers, `penstock serve` for backend and frontend. It owns
+no sockets and speaks no protocol. Everything happens in one thread that sleeps in sigtimedwait.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD}
+_PR_SET_PDEATHSIG = 1
+_LONGEST_SLEEP_S = 60.0
+_HASTENED_STOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How to start a child. pass_fds are inherited under the same numbers; env None means this process's own.
+
+    Children of a higher stage are stopped first, and those of the next only when they have all ended: a frontend
+    (stage 1) drains while the backend (stage 0) still answers it.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    pass_fds: tuple[int, ...] = ()
+    env: Mapping[str, str] | None = None
+    stage: int = 0
+
+
+def module_argv(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
+    """The command line of one of our own modules. -P: a folder named like it in the working directory is not it."""
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def exit_status(returncode: int) -> int:
+    """A shell's view of a Popen.returncode: death by signal n is 128 + n."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def describe_end(returncode: int) -> str:
+    """ "exited with status 1", "died by SIGKILL"."""
+    if returncode >= 0:
+        return f"exited with status {returncode}"
+    try:
+        return f"died by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"died by signal {-returncode}"
+
+
+@dataclass(slots=True)
+class _Child:
+    spec: ChildSpec
+    process: subprocess.Popen[bytes] | None = None
+    started_s: float = 0.0
+    restart_at_s: float = 0.0
+    """Monotonic; only where process is None."""
+    has_settled: bool = False
+    quick_deaths: int = 0
+
+
+class Supervisor:
+    """Runs the children until it is told to stop or a child cannot be kept alive.
+
+    A child that ends is started again, at once if it had lived settle_s, else after a growing pause. Two ends are
+    final, because a restart would not help: more than max_quick_deaths in a row, and a child that exits by itself
+    (not by a signal) in its very first settle_s: it has said why on standard error.
+
+    SIGTERM, SIGINT or SIGHUP stop the children stage by stage with SIGTERM; a stage that has not ended after
+    stop_timeout_s is killed. A second signal is passed on to all that still run and shortens the wait.
+    """
+
+    def __init__(
+        self,
+        children: Iterable[ChildSpec],
+        *,
+        log: Callable[[str], None],
+        stop_timeout_s: float,
+        settle_s: float = 5.0,
+        max_quick_deaths: int = 5,
+        first_pause_s: float = 0.1,
+        longest_pause_s: float = 5.0,
+    ) -> None:
+        self._children = [_Child(spec) for spec in children]
+        self._log = log
+        self._stop_timeout_s = stop_timeout_s
+        self._settle_s = settle_s
+        self._max_quick_deaths = max_quick_deaths
+        self._first_pause_s = first_pause_s
+        self._longest_pause_s = longest_pause_s
+
+    def run(self) -> int:
+        """Returns the exit status: 0 when stopped as asked and every child ended well, else what went wrong first.
+
+        Call it in the main thread before there are others: the signals are taken synchronously, and the kernel ties
+        the children's lives to the thread that starts them.
+        """
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            for child in self._children:
+                self._start(child, previous)
+            while True:
+                received = signal.sigtimedwait(_SIGNALS, self._seconds_to_next_restart())
+                if received is not None and received.si_signo in _STOP_SIGNALS:
+                    return self._stop(status=0)
+                for child in self._children:
+                    if child.process is None:
+                        if time.monotonic() >= child.restart_at_s:
+                            self._start(child, previous)
+                    elif (returncode := child.process.poll()) is not None and not self._may_restart(child, returncode):
+                        return self._stop(status=exit_status(returncode) or 1)
+        finally:
+            for process in self._running():
+                process.kill()
+                process.wait()
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+    def _start(self, child: _Child, signal_mask: Iterable[int]) -> None:
+        supervisor_pid = os.getpid()
+        libc = ctypes.CDLL(None)
+
+        def tie_to_supervisor() -> None:
+            # Runs in the child between fork and exec. If we died before prctl, no signal would ever come.
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor_pid:
+                os._exit(1)
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+
+        child.process = subprocess.Popen(
+            child.spec.argv,
+            stdin=subprocess.DEVNULL,
+            pass_fds=child.spec.pass_fds,
+            env=child.spec.env,
+            process_group=0,  # so that a terminal's Ctrl-C reaches the children once: through us
+            preexec_fn=tie_to_supervisor,
+        )
+        child.started_s = time.monotonic()
+
+    def _may_restart(self, child: _Child, returncode: int) -> bool:
+        now_s = time.monotonic()
+        child.process = None
+        has_settled = now_s - child.started_s >= self._settle_s
+        ended = f"{child.spec.name} {describe_end(returncode)}"
+        if returncode > 0 and not has_settled and not child.has_settled:
+            self._log(f"{ended} as it started; stopping")
+            return False
+        child.has_settled |= has_settled or returncode < 0
+        child.quick_deaths = 0 if has_settled else child.quick_deaths + 1
+        if child.quick_deaths > self._max_quick_deaths:
+            self._log(f"{ended}, {child.quick_deaths} times in a row within {self._settle_s:g} s; stopping")
+            return False
+        pause_s = 0.0
+        if child.quick_deaths:
+            pause_s = min(self._first_pause_s * 2 ** (child.quick_deaths - 1), self._longest_pause_s)
+        child.restart_at_s = now_s + pause_s
+        self._log(f"{ended}; restarting" + (f" in {pause_s:g} s" if pause_s else ""))
+        return True
+
+    def _seconds_to_next_restart(self) -> float:
+        due = [child.restart_at_s for child in self._children if child.process is None]
+        return max(0.0, min(due) - time.monotonic()) if due else _LONGEST_SLEEP_S
+
+    def _running(self, stage: int | None = None) -> list[subprocess.Popen[bytes]]:
+        return [
+            child.process
+            for child in self._children
+            if child.process is not None and child.process.poll() is None and stage in (None, child.spec.stage)
+        ]
+
+    def _stop(self, status: int) -> int:
+        stop_timeout_s = self._stop_timeout_s
+        for stage in sorted({child.spec.stage for child in self._children}, reverse=True):
+            deadline_s = time.monotonic() + stop_timeout_s
+            for process in self._running(stage):
+                process.terminate()
+            while running := self._running(stage):
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    for process in running:
+                        process.kill()
+                        process.wait()
+                    break
+                received = signal.sigtimedwait(_SIGNALS, min(remaining_s, _LONGEST_SLEEP_S))
+                if received is not None and received.si_signo in _STOP_SIGNALS:
+                    stop_timeout_s = min(stop_timeout_s, _HASTENED_STOP_S)
+                    deadline_s = min(deadline_s, time.monotonic() + _HASTENED_STOP_S)
+                    for process in self._running():
+                        process.terminate()
+        return status or self._worst_end()
+
+    def _worst_end(self) -> int:
+        for child in self._children:
+            if child.process is None or child.process.returncode in (0, -signal.SIGTERM):
+                continue
+            self._log(f"{child.spec.name} {describe_end(child.process.returncode)} while stopping")
+            return exit_status(child.process.returncode)
+        return 0
