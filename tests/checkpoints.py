@@ -1,0 +1,135 @@
+"""Tiny random checkpoints of every supported architecture, written by transformers: the oracle's own files.
+
+    model_dir = make_checkpoint("qwen3", tmp_path, num_hidden_layers=4)
+
+Every parameter is random, norms and biases included, so that none can be forgotten unnoticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.05 * i for i in range(8)],
+    "long_factor": [1.0 + 0.7 * i for i in range(8)],
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A transformers model class and what its tiny config sets beyond COMMON."""
+
+    model: str
+    config: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+PRESETS: dict[str, Preset] = {
+    "llama2": Preset("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 4}),
+    "llama3": Preset("LlamaForCausalLM", "LlamaConfig", {"rope_parameters": _LLAMA3_ROPE, "eos_token_id": [2, 3]}),
+    "llama-bias": Preset("LlamaForCausalLM", "LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": Preset("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
+    "mistral": Preset("MistralForCausalLM", "MistralConfig", {"sliding_window": 16}),
+    "mistral-full": Preset("MistralForCausalLM", "MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": Preset("Qwen2ForCausalLM", "Qwen2Config"),
+    "qwen2-window": Preset(
+        "Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    ),
+    "qwen3": Preset("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    "smollm3": Preset("SmolLM3ForCausalLM", "SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3-window": Preset(
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 16},
+    ),
+    "phi3": Preset("Phi3ForCausalLM", "Phi3Config", {"sliding_window": 16}),
+    "phi3-partial": Preset(
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3-longrope": Preset(
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64},
+    ),
+}
+
+
+def make_config(architecture: str, **overrides: Any) -> Any:
+    """The tiny transformers config of PRESETS[architecture], with overrides as its config class spells them."""
+    preset = PRESETS[architecture]
+    # Settings are copied: transformers writes into the dicts it is given.
+    settings = {
+        key: dict(value) if isinstance(value, dict) else value
+        for key, value in (COMMON | preset.settings | overrides).items()
+    }
+    return getattr(transformers, preset.config)(**settings)
+
+
+def make_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
+    """A transformers model in fp32 on the CPU with every parameter random, in eval mode."""
+    model = getattr(transformers, PRESETS[architecture].model)(make_config(architecture, **overrides))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            else:
+                parameter.copy_(noise * (0.2 if name.endswith("bias") else 0.15))
+    return model.eval()
+
+
+def make_checkpoint(
+    architecture: str,
+    out_dir: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Writes make_model's checkpoint to out_dir and returns it. A small max_shard_size gives shards with an index."""
+    model = make_model(architecture, seed, **overrides).to(dtype)
+    model.save_pretrained(out_dir, max_shard_size=max_shard_size)
+    return out_dir
+
+
+def load_oracle(model_dir: Path) -> Any:
+    """The transformers model of a checkpoint, in fp32 with eager attention."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
