@@ -1,0 +1,74 @@
+"""Reads the JSON files of a checkpoint into checked Structs; every fault is one line naming file, field and value."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_JSON_BYTES = 64 << 20
+"""Largest file read as JSON: the index of a checkpoint with hundreds of thousands of tensors stays below it."""
+
+T = TypeVar("T")
+
+_ERROR_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_PATH_STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole file. Raises StartupError where it is missing, unreadable or over MAX_JSON_BYTES."""
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > MAX_JSON_BYTES:
+            raise StartupError(f"{path} has {num_bytes} bytes; at most {MAX_JSON_BYTES} are read")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise StartupError(f"{path} does not exist") from None
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The file's JSON object. Raises StartupError."""
+    return decode_json_object(read_bytes(path), path)
+
+
+def decode_json_object(data: bytes | memoryview, where: object) -> dict[str, Any]:
+    """The JSON object in data. Raises StartupError that begins with where."""
+    # The codec raises these four for hostile bytes; RecursionError for nesting beyond the interpreter's limit.
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StartupError(f"{where} is not a JSON object: {error}") from None
+
+
+def convert(values: dict[str, Any], into: type[T], where: object) -> T:
+    """values as the Struct `into`, every type and bound checked. Raises StartupError naming the field and its value."""
+    try:
+        return msgspec.convert(values, into)
+    except msgspec.ValidationError as error:
+        match = _ERROR_PATH.match(str(error))
+        what, path = (match["what"], match["path"]) if match else (str(error), None)
+        if not path:
+            raise StartupError(f"{where}: {what[:1].lower()}{what[1:]}") from None
+        raise StartupError(
+            f"{where}: {path[1:]} is {shorten(_look_up(values, path))}; {what[:1].lower()}{what[1:]}"
+        ) from None
+
+
+def shorten(value: object) -> str:
+    """value as it would be written, cut where it is too long for a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _look_up(values: Any, path: str) -> Any:
+    for step in _PATH_STEP.finditer(path):
+        values = values[step["key"]] if step["key"] else values[int(step["index"])]
+    return values
