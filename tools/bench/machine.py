@@ -1,0 +1,72 @@
+"""The machine a figure comes from: no figure is printed without it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    cpu: str
+    cores: int
+    """Those this process may use."""
+    memory_gib: float
+    gpu: str
+    kernel: str
+    python: str
+    penstock: str
+    torch: str
+    date: str
+
+    def describe(self) -> str:
+        gpu = f", {self.gpu}" if self.gpu else ""
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB{gpu}; Linux {self.kernel}, "
+            f"Python {self.python}, torch {self.torch}, penstock {self.penstock}; {self.date}"
+        )
+
+
+def this_machine() -> Machine:
+    return Machine(
+        cpu=_cpu_model(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        gpu=_gpu_model(),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        penstock=_version("penstock"),
+        torch=_version("torch"),
+        date=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def _version(package: str) -> str:
+    """Reads the metadata: torch is not imported for its number."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _gpu_model() -> str:
+    """The driver's own words; empty where there is no NVIDIA driver."""
+    models = []
+    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name == "Model":
+                models.append(value.strip())
+    return " + ".join(models)

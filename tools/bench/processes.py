@@ -1,0 +1,55 @@
+"""CPU time of processes, from /proc."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """cpu_s is user and system time of all its threads, in steps of 10 ms; rss_bytes what is resident now."""
+
+    pid: int
+    cpu_s: float
+    rss_bytes: int
+
+
+def process_use(pid: int) -> ProcessUse:
+    """Raises ProcessLookupError."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        raise ProcessLookupError(f"no process {pid}") from None
+    # The command's name, in parentheses, may hold anything; the numbers begin after the last parenthesis.
+    fields = stat.rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    return ProcessUse(pid, ticks / _TICKS_PER_S, int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below pid, parents before children."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended while we looked
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found[1:]
+
+
+def runs_module(pid: int, module: str) -> bool:
+    """True of a process started as `python -m module`."""
+    try:
+        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return module.encode() in argv

@@ -1,0 +1,139 @@
+"""What a run's records add up to. Times are time.perf_counter() seconds until a Summary turns them into ms."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+
+class Outcome(enum.Enum):
+    COMPLETED = "completed"
+    DROPPED = "dropped"
+    """The client hung up, as the workload wanted."""
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request as its client saw it. event_times_s has one entry per event that carried text."""
+
+    started_s: float
+    """When it was sent; with arrivals at a rate, when it was due, so that a late generator cannot flatter the server."""
+    event_times_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """As the server's usage says; for a stream that has none, the number of events."""
+    outcome: Outcome = Outcome.FAILED
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """None where there was nothing to measure."""
+
+    p50: float | None
+    p99: float | None
+    mean: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One row of the table. Rates count all tokens that arrived, of dropped requests too; e2e counts whole answers."""
+
+    load: str
+    """ "c=16" for a closed loop, "2.5/s" for arrivals at a rate."""
+    requests: int
+    completed: int
+    dropped: int
+    failed: int
+    duration_s: float
+    prompt_tokens: int
+    output_tokens: int
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    requests_per_s: float
+    ttft_ms: Spread
+    itl_ms: Spread
+    """Gaps between events that carried text: what a reader sees. An event may carry more than one token."""
+    e2e_ms: Spread
+    generator_cpu_us_per_token: float
+    """What the load generator itself spent."""
+    first_error: str = ""
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Linear between the two nearest ranks, as numpy.percentile's default. values need not be sorted."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * percent / 100
+    below = math.floor(rank)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
+
+
+def spread_ms(seconds: Sequence[float]) -> Spread:
+    def ms(value: float | None) -> float | None:
+        return None if value is None else value * 1000
+
+    mean = math.fsum(seconds) / len(seconds) if seconds else None
+    return Spread(ms(percentile(seconds, 50)), ms(percentile(seconds, 99)), ms(mean))
+
+
+def ttfts_s(records: Sequence[RequestRecord]) -> list[float]:
+    return [record.event_times_s[0] - record.started_s for record in records if record.event_times_s]
+
+
+def itls_s(records: Sequence[RequestRecord]) -> list[float]:
+    return [after - before for record in records for before, after in pairwise(record.event_times_s)]
+
+
+def summarize(load: str, records: Sequence[RequestRecord], generator_cpu_s: float) -> Summary:
+    """records of one run, at least one. The run lasts from the first start to the last end."""
+    duration_s = max(record.ended_s for record in records) - min(record.started_s for record in records)
+    by_outcome: dict[Outcome, list[RequestRecord]] = {outcome: [] for outcome in Outcome}
+    for record in records:
+        by_outcome[record.outcome].append(record)
+    completed = by_outcome[Outcome.COMPLETED]
+    output_tokens = sum(record.output_tokens for record in records)
+    prompt_tokens = sum(record.prompt_tokens for record in records)
+    return Summary(
+        load=load,
+        requests=len(records),
+        completed=len(completed),
+        dropped=len(by_outcome[Outcome.DROPPED]),
+        failed=len(by_outcome[Outcome.FAILED]),
+        duration_s=duration_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        output_tokens_per_s=output_tokens / duration_s,
+        prompt_tokens_per_s=prompt_tokens / duration_s,
+        requests_per_s=len(completed) / duration_s,
+        ttft_ms=spread_ms(ttfts_s(records)),
+        itl_ms=spread_ms(itls_s(records)),
+        e2e_ms=spread_ms([record.ended_s - record.started_s for record in completed]),
+        generator_cpu_us_per_token=1e6 * generator_cpu_s / max(output_tokens, 1),
+        first_error=next((record.error for record in by_outcome[Outcome.FAILED]), ""),
+    )
+
+
+Direction = Literal["at least", "at most"]
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A figure beside what it should be."""
+
+    name: str
+    value: float
+    direction: Direction
+    limit: float
+
+    @property
+    def reached(self) -> bool:
+        return self.value >= self.limit if self.direction == "at least" else self.value <= self.limit
