@@ -113,12 +113,15 @@ class FailureCode(enum.IntEnum):
     """limit is the vocabulary's size."""
     BAD_DESCRIPTOR = 4
     SHUTTING_DOWN = 5
+    UNAVAILABLE = 6
+    """Made by the client only: no backend came back in time, or one with another model."""
 
 
 class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
     """Backend → frontend: all that one step brought this frontend, in columns of equal length.
 
-    sequence counts the messages of this link from 0 without gaps. A token id of -1 accompanies an end without a token.
+    sequence counts the messages of this link from 0 without gaps. A token id of -1 accompanies an end without a token,
+    or, with finish NONE, says no more than that the submission's arena slot has been copied and may be used again.
     """
 
     sequence: U63
