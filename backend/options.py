@@ -44,7 +44,7 @@ class BackendOptions:
     """Tokens in a page of the KV cache."""
 
     max_context: Positive | None = None
-    """Tokens of one sequence, prompt and output. Default: what the model was made for, as far as the KV budget holds it."""
+    """Tokens of one sequence, prompt and output. Default: the model's own limit, as far as the KV budget holds it."""
 
     max_batch_tokens: Positive = 512
     """Tokens that one step may compute; long prompts are prefilled in pieces beside running decodes."""
@@ -61,7 +61,7 @@ class BackendOptions:
     socket: Path = field(default_factory=default_socket_path)
     """Unix socket on which frontends find this backend; its directory is made private (0700)."""
 
-    forward_pass: str = "decoder"
+    forward_pass: str = "decoder"  # noqa: S105 - a pass, not a password
     """An installed forward pass by name, or "package.module:Class". "fake" needs no weights and serves tests."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"

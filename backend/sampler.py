@@ -80,7 +80,7 @@ class HostSampling:
         positions = (batch.context_lens + np.diff(batch.query_starts))[rows].astype(np.int64)
         if self._bias or self._penalties:
             logits = self._adjusted(logits, slots)
-        tokens = np.argmax(logits, axis=1).astype(np.int32)
+        tokens: NDArray[np.int32] = np.argmax(logits, axis=1).astype(np.int32)
         peaks = logits[np.arange(len(tokens)), tokens]
         random_rows = np.flatnonzero((self._temperature[slots] > 0) & np.isfinite(peaks))
         if len(random_rows):

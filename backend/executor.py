@@ -1,0 +1,142 @@
+"""The thread that owns the device: it loads the forward pass and runs the steps it is given, in order."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backend.batch_builder import keep_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backend.forward_pass import IBatchedForwardPass, StepBatch
+    from backend.scheduler import Row
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought. token_ids has one entry for each of rows that samples, in order; rows are those that ran."""
+
+    rows: list[Row]
+    token_ids: list[int]
+    step_s: float
+    error: Exception | None = None
+
+
+class Executor:
+    """Runs at most one step at a time and holds at most `capacity` plans ready behind it.
+
+    Membership is bound late: rows whose sequence ended or was preempted after they were planned are dropped as the step
+    starts. `wake_fd` becomes readable when a result is there.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._plans: queue.SimpleQueue[tuple[list[Row], StepBatch] | None] = queue.SimpleQueue()
+        self._results: deque[StepResult] = deque()
+        self._num_in_flight = 0
+        self._step_started_s: float | None = None
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+        self._pass: IBatchedForwardPass | None = None
+        self._load_error: BaseException | None = None
+        self._loaded = threading.Event()
+
+    def start(self, load: Callable[[], IBatchedForwardPass]) -> IBatchedForwardPass:
+        """Loads the pass on the thread that will run it, and waits for that. Raises what load raises."""
+        self._thread = threading.Thread(target=self._run, args=(load,), name="executor", daemon=True)
+        self._thread.start()
+        self._loaded.wait()
+        if self._load_error is not None:
+            raise self._load_error
+        if self._pass is None:
+            raise RuntimeError("the forward pass neither loaded nor failed; this is a bug")
+        return self._pass
+
+    @property
+    def has_room(self) -> bool:
+        """One more plan may be launched: one step running and `capacity` plans behind it are not yet reached."""
+        return self._num_in_flight <= self._capacity
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_in_flight > 0
+
+    def running_s(self) -> float:
+        """Seconds since the running step began; 0 when none runs."""
+        started_s = self._step_started_s
+        return time.monotonic() - started_s if started_s is not None else 0.0
+
+    def launch(self, rows: list[Row], batch: StepBatch) -> None:
+        self._num_in_flight += 1
+        self._plans.put((rows, batch))
+
+    def results(self) -> list[StepResult]:
+        """The results since the last call, in the order of launching."""
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        self._num_in_flight -= len(results)
+        return results
+
+    def clear_wake(self) -> None:
+        """Call before `results`, so that a result that comes in between wakes again."""
+        try:
+            os.eventfd_read(self.wake_fd)
+        except BlockingIOError:
+            return
+
+    def wake(self) -> None:
+        """Safe from any thread and from a signal handler."""
+        os.eventfd_write(self.wake_fd, 1)
+
+    def close(self) -> None:
+        """Ends the thread after the steps already launched, and closes the pass."""
+        self._plans.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        os.close(self.wake_fd)
+
+    def _run(self, load: Callable[[], IBatchedForwardPass]) -> None:
+        try:
+            self._pass = load()
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits in start()
+            self._load_error = error
+            return
+        finally:
+            self._loaded.set()
+        while (plan := self._plans.get()) is not None:
+            self._step_started_s = started_s = time.monotonic()
+            rows, token_ids, error = self._run_step(self._pass, *plan)
+            self._step_started_s = None
+            self._results.append(StepResult(rows, token_ids, time.monotonic() - started_s, error))
+            self.wake()
+        self._pass.close()
+
+    def _run_step(
+        self, forward_pass: IBatchedForwardPass, rows: list[Row], batch: StepBatch
+    ) -> tuple[list[Row], list[int], Exception | None]:
+        kept = [index for index, row in enumerate(rows) if not row.is_stale]
+        if len(kept) < len(rows):
+            rows = [rows[index] for index in kept]
+            batch = keep_rows(batch, kept)
+        if not rows:
+            return [], [], None
+        try:
+            logits = forward_pass.forward(batch)
+            token_ids = forward_pass.sample(logits, batch).tolist() if len(batch.logit_rows) else []
+        except Exception as error:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
+            return rows, [], error
+        sampling_rows = [row for row in rows if row.samples]
+        if len(token_ids) != len(sampling_rows):
+            return rows, [], RuntimeError(f"{len(token_ids)} tokens sampled for {len(sampling_rows)} rows")
+        for row, token_id in zip(sampling_rows, token_ids, strict=True):
+            if token_id in row.sequence.subscriber.stop_token_ids:
+                row.sequence.stopped_generation = row.generation
+        return rows, token_ids, None

@@ -1,0 +1,98 @@
+"""A pass without weights: it runs the whole system in tests, and measures it without a model's cost.
+
+Its "model" is a hash. The KV cache holds, for each position, the sum of the hashes of all tokens up to it; the next
+token is drawn from that sum. So a token depends on every token before it, read through the page table: an engine that
+mixes up pages, positions or slots gives other tokens than `next_token` says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from backend.errors import StartupError
+from backend.forward_pass import PassOptions, PassSpec, StepBatch
+from backend.sampler import HostSampling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+_DEFAULT_VOCAB_SIZE = 4096
+_MAX_CONTEXT_TOKENS = 1 << 16
+_PEAK_LOGIT = 8.0
+
+
+class _Config(msgspec.Struct):
+    vocab_size: int
+
+
+def _hashes(token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One 64-bit hash for each (token, position): the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    x = (positions.astype(np.uint64) << np.uint64(32)) + token_ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
+    """What the fake pass samples greedily after token_ids: the oracle for tests of the engine."""
+    tokens = np.array(token_ids, np.int32)
+    total = _hashes(tokens, np.arange(len(tokens))).sum(dtype=np.uint64)
+    return int(total >> np.uint64(16)) % vocab_size
+
+
+class FakePass(HostSampling):
+    """See the module. Takes vocab_size from the checkpoint's config.json where there is one."""
+
+    def __init__(self, vocab_size: int, max_running: int) -> None:
+        super().__init__(vocab_size, max_running)
+        self.spec = PassSpec(vocab_size, _MAX_CONTEXT_TOKENS, ("fp32",))
+        self._sums = np.zeros((0, 0), np.uint64)
+
+    @classmethod
+    def load(cls, model_dir: Path | None, options: PassOptions) -> FakePass:
+        if model_dir is None:
+            return cls(_DEFAULT_VOCAB_SIZE, options.max_running)
+        path = model_dir / "config.json"
+        try:
+            config = msgspec.json.decode(path.read_bytes(), type=_Config)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StartupError(f"{path}: {error}") from None
+        return cls(config.vocab_size, options.max_running)
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        if kv_dtype != "fp32":
+            raise ValueError(f'kv_dtype is "{kv_dtype}"; the fake pass has fp32 only')
+        return self._sums.itemsize
+
+    def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        self.kv_bytes_per_token(kv_dtype)
+        self._sums = np.zeros((num_pages, page_size_tokens), np.uint64)
+
+    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        input_ids = self.begin_step(batch)
+        page_size = self._sums.shape[1]
+        lengths = np.diff(batch.query_starts)
+        rows = np.repeat(np.arange(batch.num_rows), lengths)
+        positions = np.arange(batch.num_tokens) - batch.query_starts[rows] + batch.context_lens[rows]
+        # Per row: the sum up to its context, then the running sum of its own tokens, all modulo 2**64.
+        last = np.maximum(batch.context_lens - 1, 0)
+        before = self._sums[batch.page_table[np.arange(batch.num_rows), last // page_size], last % page_size]
+        before = np.where(batch.context_lens > 0, before, np.uint64(0))
+        running = np.cumsum(_hashes(input_ids, positions), dtype=np.uint64)
+        row_base = np.concatenate([np.zeros(1, np.uint64), running])[batch.query_starts[:-1]]
+        sums = running - row_base[rows] + before[rows]
+        self._sums[batch.page_table[rows, positions // page_size], positions % page_size] = sums
+        totals = sums[batch.query_starts[1:] - 1][batch.logit_rows]
+        logits = np.zeros((len(totals), self.spec.vocab_size), np.float32)
+        peaks = ((totals >> np.uint64(16)) % np.uint64(self.spec.vocab_size)).astype(np.int64)
+        logits[np.arange(len(totals)), peaks] = _PEAK_LOGIT
+        return logits
+
+    def close(self) -> None:
+        self._sums = np.zeros((0, 0), np.uint64)
