@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from backend.checkpoint.json_file import convert, read_json_object, shorten
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CONFIG_FILE = "config.json"
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _Width = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Heads = Annotated[int, Meta(ge=1, le=4096)]
@@ -276,3 +279,10 @@ def _context_tokens(
     if not 1 <= max_context_tokens <= offered:
         raise StartupError(f"a context of {max_context_tokens} tokens was asked for; this model has 1 to {offered}")
     return max_context_tokens
+
+
+def read_declared_dtype(model_dir: Path) -> torch.dtype | None:
+    """The dtype that config.json declares (dtype, or torch_dtype as it was called); None where it declares none."""
+    values = read_json_object(model_dir / CONFIG_FILE)
+    declared = values.get("dtype") or values.get("torch_dtype")
+    return _DTYPES.get(declared) if isinstance(declared, str) else None

@@ -1,0 +1,74 @@
+"""How far the loading of weights has come: a bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Protocol
+
+from shm.cli import format_size
+
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 5.0
+
+
+class Progress(Protocol):
+    """Counts bytes up to a total; ends with close."""
+
+    def advance(self, num_bytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BarProgress:
+    """A rich progress bar on standard error."""
+
+    def __init__(self, total_bytes: int) -> None:
+        # Imported here: rich costs 50 ms, and a service without a terminal never needs it.
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            TextColumn("Loading weights"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task("Loading weights", total=total_bytes)
+        self._bar.start()
+
+    def advance(self, num_bytes: int) -> None:
+        self._bar.advance(self._task, num_bytes)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class LogProgress:
+    """A log line every LOG_INTERVAL_S and one at the end."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._started_at = self._logged_at = time.monotonic()
+
+    def advance(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_at = now
+            logger.info("Loading weights: %s of %s", format_size(self._done_bytes), format_size(self._total_bytes))
+
+    def close(self) -> None:
+        elapsed_s = time.monotonic() - self._started_at
+        logger.info("Loaded %s of weights in %.1f s", format_size(self._done_bytes), elapsed_s)
+
+
+def make_progress(total_bytes: int) -> Progress:
+    """A bar where standard error is a terminal, else log lines."""
+    return BarProgress(total_bytes) if sys.stderr.isatty() else LogProgress(total_bytes)

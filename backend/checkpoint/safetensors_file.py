@@ -1,0 +1,132 @@
+"""One safetensors file: its header checked against the file's size, its tensors copied out through a moving window.
+
+The format: 8 bytes little-endian header length, the header (JSON: name → dtype, shape, data_offsets), then the data.
+The safetensors package maps a file whole, and what was read of it stays resident until it is closed: with an embedding
+of a quarter of the model that is a peak of 1.25 × the weights. Here at most WINDOW_BYTES are mapped at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+from msgspec import Meta, Struct
+
+from backend.checkpoint.json_file import convert, decode_json_object
+from backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from torch import Tensor
+
+WINDOW_BYTES = 8 << 20
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+_LENGTH_BYTES = 8
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_Size = Annotated[int, Meta(ge=0, le=1 << 48)]
+
+
+class _HeaderEntry(Struct, frozen=True):
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=8)]
+    data_offsets: tuple[_Size, _Size]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: first_byte counts from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first_byte: int
+    num_bytes: int
+
+
+class SafetensorsFile:
+    """An open file; every tensor of the header lies within it. Close it when done."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises StartupError where the file is missing, truncated or its header is not what the format says."""
+        self.path = path
+        try:
+            self._file: BinaryIO = path.open("rb")
+        except OSError as error:
+            raise StartupError(f"{path} cannot be opened: {error.strerror}") from None
+        try:
+            self.tensors = _read_header(self._file, path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def copy(self, tensor: StoredTensor, target: Tensor, advance: Callable[[int], None]) -> None:
+        """Copies a float tensor into target (contiguous, as many elements), converting to its dtype.
+
+        advance is called with the number of stored bytes after each window.
+        """
+        source_dtype = FLOAT_DTYPES[tensor.dtype]
+        item_bytes = _ITEM_BYTES[tensor.dtype]
+        flat = target.view(-1)
+        window_items = WINDOW_BYTES // item_bytes
+        for start in range(0, flat.numel(), window_items):
+            count = min(window_items, flat.numel() - start)
+            first_byte = tensor.first_byte + start * item_bytes
+            lead = first_byte % mmap.ALLOCATIONGRANULARITY
+            # A private copy-on-write mapping: torch wants a writable buffer, and nothing here writes to it.
+            with mmap.mmap(
+                self._file.fileno(), lead + count * item_bytes, access=mmap.ACCESS_COPY, offset=first_byte - lead
+            ) as window:
+                window.madvise(mmap.MADV_WILLNEED)
+                flat[start : start + count].copy_(
+                    torch.frombuffer(window, dtype=source_dtype, count=count, offset=lead)
+                )
+            advance(count * item_bytes)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _read_header(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
+    file_bytes = os.fstat(file.fileno()).st_size
+    if file_bytes < _LENGTH_BYTES:
+        raise StartupError(f"{path} is truncated: expected at least {_LENGTH_BYTES} bytes, found {file_bytes}")
+    header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise StartupError(
+            f"{path} is not a safetensors file: a header of {header_bytes} bytes is over {MAX_HEADER_BYTES} bytes"
+        )
+    data_start = _LENGTH_BYTES + header_bytes
+    if file_bytes < data_start:
+        raise StartupError(f"{path} is truncated: expected at least {data_start} bytes, found {file_bytes}")
+    header = decode_json_object(file.read(header_bytes), f"{path}: the header")
+    header.pop("__metadata__", None)
+    tensors = {name: _stored(name, entry, data_start, path) for name, entry in header.items()}
+    expected_bytes = max((t.first_byte + t.num_bytes for t in tensors.values()), default=data_start)
+    if file_bytes < expected_bytes:
+        raise StartupError(f"{path} is truncated: expected {expected_bytes} bytes, found {file_bytes}")
+    return tensors
+
+
+def _stored(name: str, entry: object, data_start: int, path: Path) -> StoredTensor:
+    where = f"{path}: tensor {name}"
+    if not isinstance(entry, dict):
+        raise StartupError(f"{where} is not described by an object")
+    checked = convert(entry, _HeaderEntry, where)
+    begin, end = checked.data_offsets
+    item_bytes = _ITEM_BYTES.get(checked.dtype)
+    if end < begin or (item_bytes is not None and end - begin != math.prod(checked.shape) * item_bytes):
+        raise StartupError(
+            f"{where} of dtype {checked.dtype} and shape {list(checked.shape)} "
+            f"does not fit its data_offsets {begin} to {end}"
+        )
+    return StoredTensor(checked.dtype, checked.shape, data_start + begin, end - begin)

@@ -1,0 +1,300 @@
+"""The weights of a checkpoint as canonical tensors, one layer at a time.
+
+    with open_weights(model_dir, config) as weights:
+        dtype = weights.choose_dtype("auto")
+        embedding = weights.embedding(dtype)
+        for i in range(config.num_layers):
+            layer = weights.layer(i, dtype)
+
+Canonical means: q, k and v stacked into one matrix, gate and up into another, whatever the checkpoint stores. Every
+tensor is a fresh copy owned by the caller; besides what the caller keeps, one window of the file is resident.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+from msgspec import Meta, Struct
+
+from backend.checkpoint.config_json import read_declared_dtype
+from backend.checkpoint.json_file import convert, read_json_object, shorten
+from backend.checkpoint.progress import make_progress
+from backend.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from backend.checkpoint.progress import Progress
+    from backend.checkpoint.safetensors_file import StoredTensor
+    from backend.passes.decoder.config import DecoderConfig
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARDS = 512
+
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
+_EMBEDDING = "model.embed_tokens.weight"
+_FINAL_NORM = "model.norm.weight"
+_LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Linear weights are [outputs, inputs], row-major; biases [outputs]."""
+
+    qkv: Tensor
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: rows of q, then k, then v."""
+    o: Tensor
+    """[hidden_size, num_heads * head_dim]"""
+    gate_up: Tensor
+    """[2 * intermediate_size, hidden_size]: rows of gate, then up."""
+    down: Tensor
+    """[hidden_size, intermediate_size]"""
+    input_norm: Tensor
+    """[hidden_size]"""
+    post_attention_norm: Tensor
+    """[hidden_size]"""
+    q_norm: Tensor | None = None
+    """[head_dim]"""
+    k_norm: Tensor | None = None
+    """[head_dim]"""
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor as the checkpoint names it, and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class DecoderWeights:
+    """An open checkpoint whose every needed tensor is known to be there. Close it, or use it in a `with` block."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        files: dict[str, SafetensorsFile],
+        declared_dtype: torch.dtype | None,
+        progress: Progress,
+        closers: ExitStack,
+    ) -> None:
+        """files: tensor name → the open file it lies in; closers closes them."""
+        self._config = config
+        self._files = files
+        self._declared_dtype = declared_dtype
+        self._progress = progress
+        self._closers = closers
+
+    def __enter__(self) -> DecoderWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files and ends the progress report. Idempotent."""
+        self._closers.close()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all needed tensors in the checkpoint's own dtype."""
+        return _stored_bytes(self._config, self._files)
+
+    def choose_dtype(self, requested: str) -> torch.dtype:
+        """The dtype to compute in: "bf16", "fp32", or for "auto" what config.json declares, else what is stored.
+
+        fp16 becomes bf16, which has its size and no fp16-only hardware needs. Raises StartupError on another name.
+        """
+        match requested:
+            case "bf16":
+                return torch.bfloat16
+            case "fp32":
+                return torch.float32
+            case "auto":
+                stored = FLOAT_DTYPES[_stored(self._files, _EMBEDDING).dtype]
+                chosen = self._declared_dtype or stored
+                return torch.bfloat16 if chosen is torch.float16 else chosen
+        raise StartupError(f"dtype is {shorten(requested)}; it must be auto, bf16 or fp32")
+
+    def embedding(self, dtype: torch.dtype) -> Tensor:
+        """[vocab_size, hidden_size]"""
+        return self._load((_embedding(self._config),), dtype)
+
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights:
+        layout = _layer_layout(self._config, index)
+        return LayerWeights(**{field: self._load(parts, dtype) for field, parts in layout.items()})
+
+    def final_norm(self, dtype: torch.dtype) -> Tensor:
+        """[hidden_size]"""
+        return self._load((_final_norm(self._config),), dtype)
+
+    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
+        """[vocab_size, hidden_size], or None where the embedding is used again."""
+        return None if self._config.tie_embeddings else self._load((_lm_head(self._config),), dtype)
+
+    def _load(self, parts: tuple[_Part, ...], dtype: torch.dtype) -> Tensor:
+        """The parts stacked along their first dimension."""
+        rows = sum(part.shape[0] for part in parts)
+        stacked = torch.empty(rows, *parts[0].shape[1:], dtype=dtype)
+        row = 0
+        for part in parts:
+            target = stacked[row : row + part.shape[0]]
+            self._files[part.name].copy(_stored(self._files, part.name), target, self._progress.advance)
+            row += part.shape[0]
+        return stacked
+
+
+def open_weights(
+    model_dir: Path, config: DecoderConfig, make_progress: Callable[[int], Progress] = make_progress
+) -> DecoderWeights:
+    """Opens model.safetensors, or the shards of its index, and checks every tensor that config needs.
+
+    Nothing is loaded yet; tensors that are not needed are ignored. make_progress takes the bytes to come. Raises
+    StartupError with the tensor's name, the expected and the found shape; with both sizes where a file is truncated.
+    """
+    with ExitStack() as closers:
+        files, where = _open_files(model_dir, closers)
+        for part in expected_tensors(config):
+            _check(part, files, where)
+        progress = closers.enter_context(closing(make_progress(_stored_bytes(config, files))))
+        return DecoderWeights(config, files, read_declared_dtype(model_dir), progress, closers.pop_all())
+
+
+def expected_tensors(config: DecoderConfig) -> Iterator[_Part]:
+    """Every tensor of the checkpoint that the model needs, with the shape it must have."""
+    yield _embedding(config)
+    for index in range(config.num_layers):
+        for parts in _layer_layout(config, index).values():
+            yield from parts
+    yield _final_norm(config)
+    if not config.tie_embeddings:
+        yield _lm_head(config)
+
+
+def _embedding(config: DecoderConfig) -> _Part:
+    return _Part(_EMBEDDING, (config.vocab_size, config.hidden_size))
+
+
+def _final_norm(config: DecoderConfig) -> _Part:
+    return _Part(_FINAL_NORM, (config.hidden_size,))
+
+
+def _lm_head(config: DecoderConfig) -> _Part:
+    return _Part(_LM_HEAD, (config.vocab_size, config.hidden_size))
+
+
+def _layer_layout(config: DecoderConfig, index: int) -> dict[str, tuple[_Part, ...]]:
+    """LayerWeights' fields that this model has → the checkpoint's tensors that make them up, in order."""
+    prefix = f"model.layers.{index}."
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if config.architecture == "Phi3ForCausalLM":
+        qkv = {"self_attn.qkv_proj": q_rows + 2 * kv_rows}
+        gate_up = {"mlp.gate_up_proj": 2 * intermediate}
+    else:
+        qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
+        gate_up = {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}
+
+    def weights(rows_by_name: dict[str, int], inputs: int) -> tuple[_Part, ...]:
+        return tuple(_Part(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in rows_by_name.items())
+
+    def vector(name: str, size: int) -> tuple[_Part, ...]:
+        return (_Part(f"{prefix}{name}.weight", (size,)),)
+
+    def biases(rows_by_name: dict[str, int]) -> tuple[_Part, ...]:
+        return tuple(_Part(f"{prefix}{name}.bias", (rows,)) for name, rows in rows_by_name.items())
+
+    o, down = {"self_attn.o_proj": hidden}, {"mlp.down_proj": hidden}
+    layout = {
+        "qkv": weights(qkv, hidden),
+        "o": weights(o, q_rows),
+        "gate_up": weights(gate_up, hidden),
+        "down": weights(down, intermediate),
+        "input_norm": vector("input_layernorm", hidden),
+        "post_attention_norm": vector("post_attention_layernorm", hidden),
+    }
+    if config.qk_norm:
+        layout["q_norm"] = vector("self_attn.q_norm", config.head_dim)
+        layout["k_norm"] = vector("self_attn.k_norm", config.head_dim)
+    if config.qkv_bias:
+        layout["qkv_bias"] = biases(qkv)
+    if config.output_bias:
+        layout["o_bias"] = biases(o)
+    if config.mlp_bias:
+        layout |= {"gate_up_bias": biases(gate_up), "down_bias": biases(down)}
+    return layout
+
+
+class _Index(Struct, frozen=True):
+    weight_map: Annotated[dict[str, str], Meta(min_length=1, max_length=1 << 20)]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name → shard's file name, each a plain name and never a path."""
+    weight_map = convert(read_json_object(path), _Index, path).weight_map
+    names = set(weight_map.values())
+    for name in names:
+        if not _SHARD_NAME.fullmatch(name):
+            raise StartupError(
+                f"{path}: weight_map names the file {shorten(name)}; it must be a plain *.safetensors name"
+            )
+    if len(names) > MAX_SHARDS:
+        raise StartupError(f"{path} names {len(names)} files; at most {MAX_SHARDS} are allowed")
+    return weight_map
+
+
+def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, SafetensorsFile], str]:
+    """Tensor name → the file it lies in, closed by closers; and where that is, in words."""
+    single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
+    if single.exists():
+        file = closers.enter_context(closing(SafetensorsFile(single)))
+        return dict.fromkeys(file.tensors, file), str(single)
+    if not index.exists():
+        raise StartupError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are loaded")
+    weight_map = _read_index(index)
+    shards = {
+        name: closers.enter_context(closing(SafetensorsFile(model_dir / name)))
+        for name in sorted(set(weight_map.values()))
+    }
+    for tensor, name in weight_map.items():
+        if tensor not in shards[name].tensors:
+            raise StartupError(f"tensor {tensor} is missing from {model_dir / name}, where {INDEX_FILE} says it is")
+    return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
+
+
+def _check(part: _Part, files: dict[str, SafetensorsFile], where: str) -> None:
+    if part.name not in files:
+        raise StartupError(f"tensor {part.name}, expected with shape {list(part.shape)}, is missing from {where}")
+    stored, path = _stored(files, part.name), files[part.name].path
+    if stored.shape != part.shape:
+        raise StartupError(
+            f"{path}: tensor {part.name} has shape {list(stored.shape)}; config.json makes it {list(part.shape)}"
+        )
+    if stored.dtype not in FLOAT_DTYPES:
+        raise StartupError(
+            f"{path}: tensor {part.name} has dtype {shorten(stored.dtype)}; it must be {', '.join(FLOAT_DTYPES)}"
+        )
+
+
+def _stored(files: dict[str, SafetensorsFile], name: str) -> StoredTensor:
+    return files[name].tensors[name]
+
+
+def _stored_bytes(config: DecoderConfig, files: dict[str, SafetensorsFile]) -> int:
+    return sum(_stored(files, part.name).num_bytes for part in expected_tensors(config))
