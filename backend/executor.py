@@ -113,9 +113,9 @@ class Executor:
             self._loaded.set()
         while (plan := self._plans.get()) is not None:
             self._step_started_s = started_s = time.monotonic()
-            rows, token_ids, error = self._run_step(self._pass, *plan)
+            rows, token_ids, fault = self._run_step(self._pass, *plan)
             self._step_started_s = None
-            self._results.append(StepResult(rows, token_ids, time.monotonic() - started_s, error))
+            self._results.append(StepResult(rows, token_ids, time.monotonic() - started_s, fault))
             self.wake()
         self._pass.close()
 

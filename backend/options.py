@@ -66,3 +66,12 @@ class BackendOptions:
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
+
+    def model_id(self) -> str:
+        """The model's name in the API."""
+        if self.served_model_name:
+            return self.served_model_name
+        if self.model is None:
+            return "penstock-demo"
+        path = Path(self.model)
+        return path.resolve().name if path.is_dir() else self.model

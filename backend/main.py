@@ -1,0 +1,159 @@
+"""The `backend` command: from options to a running engine, and back to an exit status."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backend.batch_builder import BatchBuilder
+from backend.checkpoint.generation_config import read_generation_config
+from backend.checkpoint.hub import resolve_model
+from backend.engine import Engine, Limits
+from backend.errors import StartupError
+from backend.executor import Executor
+from backend.forward_pass import PassOptions
+from backend.kv_plan import KvPlan, plan_kv
+from backend.options import BackendOptions
+from backend.page_pool import PagePool
+from backend.plugins import find_forward_pass
+from backend.scheduler import Scheduler
+from shm.board import BackendBoard
+from shm.cli import fail, make_app
+from shm.link import BackendLink
+from shm.rendezvous import AddressInUse
+from shm.wire import ModelCard
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from backend.forward_pass import IBatchedForwardPass
+
+logger = logging.getLogger("penstock.backend")
+
+DEMO_MODEL_DIR = Path(__file__).parent / "demo_model"
+_DRAIN_TIMEOUT_S = 30.0
+
+app = make_app("backend", "Runs a model: owns the device and serves any number of frontends on this machine.")
+
+
+@app.default
+def run(options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
+    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        serve(options)
+    except (StartupError, AddressInUse) as error:
+        fail("backend", str(error))
+
+
+def main() -> None:
+    app()
+
+
+def serve(options: BackendOptions) -> None:
+    """Runs until a signal and returns after draining. Raises StartupError or AddressInUse when it cannot start."""
+    started_s = time.monotonic()
+    model_dir = resolve_model(options.model, options.revision) if options.model else DEMO_MODEL_DIR
+    executor = Executor(options.batch_channel_capacity)
+    forward_pass, plan = _load(options, model_dir, executor)
+    logger.info(plan.describe())
+    board = BackendBoard.create()
+    board.pages_total = plan.num_pages
+    card = _model_card(options, model_dir, forward_pass, plan)
+    link = BackendLink(options.socket, card, board)
+    pool = PagePool(plan.num_pages)
+    engine = Engine(
+        link,
+        executor,
+        Scheduler(pool, plan.page_size_tokens, options.max_running, options.max_batch_tokens),
+        BatchBuilder(options.max_running, plan.max_pages_per_sequence),
+        board,
+        Limits(card.vocab_size, plan.max_context_tokens, options.max_waiting),
+    )
+    _drain_on_signals(engine)
+    # What start-up made lives as long as the process: the collector need not walk it in the step loop.
+    gc.collect()
+    gc.freeze()
+    logger.info("ready: %s on %s after %.1f s", card.model_id, options.socket, time.monotonic() - started_s)
+    try:
+        engine.run()
+    finally:
+        link.close()
+        executor.close()
+    logger.info("drained after %d steps", board.steps)
+
+
+def _load(options: BackendOptions, model_dir: Path, executor: Executor) -> tuple[IBatchedForwardPass, KvPlan]:
+    """Loads weights and allocates the KV cache on the executor's thread, which alone calls the pass from then on."""
+    pass_class = find_forward_pass(options.forward_pass)
+    pass_options = PassOptions(_device(options.gpu), options.dtype, options.max_running, options.max_batch_tokens)
+    plans: list[KvPlan] = []
+
+    def load() -> IBatchedForwardPass:
+        forward_pass = pass_class.load(model_dir, pass_options)
+        plan = plan_kv(
+            forward_pass,
+            budget_bytes=options.kv_budget,
+            kv_dtype=options.kv_dtype,
+            page_size_tokens=options.page_size,
+            max_context_tokens=options.max_context,
+            max_running=options.max_running,
+        )
+        forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
+        plans.append(plan)
+        return forward_pass
+
+    return executor.start(load), plans[0]
+
+
+def _device(gpu: str) -> str:
+    if gpu not in ("auto", "none"):
+        if not gpu.isdecimal():
+            raise StartupError(f'--gpu is "{gpu}"; write a CUDA device index such as 0, "none" or "auto"')
+        logger.warning("--gpu %s: the decoder has no CUDA pass yet; serving on the CPU", gpu)
+    return "cpu"
+
+
+def _model_card(options: BackendOptions, model_dir: Path, forward_pass: IBatchedForwardPass, plan: KvPlan) -> ModelCard:
+    generation = read_generation_config(model_dir)
+    return ModelCard(
+        model_id=options.model_id(),
+        model_dir=str(model_dir.resolve()),
+        created=int((model_dir / "config.json").stat().st_mtime),
+        vocab_size=forward_pass.spec.vocab_size,
+        max_context_tokens=plan.max_context_tokens,
+        max_waiting=options.max_waiting,
+        eos_token_ids=generation.eos_token_ids,
+        default_sampling=generation.sampling,
+        fingerprint=_fingerprint(options, model_dir),
+    )
+
+
+def _fingerprint(options: BackendOptions, model_dir: Path) -> str:
+    """Equal for equal weights, settings and pass: what must hold for a seed to give the same text again."""
+    digest = hashlib.sha256(f"{options.forward_pass} {options.dtype} {options.kv_dtype}".encode())
+    for path in sorted(model_dir.iterdir()):
+        if path.suffix in (".json", ".safetensors") and path.is_file():
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            if path.name == "config.json":
+                digest.update(path.read_bytes())
+    return "fp_" + digest.hexdigest()[:12]
+
+
+def _drain_on_signals(engine: Engine) -> None:
+    """The first SIGTERM or SIGINT lets running requests end, the second does not."""
+    timeouts_s = [0.0, _DRAIN_TIMEOUT_S]
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        engine.drain(timeouts_s.pop() if timeouts_s else 0.0)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+
+
+if __name__ == "__main__":
+    main()
