@@ -22,6 +22,7 @@ _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SLEEP_S = 60.0
+_IS_UP_EVERY_S = 0.1
 _HASTENED_STOP_S = 5.0
 
 
@@ -76,7 +77,8 @@ class Supervisor:
 
     A child that ends is started again, at once if it had lived settle_s, else after a growing pause. Two ends are
     final, because a restart would not help: more than max_quick_deaths in a row, and a child that exits by itself
-    (not by a signal) in its very first settle_s: it has said why on standard error.
+    (not by a signal) in its very first settle_s: it has said why on standard error. With is_up, a question that is
+    asked every 0.1 s until its answer is yes, an exit before that answer is final too, however long the start takes.
 
     SIGTERM, SIGINT or SIGHUP stop the children stage by stage with SIGTERM; a stage that has not ended after
     stop_timeout_s is killed. A second signal is passed on to all that still run and shortens the wait.
@@ -92,6 +94,7 @@ class Supervisor:
         max_quick_deaths: int = 5,
         first_pause_s: float = 0.1,
         longest_pause_s: float = 5.0,
+        is_up: Callable[[], bool] | None = None,
     ) -> None:
         self._children = [_Child(spec) for spec in children]
         self._log = log
@@ -100,6 +103,7 @@ class Supervisor:
         self._max_quick_deaths = max_quick_deaths
         self._first_pause_s = first_pause_s
         self._longest_pause_s = longest_pause_s
+        self._is_up = is_up
 
     def run(self) -> int:
         """Returns the exit status: 0 when stopped as asked and every child ended well, else what went wrong first.
@@ -112,9 +116,11 @@ class Supervisor:
             for child in self._children:
                 self._start(child, previous)
             while True:
-                received = signal.sigtimedwait(_SIGNALS, self._seconds_to_next_restart())
+                received = signal.sigtimedwait(_SIGNALS, self._seconds_to_next_turn())
                 if received is not None and received.si_signo in _STOP_SIGNALS:
                     return self._stop(status=0)
+                if self._is_up is not None and self._is_up():
+                    self._is_up = None
                 for child in self._children:
                     if child.process is None:
                         if time.monotonic() >= child.restart_at_s:
@@ -153,7 +159,8 @@ class Supervisor:
         child.process = None
         has_settled = now_s - child.started_s >= self._settle_s
         ended = f"{child.spec.name} {describe_end(returncode)}"
-        if returncode > 0 and not has_settled and not child.has_settled:
+        is_starting = self._is_up is not None or not (has_settled or child.has_settled)
+        if returncode > 0 and is_starting:
             self._log(f"{ended} as it started; stopping")
             return False
         child.has_settled |= has_settled or returncode < 0
@@ -168,9 +175,11 @@ class Supervisor:
         self._log(f"{ended}; restarting" + (f" in {pause_s:g} s" if pause_s else ""))
         return True
 
-    def _seconds_to_next_restart(self) -> float:
-        due = [child.restart_at_s for child in self._children if child.process is None]
-        return max(0.0, min(due) - time.monotonic()) if due else _LONGEST_SLEEP_S
+    def _seconds_to_next_turn(self) -> float:
+        now_s = time.monotonic()
+        due_s = [child.restart_at_s for child in self._children if child.process is None]
+        due_s.append(now_s + (_LONGEST_SLEEP_S if self._is_up is None else _IS_UP_EVERY_S))
+        return max(0.0, min(due_s) - now_s)
 
     def _running(self, stage: int | None = None) -> list[subprocess.Popen[bytes]]:
         return [

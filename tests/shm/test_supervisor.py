@@ -21,9 +21,11 @@ import sys
 from shm.supervisor import ChildSpec, Supervisor
 children = [ChildSpec(name, (sys.executable, "-c", code), stage=stage) for name, code, stage in {children!r}]
 log = lambda line: print(line, file=sys.stderr, flush=True)
-sys.exit(Supervisor(children, log=log, stop_timeout_s={stop_timeout_s}, first_pause_s=0.001).run())
+sys.exit(Supervisor(children, log=log, stop_timeout_s={stop_timeout_s}, settle_s={settle_s},
+    first_pause_s=0.001, is_up={is_up}).run())
 """
-SAY = "import os, signal, sys, time\nsay = lambda text: print(text, os.getpid(), flush=True)\n"
+# os.write and not print: a signal handler that prints while a print is flushing is refused as a reentrant call.
+SAY = "import os, signal, sys, time\nsay = lambda text: os.write(1, (text + ' ' + str(os.getpid()) + '\\n').encode())\n"
 LIVE = SAY + "say('up')\nsignal.pause()"
 OBEY = SAY + "signal.signal(signal.SIGTERM, lambda *_: (say('term'), sys.exit({status})))\nsay('up')\nsignal.pause()"
 
@@ -32,8 +34,10 @@ OBEY = SAY + "signal.signal(signal.SIGTERM, lambda *_: (say('term'), sys.exit({s
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(*children: tuple[str, str, int], stop_timeout_s: float = 60.0) -> subprocess.Popen[str]:
-        code = SUPERVISE.format(children=children, stop_timeout_s=stop_timeout_s)
+    def start(
+        *children: tuple[str, str, int], stop_timeout_s: float = 60.0, settle_s: float = 5.0, is_up: str = "None"
+    ) -> subprocess.Popen[str]:
+        code = SUPERVISE.format(children=children, stop_timeout_s=stop_timeout_s, settle_s=settle_s, is_up=is_up)
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -166,3 +170,18 @@ def test_children_have_the_signals_and_the_terminal_of_a_fresh_process(
 def test_an_end_in_words_and_as_a_status(returncode: int, status: int, words: str) -> None:
     assert exit_status(returncode) == status
     assert words in describe_end(returncode)
+
+
+def test_an_exit_before_all_is_up_is_final_however_late(start: Callable[..., subprocess.Popen[str]]) -> None:
+    supervisor = start(("backend", SAY + "say('up')\nsys.exit(4)", 0), settle_s=0.0, is_up="lambda: False")
+    read(supervisor)
+    _, errors = supervisor.communicate()
+    assert supervisor.returncode == 4
+    assert "backend exited with status 4 as it started; stopping" in errors
+
+
+def test_once_all_is_up_an_exit_is_followed_by_a_restart(start: Callable[..., subprocess.Popen[str]]) -> None:
+    wait_then_exit = SAY + "say('up')\nsys.stdin.read()\nsys.exit(4)"
+    supervisor = start(("backend", wait_then_exit, 0), settle_s=0.0, is_up="lambda: True")
+    assert read(supervisor)[0] == "up"
+    assert read(supervisor)[0] == "up"
