@@ -1,0 +1,78 @@
+"""DecoderPass: the Llama family behind `IBatchedForwardPass`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from backend.checkpoint.config_json import read_decoder_config
+from backend.checkpoint.weights import open_weights
+from backend.errors import StartupError
+from backend.forward_pass import PassOptions, PassSpec, StepBatch
+from backend.passes.decoder.model import DecoderModel
+from backend.passes.decoder.ops import HeadShape, Ops
+from backend.passes.decoder.ops_torch import KV_DTYPES, TorchOps
+from backend.sampler import HostSampling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from backend.passes.decoder.config import DecoderConfig
+    from backend.passes.decoder.model import Weights
+
+
+class DecoderPass(HostSampling):
+    """One decoder on one device. Logits travel to the host as numpy float32, where they are sampled."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, max_running: int
+    ) -> None:
+        super().__init__(config.vocab_size, max_running)
+        self._config = config
+        self._ops = ops
+        with torch.inference_mode():
+            self._model = DecoderModel(config, ops, weights, dtype)
+        self._spec = PassSpec(config.vocab_size, config.max_context_tokens, tuple(KV_DTYPES))
+
+    @classmethod
+    def load(cls, model_dir: Path | None, options: PassOptions) -> DecoderPass:
+        if model_dir is None:
+            raise StartupError("the decoder pass needs a model: give --model a directory or a hub id")
+        if options.device != "cpu":
+            raise StartupError(f"device {options.device!r}: the decoder pass runs on the cpu only")
+        config = read_decoder_config(model_dir)
+        with open_weights(model_dir, config) as weights:
+            dtype = weights.choose_dtype(options.dtype)
+            return cls(config, weights, make_cpu_ops(config, dtype), dtype, options.max_running)
+
+    @property
+    def spec(self) -> PassSpec:
+        return self._spec
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        config = self._config
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_DTYPES[kv_dtype].itemsize
+
+    def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        self._ops.create_cache(self._config.num_layers, num_pages, page_size_tokens, kv_dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        step = self._ops.begin_step(batch, self.begin_step(batch))
+        logits = self._model.forward(step)
+        if logits is None:
+            return np.empty((0, self._config.vocab_size), np.float32)
+        return np.asarray(logits.float().numpy(), np.float32)
+
+    def close(self) -> None:
+        self._ops.close()
+
+
+def make_cpu_ops(config: DecoderConfig, dtype: torch.dtype) -> Ops:
+    """The fastest operations that this machine offers."""
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    return TorchOps(heads, config.rope, config.rms_norm_eps, dtype)

@@ -1,0 +1,103 @@
+"""The Llama family, once: the order of operations, whatever the device.
+
+Pre-norm decoder layers (attention, gated MLP) as in arXiv 2302.13971, with grouped-query attention, optional biases,
+QK norm (Qwen3), sliding windows (Mistral, Qwen2) and layers without RoPE (SmolLM3), all said by DecoderConfig.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from backend.passes.decoder.ops import Array, AttentionLayer, Linear, Ops, Step
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from backend.checkpoint.weights import LayerWeights
+    from backend.passes.decoder.config import DecoderConfig
+
+
+class Weights(Protocol):
+    """Where plain weights come from; `backend.checkpoint.weights.DecoderWeights` is one. Each call gives a copy."""
+
+    def embedding(self, dtype: torch.dtype) -> Tensor: ...
+
+    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights: ...
+
+    def final_norm(self, dtype: torch.dtype) -> Tensor: ...
+
+    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
+        """None where the embedding is used again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention: AttentionLayer
+    input_norm: Array
+    qkv: Linear
+    output: Linear
+    mlp_norm: Array
+    gate_up: Linear
+    down: Linear
+
+
+class DecoderModel:
+    """Packed weights and the pass over them. Holds no state of a step."""
+
+    def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype) -> None:
+        """Takes the weights layer by layer: beside the packed ones, the plain copy of one layer at most exists."""
+        self._ops = ops
+        embedding = weights.embedding(dtype)
+        lm_head = weights.lm_head(dtype)
+        self._lm_head = ops.pack_linear(embedding if lm_head is None else lm_head, None)
+        self._embedding = ops.table(embedding)
+        del embedding, lm_head
+        self._layers = [_pack_layer(config, ops, weights.layer(i, dtype), i) for i in range(config.num_layers)]
+        self._final_norm = ops.vector(weights.final_norm(dtype))
+
+    def forward(self, step: Step) -> Array | None:
+        """Logits of the step's logit rows, [L, vocab]; None where no row wants any."""
+        ops = self._ops
+        residual = ops.embed(self._embedding, step)
+        hidden = ops.rms_norm(residual, self._layers[0].input_norm)
+        for layer, next_norm in zip(self._layers[:-1], (layer.input_norm for layer in self._layers[1:]), strict=True):
+            qkv = ops.linear(hidden, layer.qkv)
+            ops.rotate_and_store(qkv, step, layer.attention)
+            hidden = self._rest_of_layer(layer, qkv, residual, step, next_norm)
+        # Past the last layer's cache write only the tokens whose logits are wanted matter.
+        layer = self._layers[-1]
+        qkv = ops.linear(hidden, layer.qkv)
+        ops.rotate_and_store(qkv, step, layer.attention)
+        last = ops.last_tokens(step)
+        if last is None:
+            return None
+        qkv, residual = ops.take_last_tokens(qkv, step), ops.take_last_tokens(residual, step)
+        return ops.linear(self._rest_of_layer(layer, qkv, residual, last, self._final_norm), self._lm_head)
+
+    def _rest_of_layer(self, layer: _Layer, qkv: Array, residual: Array, step: Step, next_norm: Array) -> Array:
+        ops = self._ops
+        attended = ops.attention(qkv, step, layer.attention)
+        hidden = ops.add_rms_norm(ops.linear(attended, layer.output), residual, layer.mlp_norm)
+        gated = ops.silu_mul(ops.linear(hidden, layer.gate_up))
+        return ops.add_rms_norm(ops.linear(gated, layer.down), residual, next_norm)
+
+
+def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights, index: int) -> _Layer:
+    return _Layer(
+        attention=AttentionLayer(
+            index=index,
+            uses_rope=config.layer_uses_rope[index] if config.layer_uses_rope else True,
+            window_tokens=config.layer_window_tokens[index] if config.layer_window_tokens else None,
+            q_norm=None if plain.q_norm is None else ops.vector(plain.q_norm),
+            k_norm=None if plain.k_norm is None else ops.vector(plain.k_norm),
+        ),
+        input_norm=ops.vector(plain.input_norm),
+        qkv=ops.pack_linear(plain.qkv, plain.qkv_bias),
+        output=ops.pack_linear(plain.o, plain.o_bias),
+        mlp_norm=ops.vector(plain.post_attention_norm),
+        gate_up=ops.pack_linear(plain.gate_up, plain.gate_up_bias),
+        down=ops.pack_linear(plain.down, plain.down_bias),
+    )

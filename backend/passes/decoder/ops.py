@@ -1,0 +1,108 @@
+"""The operations a decoder is made of: one protocol, implemented per device. The model knows nothing else of a device.
+
+T tokens of a step lie back to back, [T, …]; the residual stream is fp32, all else has the weights' dtype. An operation
+may return a buffer of its own that the next call of the same operation overwrites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from backend.forward_pass import StepBatch
+
+Array: TypeAlias = Any
+"""A tensor on the device, of the library that the implementation uses."""
+Linear: TypeAlias = Any
+"""What `pack_linear` returned."""
+Step: TypeAlias = Any
+"""What `begin_step` returned: a step's rows in the form the implementation likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of one attention layer. A projection's output is [q heads | k heads | v heads], head_dim each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def output_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What distinguishes one layer's attention from the next one's. Norm weights are as `vector` returned them."""
+
+    index: int
+    uses_rope: bool
+    window_tokens: int | None
+    q_norm: Array | None
+    k_norm: Array | None
+
+
+class Ops(Protocol):
+    """One device. Weights are handed over once and kept in the form the device likes best."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """weight [out, in], bias [out]; the caller drops its own copy."""
+        ...
+
+    def vector(self, weight: Tensor) -> Array:
+        """A norm's weight, [n]."""
+        ...
+
+    def table(self, weight: Tensor) -> Array:
+        """The embedding table, [vocab, hidden]."""
+        ...
+
+    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
+
+    def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
+        """input_ids [T] are batch.input_ids with every FROM_SLOT resolved."""
+        ...
+
+    def embed(self, table: Array, step: Step) -> Array:
+        """The residual stream of the step, [T, hidden] fp32."""
+        ...
+
+    def rms_norm(self, residual: Array, weight: Array) -> Array: ...
+
+    def add_rms_norm(self, delta: Array, residual: Array, weight: Array) -> Array:
+        """Adds delta [T, hidden] to residual in place and returns its RMSNorm in the weights' dtype."""
+        ...
+
+    def linear(self, x: Array, weights: Linear) -> Array: ...
+
+    def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:
+        """Norms and rotates q and k of qkv [T, qkv_size] in place and writes k and v to the cache."""
+        ...
+
+    def attention(self, qkv: Array, step: Step, layer: AttentionLayer) -> Array:
+        """Causal attention of the step's queries over their sequences' cached positions, [T, output_size]."""
+        ...
+
+    def silu_mul(self, gate_up: Array) -> Array:
+        """silu(gate) * up of [T, gate | up]."""
+        ...
+
+    def last_tokens(self, step: Step) -> Step:
+        """The same step with only the last token of each of its logit rows: L tokens."""
+        ...
+
+    def take_last_tokens(self, x: Array, step: Step) -> Array:
+        """x [T, n] at the last token of each logit row, [L, n]."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,104 @@
+"""A miniature engine: builds StepBatches for named prompts over a page table of its own, without any of the backend's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from backend.forward_pass import SamplingParams, SlotInit, StepBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Row:
+    """One sequence: its tokens, how many of them are computed, and the pages that hold them."""
+
+    slot: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    announced: bool = False
+
+
+class Driver:
+    """Runs sequences through a pass step by step. Pages are dealt from `free_pages` from its end."""
+
+    def __init__(self, forward_pass: Any, num_pages: int, page_size: int, kv_dtype: str = "fp32", seed: int = 0) -> None:
+        self.forward_pass = forward_pass
+        self.page_size = page_size
+        self.free_pages = np.random.default_rng(seed).permutation(num_pages).tolist()
+        self.rows: list[Row] = []
+        forward_pass.create_cache(num_pages, page_size, kv_dtype)
+
+    def add(self, prompt: Sequence[int]) -> Row:
+        used = {row.slot for row in self.rows}
+        slot = next(slot for slot in range(len(used) + 1) if slot not in used)
+        row = Row(slot, list(prompt), len(prompt))
+        self.rows.append(row)
+        return row
+
+    def remove(self, row: Row) -> None:
+        self.rows.remove(row)
+        self.free_pages.extend(row.pages)
+
+    def build(self, parts: Sequence[tuple[Row, int]]) -> StepBatch:
+        """A step that computes so many next tokens of each row; rows of one token come first, as the contract asks."""
+        parts = sorted(parts, key=lambda part: part[1] != 1)
+        inits = []
+        for row, count in parts:
+            while len(row.pages) * self.page_size < row.computed + count:
+                row.pages.append(self.free_pages.pop())
+            if not row.announced:
+                row.announced = True
+                inits.append(SlotInit(row.slot, GREEDY, np.array(row.tokens, np.int32), row.num_prompt_tokens))
+        table = np.zeros((len(parts), max(len(row.pages) for row, _ in parts)), np.int32)
+        for index, (row, _) in enumerate(parts):
+            table[index, : len(row.pages)] = row.pages
+        return StepBatch(
+            input_ids=np.array(
+                [token for row, count in parts for token in row.tokens[row.computed : row.computed + count]], np.int32
+            ),
+            query_starts=np.cumsum([0, *(count for _, count in parts)]).astype(np.int32),
+            context_lens=np.array([row.computed for row, _ in parts], np.int32),
+            page_table=table,
+            slots=np.array([row.slot for row, _ in parts], np.int32),
+            logit_rows=np.array(
+                [i for i, (row, count) in enumerate(parts) if row.computed + count == len(row.tokens)], np.int32
+            ),
+            slot_inits=tuple(inits),
+        )
+
+    def step(self, parts: Sequence[tuple[Row, int]]) -> dict[int, NDArray[np.float32]]:
+        """Runs one step; rows that catch up get their sampled token appended. Returns their logits by slot."""
+        batch = self.build(parts)
+        ordered = sorted(parts, key=lambda part: part[1] != 1)
+        logits = self.forward_pass.forward(batch)
+        host = np.array(self.forward_pass.host_logits(logits))
+        sampled = self.forward_pass.sample(logits, batch)
+        for row, count in ordered:
+            row.computed += count
+        for index, token in zip(batch.logit_rows.tolist(), sampled.tolist(), strict=True):
+            ordered[index][0].tokens.append(token)
+        return {ordered[index][0].slot: host[i] for i, index in enumerate(batch.logit_rows.tolist())}
+
+    def prefill(self, chunk: int | None = None) -> dict[int, NDArray[np.float32]]:
+        """Computes every row up to its last token, at most chunk tokens of a row a step. Last logits by slot."""
+        logits: dict[int, NDArray[np.float32]] = {}
+        while pending := [row for row in self.rows if row.computed < len(row.tokens) and row.slot not in logits]:
+            parts = [(row, len(row.tokens) - row.computed) for row in pending]
+            logits |= self.step([(row, min(count, chunk or count)) for row, count in parts])
+        return logits
+
+    def decode(self, num_tokens: int) -> None:
+        """Greedy tokens for every row in one batch."""
+        for _ in range(num_tokens):
+            self.step([(row, 1) for row in self.rows])
