@@ -245,6 +245,11 @@ class _Index(Struct, frozen=True):
     weight_map: Annotated[dict[str, str], Meta(min_length=1, max_length=1 << 20)]
 
 
+def shard_names(index: Path) -> tuple[str, ...]:
+    """The files that an index names, each a plain file name. Raises StartupError."""
+    return tuple(sorted(set(_read_index(index).values())))
+
+
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name → shard's file name, each a plain name and never a path."""
     weight_map = convert(read_json_object(path), _Index, path).weight_map

@@ -1,0 +1,70 @@
+"""What a checkpoint says about generating: the tokens that end a text, and the sampling it was tuned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from backend.checkpoint.config_json import CONFIG_FILE
+from backend.checkpoint.json_file import convert, read_json_object
+from shm.wire import Sampling, TokenId
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GENERATION_FILE = "generation_config.json"
+
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class _EndTokens(Struct, frozen=True):
+    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(max_length=64)] | None = None
+
+    def as_tuple(self) -> tuple[int, ...]:
+        match self.eos_token_id:
+            case None:
+                return ()
+            case int(token_id):
+                return (token_id,)
+            case token_ids:
+                return tuple(dict.fromkeys(token_ids))
+
+
+# Each key within the bounds that the wire puts on it, or null.
+_SamplingSettings = msgspec.defstruct(
+    "_SamplingSettings",
+    [
+        (field.name, field.type | None, None)
+        for field in msgspec.structs.fields(Sampling)
+        if field.name in _SAMPLING_KEYS
+    ],
+    frozen=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What holds for a request that does not say otherwise."""
+
+    eos_token_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+def read_generation_defaults(model_dir: Path) -> GenerationDefaults:
+    """From generation_config.json; the end tokens from config.json where that names none or is missing.
+
+    Settings count whatever do_sample says: it is a default of transformers' generate (greedy), while clients of this
+    API expect temperature 1 unless the model's authors chose another. Raises StartupError naming field and value.
+    """
+    path = model_dir / GENERATION_FILE
+    values: dict[str, Any] = read_json_object(path) if path.is_file() else {}
+    end_tokens = convert(values, _EndTokens, path).as_tuple()
+    if not end_tokens:
+        config_path = model_dir / CONFIG_FILE
+        end_tokens = convert(read_json_object(config_path), _EndTokens, config_path).as_tuple()
+    settings = msgspec.structs.asdict(convert(values, _SamplingSettings, path))
+    given = {name: value for name, value in settings.items() if value is not None}
+    return GenerationDefaults(end_tokens, Sampling(**given))

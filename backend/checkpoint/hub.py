@@ -1,0 +1,73 @@
+"""From what the operator typed after --model to a directory: a path as it is, a hub id by way of the hub's cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from backend.checkpoint.config_json import CONFIG_FILE, read_decoder_config
+from backend.checkpoint.json_file import shorten
+from backend.checkpoint.weights import INDEX_FILE, SINGLE_FILE, shard_names
+from backend.errors import StartupError
+
+SMALL_FILES = (
+    CONFIG_FILE,
+    INDEX_FILE,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(?:/[\w.\-]{1,96})?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def resolve_model(model: str, revision: str | None = None) -> Path:
+    """The checkpoint's directory: model itself where that is one, else the hub's snapshot of that id.
+
+    A download goes through huggingface_hub: its cache, its progress bars, HF_HUB_OFFLINE, HF_TOKEN. The configuration
+    comes first, so that an unsupported model is refused before gigabytes are fetched, and of the weights only the
+    safetensors files that will be read. Raises StartupError in one line.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / CONFIG_FILE).is_file():
+            raise StartupError(f"the model directory {path} has no {CONFIG_FILE}")
+        return path
+    if path.exists():
+        raise StartupError(f"the model {path} is a file; give the directory that holds its {CONFIG_FILE}")
+    if not _HUB_ID.fullmatch(model):
+        raise StartupError(f"the model directory {shorten(model)} does not exist")
+    snapshot = _download(model, revision, SMALL_FILES)
+    if not (snapshot / CONFIG_FILE).is_file():
+        raise StartupError(f"the hub's model {model} has no {CONFIG_FILE}")
+    read_decoder_config(snapshot)
+    index = snapshot / INDEX_FILE
+    weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
+    # The same commit as the configuration's, whatever has been pushed since.
+    commit = snapshot.name if _COMMIT.fullmatch(snapshot.name) else revision
+    return _download(model, commit, (*SMALL_FILES, *weight_files))
+
+
+def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    # Imported here: it costs 0.3 s, and a local directory does not need it.
+    import httpx
+    from huggingface_hub import errors, snapshot_download
+
+    at = f"{model} at revision {revision}" if revision else model
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
+    except errors.GatedRepoError:
+        reason = "access to it must be granted on the hub, and HF_TOKEN set"
+    except errors.RevisionNotFoundError:
+        reason = "the hub has no such revision"
+    except errors.RepositoryNotFoundError:
+        reason = "there is no such directory here and no such model on the hub (a private one needs HF_TOKEN)"
+    except errors.LocalEntryNotFoundError:
+        reason = "there is no such directory here, it is not in the hub's cache, and the hub cannot be reached"
+    except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError, OSError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    raise StartupError(f"the model {at} cannot be loaded: {reason}")

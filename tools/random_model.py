@@ -1,0 +1,233 @@
+"""penstock random-model: a checkpoint of given dimensions with random weights, for benchmarks and tests.
+
+The text it produces means nothing, but it is text: a byte-level tokenizer is built with it, whose every id decodes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from itertools import chain, islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from backend.checkpoint.config_json import parse_decoder_config
+from backend.checkpoint.weights import INDEX_FILE, SINGLE_FILE, expected_tensors
+from backend.errors import StartupError
+from shm.cli import fail, format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+WEIGHT_STD = 0.02
+MAX_SHARD_BYTES = 1_000_000_000
+MIN_VOCAB_SIZE = 512
+MAX_VOCAB_SIZE = 900_000
+"""As many tokens as the letters below give."""
+
+END_TOKEN, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDims:
+    """The dimensions of a random model; the defaults are those of the benchmarks."""
+
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    layers: int = 12
+    """Decoder layers."""
+    heads: int = 12
+    """Query heads; hidden-size / heads is the width of a head."""
+    kv_heads: int = 4
+    """Key and value heads; divides heads."""
+    intermediate_size: int = 2048
+    """Width of the MLP."""
+    vocab_size: int = 32000
+    """Tokens of the tokenizer and width of the logits."""
+    tie: bool = True
+    """One matrix for embedding and logits."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """What the weights are stored in."""
+    architecture: Literal["llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3"] = "llama"
+    """Whose layers."""
+    max_context: int = 4096
+    """Longest sequence in tokens."""
+    seed: int = 0
+    """The same seed gives the same weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomModelOptions(ModelDims):
+    """Writes a checkpoint with random weights and a tokenizer: for benchmarks of given dimensions."""
+
+    out: Path
+    """Directory to write; made where it does not exist, and must be empty."""
+
+
+def run_random_model(options: RandomModelOptions) -> int:
+    """The command; returns the process's exit status."""
+    try:
+        num_bytes = write_random_model(options.out, options)
+    except StartupError as error:
+        fail("penstock random-model", str(error))
+    except OSError as error:
+        fail("penstock random-model", f"{options.out} cannot be written: {error.strerror or error}")
+    print(f"{options.out}: {format_size(num_bytes)} of weights", file=sys.stderr)
+    return 0
+
+
+def write_random_model(out: Path, dims: ModelDims, max_shard_bytes: int = MAX_SHARD_BYTES) -> int:
+    """Writes a Hugging Face checkpoint to the empty or new directory out; returns the size of its weights in bytes.
+
+    At most one shard of max_shard_bytes (or one tensor, where that is larger) is in memory. Raises StartupError where
+    the dimensions do not fit each other, OSError where out cannot be written.
+    """
+    if not MIN_VOCAB_SIZE <= dims.vocab_size <= MAX_VOCAB_SIZE:
+        raise StartupError(f"vocab_size is {dims.vocab_size}; it must be from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
+    config = _config_json(dims)
+    shapes = {part.name: part.shape for part in expected_tensors(parse_decoder_config(config))}
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise StartupError(f"{out} is not empty")
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(out / "generation_config.json", generation)
+    _write_tokenizer(out, dims.vocab_size)
+    num_bytes = _write_weights(out, shapes, _DTYPES[dims.dtype], dims.seed, max_shard_bytes)
+    # Last, so that a directory with a config.json is whole.
+    _write_json(out / "config.json", config)
+    return num_bytes
+
+
+def _config_json(dims: ModelDims) -> dict[str, Any]:
+    # Qwen3's heads are 128 wide where nothing is said.
+    head_dim = {"head_dim": dims.hidden_size // max(dims.heads, 1)} if dims.architecture == "qwen3" else {}
+    return head_dim | {
+        "architectures": [_ARCHITECTURES[dims.architecture]],
+        "model_type": dims.architecture,
+        "vocab_size": dims.vocab_size,
+        "hidden_size": dims.hidden_size,
+        "intermediate_size": dims.intermediate_size,
+        "num_hidden_layers": dims.layers,
+        "num_attention_heads": dims.heads,
+        "num_key_value_heads": dims.kv_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": dims.max_context,
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": dims.tie,
+        "dtype": _DTYPE_NAMES[dims.dtype],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+
+
+def _write_weights(
+    out: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int, max_shard_bytes: int
+) -> int:
+    shards = list(_shards(shapes, dtype.itemsize, max_shard_bytes))
+    generator = torch.Generator().manual_seed(seed)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: _random_tensor(name, shapes[name], dtype, generator) for name in names}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        # save_file makes it readable by its owner only.
+        (out / file).chmod(0o644)
+        weight_map |= dict.fromkeys(names, file)
+    num_bytes = sum(_num_bytes(shape, dtype.itemsize) for shape in shapes.values())
+    if len(shards) > 1:
+        _write_json(out / INDEX_FILE, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+    return num_bytes
+
+
+def _num_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
+    return torch.Size(shape).numel() * item_bytes
+
+
+def _shards(shapes: dict[str, tuple[int, ...]], item_bytes: int, max_shard_bytes: int) -> Iterator[list[str]]:
+    """Names in order, cut where the next would make a shard too large."""
+    names: list[str] = []
+    num_bytes = 0
+    for name, shape in shapes.items():
+        size = _num_bytes(shape, item_bytes)
+        if names and num_bytes + size > max_shard_bytes:
+            yield names
+            names, num_bytes = [], 0
+        names.append(name)
+        num_bytes += size
+    yield names
+
+
+def _random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if "norm" in name:
+        return torch.ones(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype).normal_(0.0, WEIGHT_STD, generator=generator)
+    if name in ("lm_head.weight", "model.embed_tokens.weight"):
+        # The end token's logit is 0, which is never the largest: greedy output runs to max_tokens.
+        tensor[0] = 0
+    return tensor
+
+
+def _write_tokenizer(out: Path, vocab_size: int) -> None:
+    """Byte-level BPE: special tokens, the 256 bytes, then made-up syllables, most common letters first."""
+    byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    num_merges = vocab_size - len(SPECIAL_TOKENS) - len(byte_tokens)
+    merges = list(islice(_merges(), num_merges))
+    vocab = {token: i for i, token in enumerate(chain(SPECIAL_TOKENS, byte_tokens, (a + b for a, b in merges)))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(out / "tokenizer.json"))
+    _write_json(
+        out / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_TOKEN,
+            "eos_token": END_TOKEN,
+            "pad_token": END_TOKEN,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _merges() -> Iterator[tuple[str, str]]:
+    """Pairs that make up to four letters, with and without the space before (written Ġ); both parts come earlier."""
+    letters = "etaoinshrdlucmfwypvbgkqjxz"
+    pairs = ["".join(pair) for pair in product(letters, repeat=2)]
+    yield from product(letters, repeat=2)
+    yield from (("Ġ", letter) for letter in letters)
+    yield from (("Ġ", pair) for pair in pairs)
+    yield from product(pairs, letters)
+    yield from product([f"Ġ{pair}" for pair in pairs], letters)
+    yield from product(pairs, pairs)
+    yield from product([f"Ġ{pair}" for pair in pairs], pairs)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
