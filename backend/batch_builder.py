@@ -20,7 +20,7 @@ class BatchBuilder:
         self._num_pages = [0] * max_running
 
     def build(self, rows: list[Row]) -> StepBatch:
-        """Arrays for rows, which come in the order that `StepBatch` promises. Copies: later steps do not change them."""
+        """Arrays for rows, which come in the order that `StepBatch` promises; later steps do not change them."""
         num_rows = len(rows)
         slots = np.empty(num_rows, np.int32)
         context_lens = np.empty(num_rows, np.int32)

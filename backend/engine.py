@@ -87,7 +87,7 @@ class Engine:
         self._show_on_board()
 
     def drain(self, timeout_s: float) -> None:
-        """No new requests from now on; `run` returns when all have ended, or after timeout_s. Safe in a signal handler."""
+        """No new requests from now on; `run` returns when all ended, or after timeout_s. Safe in a signal handler."""
         self._drain_deadline_s = time.monotonic() + timeout_s
         self._executor.wake()
 

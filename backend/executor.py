@@ -113,30 +113,32 @@ class Executor:
             self._loaded.set()
         while (plan := self._plans.get()) is not None:
             self._step_started_s = started_s = time.monotonic()
-            rows, token_ids, fault = self._run_step(self._pass, *plan)
+            rows, token_ids, fault = run_step(self._pass, *plan)
             self._step_started_s = None
             self._results.append(StepResult(rows, token_ids, time.monotonic() - started_s, fault))
             self.wake()
         self._pass.close()
 
-    def _run_step(
-        self, forward_pass: IBatchedForwardPass, rows: list[Row], batch: StepBatch
-    ) -> tuple[list[Row], list[int], Exception | None]:
-        kept = [index for index, row in enumerate(rows) if not row.is_stale]
-        if len(kept) < len(rows):
-            rows = [rows[index] for index in kept]
-            batch = keep_rows(batch, kept)
-        if not rows:
-            return [], [], None
-        try:
-            logits = forward_pass.forward(batch)
-            token_ids = forward_pass.sample(logits, batch).tolist() if len(batch.logit_rows) else []
-        except Exception as error:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
-            return rows, [], error
-        sampling_rows = [row for row in rows if row.samples]
+
+def run_step(
+    forward_pass: IBatchedForwardPass, rows: list[Row], batch: StepBatch
+) -> tuple[list[Row], list[int], Exception | None]:
+    """Runs one plan: the rows that still count, the tokens of those that sample, and the fault if there was one."""
+    kept = [index for index, row in enumerate(rows) if not row.is_stale]
+    if len(kept) < len(rows):
+        rows = [rows[index] for index in kept]
+        batch = keep_rows(batch, kept)
+    if not rows:
+        return [], [], None
+    sampling_rows = [row for row in rows if row.samples]
+    try:
+        logits = forward_pass.forward(batch)
+        token_ids = forward_pass.sample(logits, batch).tolist() if sampling_rows else []
         if len(token_ids) != len(sampling_rows):
-            return rows, [], RuntimeError(f"{len(token_ids)} tokens sampled for {len(sampling_rows)} rows")
-        for row, token_id in zip(sampling_rows, token_ids, strict=True):
-            if token_id in row.sequence.subscriber.stop_token_ids:
-                row.sequence.stopped_generation = row.generation
-        return rows, token_ids, None
+            raise RuntimeError(f"{len(token_ids)} tokens sampled for {len(sampling_rows)} rows")
+    except Exception as error:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
+        return rows, [], error
+    for row, token_id in zip(sampling_rows, token_ids, strict=True):
+        if token_id in row.sequence.subscriber.stop_token_ids:
+            row.sequence.stopped_generation = row.generation
+    return rows, token_ids, None

@@ -1,0 +1,214 @@
+"""The real engine with the fake pass between a scripted link and an executor that runs a step only when told."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from backend.batch_builder import BatchBuilder
+from backend.engine import Engine, Limits
+from backend.executor import StepResult, run_step
+from backend.forward_pass import PassOptions
+from backend.page_pool import PagePool
+from backend.passes.fake import FakePass, next_token
+from backend.scheduler import Scheduler
+from shm.board import BackendBoard
+from shm.link import Cancellation, FrontendDeath, Submission
+from shm.wire import Failure, Finish, Sampling, Started
+
+if TYPE_CHECKING:
+    from backend.forward_pass import IBatchedForwardPass, StepBatch
+    from backend.scheduler import Row
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def packed(token_ids: list[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def expected_tokens(prompt: list[int], count: int, vocab_size: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+    """What the fake pass generates greedily, from its definition: stops after a stop id or count tokens."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        tokens.append(next_token(tokens, vocab_size))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Received:
+    """All that a frontend was told of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finishes: list[Finish] = field(default_factory=list)
+    started: Started | None = None
+    failure: Failure | None = None
+
+
+class ScriptedLink:
+    """Stands where BackendLink stands: the test puts arrivals in and reads what was pushed."""
+
+    def __init__(self) -> None:
+        self.arrivals: deque[Submission | Cancellation | FrontendDeath] = deque()
+        self.received: dict[tuple[int, int], Received] = defaultdict(Received)
+        self.dead: set[int] = set()
+
+    def receive(self) -> list[Submission | Cancellation | FrontendDeath]:
+        arrivals = list(self.arrivals)
+        self.arrivals.clear()
+        return arrivals
+
+    def push(
+        self,
+        frontend: int,
+        request_id: int,
+        token_id: int,
+        finish: Finish,
+        started: Started | None = None,
+        failure: Failure | None = None,
+    ) -> None:
+        assert frontend not in self.dead
+        received = self.received[frontend, request_id]
+        assert not received.finishes, "an event after the end"
+        if token_id >= 0:
+            received.token_ids.append(token_id)
+        if finish is not Finish.NONE:
+            received.finishes.append(finish)
+        received.started = received.started or started
+        received.failure = failure
+
+    def flush(self) -> None:
+        pass
+
+
+class SteppedExecutor:
+    """Stands where Executor stands, on the caller's thread: `run_one` is one step of the device."""
+
+    wake_fd = -1
+
+    def __init__(self, forward_pass: IBatchedForwardPass, capacity: int) -> None:
+        self._pass = forward_pass
+        self._capacity = capacity
+        self._plans: deque[tuple[list[Row], StepBatch]] = deque()
+        self._results: list[StepResult] = []
+        self._num_in_flight = 0
+        self.batches: list[StepBatch] = []
+        self.num_rows_run = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self._num_in_flight <= self._capacity
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_in_flight > 0
+
+    @property
+    def num_planned(self) -> int:
+        return len(self._plans)
+
+    def running_s(self) -> float:
+        return 0.0
+
+    def clear_wake(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def launch(self, rows: list[Row], batch: StepBatch) -> None:
+        self._plans.append((rows, batch))
+        self.batches.append(batch)
+        self._num_in_flight += 1
+
+    def run_one(self) -> bool:
+        if not self._plans:
+            return False
+        rows, token_ids, error = run_step(self._pass, *self._plans.popleft())
+        self.num_rows_run += len(rows)
+        self._results.append(StepResult(rows, token_ids, 0.0, error))
+        return True
+
+    def results(self) -> list[StepResult]:
+        results, self._results = self._results, []
+        self._num_in_flight -= len(results)
+        return results
+
+
+class Bench:
+    """One engine on a bench. vocab_size small, so that stop ids are met."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        page_size: int = 4,
+        max_running: int = 8,
+        max_batch_tokens: int = 16,
+        capacity: int = 1,
+        max_context: int | None = None,
+        max_waiting: int = 1000,
+        vocab_size: int = 97,
+        forward_pass: Any = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        context = min(max_context or 1 << 16, num_pages * page_size)
+        self.forward_pass = forward_pass or FakePass(vocab_size, PassOptions(max_running=max_running).max_running)
+        self.forward_pass.create_cache(num_pages, page_size, "fp32")
+        self.executor = SteppedExecutor(self.forward_pass, capacity)
+        self.link = ScriptedLink()
+        self.pool = PagePool(num_pages)
+        self.board = BackendBoard.create()
+        self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens)
+        self.engine = Engine(
+            self.link,  # type: ignore[arg-type]
+            self.executor,  # type: ignore[arg-type]
+            self.scheduler,
+            BatchBuilder(max_running, -(-context // page_size)),
+            self.board,
+            Limits(vocab_size, context, max_waiting),
+        )
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int = 8,
+        *,
+        frontend: int = 1,
+        request_id: int = 0,
+        sampling: Sampling = GREEDY,
+        stop_ids: tuple[int, ...] = (),
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        self.link.arrivals.append(
+            Submission(
+                frontend, request_id, packed(prompt), num_prompt_tokens or len(prompt), max_tokens, sampling, stop_ids
+            )
+        )
+
+    def cancel(self, request_id: int = 0, frontend: int = 1) -> None:
+        self.link.arrivals.append(Cancellation(frontend, request_id))
+
+    def received(self, request_id: int = 0, frontend: int = 1) -> Received:
+        return self.link.received[frontend, request_id]
+
+    def turn(self) -> None:
+        """The device finishes a step, then the loop turns."""
+        self.executor.run_one()
+        self.engine.turn()
+        self.engine.check_integrity()
+
+    def run_dry(self, max_turns: int = 5000) -> int:
+        """Turns until nothing is open and nothing in flight; returns how many that took."""
+        for turn in range(max_turns):
+            if not self.link.arrivals and not self.engine.num_open and not self.executor.is_busy:
+                return turn
+            self.turn()
+        raise AssertionError(f"{self.engine.num_open} requests still open after {max_turns} turns")
+
+    def close(self) -> None:
+        self.board.close()
