@@ -1,0 +1,13 @@
+"""Options of the contract suite, which a forward pass's author runs against a class of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("forward pass contract")
+    group.addoption("--forward-pass", help='the pass under test: an installed name or "package.module:Class"')
+    group.addoption("--model", type=Path, help="the checkpoint directory it loads")
