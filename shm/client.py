@@ -1,12 +1,43 @@
-"""BackendClient: submit, stream, cancel. The frontend uses it, and so may any other asyncio server."""
+"""BackendClient: submit, stream, cancel. The frontend uses it, and so may any other asyncio server.
+
+Streams outlive the backend: when it dies they stay open, and the next backend with the same model is sent their
+prompts with the tokens so far. Sampling depends on position, not on history, so the continuation is the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import logging
+import math
+import time
+from array import array
+from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shm.wire import FailureCode, Finish, ModelCard, Sampling
+from shm.arena import ArenaFull
+from shm.ledger import Ledger
+from shm.link import NO_TOKEN, LinkBroken
+from shm.region import RegionError
+from shm.rendezvous import Refused
+from shm.session import Session
+from shm.wire import FailureCode, Finish, ModelCard, Sampling, Submit, WireError, decode_to_backend, encode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
+
+    from shm.wire import StepOutputs
+
+_log = logging.getLogger("penstock.client")
+
+_RECONNECT_S = 0.05
+_REFUSED_S = 1.0
+_HEARTBEAT_LIMIT_S = 2.0
+_MAX_FRUITLESS_RESUMES = 3
+"""Backends that may die in a row of a request without giving it a token: it may be what kills them."""
+_MAX_RETRY_AFTER_S = 60
+_PLACEHOLDER = bytes(4)
 
 
 @dataclass(slots=True)
@@ -45,41 +76,376 @@ class Overloaded(Exception):
 
 
 class TokenStream:
-    """One subscriber's tokens. `async for batch in stream` ends after the batch whose finish is not NONE."""
+    """One subscriber's tokens. `async for batch in stream` ends after the batch whose finish is not NONE.
 
-    cached_tokens: int
-    """Prompt tokens served from the prefix cache; known once the first batch has come."""
-    queue_s: float
-    """Seconds from the backend's receipt to its first step; known once the first batch has come."""
+    One task reads it; whoever stops reading before the end calls `cancel`.
+    """
 
-    def __aiter__(self) -> AsyncIterator[TokenBatch]: ...
+    __slots__ = (
+        "_cancel",
+        "_delivered",
+        "_ended",
+        "_failure",
+        "_failure_limit",
+        "_finish",
+        "_fruitless_resumes",
+        "_queued",
+        "_submit",
+        "_tokens",
+        "_waiter",
+        "cached_tokens",
+        "queue_s",
+    )
+
+    def __init__(self, submit: Submit, tokens: array[int], cancel: Callable[[TokenStream], None]) -> None:
+        self.cached_tokens = 0
+        """Prompt tokens served from the prefix cache; known once the first batch has come."""
+        self.queue_s = 0.0
+        """Seconds from the backend's receipt to its first step; known once the first batch has come."""
+        self._submit = submit
+        self._tokens = tokens  # the prompt and all that was generated: what a new backend is sent
+        self._delivered = len(tokens)
+        self._cancel = cancel
+        self._queued = False  # in the client's outbox: the backend does not know of it yet
+        self._fruitless_resumes = 0
+        self._finish = Finish.NONE
+        self._failure: FailureCode | None = None
+        self._failure_limit = 0
+        self._ended = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        return self
+
+    async def __anext__(self) -> TokenBatch:
+        if self._ended:
+            raise StopAsyncIteration
+        while self._delivered == len(self._tokens) and self._finish is Finish.NONE:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        batch = TokenBatch(self._tokens[self._delivered :].tolist())
+        self._delivered = len(self._tokens)
+        if self._finish is not Finish.NONE:
+            self._ended = True
+            batch.finish, batch.failure, batch.failure_limit = self._finish, self._failure, self._failure_limit
+        return batch
 
     def cancel(self) -> None:
         """Idempotent; frees the request in the backend. The iterator, if waiting, ends with finish CANCELLED."""
-        ...
+        self._cancel(self)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class BackendClient:
-    """The link to one backend. Survives the backend's death: reconnects by itself, and resubmits what was running."""
+    """The link to one backend. Survives the backend's death: reconnects by itself, and resubmits what was running.
 
-    def __init__(self, socket_path: Path, *, resume_timeout_s: float = 30.0) -> None: ...
+    Lives in one event loop. Nothing here blocks or polls while connected: all is driven by two fds.
+    """
+
+    def __init__(self, socket_path: Path, *, resume_timeout_s: float = 30.0) -> None:
+        self._socket_path = socket_path
+        self._resume_timeout_s = resume_timeout_s
+        self._model: ModelCard | None = None
+        self._session: Session | None = None
+        self._linked = False  # messages can pass: the session's link stands
+        self._session_over = asyncio.Event()
+        self._connector: asyncio.Task[None] | None = None
+        self._give_up: asyncio.TimerHandle | None = None
+        self._next_request_id = 0
+        self._streams: dict[int, TokenStream] = {}  # those that have no finish yet
+        self._outbox: deque[TokenStream | int] = deque()  # streams to submit, request ids to cancel
+        self._counts = dict.fromkeys(Finish, 0)
+        self._num_resumed = 0
+        self._num_tokens = 0
+        self._rate_sample = (0.0, 0)  # monotonic time, the backend's finished requests
+        self.ledger = Ledger()
 
     async def start(self) -> None:
         """Begins to connect and returns at once; the backend may come later."""
-        ...
+        if self._connector is None:
+            self._connector = asyncio.create_task(self._connect_for_ever(), name="backend-client")
+            self._connector.add_done_callback(_report_end)
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Open streams end CANCELLED, and the backend forgets them."""
+        if self._connector is not None:
+            self._connector.cancel()
+            await asyncio.gather(self._connector, return_exceptions=True)
+            self._connector = None
+        for stream in list(self._streams.values()):
+            self._finish(stream, Finish.CANCELLED)
+        self._outbox.clear()
+        self._stop_waiting_for_a_backend()
 
     @property
     def model(self) -> ModelCard | None:
         """The backend's model, None before the first connection; kept over a reconnection."""
-        ...
+        return self._model
 
     @property
     def ready(self) -> bool:
         """Connected, and the backend makes progress: its board's heartbeat is younger than 2 s."""
-        ...
+        if self._session is None or not self._linked:
+            return False
+        board = self._session.backend_board
+        return not board.draining and board.seconds_since_beat() < _HEARTBEAT_LIMIT_S
+
+    @property
+    def backend_counters(self) -> dict[str, int] | None:
+        """The backend's board as it stands; None when not connected."""
+        return None if self._session is None else self._session.backend_board.values()
+
+    def balance(self) -> dict[str, int]:
+        """What is held at this moment: sessions, streams, slots, and messages and credits not sent yet."""
+        held = self.ledger.balance()
+        held["unsent"] = len(self._outbox)
+        held["credits_owed"] = 0 if self._session is None else self._session.credits_owed
+        return {kind: count for kind, count in held.items() if count}
 
     def submit(self, request: GenerationRequest) -> TokenStream:
-        """Raises BackendUnavailable when not connected, Overloaded when the board shows a full queue."""
-        ...
+        """Raises BackendUnavailable when not ready, Overloaded when the board shows a full queue.
+
+        Raises ValueError for a request outside the wire's bounds; the model's own are checked by the backend.
+        """
+        session = self._session
+        if session is None or not self.ready:
+            raise BackendUnavailable("the backend is not ready")
+        board = session.backend_board
+        if board.waiting >= board.max_waiting > 0:
+            raise Overloaded(self._retry_after_s(board.waiting, board.requests_finished))
+        try:
+            tokens = array("i", request.token_ids)
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"token_ids: {error}") from None
+        submit = Submit(
+            request_id=self._next_request_id,
+            tokens=_PLACEHOLDER,
+            num_prompt_tokens=len(tokens),
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+        )
+        try:
+            # What the backend's decoder would drop must fail here, where somebody can still be told.
+            decode_to_backend(encode(submit))
+        except (WireError, TypeError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+        self._next_request_id += 1
+        stream = TokenStream(submit, tokens, self._cancel)
+        self._streams[submit.request_id] = stream
+        self.ledger.acquire("stream", submit.request_id, "client")
+        self._enqueue(stream)
+        self._send_outbox()
+        self._update_board()
+        return stream
+
+    def _retry_after_s(self, num_waiting: int, num_finished: int) -> int:
+        """Seconds in which the queue would drain at the rate of late; at least 1, and 1 while nothing is known."""
+        now_s = time.monotonic()
+        then_s, finished_then = self._rate_sample
+        if now_s - then_s > 10.0 or num_finished < finished_then:
+            self._rate_sample = (now_s, num_finished)
+            return 1
+        if num_finished == finished_then:
+            return 1
+        rate_per_s = (num_finished - finished_then) / (now_s - then_s)
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(num_waiting / rate_per_s)))
+
+    # Streams
+
+    def _cancel(self, stream: TokenStream) -> None:
+        if stream._finish is not Finish.NONE:
+            return
+        self._finish(stream, Finish.CANCELLED)
+        # A stream still in the outbox is skipped there; only what the backend knows of needs a message.
+        if not stream._queued and self._session is not None:
+            self._outbox.append(stream._submit.request_id)
+            self._send_outbox()
+        self._update_board()
+
+    def _finish(self, stream: TokenStream, finish: Finish) -> None:
+        request_id = stream._submit.request_id
+        del self._streams[request_id]
+        self.ledger.release("stream", request_id)
+        self._counts[finish] += 1
+        stream._finish = finish
+        stream._wake()
+
+    def _fail(self, stream: TokenStream, code: FailureCode, finish: Finish = Finish.FAILED, limit: int = 0) -> None:
+        stream._failure, stream._failure_limit = code, limit
+        self._finish(stream, finish)
+
+    def _dispatch(self, session: Session, outputs: StepOutputs) -> None:
+        streams = self._streams
+        for started in outputs.started:
+            stream = streams.get(started.request_id)
+            if stream is not None and len(stream._tokens) == stream._submit.num_prompt_tokens:
+                stream.cached_tokens, stream.queue_s = started.cached_tokens, started.queue_s
+        for failure in outputs.failures:
+            stream = streams.get(failure.request_id)
+            if stream is not None:
+                stream._failure, stream._failure_limit = FailureCode(failure.code), failure.limit
+        request_ids = memoryview(outputs.request_ids).cast("Q")
+        token_ids = memoryview(outputs.token_ids).cast("i")
+        if session.awaits_copies:
+            for request_id in request_ids:
+                session.heard_of(request_id)
+        for request_id, token_id, finish in zip(request_ids, token_ids, outputs.finishes, strict=True):
+            stream = streams.get(request_id)
+            if stream is None:
+                continue
+            if token_id != NO_TOKEN:
+                stream._tokens.append(token_id)
+                stream._fruitless_resumes = 0
+                self._num_tokens += 1
+                waiter = stream._waiter
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(None)
+            if finish:
+                self._finish(stream, Finish(finish))
+
+    # The outbox: what waits for the link to stand, for room in it, or for a slot of the arena
+
+    def _enqueue(self, stream: TokenStream) -> None:
+        stream._queued = True
+        self._outbox.append(stream)
+
+    def _send_outbox(self) -> None:
+        session = self._session
+        if session is None or not self._linked:
+            return
+        while self._outbox:
+            item = self._outbox[0]
+            if isinstance(item, int):
+                if not session.send_cancel(item):
+                    break
+            elif item._finish is Finish.NONE and not self._send_stream(session, item):
+                break
+            else:
+                item._queued = False
+            self._outbox.popleft()
+        if session.readable:
+            # A send may have taken the wake-up that the fd owed us.
+            asyncio.get_running_loop().call_soon(self._on_link, session)
+
+    def _send_stream(self, session: Session, stream: TokenStream) -> bool:
+        """True when there is nothing left to send for it."""
+        if not session.holds(len(stream._tokens)):
+            limit = session.model.max_context_tokens
+            self._fail(stream, FailureCode.CONTEXT_TOO_LONG, Finish.REJECTED, limit)
+            return True
+        try:
+            return session.send_submit(stream._submit, stream._tokens)
+        except ArenaFull:
+            return False
+
+    # The session: one connection to one backend
+
+    async def _connect_for_ever(self) -> None:
+        while True:
+            pause_s = _RECONNECT_S
+            try:
+                session = await Session.open(self._socket_path, self.ledger)
+            except OSError:
+                pass  # no backend yet, or it is busy with many of us
+            except (Refused, WireError, RegionError) as error:
+                _log.warning("the backend at %s cannot be used: %s", self._socket_path, error)
+                pause_s = _REFUSED_S
+            else:
+                try:
+                    self._attach(session)
+                    await self._session_over.wait()
+                finally:
+                    self._detach(session)
+            await asyncio.sleep(pause_s)
+
+    def _attach(self, session: Session) -> None:
+        self._session = session
+        self._session_over.clear()
+        self._stop_waiting_for_a_backend()
+        previous, self._model = self._model, session.model
+        same = previous is None or _identity(previous) == _identity(session.model)
+        for stream in list(self._streams.values()):
+            stream._fruitless_resumes += 1
+            if not same:
+                self._fail(stream, FailureCode.UNAVAILABLE)
+            elif stream._fruitless_resumes > _MAX_FRUITLESS_RESUMES:
+                self._fail(stream, FailureCode.INTERNAL)
+            else:
+                self._num_resumed += 1
+                self._enqueue(stream)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(session.control_fd, self._on_control, session)
+        loop.add_reader(session.link_fd, self._on_link, session)
+        self._update_board()
+        self._on_link(session)
+
+    def _detach(self, session: Session) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(session.control_fd)
+        loop.remove_reader(session.link_fd)
+        self._session = None
+        self._linked = False
+        # The dead backend owes nothing: cancels are moot, and what is open will be submitted to the next one.
+        self._outbox.clear()
+        session.close()
+        if self._streams:
+            self._give_up = loop.call_later(self._resume_timeout_s, self._fail_all)
+
+    def _fail_all(self) -> None:
+        for stream in list(self._streams.values()):
+            self._fail(stream, FailureCode.UNAVAILABLE)
+
+    def _stop_waiting_for_a_backend(self) -> None:
+        if self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
+
+    def _on_control(self, session: Session) -> None:
+        if session is self._session and session.control_ended():
+            self._session_over.set()
+
+    def _on_link(self, session: Session) -> None:
+        if session is not self._session or self._session_over.is_set():
+            return
+        try:
+            for outputs in session.receive():
+                self._dispatch(session, outputs)
+        except (LinkBroken, ValueError) as error:
+            _log.error("the backend's messages do not add up, reconnecting: %s", error)
+            self._session_over.set()
+            return
+        self._linked = self._linked or session.writable
+        session.return_credits()
+        self._send_outbox()
+        self._update_board()
+
+    def _update_board(self) -> None:
+        if self._session is None:
+            return
+        board = self._session.board
+        board.requests_open = len(self._streams)
+        board.requests_stop = self._counts[Finish.STOP]
+        board.requests_length = self._counts[Finish.LENGTH]
+        board.requests_cancelled = self._counts[Finish.CANCELLED]
+        board.requests_rejected = self._counts[Finish.REJECTED]
+        board.requests_failed = self._counts[Finish.FAILED]
+        board.requests_resumed = self._num_resumed
+        board.tokens_streamed = self._num_tokens
+
+
+def _report_end(connector: asyncio.Task[None]) -> None:
+    """The connector ends by being cancelled; anything else is our bug and must not stay unheard."""
+    if not connector.cancelled() and (error := connector.exception()) is not None:
+        _log.critical("the backend client has stopped", exc_info=error)
+
+
+def _identity(model: ModelCard) -> tuple[str, str, int]:
+    """What must be equal for a stream to go on with another backend."""
+    return model.model_id, model.fingerprint, model.vocab_size

@@ -179,10 +179,10 @@ class WireError(ValueError):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_backend = msgspec.msgpack.Decoder(Submit | Cancel | Credit)
+_to_backend: msgspec.msgpack.Decoder[Submit | Cancel | Credit] = msgspec.msgpack.Decoder(Submit | Cancel | Credit)
 _to_frontend = msgspec.msgpack.Decoder(StepOutputs)
 _hello = msgspec.msgpack.Decoder(Hello)
-_welcome = msgspec.msgpack.Decoder(Welcome | Goodbye)
+_welcome: msgspec.msgpack.Decoder[Welcome | Goodbye] = msgspec.msgpack.Decoder(Welcome | Goodbye)
 
 encode = _encoder.encode
 

@@ -1,0 +1,516 @@
+"""The messages' way between the processes. The only module that imports zmq.
+
+A frontend has a DEALER, the backend one ROUTER beside its rendezvous socket. Neither side ever blocks. What is in
+flight to a frontend is bounded by credits: one StepOutputs takes one, and a frontend that returns none for
+`STALL_LIMIT_S` while output waits for it is taken for dead. High-water marks stand above the credit and are never met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import zmq
+
+from shm import arena
+from shm.board import FrontendBoard
+from shm.ledger import Ledger
+from shm.rendezvous import Connection, Rendezvous, private_umask
+from shm.wire import (
+    MAX_MESSAGE_BYTES,
+    ArenaRef,
+    Cancel,
+    Credit,
+    Failure,
+    FailureCode,
+    Finish,
+    ModelCard,
+    Sampling,
+    Started,
+    StepOutputs,
+    Submit,
+    Welcome,
+    WireError,
+    decode_to_backend,
+    decode_to_frontend,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shm.board import BackendBoard
+
+STALL_LIMIT_S = 5.0
+MAX_FAULTS = 3
+"""Bad messages or descriptors after which a frontend is not listened to any more."""
+MAX_EVENTS_PER_MESSAGE = 1 << 14
+_MAX_MESSAGES_PER_TURN = 4096
+_HANDSHAKE_TIMEOUT_S = 3.0
+_RETRY_S = 0.02
+_ONE_PART = 1
+NO_TOKEN = -1
+
+
+class LinkBroken(Exception):
+    """The backend's messages do not add up: one is missing, malformed or has parts too many."""
+
+
+def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, high_water_mark: int) -> zmq.Socket[bytes]:
+    zsocket = context.socket(kind)
+    zsocket.setsockopt(zmq.LINGER, 0)
+    zsocket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    zsocket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_TIMEOUT_S * 1000))
+    zsocket.setsockopt(zmq.SNDHWM, high_water_mark)
+    zsocket.setsockopt(zmq.RCVHWM, high_water_mark)
+    return zsocket
+
+
+def _receive(zsocket: zmq.Socket[bytes], num_parts: int) -> list[bytes] | None:
+    """One message, or None when none is there. Parts beyond num_parts + 1 are dropped: the length tells."""
+    try:
+        parts = [zsocket.recv(zmq.NOBLOCK)]
+    except zmq.Again:
+        return None
+    while zsocket.getsockopt(zmq.RCVMORE):
+        part = zsocket.recv(zmq.NOBLOCK)
+        if len(parts) <= num_parts:
+            parts.append(part)
+    return parts
+
+
+class FrontendLink:
+    """The frontend's end. Watch `fd` for reading and `drain` at each wake: the fd tells of changes, not of states."""
+
+    def __init__(self, welcome: Welcome) -> None:
+        self._context = zmq.Context()
+        self._socket = _new_socket(self._context, zmq.DEALER, 4 * welcome.credit)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.IDENTITY, welcome.identity)
+        self._socket.connect(welcome.endpoint)
+        self._next_sequence = 0
+        self.fd = int(self._socket.getsockopt(zmq.FD))
+
+    def send(self, message: Submit | Cancel | Credit) -> bool:
+        """False when it cannot be sent at present; `fd` wakes when that changes. Afterwards look at `readable`."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    @property
+    def writable(self) -> bool:
+        """False until the connection stands."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+
+    @property
+    def readable(self) -> bool:
+        """To be asked after each send, which may have swallowed the fd's wake-up."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def drain(self) -> list[StepOutputs]:
+        """All messages that are there. Raises LinkBroken; the link is of no more use then."""
+        outputs = []
+        while (parts := _receive(self._socket, _ONE_PART)) is not None:
+            if len(parts) != _ONE_PART:
+                raise LinkBroken("a message of several parts")
+            try:
+                output = decode_to_frontend(parts[0])
+            except WireError as error:
+                raise LinkBroken(str(error)) from None
+            if output.sequence != self._next_sequence:
+                raise LinkBroken(f"message {output.sequence} came where {self._next_sequence} was due")
+            self._next_sequence += 1
+            outputs.append(output)
+        return outputs
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as it came from a frontend, copied and whole; token values and the model's limits are still unchecked.
+
+    tokens is packed int32, at least num_prompt_tokens of them. (frontend, request_id) is unique among open requests.
+    """
+
+    frontend: int
+    request_id: int
+    tokens: bytes
+    num_prompt_tokens: int
+    max_tokens: int
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """The listener of an open request has gone. The request is closed already: pushes to it do nothing."""
+
+    frontend: int
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendDeath:
+    """The last word of a frontend. All its open requests are closed."""
+
+    frontend: int
+
+
+Event = Submission | Cancellation | FrontendDeath
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Only grow."""
+
+    messages_in: int = 0
+    messages_out: int = 0
+    events_out: int = 0
+    strangers: int = 0
+    """Messages whose sender is no frontend of this backend, or none any more."""
+    faults: int = 0
+    """Messages and descriptors that were malformed, and so dropped or rejected."""
+    blocked_sends: int = 0
+    """Sends that zmq refused although there was credit."""
+    stalled: int = 0
+    """Frontends given up because their credit was spent for too long."""
+    expelled: int = 0
+    """Frontends given up because of their faults."""
+
+
+@dataclass(slots=True, eq=False)
+class _Frontend:
+    """The backend's private state of one frontend; lives from the welcome to the death."""
+
+    epoch: int
+    identity: bytes
+    connection: Connection
+    arena: arena.ArenaReader
+    board: FrontendBoard
+    credit: int
+    next_sequence: int = 0
+    num_faults: int = 0
+    waiting_since_s: float | None = None
+    open_requests: set[int] = field(default_factory=set)
+    # The columns of the next StepOutputs.
+    request_ids: array[int] = field(default_factory=lambda: array("Q"))
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    finishes: bytearray = field(default_factory=bytearray)
+    started: list[Started] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+class BackendLink:
+    """The backend's end: one turn of its loop is `wait`, `receive`, work and `push`, `flush`. For one thread."""
+
+    def __init__(
+        self, socket_path: Path, card: ModelCard, board: BackendBoard, *, credit: int = 256, max_frontends: int = 128
+    ) -> None:
+        """The board stays the caller's. Raises rendezvous.AddressInUse, rendezvous.UnsafeDirectory."""
+        self._card = card
+        self._board = board
+        self._credit = credit
+        self._frontends: dict[int, _Frontend] = {}
+        self._by_identity: dict[bytes, _Frontend] = {}
+        self._pending: dict[int, _Frontend] = {}  # those with columns that are not empty
+        self._events: deque[Event] = deque()
+        self._wake_fd = -1
+        self._next_epoch = secrets.randbits(62)
+        self.counters = LinkCounters()
+        self.ledger = Ledger()
+        self._rendezvous = Rendezvous(
+            socket_path, max_connections=max_frontends, handshake_timeout_s=_HANDSHAKE_TIMEOUT_S
+        )
+        self._message_path = socket_path.with_name(socket_path.name + ".zmq")
+        self._context = zmq.Context()
+        self._socket = _new_socket(self._context, zmq.ROUTER, 4 * credit)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        self._socket.setsockopt(zmq.BACKLOG, 2 * max_frontends)
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        try:
+            with private_umask():
+                self._socket.bind(f"ipc://{self._message_path}")
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._rendezvous.fileno(), zmq.POLLIN)
+
+    @property
+    def frontends(self) -> dict[int, FrontendBoard]:
+        """The boards of the frontends that live, by epoch; to be read only."""
+        return {epoch: frontend.board for epoch, frontend in self._frontends.items()}
+
+    # Waiting
+
+    def wait(self, timeout_s: float | None, wake_fd: int) -> None:
+        """Sleeps until `receive` has something to do, wake_fd is readable, or time is up.
+
+        wake_fd is an eventfd of the caller's, who also reads it; it must live as long as this link.
+        """
+        if self._events:
+            return
+        if wake_fd != self._wake_fd:
+            if self._wake_fd >= 0:
+                self._poller.unregister(self._wake_fd)
+            self._poller.register(wake_fd, zmq.POLLIN)
+            self._wake_fd = wake_fd
+        if (due_s := self._due_s()) is not None:
+            remaining_s = max(0.0, due_s - time.monotonic())
+            timeout_s = remaining_s if timeout_s is None else min(timeout_s, remaining_s)
+        self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+
+    def _due_s(self) -> float | None:
+        """The monotonic time at which a turn is due even if nothing happens."""
+        times = [] if (handshake_s := self._rendezvous.deadline_s()) is None else [handshake_s]
+        for frontend in self._pending.values():
+            if frontend.waiting_since_s is not None:
+                times.append(frontend.waiting_since_s + STALL_LIMIT_S)
+                if frontend.credit:
+                    times.append(time.monotonic() + _RETRY_S)
+        return min(times, default=None)
+
+    # Receiving
+
+    def receive(self) -> list[Event]:
+        """All that has happened, in order; never blocks. Answers by itself what is malformed."""
+        self._receive_messages()
+        self._meet()
+        self._give_up_stalled()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _receive_messages(self) -> None:
+        for _ in range(_MAX_MESSAGES_PER_TURN):
+            parts = _receive(self._socket, 2)
+            if parts is None:
+                return
+            self.counters.messages_in += 1
+            frontend = self._by_identity.get(parts[0])
+            if frontend is None:
+                self.counters.strangers += 1
+                continue
+            try:
+                if len(parts) != 2:
+                    raise WireError(f"a message of {len(parts)} parts")
+                self._take(frontend, decode_to_backend(parts[1]))
+            except WireError:
+                self._fault(frontend)
+
+    def _take(self, frontend: _Frontend, message: Submit | Cancel | Credit) -> None:
+        match message:
+            case Submit():
+                self._take_submit(frontend, message)
+            case Cancel(request_id=request_id):
+                if request_id in frontend.open_requests:
+                    frontend.open_requests.remove(request_id)
+                    self._events.append(Cancellation(frontend.epoch, request_id))
+            case Credit(count=count):
+                if frontend.credit + count > self._credit:
+                    raise WireError(f"{count} credits returned, {self._credit - frontend.credit} were out")
+                frontend.credit += count
+                if frontend.epoch in self._pending:
+                    self._flush_one(frontend)
+
+    def _take_submit(self, frontend: _Frontend, submit: Submit) -> None:
+        if submit.request_id in frontend.open_requests:
+            raise WireError(f"request {submit.request_id} is open already")
+        frontend.open_requests.add(submit.request_id)
+        try:
+            tokens = self._tokens(frontend, submit)
+        except (arena.DescriptorError, WireError):
+            failure = Failure(submit.request_id, FailureCode.BAD_DESCRIPTOR)
+            self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
+            self._fault(frontend)
+            return
+        self._events.append(
+            Submission(
+                frontend.epoch,
+                submit.request_id,
+                tokens,
+                submit.num_prompt_tokens,
+                submit.max_tokens,
+                submit.sampling,
+                submit.stop_token_ids,
+            )
+        )
+
+    def _tokens(self, frontend: _Frontend, submit: Submit) -> bytes:
+        if isinstance(submit.tokens, ArenaRef):
+            tokens = frontend.arena.read(submit.tokens)
+            self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.NONE)
+        else:
+            tokens = submit.tokens
+        if len(tokens) % 4 or len(tokens) < 4 * submit.num_prompt_tokens:
+            raise WireError(f"{len(tokens)} bytes for at least {submit.num_prompt_tokens} tokens")
+        return tokens
+
+    def _fault(self, frontend: _Frontend) -> None:
+        self.counters.faults += 1
+        frontend.num_faults += 1
+        if frontend.num_faults == MAX_FAULTS:
+            self.counters.expelled += 1
+            self._bury(frontend)
+
+    # Births and deaths
+
+    def _meet(self) -> None:
+        arrived, died = self._rendezvous.turn()
+        for connection in arrived:
+            self._welcome(connection)
+        for connection in died:
+            for frontend in [f for f in self._frontends.values() if f.connection is connection]:
+                self._bury(frontend)
+
+    def _welcome(self, connection: Connection) -> None:
+        epoch = self._next_epoch
+        self._next_epoch += 1
+        num_slots, slot_bytes = arena.geometry(self._card.max_context_tokens)
+        with contextlib.ExitStack() as fds:
+            try:
+                arena_fd = arena.create_fd(num_slots, slot_bytes)
+                fds.callback(os.close, arena_fd)
+                board_fd = FrontendBoard.create_fd()
+                fds.callback(os.close, board_fd)
+                frontend = _Frontend(
+                    epoch=epoch,
+                    identity=secrets.token_bytes(16),
+                    connection=connection,
+                    arena=arena.ArenaReader(arena_fd, num_slots, slot_bytes, epoch),
+                    board=FrontendBoard.attach(board_fd),
+                    credit=self._credit,
+                )
+            except OSError:
+                # Out of memory or fds for one more: it may come again, those that are here stay.
+                self._rendezvous.drop(connection)
+                return
+            self._frontends[epoch] = self._by_identity[frontend.identity] = frontend
+            self.ledger.acquire("frontend", epoch, connection.pid)
+            welcome = Welcome(
+                epoch=epoch,
+                identity=frontend.identity,
+                endpoint=f"ipc://{self._message_path}",
+                backend_pid=os.getpid(),
+                arena_slots=num_slots,
+                arena_slot_bytes=slot_bytes,
+                credit=self._credit,
+                model=self._card,
+            )
+            if not self._rendezvous.welcome(connection, welcome, (arena_fd, self._board.fd, board_fd)):
+                self._bury(frontend)
+
+    def _bury(self, frontend: _Frontend) -> None:
+        """Exactly once per frontend: it is found in the tables by every caller."""
+        del self._frontends[frontend.epoch]
+        del self._by_identity[frontend.identity]
+        self._pending.pop(frontend.epoch, None)
+        self._rendezvous.drop(frontend.connection)
+        frontend.arena.close()
+        frontend.board.close()
+        self.ledger.release("frontend", frontend.epoch)
+        self._events.append(FrontendDeath(frontend.epoch))
+
+    def _give_up_stalled(self) -> None:
+        if not self._pending:
+            return
+        now_s = time.monotonic()
+        for frontend in list(self._pending.values()):
+            if frontend.waiting_since_s is not None and now_s - frontend.waiting_since_s >= STALL_LIMIT_S:
+                self.counters.stalled += 1
+                self._bury(frontend)
+
+    # Sending
+
+    def push(
+        self,
+        frontend: int,
+        request_id: int,
+        token_id: int,
+        finish: Finish = Finish.NONE,
+        started: Started | None = None,
+        failure: Failure | None = None,
+    ) -> None:
+        """Adds an event to what the next `flush` sends. Does nothing for a request that is not open (any more).
+
+        A finish other than NONE closes the request. token_id is NO_TOKEN for an end without a token.
+        """
+        target = self._frontends.get(frontend)
+        if target is None or request_id not in target.open_requests:
+            return
+        if finish:
+            target.open_requests.remove(request_id)
+        if not target.finishes:
+            self._pending[frontend] = target
+        target.request_ids.append(request_id)
+        target.token_ids.append(token_id)
+        target.finishes.append(finish)
+        if started is not None:
+            target.started.append(started)
+        if failure is not None:
+            target.failures.append(failure)
+
+    def flush(self) -> None:
+        """Sends what credit allows, one message per frontend and step; keeps the rest in order. Never blocks."""
+        for frontend in list(self._pending.values()):
+            self._flush_one(frontend)
+
+    def _flush_one(self, frontend: _Frontend) -> None:
+        while frontend.finishes:
+            if not frontend.credit or not self._send(frontend):
+                if frontend.waiting_since_s is None:
+                    frontend.waiting_since_s = time.monotonic()
+                return
+        frontend.waiting_since_s = None
+        del self._pending[frontend.epoch]
+
+    def _send(self, frontend: _Frontend) -> bool:
+        size = min(len(frontend.finishes), MAX_EVENTS_PER_MESSAGE)
+        outputs = StepOutputs(
+            sequence=frontend.next_sequence,
+            request_ids=frontend.request_ids[:size].tobytes(),
+            token_ids=frontend.token_ids[:size].tobytes(),
+            finishes=bytes(frontend.finishes[:size]),
+            started=tuple(frontend.started[:MAX_EVENTS_PER_MESSAGE]),
+            failures=tuple(frontend.failures[:MAX_EVENTS_PER_MESSAGE]),
+        )
+        try:
+            self._socket.send(frontend.identity, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(encode(outputs), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self.counters.blocked_sends += 1
+            return False
+        frontend.next_sequence += 1
+        frontend.credit -= 1
+        frontend.waiting_since_s = None
+        del frontend.request_ids[:size], frontend.token_ids[:size], frontend.finishes[:size]
+        del frontend.started[:MAX_EVENTS_PER_MESSAGE], frontend.failures[:MAX_EVENTS_PER_MESSAGE]
+        self.counters.messages_out += 1
+        self.counters.events_out += size
+        return True
+
+    def close(self) -> None:
+        """Every frontend learns of it at once, by the end of its control socket."""
+        for frontend in list(self._frontends.values()):
+            self._bury(frontend)
+        self._events.clear()
+        self._socket.close(linger=0)
+        self._context.term()
+        self._message_path.unlink(missing_ok=True)
+        self._rendezvous.close()

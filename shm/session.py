@@ -1,0 +1,143 @@
+"""A frontend's resources for one connection to one backend, from the handshake until either side ends it."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from typing import TYPE_CHECKING
+
+from shm.arena import Arena
+from shm.board import BackendBoard, FrontendBoard
+from shm.link import FrontendLink
+from shm.rendezvous import join
+from shm.wire import MAX_INLINE_PROMPT_TOKENS, ArenaRef, Cancel, Credit, Submit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shm.ledger import Ledger
+    from shm.rendezvous import Invitation
+    from shm.wire import StepOutputs
+
+
+class Session:
+    """Owns the control socket, the arena, both boards' mappings and the link; `close` gives all of them back."""
+
+    def __init__(self, invitation: Invitation, ledger: Ledger) -> None:
+        """Takes the invitation over. Raises RegionError when what came with it is not what it should be."""
+        welcome = invitation.welcome
+        self.model = welcome.model
+        self.epoch = welcome.epoch
+        self._control = invitation.control
+        self._ledger = ledger
+        self._refs: dict[int, ArenaRef] = {}  # request id → the slot that its unread tokens hold
+        self._credit_batch = max(1, welcome.credit // 4)
+        self._credits_owed = 0
+        try:
+            self._arena = Arena(invitation.arena_fd, welcome.arena_slots, welcome.arena_slot_bytes, welcome.epoch)
+            self.backend_board = BackendBoard.attach(invitation.backend_board_fd)
+            self.board = FrontendBoard.attach(invitation.frontend_board_fd, writable=True)
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            invitation.close_fds()
+        self.board.pid = os.getpid()
+        self._link = FrontendLink(welcome)
+        self.link_fd = self._link.fd
+        self.control_fd = self._control.fileno()
+        ledger.acquire("session", self.epoch, os.getpid())
+
+    @classmethod
+    async def open(cls, socket_path: Path, ledger: Ledger) -> Session:
+        """Raises what `rendezvous.join` and the constructor raise."""
+        return cls(await join(socket_path), ledger)
+
+    @property
+    def writable(self) -> bool:
+        return self._link.writable
+
+    @property
+    def readable(self) -> bool:
+        return self._link.readable
+
+    @property
+    def credits_owed(self) -> int:
+        """StepOutputs received for which no credit has been returned yet."""
+        return self._credits_owed
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether so many tokens can be sent to this backend at all."""
+        return num_tokens <= max(MAX_INLINE_PROMPT_TOKENS, self._arena.capacity_bytes // 4)
+
+    def send_submit(self, submit: Submit, tokens: array[int]) -> bool:
+        """Sends submit with these tokens (int32), inline or through the arena. False when it cannot at present.
+
+        Raises ArenaFull until the backend has copied an earlier long prompt.
+        """
+        payload = tokens.tobytes()
+        if len(tokens) <= MAX_INLINE_PROMPT_TOKENS:
+            return self._link.send(_with_tokens(submit, payload))
+        ref = self._arena.write(payload)
+        if not self._link.send(_with_tokens(submit, ref)):
+            self._arena.free(ref)
+            return False
+        self._refs[submit.request_id] = ref
+        self._ledger.acquire("slot", (self.epoch, ref.slot), self.epoch)
+        return True
+
+    def send_cancel(self, request_id: int) -> bool:
+        return self._link.send(Cancel(request_id))
+
+    def receive(self) -> list[StepOutputs]:
+        """All that is there; each is to be handled before `return_credits`. Raises LinkBroken."""
+        outputs = self._link.drain()
+        self._credits_owed += len(outputs)
+        return outputs
+
+    def heard_of(self, request_id: int) -> None:
+        """The backend has spoken of this request, so it has copied its tokens: the slot is ours again."""
+        ref = self._refs.pop(request_id, None)
+        if ref is not None and self._arena.free(ref):
+            self._ledger.release("slot", (self.epoch, ref.slot))
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Whether `heard_of` has anything to free."""
+        return bool(self._refs)
+
+    def return_credits(self) -> None:
+        """A quarter of the window at a time, so that the backend never runs dry and few messages are spent on it."""
+        if self._credits_owed >= self._credit_batch and self._link.send(Credit(self._credits_owed)):
+            self._credits_owed = 0
+
+    def control_ended(self) -> bool:
+        """To be asked when the control socket is readable. Nothing is ever said there, so anything is the end."""
+        try:
+            self._control.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def close(self) -> None:
+        """To be called once. The backend learns of it at once."""
+        self._link.close()
+        self._control.close()
+        self._arena.close()
+        self.backend_board.close()
+        self.board.close()
+        self._ledger.release_owner(self.epoch)
+        self._ledger.release("session", self.epoch)
+
+
+def _with_tokens(submit: Submit, tokens: bytes | ArenaRef) -> Submit:
+    return Submit(
+        request_id=submit.request_id,
+        tokens=tokens,
+        num_prompt_tokens=submit.num_prompt_tokens,
+        max_tokens=submit.max_tokens,
+        sampling=submit.sampling,
+        stop_token_ids=submit.stop_token_ids,
+    )

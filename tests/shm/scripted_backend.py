@@ -1,0 +1,278 @@
+"""A backend without a model: the real BackendLink before a toy whose next token is a function of the tokens so far.
+
+Runs in a thread (`ScriptedBackend`) or as a process (`BackendProcess`, or `python -m tests.shm.scripted_backend`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shm.board import BackendBoard
+from shm.link import NO_TOKEN, BackendLink, Cancellation, FrontendDeath, Submission
+from shm.wire import Failure, FailureCode, Finish, ModelCard, Started
+
+NextToken = Callable[[Sequence[int], int, int], int]
+"""(tokens so far, how many of them are the prompt, vocabulary size) → the next token."""
+
+FAILING_TOKEN = 13
+"""A prompt of exactly this token ends FAILED after its first token."""
+
+
+def hashed(tokens: Sequence[int], num_prompt_tokens: int, vocab_size: int) -> int:
+    """Depends on every token and its place, so that a lost, repeated or swapped token changes all that follow."""
+    return zlib.crc32(array("i", tokens).tobytes()) % vocab_size
+
+
+def echoed(tokens: Sequence[int], num_prompt_tokens: int, vocab_size: int) -> int:
+    """The prompt, again and again."""
+    return tokens[(len(tokens) - num_prompt_tokens) % num_prompt_tokens]
+
+
+NEXT_TOKEN: dict[str, NextToken] = {"hashed": hashed, "echoed": echoed}
+
+
+def expected_tokens(
+    prompt: Sequence[int], max_tokens: int, next_token: NextToken = hashed, vocab_size: int = 1000
+) -> list[int]:
+    """What an undisturbed run of the script generates, stop tokens aside."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens, len(prompt), vocab_size))
+    return tokens[len(prompt) :]
+
+
+def model_card(**changes: Any) -> ModelCard:
+    fields: dict[str, Any] = {
+        "model_id": "scripted",
+        "model_dir": "",
+        "created": 1,
+        "vocab_size": 1000,
+        "max_context_tokens": 32768,
+        "max_waiting": 1000,
+        "fingerprint": "scripted-1",
+    }
+    return ModelCard(**(fields | changes))
+
+
+@dataclass(slots=True)
+class _Running:
+    submission: Submission
+    tokens: list[int]
+    received_s: float
+    started: bool = False
+
+
+@dataclass
+class Script:
+    """How the toy behaves. step_s is the pause between steps; requests beyond max_running wait."""
+
+    card: ModelCard = field(default_factory=model_card)
+    next_token: NextToken = hashed
+    step_s: float = 0.0
+    max_running: int = 1 << 16
+    credit: int = 256
+
+
+class ScriptedEngine:
+    """One thread's loop over a BackendLink: receive, one token for each running request, flush."""
+
+    def __init__(self, socket_path: Path, script: Script) -> None:
+        self.script = script
+        self.board = BackendBoard.create()
+        self.board.pid = os.getpid()
+        self.board.max_waiting = script.card.max_waiting
+        self.link = BackendLink(socket_path, script.card, self.board, credit=script.credit)
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.running: dict[tuple[int, int], _Running] = {}
+        self.deaths: list[int] = []
+        self.num_cancellations = 0
+        self.stopping = False
+        self.paused = False
+        """Receives but makes no step: requests pile up."""
+
+    def turn(self) -> None:
+        busy = bool(self.running) and not self.paused
+        self.link.wait(self.script.step_s if busy else 0.2, self.wake_fd)
+        self.board.beat()
+        for event in self.link.receive():
+            match event:
+                case Submission():
+                    self._submit(event)
+                case Cancellation(frontend, request_id):
+                    self.num_cancellations += 1
+                    del self.running[frontend, request_id]
+                    self.board.requests_cancelled += 1
+                case FrontendDeath(frontend):
+                    self.deaths.append(frontend)
+                    for key in [key for key in self.running if key[0] == frontend]:
+                        del self.running[key]
+        if not self.paused:
+            self._step()
+        self.board.running = min(len(self.running), self.script.max_running)
+        self.board.waiting = max(0, len(self.running) - self.script.max_running)
+        self.link.flush()
+
+    def _submit(self, submission: Submission) -> None:
+        tokens = array("i", submission.tokens).tolist()
+        card = self.script.card
+        failure = None
+        if submission.num_prompt_tokens + submission.max_tokens > card.max_context_tokens:
+            limit = max(0, card.max_context_tokens - submission.max_tokens)
+            failure = Failure(submission.request_id, FailureCode.CONTEXT_TOO_LONG, limit)
+        elif not all(0 <= token < card.vocab_size for token in tokens):
+            failure = Failure(submission.request_id, FailureCode.BAD_TOKEN, card.vocab_size)
+        elif self.board.draining:
+            failure = Failure(submission.request_id, FailureCode.SHUTTING_DOWN)
+        if failure is not None:
+            self.board.requests_rejected += 1
+            self.link.push(submission.frontend, submission.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
+            return
+        self.board.requests_accepted += 1
+        self.running[submission.frontend, submission.request_id] = _Running(submission, tokens, time.monotonic())
+
+    def _step(self) -> None:
+        for key, running in list(self.running.items())[: self.script.max_running]:
+            frontend, request_id = key
+            submission = running.submission
+            num_prompt = submission.num_prompt_tokens
+            token = self.script.next_token(running.tokens, num_prompt, self.script.card.vocab_size)
+            running.tokens.append(token)
+            finish, failure, started = Finish.NONE, None, None
+            if token in submission.stop_token_ids:
+                finish = Finish.STOP
+            elif len(running.tokens) - num_prompt >= submission.max_tokens:
+                finish = Finish.LENGTH
+            elif running.tokens[:num_prompt] == [FAILING_TOKEN]:
+                finish, failure = Finish.FAILED, Failure(request_id, FailureCode.INTERNAL)
+            if not running.started:
+                running.started = True
+                started = Started(request_id, 0, time.monotonic() - running.received_s)
+            self.link.push(frontend, request_id, token, finish, started, failure)
+            self.board.generated_tokens += 1
+            if finish:
+                del self.running[key]
+                self.board.requests_finished += 1
+        self.board.steps += 1
+
+    def close(self) -> None:
+        self.link.close()
+        self.board.close()
+        os.close(self.wake_fd)
+
+
+class ScriptedBackend:
+    """The engine in a thread of this process, for tests that look inside; a context manager."""
+
+    def __init__(self, socket_path: Path, script: Script | None = None) -> None:
+        self.engine = ScriptedEngine(socket_path, script or Script())
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            while not self.engine.stopping:
+                self.engine.turn()
+        except BaseException as error:  # noqa: BLE001 - raised again where the thread is joined
+            self._error = error
+
+    def __enter__(self) -> ScriptedBackend:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stopping = True
+        os.eventfd_write(self.engine.wake_fd, 1)
+        self._thread.join(10)
+        self.engine.close()
+        if self._error is not None:
+            raise self._error
+
+
+class BackendProcess:
+    """The engine as a process that can be killed, stopped and continued; a context manager.
+
+    `ready` in a line on its standard output says that the socket is there.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        *,
+        next_token: str = "hashed",  # noqa: S107
+        step_s: float = 0.001,
+        max_running: int = 1 << 16,
+        **card: Any,
+    ) -> None:
+        self._argv = [sys.executable, "-m", "tests.shm.scripted_backend", "--socket", str(socket_path)]
+        self._argv += ["--next-token", next_token, "--step-s", str(step_s), "--max-running", str(max_running)]
+        for name, value in card.items():
+            self._argv += ["--card", name, str(value)]
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        root = Path(__file__).parents[2]
+        self._process = subprocess.Popen(self._argv, stdout=subprocess.PIPE, text=True, cwd=root)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
+        self.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--next-token", choices=NEXT_TOKEN, default="hashed")
+    parser.add_argument("--step-s", type=float, default=0.001)
+    parser.add_argument("--max-running", type=int, default=1 << 16)
+    parser.add_argument("--card", nargs=2, action="append", default=[], metavar=("FIELD", "VALUE"))
+    options = parser.parse_args()
+    card = {name: int(value) if value.isdecimal() else value for name, value in options.card}
+    script = Script(model_card(**card), NEXT_TOKEN[options.next_token], options.step_s, options.max_running)
+    engine = ScriptedEngine(options.socket, script)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(engine, "stopping", True))
+    print("ready", flush=True)
+    while not engine.stopping:
+        engine.turn()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
