@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.batch_builder import BatchBuilder
-from backend.checkpoint.generation_config import read_generation_config
+from backend.checkpoint.generation_config import read_generation_defaults
 from backend.checkpoint.hub import resolve_model
 from backend.engine import Engine, Limits
 from backend.errors import StartupError
@@ -119,7 +119,7 @@ def _device(gpu: str) -> str:
 
 
 def _model_card(options: BackendOptions, model_dir: Path, forward_pass: IBatchedForwardPass, plan: KvPlan) -> ModelCard:
-    generation = read_generation_config(model_dir)
+    generation = read_generation_defaults(model_dir)
     return ModelCard(
         model_id=options.model_id(),
         model_dir=str(model_dir.resolve()),
