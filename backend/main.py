@@ -57,7 +57,7 @@ def main() -> None:
 def serve(options: BackendOptions) -> None:
     """Runs until a signal and returns after draining. Raises StartupError or AddressInUse when it cannot start."""
     started_s = time.monotonic()
-    model_dir = resolve_model(options.model, options.revision) if options.model else DEMO_MODEL_DIR
+    model_dir = locate_model(options)
     executor = Executor(options.batch_channel_capacity)
     forward_pass, plan = _load(options, model_dir, executor)
     logger.info(plan.describe())
@@ -90,7 +90,7 @@ def serve(options: BackendOptions) -> None:
 def _load(options: BackendOptions, model_dir: Path, executor: Executor) -> tuple[IBatchedForwardPass, KvPlan]:
     """Loads weights and allocates the KV cache on the executor's thread, which alone calls the pass from then on."""
     pass_class = find_forward_pass(options.forward_pass)
-    pass_options = PassOptions(_device(options.gpu), options.dtype, options.max_running, options.max_batch_tokens)
+    pass_options = PassOptions(choose_device(options.gpu), options.dtype, options.max_running, options.max_batch_tokens)
     plans: list[KvPlan] = []
 
     def load() -> IBatchedForwardPass:
@@ -110,7 +110,13 @@ def _load(options: BackendOptions, model_dir: Path, executor: Executor) -> tuple
     return executor.start(load), plans[0]
 
 
-def _device(gpu: str) -> str:
+def locate_model(options: BackendOptions) -> Path:
+    """The checkpoint's directory; a hub model is downloaded first. Raises StartupError."""
+    return resolve_model(options.model, options.revision) if options.model else DEMO_MODEL_DIR
+
+
+def choose_device(gpu: str) -> str:
+    """A PassOptions.device from --gpu. Raises StartupError."""
     if gpu not in ("auto", "none"):
         if not gpu.isdecimal():
             raise StartupError(f'--gpu is "{gpu}"; write a CUDA device index such as 0, "none" or "auto"')
