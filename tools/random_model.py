@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from cyclopts import Parameter
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -78,6 +79,7 @@ class ModelDims:
     """The same seed gives the same weights."""
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RandomModelOptions(ModelDims):
     """Writes a checkpoint with random weights and a tokenizer: for benchmarks of given dimensions."""

@@ -1,1 +1,1 @@
-"""`penstock bench`: a load generator for any OpenAI endpoint, and the comparisons that the figures in docs come from."""
+"""`penstock bench`: a load generator for any OpenAI endpoint, and the comparisons behind the figures in docs."""

@@ -22,7 +22,7 @@ class RequestRecord:
     """One request as its client saw it. event_times_s has one entry per event that carried text."""
 
     started_s: float
-    """When it was sent; with arrivals at a rate, when it was due, so that a late generator cannot flatter the server."""
+    """When it was sent; with arrivals at a rate, when it was due, so that a late generator is not in its favour."""
     event_times_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
     prompt_tokens: int = 0

@@ -6,13 +6,15 @@ import random
 from dataclasses import dataclass
 
 # Short common words: most tokenizers make one token of each, the server's usage says how many it really was.
-_WORDS = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work number night point home water room mother area money "
-    "story fact month lot right study book eye job word business issue side kind head house service friend father "
-    "power hour game line end member law car city name team minute idea body back parent face others level office "
-    "door health person art war history party result change morning reason research girl guy moment air teacher force"
-).split()
+_TEXT = """
+time year people way day man thing woman life child world school state family student group country problem
+hand part place case week company system program question work number night point home water room mother area
+money story fact month lot right study book eye job word business issue side kind head house service friend
+father power hour game line end member law car city name team minute idea body back parent face others level
+office door health person art war history party result change morning reason research girl guy moment air
+teacher force
+"""
+_WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True, slots=True)

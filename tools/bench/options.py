@@ -1,0 +1,103 @@
+"""Every option of `penstock bench`, declared once; those of the server it starts are `penstock serve`'s own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter, Token
+from cyclopts.validators import Number
+
+from tools.bench.load import Endpoint
+from tools.bench.workload import Lengths, parse_lengths
+
+
+def _convert_lengths(_type: Any, tokens: Sequence[Token]) -> Lengths:
+    return parse_lengths(tokens[0].value)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """ "1,4,16" as numbers from 1 to 4096. Raises ValueError."""
+    counts = tuple(int(item) if item.strip().isdecimal() else 0 for item in text.split(","))
+    if not all(1 <= count <= 4096 for count in counts):
+        raise ValueError(f'"{text}" is not a list of counts from 1 to 4096; write 1,4,16')
+    return counts
+
+
+def _convert_counts(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    return parse_counts(tokens[0].value)
+
+
+LengthRange = Annotated[Lengths, Parameter(converter=_convert_lengths, n_tokens=1)]
+Counts = Annotated[tuple[int, ...], Parameter(converter=_convert_counts, n_tokens=1, negative="")]
+Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
+AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
+NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class BenchOptions:
+    """Load on an OpenAI endpoint, and what its clients see."""
+
+    url: str | None = None
+    """Server to measure, such as http://127.0.0.1:8000. Without it `penstock serve` is started for the run."""
+
+    concurrency: Counts = (1, 4, 16, 32)
+    """Closed loop: clients at once, each sending its next request when its last has ended. A row for each: 1,4,16."""
+
+    rate: Annotated[float | None, Parameter(validator=Number(gt=0))] = None
+    """Open loop instead: requests a second, arriving as a Poisson process whatever is still running."""
+
+    requests: AtLeastOne | None = None
+    """Requests of a row. Default: 4 for each client; 64 in an open loop, 500 in a storm."""
+
+    prompt_tokens: LengthRange = Lengths(128, 128)  # noqa: RUF009 - frozen
+    """Prompt length: 128, or 16:512 for lengths drawn evenly."""
+
+    output_tokens: LengthRange = Lengths(64, 64)  # noqa: RUF009 - frozen
+    """Answer length: 64, or 16:128. Kept exactly where the server knows ignore_eos."""
+
+    duplicates: Share = 0.0
+    """Share of requests that repeat an earlier prompt of their row."""
+
+    drop: Share = 0.0
+    """Share of requests whose client hangs up at a random moment."""
+
+    endpoint: Endpoint = "completions"
+    """Which of the two endpoints."""
+
+    prompt_kind: Literal["auto", "tokens", "text"] = "auto"
+    """Random token ids or random words; auto takes ids where endpoint and server allow it."""
+
+    vocab_size: AtLeastOne | None = None
+    """Bounds random token ids. Default: what the server's /v1/models says."""
+
+    warmup: NotNegative = 4
+    """Requests before each row that are not measured."""
+
+    rounds: AtLeastOne = 1
+    """Repeats of each measurement; the median one by throughput is reported."""
+
+    seed: NotNegative = 0
+    """The same seed draws the same requests."""
+
+    compare: Literal["static"] | None = None
+    """Continuous batching against one static batch of the same requests, in the same run."""
+
+    stagger_s: Annotated[float, Parameter(validator=Number(gt=0))] = 0.1
+    """Seconds between arrivals in the comparison of time to first token."""
+
+    floor: bool = False
+    """The engine's decode step beside the bare work of the step: products and attention alone."""
+
+    frontend_cost: bool = False
+    """Tokens a second through one frontend over a model that costs nothing, and CPU time of each streamed token."""
+
+    storm: bool = False
+    """Many requests of which a share (default one half) is dropped; then every page must be free again."""
+
+    json: Path | None = None
+    """Also writes everything here."""

@@ -1,0 +1,78 @@
+"""Tables for people and JSON for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tools.bench.machine import Machine, this_machine
+from tools.bench.stats import Aim, Spread, Summary
+
+
+@dataclass(slots=True)
+class Report:
+    """All that a run found. sections holds what is not a row of load: plain dataclasses by name."""
+
+    command: Sequence[str]
+    machine: Machine = field(default_factory=this_machine)
+    rows: list[Summary] = field(default_factory=list)
+    sections: dict[str, Any] = field(default_factory=dict)
+    aims: list[Aim] = field(default_factory=list)
+
+    def write_json(self, path: Path) -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+    def print(self, console: Console) -> None:
+        console.print(self.machine.describe(), style="dim", highlight=False)
+        if self.rows:
+            console.print(load_table(self.rows))
+        for row in self.rows:
+            if row.first_error:
+                console.print(f"{row.load}: first error: {row.first_error}", style="red", markup=False)
+        for aim in self.aims:
+            mark, style = ("✓", "green") if aim.reached else ("✗", "red")
+            console.print(f"{mark} {aim.name}: {aim.value:.3g} ({aim.direction} {aim.limit:g})", style=style)
+
+
+def make_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def load_table(rows: Sequence[Summary]) -> Table:
+    columns = ["load", "requests", "output tok/s", "prompt tok/s", "req/s"]
+    columns += ["TTFT p50/p99 ms", "ITL p50/p99 ms", "e2e p50/p99 ms", "dropped", "errors", "generator µs/token"]
+    table = make_table("", *columns)
+    for row in rows:
+        table.add_row(
+            row.load,
+            str(row.requests),
+            f"{row.output_tokens_per_s:,.0f}",
+            f"{row.prompt_tokens_per_s:,.0f}",
+            f"{row.requests_per_s:.2f}",
+            _pair(row.ttft_ms),
+            _pair(row.itl_ms),
+            _pair(row.e2e_ms),
+            str(row.dropped),
+            str(row.failed),
+            f"{row.generator_cpu_us_per_token:.0f}",
+        )
+    return table
+
+
+def _pair(spread: Spread) -> str:
+    return f"{_ms(spread.p50)} / {_ms(spread.p99)}"
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"

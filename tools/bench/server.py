@@ -1,0 +1,95 @@
+"""The server under test: `penstock serve`, started for one run and stopped after it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import IO
+
+from shm.cli import to_argv
+from shm.supervisor import module_argv
+from tools.bench.load import BenchError
+from tools.bench.processes import descendants, runs_module
+from tools.serve import ServeOptions, is_ready
+
+_START_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    url: str
+    pid: int
+
+    def backend_pid(self) -> int:
+        return self._one("backend.main")
+
+    def frontend_pids(self) -> list[int]:
+        """The frontend's processes, the one that watches over its workers among them."""
+        first = self._one("frontend.main")
+        return [first, *descendants(first)]
+
+    def _one(self, module: str) -> int:
+        for pid in descendants(self.pid):
+            if runs_module(pid, module):
+                return pid
+        raise BenchError(f"the server has no process of {module}")
+
+
+@contextlib.contextmanager
+def own_server(options: ServeOptions) -> Iterator[OwnServer]:
+    """Serves on a free port of the loopback interface while the context lasts. Raises BenchError."""
+    options = replace(options, host="127.0.0.1", port=_free_port())
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            module_argv("tools.main", ["serve", *to_argv(options)]),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,  # Ctrl-C reaches it through us, once
+        )
+        try:
+            _wait_until_ready(process, options, log)
+            yield OwnServer(f"http://{options.host}:{options.port}", process.pid)
+            if process.poll() is not None:
+                raise BenchError(f"the server ended with status {process.returncode} during the run\n{_tail(log)}")
+        finally:
+            _stop(process)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], options: ServeOptions, log: IO[bytes]) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while not is_ready(options.host, options.port):
+        if process.poll() is not None:
+            raise BenchError(f"the server did not start, status {process.returncode}\n{_tail(log)}")
+        if time.monotonic() > deadline_s:
+            raise BenchError(f"the server was not ready in {_START_TIMEOUT_S:g} s\n{_tail(log)}")
+        time.sleep(0.05)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its children are tied to its life
+        process.wait()
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.seek(0)
+    return "\n".join(log.read().decode(errors="replace").splitlines()[-12:])

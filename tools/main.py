@@ -1,0 +1,43 @@
+"""The `penstock` command."""
+
+from __future__ import annotations
+
+import sys
+
+from shm.cli import make_app
+from tools.bench.options import BenchOptions
+from tools.serve import ServeOptions
+
+app = make_app("penstock", "An LLM server for one GPU: serve a model, measure it, make one to measure with.")
+
+
+@app.command
+def serve(*, options: ServeOptions = ServeOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
+    """Serves a model over HTTP: one backend and its frontend, restarted when they die, drained when told to stop."""
+    from tools import serve as module
+
+    sys.exit(module.serve(options))
+
+
+@app.command
+def bench(
+    *,
+    options: BenchOptions = BenchOptions(),  # noqa: B008 - frozen
+    server: ServeOptions = ServeOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Measures a server: throughput, time to first token, gaps between tokens. Starts one unless --url names one."""
+    from tools.bench.run import run_bench
+
+    sys.exit(run_bench(options, server))
+
+
+# By name: it needs torch, which the other commands do not wait for.
+app.command("tools.random_model:run_random_model", name="random-model", help="Writes a checkpoint of random weights.")
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`penstock serve`: backend and frontend as children of one supervisor."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cyclopts import Parameter
+
+from backend.options import BackendOptions
+from frontend.options import FrontendOptions
+from shm.cli import default_socket_path, to_argv
+from shm.supervisor import ChildSpec, Supervisor, module_argv
+
+_STOP_TIMEOUT_S = 30.0
+_PROBE_TIMEOUT_S = 0.5
+
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - where to ask, not where to listen
+
+
+def private_socket_path() -> Path:
+    """One for each `penstock serve`, so that two never share a backend."""
+    return default_socket_path().with_name(f"serve-{os.getpid()}.sock")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ServeOptions(FrontendOptions, BackendOptions):
+    """Backend and frontend together: all options of both."""
+
+    socket: Path = field(default_factory=private_socket_path)
+    """Unix socket between the two. Default: one of this server's own."""
+
+
+T = TypeVar("T")
+
+
+def part(options: Any, of: type[T]) -> T:
+    """The values of options for the fields of a dataclass it inherits from."""
+    return of(**{item.name: getattr(options, item.name) for item in dataclasses.fields(of)})  # type: ignore[arg-type]
+
+
+def is_ready(host: str, port: int) -> bool:
+    """True where GET /ready answers 200 now."""
+    connection = http.client.HTTPConnection(_ANY_ADDRESS.get(host, host), port, timeout=_PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def serve(options: ServeOptions) -> int:
+    """Runs until told to stop; returns the exit status."""
+    children = (
+        ChildSpec("backend", module_argv("backend.main", to_argv(part(options, BackendOptions))), stage=0),
+        ChildSpec("frontend", module_argv("frontend.main", to_argv(part(options, FrontendOptions))), stage=1),
+    )
+
+    def announce_when_up() -> bool:
+        if not is_ready(options.host, options.port):
+            return False
+        print(_welcome(options), flush=True)
+        return True
+
+    supervisor = Supervisor(children, log=_log, stop_timeout_s=_STOP_TIMEOUT_S, is_up=announce_when_up)
+    try:
+        return supervisor.run()
+    finally:
+        if options.socket == private_socket_path():
+            options.socket.unlink(missing_ok=True)
+
+
+def _log(message: str) -> None:
+    print(f"penstock serve: {message}", file=sys.stderr, flush=True)
+
+
+def _welcome(options: ServeOptions) -> str:
+    host = _ANY_ADDRESS.get(options.host, options.host)
+    url = f"http://[{host}]:{options.port}" if ":" in host else f"http://{host}:{options.port}"
+    key = ' -H "Authorization: Bearer $KEY"' if options.api_key else ""
+    return (
+        f"Ready: {url}/v1\n"
+        f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
+        """-d '{"prompt": "Once upon a time", "max_tokens": 32}'"""
+    )
