@@ -37,6 +37,7 @@ _HEARTBEAT_LIMIT_S = 2.0
 _MAX_FRUITLESS_RESUMES = 3
 """Backends that may die in a row of a request without giving it a token: it may be what kills them."""
 _MAX_RETRY_AFTER_S = 60
+_RATE_WINDOW_S = 10.0
 _PLACEHOLDER = bytes(4)
 
 
@@ -249,13 +250,12 @@ class BackendClient:
         """Seconds in which the queue would drain at the rate of late; at least 1, and 1 while nothing is known."""
         now_s = time.monotonic()
         then_s, finished_then = self._rate_sample
-        if now_s - then_s > 10.0 or num_finished < finished_then:
+        age_s, num_new = now_s - then_s, num_finished - finished_then
+        if age_s > _RATE_WINDOW_S or num_new < 0:
             self._rate_sample = (now_s, num_finished)
+        if num_new <= 0 or age_s > 2 * _RATE_WINDOW_S:
             return 1
-        if num_finished == finished_then:
-            return 1
-        rate_per_s = (num_finished - finished_then) / (now_s - then_s)
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(num_waiting / rate_per_s)))
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(num_waiting * age_s / num_new)))
 
     # Streams
 

@@ -2,7 +2,7 @@
 
 A frontend has a DEALER, the backend one ROUTER beside its rendezvous socket. Neither side ever blocks. What is in
 flight to a frontend is bounded by credits: one StepOutputs takes one, and a frontend that returns none for
-`STALL_LIMIT_S` while output waits for it is taken for dead. High-water marks stand above the credit and are never met.
+`stall_limit_s` while output waits for it is taken for dead. High-water marks stand above the credit and are never met.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from shm.board import FrontendBoard
 from shm.ledger import Ledger
 from shm.rendezvous import Connection, Rendezvous, private_umask
 from shm.wire import (
-    MAX_MESSAGE_BYTES,
+    MAX_TO_BACKEND_BYTES,
+    MAX_TO_FRONTEND_BYTES,
     ArenaRef,
     Cancel,
     Credit,
@@ -48,25 +49,32 @@ if TYPE_CHECKING:
 
     from shm.board import BackendBoard
 
-STALL_LIMIT_S = 5.0
 MAX_FAULTS = 3
 """Bad messages or descriptors after which a frontend is not listened to any more."""
 MAX_EVENTS_PER_MESSAGE = 1 << 14
 _MAX_MESSAGES_PER_TURN = 4096
 _HANDSHAKE_TIMEOUT_S = 3.0
+_LAST_WORDS_MS = 1000
+"""How long a closing backend waits for what it has sent to reach its frontends."""
 _RETRY_S = 0.02
 _ONE_PART = 1
 NO_TOKEN = -1
+
+
+if zmq.zmq_version_info() < (4, 3, 5):
+    raise ImportError(f"libzmq {zmq.zmq_version()} is too old; 4.3.5 or later is needed")
 
 
 class LinkBroken(Exception):
     """The backend's messages do not add up: one is missing, malformed or has parts too many."""
 
 
-def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, high_water_mark: int) -> zmq.Socket[bytes]:
+def _new_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, *, high_water_mark: int, max_message_bytes: int
+) -> zmq.Socket[bytes]:
     zsocket = context.socket(kind)
     zsocket.setsockopt(zmq.LINGER, 0)
-    zsocket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    zsocket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     zsocket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_TIMEOUT_S * 1000))
     zsocket.setsockopt(zmq.SNDHWM, high_water_mark)
     zsocket.setsockopt(zmq.RCVHWM, high_water_mark)
@@ -90,12 +98,22 @@ class FrontendLink:
     """The frontend's end. Watch `fd` for reading and `drain` at each wake: the fd tells of changes, not of states."""
 
     def __init__(self, welcome: Welcome) -> None:
-        self._context = zmq.Context()
-        self._socket = _new_socket(self._context, zmq.DEALER, 4 * welcome.credit)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.IDENTITY, welcome.identity)
-        self._socket.connect(welcome.endpoint)
+        """Begins to connect. Raises OSError."""
         self._next_sequence = 0
+        self._context = zmq.Context()
+        try:
+            self._socket = _new_socket(
+                self._context,
+                zmq.DEALER,
+                high_water_mark=4 * welcome.credit,
+                max_message_bytes=MAX_TO_FRONTEND_BYTES,
+            )
+            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            self._socket.setsockopt(zmq.IDENTITY, welcome.identity)
+            self._socket.connect(welcome.endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, str(error)) from None
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def send(self, message: Submit | Cancel | Credit) -> bool:
@@ -216,9 +234,17 @@ class BackendLink:
     """The backend's end: one turn of its loop is `wait`, `receive`, work and `push`, `flush`. For one thread."""
 
     def __init__(
-        self, socket_path: Path, card: ModelCard, board: BackendBoard, *, credit: int = 256, max_frontends: int = 128
+        self,
+        socket_path: Path,
+        card: ModelCard,
+        board: BackendBoard,
+        *,
+        credit: int = 256,
+        max_frontends: int = 128,
+        stall_limit_s: float = 5.0,
     ) -> None:
         """The board stays the caller's. Raises rendezvous.AddressInUse, rendezvous.UnsafeDirectory."""
+        self._stall_limit_s = stall_limit_s
         self._card = card
         self._board = board
         self._credit = credit
@@ -235,7 +261,9 @@ class BackendLink:
         )
         self._message_path = socket_path.with_name(socket_path.name + ".zmq")
         self._context = zmq.Context()
-        self._socket = _new_socket(self._context, zmq.ROUTER, 4 * credit)
+        self._socket = _new_socket(
+            self._context, zmq.ROUTER, high_water_mark=4 * credit, max_message_bytes=MAX_TO_BACKEND_BYTES
+        )
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.BACKLOG, 2 * max_frontends)
@@ -254,6 +282,13 @@ class BackendLink:
     def frontends(self) -> dict[int, FrontendBoard]:
         """The boards of the frontends that live, by epoch; to be read only."""
         return {epoch: frontend.board for epoch, frontend in self._frontends.items()}
+
+    def balance(self) -> dict[str, int]:
+        """What is held at this moment: frontends, open requests, and events that wait for credit."""
+        held = self.ledger.balance()
+        held["request"] = sum(len(frontend.open_requests) for frontend in self._frontends.values())
+        held["unsent"] = sum(len(frontend.finishes) for frontend in self._pending.values())
+        return {kind: count for kind, count in held.items() if count}
 
     # Waiting
 
@@ -279,7 +314,7 @@ class BackendLink:
         times = [] if (handshake_s := self._rendezvous.deadline_s()) is None else [handshake_s]
         for frontend in self._pending.values():
             if frontend.waiting_since_s is not None:
-                times.append(frontend.waiting_since_s + STALL_LIMIT_S)
+                times.append(frontend.waiting_since_s + self._stall_limit_s)
                 if frontend.credit:
                     times.append(time.monotonic() + _RETRY_S)
         return min(times, default=None)
@@ -381,20 +416,23 @@ class BackendLink:
         epoch = self._next_epoch
         self._next_epoch += 1
         num_slots, slot_bytes = arena.geometry(self._card.max_context_tokens)
-        with contextlib.ExitStack() as fds:
+        with contextlib.ExitStack() as fds, contextlib.ExitStack() as mappings:
             try:
                 arena_fd = arena.create_fd(num_slots, slot_bytes)
                 fds.callback(os.close, arena_fd)
                 board_fd = FrontendBoard.create_fd()
                 fds.callback(os.close, board_fd)
+                reader = arena.ArenaReader(arena_fd, num_slots, slot_bytes, epoch)
+                mappings.callback(reader.close)
                 frontend = _Frontend(
                     epoch=epoch,
                     identity=secrets.token_bytes(16),
                     connection=connection,
-                    arena=arena.ArenaReader(arena_fd, num_slots, slot_bytes, epoch),
+                    arena=reader,
                     board=FrontendBoard.attach(board_fd),
                     credit=self._credit,
                 )
+                mappings.pop_all()
             except OSError:
                 # Out of memory or fds for one more: it may come again, those that are here stay.
                 self._rendezvous.drop(connection)
@@ -430,7 +468,7 @@ class BackendLink:
             return
         now_s = time.monotonic()
         for frontend in list(self._pending.values()):
-            if frontend.waiting_since_s is not None and now_s - frontend.waiting_since_s >= STALL_LIMIT_S:
+            if frontend.waiting_since_s is not None and now_s - frontend.waiting_since_s >= self._stall_limit_s:
                 self.counters.stalled += 1
                 self._bury(frontend)
 
@@ -506,11 +544,11 @@ class BackendLink:
         return True
 
     def close(self) -> None:
-        """Every frontend learns of it at once, by the end of its control socket."""
+        """Gives what was flushed a moment to arrive; then every frontend learns of the end by its control socket."""
+        self._socket.close(linger=_LAST_WORDS_MS)
+        self._context.term()
         for frontend in list(self._frontends.values()):
             self._bury(frontend)
         self._events.clear()
-        self._socket.close(linger=0)
-        self._context.term()
         self._message_path.unlink(missing_ok=True)
         self._rendezvous.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from shm.arena import Arena
@@ -24,7 +25,7 @@ class Session:
     """Owns the control socket, the arena, both boards' mappings and the link; `close` gives all of them back."""
 
     def __init__(self, invitation: Invitation, ledger: Ledger) -> None:
-        """Takes the invitation over. Raises RegionError when what came with it is not what it should be."""
+        """Takes the invitation over. Raises OSError, and RegionError when what came with it is no region of ours."""
         welcome = invitation.welcome
         self.model = welcome.model
         self.epoch = welcome.epoch
@@ -33,17 +34,19 @@ class Session:
         self._refs: dict[int, ArenaRef] = {}  # request id → the slot that its unread tokens hold
         self._credit_batch = max(1, welcome.credit // 4)
         self._credits_owed = 0
-        try:
+        with ExitStack() as fds, ExitStack() as opened:
+            fds.callback(invitation.close_fds)
+            opened.callback(self._control.close)
             self._arena = Arena(invitation.arena_fd, welcome.arena_slots, welcome.arena_slot_bytes, welcome.epoch)
+            opened.callback(self._arena.close)
             self.backend_board = BackendBoard.attach(invitation.backend_board_fd)
+            opened.callback(self.backend_board.close)
             self.board = FrontendBoard.attach(invitation.frontend_board_fd, writable=True)
-        except BaseException:
-            self._control.close()
-            raise
-        finally:
-            invitation.close_fds()
+            opened.callback(self.board.close)
+            self._link = FrontendLink(welcome)
+            opened.callback(self._link.close)
+            self._opened = opened.pop_all()
         self.board.pid = os.getpid()
-        self._link = FrontendLink(welcome)
         self.link_fd = self._link.fd
         self.control_fd = self._control.fileno()
         ledger.acquire("session", self.epoch, os.getpid())
@@ -123,11 +126,7 @@ class Session:
 
     def close(self) -> None:
         """To be called once. The backend learns of it at once."""
-        self._link.close()
-        self._control.close()
-        self._arena.close()
-        self.backend_board.close()
-        self.board.close()
+        self._opened.close()
         self._ledger.release_owner(self.epoch)
         self._ledger.release("session", self.epoch)
 

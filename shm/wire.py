@@ -18,7 +18,9 @@ MAX_CONTEXT_TOKENS = 1 << 24
 MAX_INLINE_PROMPT_TOKENS = 4096
 """Prompts up to this length travel in the message; longer ones in the frontend's arena."""
 MAX_STEP_EVENTS = 1 << 16
-MAX_MESSAGE_BYTES = 4 << 20
+MAX_TO_BACKEND_BYTES = 32 << 10
+"""No message to the backend is longer: the longest is a Submit with an inline prompt and a full logit_bias."""
+MAX_TO_FRONTEND_BYTES = 4 << 20
 
 U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 I31 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
