@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from backend.checkpoint.config_json import CONFIG_FILE, read_decoder_config
+from backend.checkpoint.config_json import CONFIG_FILE
 from backend.checkpoint.json_file import shorten
 from backend.checkpoint.weights import INDEX_FILE, SINGLE_FILE, shard_names
 from backend.errors import StartupError
@@ -28,9 +28,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def resolve_model(model: str, revision: str | None = None) -> Path:
     """The checkpoint's directory: model itself where that is one, else the hub's snapshot of that id.
 
-    A download goes through huggingface_hub: its cache, its progress bars, HF_HUB_OFFLINE, HF_TOKEN. The configuration
-    comes first, so that an unsupported model is refused before gigabytes are fetched, and of the weights only the
-    safetensors files that will be read. Raises StartupError in one line.
+    A download goes through huggingface_hub: its cache, its progress bars, HF_HUB_OFFLINE, HF_TOKEN. The small files
+    come first, since the index among them tells which weights will be read; nothing else is fetched. Raises
+    StartupError in one line.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -44,10 +44,9 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     snapshot = _download(model, revision, SMALL_FILES)
     if not (snapshot / CONFIG_FILE).is_file():
         raise StartupError(f"the hub's model {model} has no {CONFIG_FILE}")
-    read_decoder_config(snapshot)
     index = snapshot / INDEX_FILE
     weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
-    # The same commit as the configuration's, whatever has been pushed since.
+    # The same commit as the small files', whatever has been pushed since.
     commit = snapshot.name if _COMMIT.fullmatch(snapshot.name) else revision
     return _download(model, commit, (*SMALL_FILES, *weight_files))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
-_Positive = Annotated[float, Meta(gt=0.0, le=1e9)]
+_Positive = Annotated[float, Meta(ge=1e-6, le=1e9)]
 _Factors = Annotated[tuple[_Positive, ...], Meta(min_length=1, max_length=4096)]
 
 

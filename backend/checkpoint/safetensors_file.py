@@ -1,8 +1,8 @@
 """One safetensors file: its header checked against the file's size, its tensors copied out through a moving window.
 
 The format: 8 bytes little-endian header length, the header (JSON: name → dtype, shape, data_offsets), then the data.
-The safetensors package maps a file whole, and what was read of it stays resident until it is closed: with an embedding
-of a quarter of the model that is a peak of 1.25 × the weights. Here at most WINDOW_BYTES are mapped at a time.
+The safetensors package maps a file whole and copies a tensor beside its own mapped pages, so that an embedding, often
+a quarter of a model, counts twice. Here at most WINDOW_BYTES are mapped at a time, at the same speed.
 """
 
 from __future__ import annotations
