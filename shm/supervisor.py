@@ -95,7 +95,9 @@ class Supervisor:
         first_pause_s: float = 0.1,
         longest_pause_s: float = 5.0,
         is_up: Callable[[], bool] | None = None,
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
+        """on_stop is called once, just before the children are told to stop."""
         self._children = [_Child(spec) for spec in children]
         self._log = log
         self._stop_timeout_s = stop_timeout_s
@@ -104,6 +106,7 @@ class Supervisor:
         self._first_pause_s = first_pause_s
         self._longest_pause_s = longest_pause_s
         self._is_up = is_up
+        self._on_stop = on_stop
 
     def run(self) -> int:
         """Returns the exit status: 0 when stopped as asked and every child ended well, else what went wrong first.
@@ -190,6 +193,8 @@ class Supervisor:
 
     def _stop(self, status: int) -> int:
         stop_timeout_s = self._stop_timeout_s
+        if self._on_stop is not None:
+            self._on_stop()
         for stage in sorted({child.spec.stage for child in self._children}, reverse=True):
             deadline_s = time.monotonic() + stop_timeout_s
             for process in self._running(stage):

@@ -1,0 +1,244 @@
+"""The ASGI application: routes, keys, admission, and the one place where errors become answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+import msgspec
+
+from frontend import completions
+from frontend.errors import ApiError, ErrorKind, retry_later, shorten
+from frontend.exchange import ClientGoneError, Exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from frontend.exchange import Receive, Scope, Send
+    from frontend.model import ModelKeeper, ServedModel
+    from shm.client import BackendClient
+
+_log = logging.getLogger("penstock.app")
+
+_BODY_TIMEOUT_S = 30.0
+_SWEEP_S = 1.0
+_READ_ONLY = ("GET", "HEAD")
+_JSON_TYPES = (b"application/json", b"text/json")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one worker takes on. A client that reads nothing for client_timeout_s is dropped."""
+
+    max_body_bytes: int = 2 << 20
+    max_open_requests: int = 1024
+    keep_alive_interval_s: float = 10.0
+    client_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    handler: Callable[[Exchange], Awaitable[None]]
+    needs_key: bool = True
+
+
+class App:
+    """One worker's application. `run` must be running beside it."""
+
+    def __init__(
+        self, backend: BackendClient, models: ModelKeeper, *, api_keys: tuple[str, ...] = (), limits: Limits
+    ) -> None:
+        self._backend = backend
+        self._models = models
+        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._limits = limits
+        self._open: set[Exchange] = set()
+        self._draining = False
+        self._idle_actions: set[asyncio.Task[None]] = set()
+        reading = dict.fromkeys(_READ_ONLY, Route(self._list_models))
+        self._routes: dict[str, dict[str, Route]] = {
+            "/health": dict.fromkeys(_READ_ONLY, Route(self._health, needs_key=False)),
+            "/ready": dict.fromkeys(_READ_ONLY, Route(self._ready, needs_key=False)),
+            "/v1/models": reading,
+            "/v1/chat/completions": {"POST": Route(self._chat_completion)},
+            "/v1/completions": {"POST": Route(self._completion)},
+        }
+        self._one_model = dict.fromkeys(_READ_ONLY, Route(self._describe_model))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"not an HTTP scope: {scope['type']}")
+        exchange = Exchange(scope, receive, send)
+        self._open.add(exchange)
+        try:
+            await self._answer(exchange)
+        except ClientGoneError:
+            _log.debug("the client of %s went away", exchange.request_id)
+        finally:
+            self._open.discard(exchange)
+            exchange.finish()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def start_draining(self) -> None:
+        """From now on /ready and new requests are answered 503; what runs goes on."""
+        self._draining = True
+
+    def end_all(self) -> None:
+        """Every open request ends now with an error that says the server is shutting down."""
+        for exchange in list(self._open):
+            exchange.abort(_shutting_down())
+
+    async def run(self) -> None:
+        """Looks after the connections that send nothing or take nothing. Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(_SWEEP_S, self._limits.keep_alive_interval_s / 2))
+            self.sweep(time.monotonic())
+
+    def sweep(self, now_s: float) -> None:
+        for exchange in list(self._open):
+            if exchange.sending_since_s:
+                if now_s - exchange.sending_since_s >= self._limits.client_timeout_s:
+                    exchange.drop()
+            elif exchange.idle_action and now_s - exchange.last_sent_s >= self._limits.keep_alive_interval_s:
+                task = asyncio.ensure_future(exchange.idle_action())
+                self._idle_actions.add(task)
+                task.add_done_callback(self._idle_actions.discard)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            route = self._route(exchange)
+            if route.needs_key:
+                self._check_key(exchange)
+            await route.handler(exchange)
+        except ApiError as error:
+            if exchange.started:
+                _log.error("%s failed after its answer began: %s", exchange.request_id, error.message)
+                exchange.drop()
+                return
+            await exchange.respond_error(error)
+        except ClientGoneError:
+            raise
+        except Exception:  # noqa: BLE001 - logged with its trace
+            # Our own bug. The client learns that it was one, the log learns which.
+            _log.exception("%s %s failed", exchange.method, exchange.path)
+            if exchange.started:
+                exchange.drop()
+                return
+            await exchange.respond_error(ApiError(ErrorKind.INTERNAL, "an internal error occurred"))
+
+    def _route(self, exchange: Exchange) -> Route:
+        path = exchange.path
+        methods = self._routes.get(path)
+        if methods is None and path.startswith("/v1/models/"):
+            methods = self._one_model
+        if methods is None:
+            raise ApiError(ErrorKind.UNKNOWN_PATH, f"no such path: {shorten(path)}")
+        route = methods.get(exchange.method)
+        if route is None:
+            allowed = ", ".join(methods)
+            raise ApiError(
+                ErrorKind.WRONG_METHOD,
+                f"{exchange.method[:20]} is not allowed here; allowed: {allowed}",
+                headers=((b"allow", allowed.encode()),),
+            )
+        return route
+
+    def _check_key(self, exchange: Exchange) -> None:
+        if not self._api_keys:
+            return
+        scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
+        # Every key is compared, so that the time says nothing about which.
+        matches = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise ApiError(
+                ErrorKind.BAD_KEY,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+
+    async def _health(self, exchange: Exchange) -> None:
+        await exchange.respond(200, b'{"status":"ok"}')
+
+    async def _ready(self, exchange: Exchange) -> None:
+        if self._draining:
+            raise _shutting_down()
+        if not self._backend.ready:
+            raise retry_later(ErrorKind.UNAVAILABLE, "the backend is not connected or makes no progress", 1)
+        self._served()
+        await exchange.respond(200, b'{"status":"ready"}')
+
+    async def _list_models(self, exchange: Exchange) -> None:
+        body = {"object": "list", "data": [_describe(self._served())]}
+        await exchange.respond(200, msgspec.json.encode(body))
+
+    async def _describe_model(self, exchange: Exchange) -> None:
+        served = self._served()
+        asked = unquote(exchange.path.removeprefix("/v1/models/"))
+        if asked != served.card.model_id:
+            message = f"model: {shorten(asked)} does not exist; this server has {shorten(served.card.model_id)}"
+            raise ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
+        await exchange.respond(200, msgspec.json.encode(_describe(served)))
+
+    async def _chat_completion(self, exchange: Exchange) -> None:
+        data = await self._admit(exchange)
+        await completions.chat_completion(exchange, data, self._served(), self._backend)
+
+    async def _completion(self, exchange: Exchange) -> None:
+        data = await self._admit(exchange)
+        await completions.completion(exchange, data, self._served(), self._backend)
+
+    async def _admit(self, exchange: Exchange) -> bytes:
+        """The body of a request that may run. All that can be refused is refused before the body is read."""
+        if self._draining:
+            raise _shutting_down()
+        if len(self._open) > self._limits.max_open_requests:
+            raise retry_later(ErrorKind.OVERLOADED, "too many open requests", 1)
+        self._served()
+        _check_content_type(exchange)
+        data = await exchange.read_body(max_bytes=self._limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+        if exchange.ending is not None:
+            raise exchange.ending
+        return data
+
+    def _served(self) -> ServedModel:
+        served = self._models.current
+        if served is None:
+            raise retry_later(ErrorKind.UNAVAILABLE, "the model is still loading", 2)
+        return served
+
+
+def _check_content_type(exchange: Exchange) -> None:
+    encoding = exchange.header(b"content-encoding")
+    if encoding is not None and encoding.strip().lower() != b"identity":
+        raise ApiError(ErrorKind.UNSUPPORTED_BODY, "compressed bodies are not accepted")
+    declared = exchange.header(b"content-type")
+    if declared is None:
+        # A browser may send a body without a type to another site unasked; every other client may leave it out.
+        is_json = exchange.header(b"origin") is None
+    else:
+        is_json = declared.partition(b";")[0].strip().lower() in _JSON_TYPES
+    if not is_json:
+        raise ApiError(ErrorKind.UNSUPPORTED_BODY, "content-type: the body must be application/json")
+
+
+def _shutting_down() -> ApiError:
+    return retry_later(ErrorKind.SHUTTING_DOWN, "the server is shutting down", 1)
+
+
+def _describe(served: ServedModel) -> dict[str, object]:
+    card = served.card
+    return {
+        "id": card.model_id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "penstock",
+        "max_model_len": card.max_context_tokens,
+    }

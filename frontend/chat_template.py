@@ -1,0 +1,133 @@
+"""A checkpoint's chat template, rendered as transformers renders it, and compiled once.
+
+The template comes with the checkpoint and runs in jinja2's immutable sandbox; clients cannot send one. Messages reach
+it as plain dicts of strings.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from jinja2.parser import Parser
+
+    from frontend.schemas import ChatMessage
+
+
+class TemplateRefusedError(Exception):
+    """The template called raise_exception, or cannot render these messages. The text is the template's own."""
+
+
+class _TemplateRaised(jinja2.TemplateError):
+    """raise_exception was called."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's words for training; it renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise _TemplateRaised(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)  # noqa: DTZ005 - local time, as everywhere templates run
+
+
+class ChatTemplate:
+    """Renders messages to the prompt's text, beginning-of-sequence token included where the template writes one."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """special_tokens: bos_token, eos_token and the like, by name. Raises ValueError for a template with a fault."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template has a fault in line {error.lineno}: {error.message}") from None
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt up to where the assistant speaks. Raises TemplateRefusedError."""
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                messages=[self._as_dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+            )
+        except _TemplateRaised as error:
+            raise TemplateRefusedError(str(error.message)) from None
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            # What Python code made from a template raises when the messages are not as it expects.
+            raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
+
+    def _as_dict(self, message: ChatMessage) -> dict[str, str]:
+        role = message.role
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        content = message.content
+        if isinstance(content, list):
+            content = "\n".join(part.text or "" for part in content)
+        fields = {"role": role, "content": content, "name": message.name, "tool_call_id": message.tool_call_id}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The template's source: chat_template.jinja, else chat_template.json, else in tokenizer_config.json; or None."""
+    alone = model_dir / "chat_template.jinja"
+    if alone.is_file():
+        return alone.read_text(encoding="utf-8")
+    wrapped = model_dir / "chat_template.json"
+    held = json.loads(wrapped.read_text(encoding="utf-8")) if wrapped.is_file() else tokenizer_config
+    template = held.get("chat_template") if isinstance(held, dict) else held
+    if isinstance(template, list):
+        # Several, by name: [{"name": "default", "template": …}, …]
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError("chat_template is neither a text nor a list of named texts")
+    return template
+
+
+def special_tokens_of(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, … as texts; in the file each is a text or an object with a content."""
+    tokens = {}
+    for name, value in tokenizer_config.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                tokens[name] = text
+    return tokens

@@ -1,0 +1,103 @@
+"""Every error a client can see: its kind, its status, and OpenAI's error object written in one place.
+
+A message is always a sentence of ours about the request; the text of an exception never reaches a client.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    type: str
+    code: str
+
+
+class ErrorKind(enum.Enum):
+    """What went wrong, with its HTTP status and the error object's type and code."""
+
+    INVALID_JSON = _Answer(400, "invalid_request_error", "invalid_json")
+    INVALID_VALUE = _Answer(400, "invalid_request_error", "invalid_value")
+    MISSING_FIELD = _Answer(400, "invalid_request_error", "missing_required_parameter")
+    UNSUPPORTED_FIELD = _Answer(400, "invalid_request_error", "unsupported_parameter")
+    CONTEXT_TOO_LONG = _Answer(400, "invalid_request_error", "context_length_exceeded")
+    TEMPLATE_REFUSED = _Answer(400, "invalid_request_error", "chat_template_error")
+    BAD_HTTP = _Answer(400, "invalid_request_error", "bad_http")
+    BAD_KEY = _Answer(401, "authentication_error", "invalid_api_key")
+    UNKNOWN_PATH = _Answer(404, "invalid_request_error", "unknown_url")
+    UNKNOWN_MODEL = _Answer(404, "invalid_request_error", "model_not_found")
+    WRONG_METHOD = _Answer(405, "invalid_request_error", "method_not_allowed")
+    TOO_SLOW = _Answer(408, "invalid_request_error", "request_timeout")
+    BODY_TOO_LARGE = _Answer(413, "invalid_request_error", "request_too_large")
+    UNSUPPORTED_BODY = _Answer(415, "invalid_request_error", "unsupported_media_type")
+    OVERLOADED = _Answer(429, "rate_limit_error", "overloaded")
+    HEADERS_TOO_LARGE = _Answer(431, "invalid_request_error", "headers_too_large")
+    INTERNAL = _Answer(500, "server_error", "internal_error")
+    UNAVAILABLE = _Answer(503, "server_error", "backend_unavailable")
+    SHUTTING_DOWN = _Answer(503, "server_error", "shutting_down")
+
+    @property
+    def status(self) -> int:
+        return self.value.status
+
+
+class ApiError(Exception):
+    """A request ends with this error. headers are sent besides content-type and content-length."""
+
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.headers = headers
+
+
+def invalid(param: str, message: str) -> NoReturn:
+    """Raises the ApiError of a field whose value is wrong."""
+    raise ApiError(ErrorKind.INVALID_VALUE, f"{param}: {message}", param=param)
+
+
+def retry_later(kind: ErrorKind, message: str, retry_after_s: int) -> ApiError:
+    """An ApiError that says when to come back."""
+    return ApiError(kind, message, headers=((b"retry-after", b"%d" % max(1, retry_after_s)),))
+
+
+def error_body(error: ApiError) -> bytes:
+    """OpenAI's error object."""
+    answer = error.kind.value
+    return msgspec.json.encode(
+        {"error": {"message": error.message, "type": answer.type, "param": error.param, "code": answer.code}}
+    )
+
+
+_SHOWN_CHARACTERS = 60
+
+
+def shorten(value: object) -> str:
+    """A client's value as JSON for an error message, at most 60 characters of it."""
+    # Cut before encoding: the value may be as large as a body, and the encoder has a depth limit of its own.
+    if isinstance(value, str):
+        text = msgspec.json.encode(value[: _SHOWN_CHARACTERS + 1]).decode()
+    elif isinstance(value, list):
+        return f"an array of {len(value)}"
+    elif isinstance(value, dict):
+        return f"an object of {len(value)}"
+    else:
+        text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"

@@ -1,0 +1,179 @@
+"""One HTTP request and its answer, over the ASGI messages. Knows nothing of models."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import string
+import time
+from typing import TYPE_CHECKING, Any
+
+from frontend.errors import ApiError, ErrorKind, error_body
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    Scope = dict[str, Any]
+    Message = dict[str, Any]
+    Receive = Callable[[], Awaitable[Message]]
+    Send = Callable[[Message], Awaitable[None]]
+    Headers = Sequence[tuple[bytes, bytes]]
+
+ABORT_EXTENSION = "penstock.abort"
+"""In the scope's extensions: a function that drops the connection without waiting for what is still to be sent."""
+
+_JSON = (b"content-type", b"application/json")
+_MAX_REQUEST_ID_BYTES = 128
+_REQUEST_ID_BYTES = (string.ascii_letters + string.digits + "-_.:").encode()
+_MAX_DISCARDED_BYTES = 16 << 20
+_DISCARD_TIMEOUT_S = 5.0
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection: there is nobody to answer."""
+
+
+class Exchange:
+    """Reads one body, gives one answer, and tells at once when the client goes away.
+
+    Once `watch` has been called, its callback runs when the client goes or `abort` is called; `ending` says why.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.received_s = time.monotonic()
+        self.ending: Exception | None = None
+        self.sending_since_s = 0.0
+        """When the send that now waits for the client began; 0 while none does."""
+        self.last_sent_s = self.received_s
+        self.idle_action: Callable[[], Awaitable[None]] | None = None
+        """What to do when nothing has been sent for a while: an event stream writes a comment."""
+        self._headers: Headers = scope["headers"]
+        self._drop_connection: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT_EXTENSION)
+        self._receive = receive
+        self._send = send
+        self._body_read = self.method in ("GET", "HEAD")
+        self._started = False
+        self._watcher: asyncio.Task[None] | None = None
+        self._on_abort: Callable[[], None] | None = None
+        self.request_id = self._client_request_id() or secrets.token_hex(12)
+
+    def header(self, name: bytes) -> bytes | None:
+        """The header's value; several of the same name count as a wrong one and are joined."""
+        values = [value for key, value in self._headers if key == name]
+        return b", ".join(values) if values else None
+
+    def _client_request_id(self) -> str | None:
+        value = self.header(b"x-request-id")
+        if value and len(value) <= _MAX_REQUEST_ID_BYTES and not value.translate(None, _REQUEST_ID_BYTES):
+            return value.decode("ascii")
+        return None
+
+    async def read_body(self, *, max_bytes: int, timeout_s: float) -> bytes:
+        """Raises ApiError beyond the limits, ClientGoneError when the client leaves before the body is complete."""
+        declared = self.header(b"content-length")
+        if declared is not None and int(declared) > max_bytes:
+            raise _too_large(max_bytes)
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._body_read:
+                    part = await self._receive_part()
+                    num_bytes += len(part)
+                    if num_bytes > max_bytes:
+                        raise _too_large(max_bytes)
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(ErrorKind.TOO_SLOW, f"the body was not complete after {timeout_s:g} s") from None
+        return b"".join(parts)
+
+    async def _receive_part(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        self._body_read = not message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
+
+    def watch(self, on_abort: Callable[[], None]) -> None:
+        """From here on a client that leaves is noticed. Call it when the body has been read."""
+        self._on_abort = on_abort
+        self._watcher = asyncio.ensure_future(self._wait_for_disconnect())
+        if self.ending is not None:
+            on_abort()
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.abort(ClientGoneError())
+
+    def abort(self, ending: Exception) -> None:
+        """Ends what runs for this request, for a reason of ours or the client's. The first reason stays."""
+        if self.ending is None:
+            self.ending = ending
+            if self._on_abort is not None:
+                self._on_abort()
+
+    def drop(self) -> None:
+        """The client does not read: closes the connection and ends what runs for it."""
+        self.abort(ClientGoneError())
+        if self._drop_connection is not None:
+            self._drop_connection()
+
+    def finish(self) -> None:
+        """Nothing more will be read or sent."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    @property
+    def started(self) -> bool:
+        """Whether the status line has been sent."""
+        return self._started
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self._started = True
+        sent_headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": sent_headers})
+
+    async def send(self, body: bytes, *, more: bool) -> None:
+        """Returns when the connection has taken it, which a client that does not read can delay for ever: see drop."""
+        self.sending_since_s = self.sending_since_s or time.monotonic()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self.last_sent_s = time.monotonic()
+        self.sending_since_s = 0.0
+
+    async def respond(self, status: int, body: bytes, headers: Headers = ()) -> None:
+        """A whole answer, JSON."""
+        length = (b"content-length", b"%d" % len(body))
+        await self.start(status, (_JSON, length, *headers))
+        await self.send(body, more=False)
+
+    async def respond_error(self, error: ApiError) -> None:
+        """The error object with its status. A body that is still coming is taken off the wire first, within limits."""
+        body = error_body(error)
+        headers = [_JSON, (b"content-length", b"%d" % len(body)), *error.headers]
+        if self._body_read:
+            await self.start(error.kind.status, headers)
+            await self.send(body, more=False)
+            return
+        # Closing a connection with unread bytes resets it, and the client would lose the answer.
+        await self.start(error.kind.status, [*headers, (b"connection", b"close")])
+        await self.send(body, more=True)
+        if self.header(b"expect") is None:
+            await self._discard_body()
+        await self.send(b"", more=False)
+
+    async def _discard_body(self) -> None:
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+                while not self._body_read and num_bytes < _MAX_DISCARDED_BYTES:
+                    num_bytes += len(await self._receive_part())
+        except (TimeoutError, ClientGoneError):
+            return
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(ErrorKind.BODY_TOO_LARGE, f"the body is larger than the limit of {max_bytes} bytes")

@@ -1,0 +1,207 @@
+"""uvicorn's httptools protocol with the limits that httptools does not have, counted before the parser sees the bytes.
+
+It also refuses what may be read in two ways (request smuggling) and closes what takes too long. A second request before
+the first has been answered is not served: the connection closes after the first answer, as RFC 9112 section 9.3.2 lets
+it, and until then the connection goes on being read, so that a client that leaves is noticed.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from frontend.errors import ApiError, ErrorKind, error_body
+from frontend.exchange import ABORT_EXTENSION
+
+if TYPE_CHECKING:
+    import asyncio
+
+MAX_HEAD_BYTES = 32 << 10
+"""Request line and headers; also whatever else brings no body: chunk extensions, trailers."""
+MAX_HEADER_LINES = 100
+MAX_CONNECTIONS = 8192
+HEAD_TIMEOUT_S = 10.0
+UNREAD_BODY_TIMEOUT_S = 10.0
+"""How long the rest of a body may take that nobody wants: its request has been answered."""
+
+_HOST_BYTES = (string.ascii_letters + string.digits + ".-_~:[]%").encode()
+
+
+class _RefusedError(Exception):
+    """Raised in a parser's callback, which stops the parser; what to answer is in _refusal."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Connection state
+        self._closed_to_input = False
+        self._deadline: asyncio.TimerHandle | None = None
+        # Request state
+        self._head_complete = False
+        self._message_complete = True
+        self._num_fruitless_bytes = 0
+        self._num_header_lines = 0
+        self._refusal: ApiError | None = None
+
+    # Connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        # uvicorn keeps its timer when the connection was reset, and with it the whole connection.
+        self._unset_keepalive_if_required()
+        self._unset_deadline()
+
+    def timeout_keep_alive_handler(self) -> None:
+        # A client that has not taken its answer by now would keep a mere close waiting for ever.
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def data_received(self, data: bytes) -> None:
+        start = 0
+        while start < len(data) and not self._closed_to_input and not self.transport.is_closing():
+            # Never more at a time than the limit allows, so that the parser cannot collect more either.
+            piece = data[start : start + MAX_HEAD_BYTES + 1 - self._num_fruitless_bytes]
+            start += len(piece)
+            self._num_fruitless_bytes += len(piece)
+            self._message_complete = False
+            super().data_received(piece)
+            if self._num_fruitless_bytes > MAX_HEAD_BYTES:
+                self._refuse(_headers_too_large(f"more than {MAX_HEAD_BYTES} bytes"))
+        self._watch_time()
+
+    def _watch_time(self) -> None:
+        """A head must be complete in time, and so must a body whose request has been answered already."""
+        if self._closed_to_input or self.transport.is_closing():
+            return
+        waits_for_head = not self._head_complete and self._num_fruitless_bytes > 0
+        is_unwanted = self._head_complete and not self._message_complete and self.cycle.response_complete
+        if not waits_for_head and not is_unwanted:
+            self._unset_deadline()
+        elif self._deadline is None:
+            timeout_s = HEAD_TIMEOUT_S if waits_for_head else UNREAD_BODY_TIMEOUT_S
+            self._deadline = self.loop.call_later(timeout_s, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        if self._head_complete:
+            self.transport.abort()
+        else:
+            message = f"the headers were not complete after {HEAD_TIMEOUT_S:g} s"
+            self._refuse(ApiError(ErrorKind.TOO_SLOW, message))
+
+    def _unset_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    # Parser callbacks
+
+    def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            self._closed_to_input = True
+            raise _RefusedError
+        super().on_message_begin()
+        self._head_complete = False
+        self._message_complete = False
+        self._num_header_lines = 0
+        # The app may drop the connection of a client that does not read its answer.
+        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_header_lines += 1
+        if self._num_header_lines > MAX_HEADER_LINES:
+            self._refuse_in_parser(_headers_too_large(f"more than {MAX_HEADER_LINES} lines"))
+        if not self._head_complete:  # trailers are dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._check_head()
+        super().on_headers_complete()
+        self._head_complete = True
+        self._num_fruitless_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._num_fruitless_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_fruitless_bytes = 0
+        self._message_complete = True
+        self._head_complete = False
+        super().on_message_complete()
+
+    def _check_head(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._refuse_in_parser(_bad_http("only HTTP/1.0 and HTTP/1.1 are spoken here"))
+        values: dict[bytes, list[bytes]] = {}
+        for name, value in self.headers:
+            values.setdefault(name, []).append(value)
+        hosts = values.get(b"host", [])
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            self._refuse_in_parser(_bad_http("a request has exactly one Host header"))
+        if hosts and hosts[0].translate(None, _HOST_BYTES):
+            self._refuse_in_parser(_bad_http("the Host header holds more than a host and a port"))
+        codings = values.get(b"transfer-encoding")
+        if codings is not None:
+            if version == "1.0" or len(codings) > 1 or codings[0].strip().lower() != b"chunked":
+                self._refuse_in_parser(_bad_http("the only Transfer-Encoding accepted is chunked"))
+            if b"content-length" in values:
+                self._refuse_in_parser(_bad_http("Content-Length and Transfer-Encoding exclude each other"))
+
+    # Answers of the protocol's own
+
+    def _refuse_in_parser(self, error: ApiError) -> None:
+        self._refusal = error
+        raise _RefusedError
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words are replaced
+        """uvicorn calls it when the parser has stopped."""
+        if not self._closed_to_input:
+            self._refuse(self._refusal or _bad_http("this is not a valid HTTP request"))
+
+    def _refuse(self, error: ApiError) -> None:
+        self._closed_to_input = True
+        self._unset_deadline()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            # Its body will never be complete.
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.transport.abort()
+                return
+        body = error_body(error)
+        self.transport.write(
+            STATUS_LINE[error.kind.status]
+            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        # The request is answered as if it had not asked; what follows it cannot be parsed any more.
+        self._closed_to_input = True
+        self.cycle.keep_alive = False
+
+
+def _bad_http(message: str) -> ApiError:
+    return ApiError(ErrorKind.BAD_HTTP, message)
+
+
+def _headers_too_large(what: str) -> ApiError:
+    return ApiError(ErrorKind.HEADERS_TOO_LARGE, f"request line and headers: {what}")

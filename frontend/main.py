@@ -1,0 +1,86 @@
+"""The `frontend` command: owns the listening socket and keeps its workers running."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+
+import msgspec
+
+from frontend.app import Limits
+from frontend.options import FrontendOptions
+from frontend.worker import SETTINGS_VARIABLE, WorkerSettings
+from shm.cli import fail, make_app
+from shm.supervisor import ChildSpec, Supervisor, module_argv
+
+_BACKLOG = 2048
+_STOP_MARGIN_S = 5.0
+"""What a worker may take beyond its drain time-out before it is killed."""
+
+app = make_app("frontend", "Serves the OpenAI API over HTTP for the backend on this machine.")
+
+
+@app.default
+def run(options: FrontendOptions = FrontendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
+    sys.exit(serve(options))
+
+
+def main() -> None:
+    app()
+
+
+def serve(options: FrontendOptions) -> int:
+    """Runs until told to stop; returns the exit status."""
+    listening = listen(options.host, options.port)
+    host, port = listening.getsockname()[:2]
+    shown_host = f"[{host}]" if ":" in host else host
+    settings = WorkerSettings(
+        listen_fd=listening.fileno(),
+        socket_path=str(options.socket),
+        api_keys=options.api_key,
+        limits=Limits(
+            max_body_bytes=options.max_body,
+            max_open_requests=options.max_open_requests,
+            keep_alive_interval_s=options.keep_alive_interval_s,
+        ),
+        drain_timeout_s=options.drain_timeout_s,
+        log_level=options.log_level,
+        log_json=options.log_json,
+    )
+    environment = {**os.environ, SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
+    argv = module_argv("frontend.worker")
+    workers = [
+        ChildSpec(f"worker {number}", argv, pass_fds=(listening.fileno(),), env=environment)
+        for number in range(options.workers)
+    ]
+    _log(f"listening on http://{shown_host}:{port} with {options.workers} worker(s)")
+    supervisor = Supervisor(
+        workers,
+        log=_log,
+        stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
+        # The workers close theirs; as long as one is open, clients connect and wait for nobody.
+        on_stop=listening.close,
+    )
+    return supervisor.run()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket in which connections wait while workers start or restart. Exits with one line where it cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except socket.gaierror:
+        fail("frontend", f'--host "{host}" is not an address of this machine')
+    except OSError as error:
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        fail("frontend", f"port {port} on {host} {reason}")
+
+
+def _log(message: str) -> None:
+    print(f"frontend: {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Every option of the frontend, declared once: type, default, help text, environment variable PENSTOCK_<NAME>."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter, Token
+from cyclopts.validators import Number
+
+from shm.cli import ByteSize, default_socket_path
+
+Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+Seconds = Annotated[float, Parameter(validator=Number(gt=0.0, lte=86_400.0))]
+Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65_535))]
+
+
+def _split_keys(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+    keys = tuple(key.strip() for token in tokens for key in token.value.split(","))
+    if not all(keys):
+        raise ValueError("an API key is empty")
+    return keys
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class FrontendOptions:
+    """The HTTP processes: as many as wanted, one port."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The default serves this machine only; 0.0.0.0 is every interface."""
+
+    port: Port = 8000
+    """Port to listen on; 0 takes a free one."""
+
+    workers: Positive = 1
+    """Processes that share the port."""
+
+    socket: Path = field(default_factory=default_socket_path)
+    """Unix socket on which the backend is found."""
+
+    api_key: Annotated[tuple[str, ...], Parameter(converter=_split_keys, consume_multiple=False)] = ()
+    """Key that clients must send (Authorization: Bearer KEY); may be repeated, or several with commas between. Better
+    given by the environment, where other users of the machine do not see it. Without one, all may ask."""
+
+    max_body: ByteSize = 2 << 20
+    """Largest request body, such as 2MiB."""
+
+    max_open_requests: Positive = 1024
+    """Requests that one worker has open at once; beyond it the answer is 429."""
+
+    drain_timeout_s: Seconds = 30.0
+    """Seconds that running requests get to finish when told to stop."""
+
+    keep_alive_interval_s: Seconds = 10.0
+    """A stream that is silent this long gets a comment, so that no proxy takes it for dead."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged."""
+
+    log_json: bool = False
+    """Log one JSON object a line."""

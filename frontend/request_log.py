@@ -1,0 +1,118 @@
+"""Logging that never blocks the event loop, and the line that ends every request.
+
+Lines go through a bounded queue to a thread that writes them to standard error. When standard error blocks, lines are
+dropped and counted, and the count is written when it flows again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_log = logging.getLogger("penstock.request")
+
+
+class LineHandler(logging.Handler):
+    """Formats in the caller's thread, writes in its own. Holds at most max_lines that wait."""
+
+    def __init__(self, fd: int, *, max_lines: int = 4096) -> None:
+        super().__init__()
+        self._fd = fd
+        self._lines: queue.Queue[bytes | None] = queue.Queue(max_lines)
+        self.num_dropped = 0
+        self._num_reported = 0
+        self._thread = threading.Thread(target=self._write_lines, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
+        except queue.Full:
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Gives the waiting lines a second to be written."""
+        super().close()
+        try:
+            self._lines.put(None, timeout=1.0)
+        except queue.Full:
+            return
+        self._thread.join(timeout=1.0)
+
+    def _write_lines(self) -> None:
+        while (line := self._lines.get()) is not None:
+            if (num_dropped := self.num_dropped) > self._num_reported:
+                line += b"%d log lines were dropped\n" % (num_dropped - self._num_reported)
+                self._num_reported = num_dropped
+            while line:
+                try:
+                    line = line[os.write(self._fd, line) :]
+                except OSError:
+                    # Nobody reads any more: there is no place left to say so.
+                    self.num_dropped += 1
+                    break
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {"time": record.created, "level": record.levelname, "logger": record.name}
+        fields = getattr(record, "fields", None)
+        line |= fields if fields is not None else {"message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def set_up_logging(level: str, *, as_json: bool, fd: int = 2) -> LineHandler:
+    """All of this process's logging, as text or as one JSON object a line. The caller closes the handler."""
+    handler = LineHandler(fd)
+    text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(_JsonFormatter() if as_json else text)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    return handler
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What one request came to. Times are monotonic seconds; None where it never got so far."""
+
+    request_id: str
+    received_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_s: float | None = None
+    finish_reason: str = "error"
+
+    def write(self, ended_s: float) -> None:
+        """Logs the line. Rates: prompt tokens until the first token, further tokens after it, both over the whole."""
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        latency_s = ended_s - self.received_s
+        ttft_s = None if self.first_token_s is None else self.first_token_s - self.received_s
+        fields: dict[str, Any] = {
+            "request_id": self.request_id,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 1),
+            "prompt_tps": None if ttft_s is None else _rate(self.prompt_tokens, ttft_s),
+            "generation_tps": None if ttft_s is None else _rate(self.completion_tokens - 1, latency_s - ttft_s),
+            "total_tps": _rate(self.prompt_tokens + self.completion_tokens, latency_s),
+            "latency_ms": round(1000 * latency_s, 1),
+            "finish_reason": self.finish_reason,
+        }
+        line = " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())
+        _log.info("%s", line, extra={"fields": fields})
+
+
+def _rate(count: int, duration_s: float) -> float | None:
+    return round(count / duration_s, 1) if count > 0 and duration_s > 0 else None

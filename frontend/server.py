@@ -1,0 +1,91 @@
+"""uvicorn, run from our own code: one listening socket, our protocol, and a drain that keeps its word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from frontend.http_limits import LimitedProtocol
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from frontend.app import App
+
+KEEP_ALIVE_TIMEOUT_S = 75
+"""Longer than load balancers keep theirs (60 s is common), so that never they find a connection just closed."""
+_LAST_WORDS_S = 2.0
+_STUCK_S = 1.0
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn would raise SIGTERM again when it has drained; we exit 0 instead.
+        yield
+
+
+class HttpServer:
+    """Serves the app on a socket that listens already."""
+
+    def __init__(self, app: App, listening: socket.socket, *, drain_timeout_s: float) -> None:
+        config = uvicorn.Config(
+            app,
+            http=LimitedProtocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
+        )
+        self._app = app
+        self._listening = listening
+        self._drain_timeout_s = drain_timeout_s
+        self._server = _Server(config)
+        self._stop = asyncio.Event()
+        self._hasten = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when it has been stopped and has drained."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        sweeper = asyncio.create_task(self._app.run())
+        drainer = asyncio.create_task(self._drain())
+        try:
+            await self._server.serve(sockets=[self._listening])
+        finally:
+            for task in (sweeper, drainer):
+                task.cancel()
+            await asyncio.gather(sweeper, drainer, return_exceptions=True)
+
+    def stop(self) -> None:
+        """The first call drains; a second one ends what still runs."""
+        if self._stop.is_set():
+            self._hasten.set()
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        await self._stop.wait()
+        self._app.start_draining()
+        self._server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hasten.wait(), self._drain_timeout_s)
+        self._app.end_all()
+        # Time for the last words to be sent; then for what is left of connections whose clients do not read.
+        for _ in range(round(_LAST_WORDS_S / 0.05)):
+            if not self._app.num_open:
+                break
+            await asyncio.sleep(0.05)
+        self._server.force_exit = True
+        await asyncio.sleep(_STUCK_S)
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()

@@ -1,0 +1,50 @@
+"""The writer of one answer as server-sent events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from frontend.errors import error_body
+from frontend.formats import DONE, KEEP_ALIVE
+
+if TYPE_CHECKING:
+    from frontend.errors import ApiError
+    from frontend.exchange import Exchange
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events
+)
+
+
+class EventStream:
+    """Sends the headers with the first event, so that what fails before it still has a status of its own.
+
+    A stream that is silent for a while gets a comment, headers first, by which load balancers know that it lives.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        exchange.idle_action = self._keep_alive
+
+    async def write(self, events: bytes) -> None:
+        """One or more whole events."""
+        if not self._exchange.started:
+            await self._exchange.start(200, _HEADERS)
+        await self._exchange.send(events, more=True)
+
+    async def end(self, events: bytes = b"") -> None:
+        """The last events, then [DONE]."""
+        self._exchange.idle_action = None
+        await self.write(events + DONE)
+        await self._exchange.send(b"", more=False)
+
+    async def end_with_error(self, error: ApiError) -> None:
+        """One event with the error object: the headers have been sent, so the status can no longer say it."""
+        self._exchange.idle_action = None
+        await self._exchange.send(b"data: " + error_body(error) + b"\n\n", more=True)
+        await self._exchange.send(b"", more=False)
+
+    async def _keep_alive(self) -> None:
+        await self.write(KEEP_ALIVE)

@@ -1,0 +1,52 @@
+"""Stop strings: text is held back while it may be the beginning of one, and a stop string is never emitted."""
+
+from __future__ import annotations
+
+
+class StopMatcher:
+    """Passes text on until a stop string is complete. Any split of the text gives the same result.
+
+    Of several stop strings the one that is complete first counts; of those complete at the same character, the longest.
+    """
+
+    def __init__(self, stop_strings: tuple[str, ...]) -> None:
+        """stop_strings are not empty strings."""
+        self._stop_strings = stop_strings
+        self._longest = max(map(len, stop_strings), default=0)
+        self._held = ""
+        self.matched: str | None = None
+        self.active = bool(stop_strings)
+        """Whether there is anything to look for."""
+
+    def push(self, text: str) -> str:
+        """The text that is now certain. Nothing more comes once `matched` is set."""
+        if self.matched is not None:
+            return ""
+        if not self.active:
+            return text
+        self._held += text
+        first_end = len(self._held) + 1
+        for stop in self._stop_strings:
+            start = self._held.find(stop)
+            end = start + len(stop)
+            if start >= 0 and (end, -len(stop)) < (first_end, -len(self.matched or "")):
+                first_end, self.matched = end, stop
+        if self.matched is not None:
+            certain = self._held[: first_end - len(self.matched)]
+            self._held = ""
+            return certain
+        split = len(self._held) - self._num_doubtful()
+        certain, self._held = self._held[:split], self._held[split:]
+        return certain
+
+    def flush(self) -> str:
+        """The stream has ended: what was held back was no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_doubtful(self) -> int:
+        for length in range(min(self._longest - 1, len(self._held)), 0, -1):
+            tail = self._held[-length:]
+            if any(stop.startswith(tail) for stop in self._stop_strings):
+                return length
+        return 0

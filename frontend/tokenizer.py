@@ -1,0 +1,63 @@
+"""A checkpoint's tokenizer and chat template: text to token ids and back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from frontend.chat_template import ChatTemplate, read_chat_template, special_tokens_of
+from frontend.detokenizer import WindowDetokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_INLINE_CHARACTERS = 8192
+"""Longer texts are encoded in a thread. Encoding runs at several MB/s, so this much holds the loop about 2 ms."""
+
+
+class ModelTokenizer:
+    """The tokenizer of one model, with its chat template if it has one."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template
+
+    @classmethod
+    def load(cls, model_dir: Path) -> ModelTokenizer:
+        """Reads tokenizer.json, tokenizer_config.json and the chat template. Raises ValueError or OSError."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"no tokenizer.json in {model_dir}")
+        config: dict[str, Any] = {}
+        config_path = model_dir / "tokenizer_config.json"
+        if config_path.is_file():
+            config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
+        source = read_chat_template(model_dir, config)
+        template = ChatTemplate(source, special_tokens_of(config)) if source is not None else None
+        return cls(Tokenizer.from_file(str(path)), template)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. add_special_tokens is for plain prompts: a chat template writes its own."""
+        if len(text) <= _INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # encode() would hold the interpreter's lock; the batch call releases it.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole list of ids, special tokens left out."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def detokenizer(self) -> WindowDetokenizer:
+        """For one stream."""
+        return WindowDetokenizer(self.decode)

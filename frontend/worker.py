@@ -1,0 +1,71 @@
+"""One frontend process. Started by `frontend.main`, which owns the listening socket."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from frontend.app import App, Limits
+from frontend.model import ModelKeeper
+from frontend.request_log import set_up_logging
+from frontend.server import HttpServer
+from shm.client import BackendClient
+
+SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
+"""Carries the settings: an environment is private to its user, a command line is not, and there may be keys in it."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    listen_fd: int
+    socket_path: str
+    api_keys: tuple[str, ...]
+    limits: Limits
+    drain_timeout_s: float
+    log_level: str
+    log_json: bool
+
+
+async def serve(settings: WorkerSettings) -> None:
+    """Runs until a signal, drains, returns."""
+    listening = socket.socket(fileno=settings.listen_fd)
+    backend = BackendClient(Path(settings.socket_path))
+    await backend.start()
+    models = ModelKeeper(backend)
+    app = App(backend, models, api_keys=settings.api_keys, limits=settings.limits)
+    keeper = asyncio.create_task(models.watch())
+    try:
+        await HttpServer(app, listening, drain_timeout_s=settings.drain_timeout_s).run()
+    finally:
+        keeper.cancel()
+        await backend.close()
+
+
+def main() -> None:
+    encoded = os.environ.pop(SETTINGS_VARIABLE, None)
+    if encoded is None:
+        sys.exit("frontend.worker is started by the frontend command")
+    settings = msgspec.json.decode(encoded, type=WorkerSettings)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    handler = set_up_logging(settings.log_level, as_json=settings.log_json)
+    # Said per request, and about what clients did: the request log and the error answers say it better.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # What start-up made lives as long as the process: the collector need not walk it again.
+    gc.collect()
+    gc.freeze()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
+    finally:
+        handler.close()
+
+
+if __name__ == "__main__":
+    main()
