@@ -218,7 +218,7 @@ class BackendClient:
         if session is None or not self.ready:
             raise BackendUnavailable("the backend is not ready")
         board = session.backend_board
-        if board.waiting >= board.max_waiting > 0:
+        if board.waiting >= session.model.max_waiting:
             raise Overloaded(self._retry_after_s(board.waiting, board.requests_finished))
         try:
             tokens = array("i", request.token_ids)

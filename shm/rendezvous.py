@@ -216,6 +216,8 @@ class Rendezvous:
         self.refused += 1
         with contextlib.suppress(OSError):  # the peer may have gone: then nobody waits for the reason
             connection.socket.send(encode(Goodbye(reason)))
+            # A Hello left unread would turn the close into a reset, which hides the reason.
+            connection.socket.recv(_MAX_HELLO_BYTES)
         self.drop(connection)
 
     def welcome(self, connection: Connection, welcome: Welcome, fds: Sequence[int]) -> bool:
@@ -271,7 +273,8 @@ async def join(socket_path: Path) -> Invitation:
         control.connect(str(socket_path))
         if peer_credentials(control)[1] != os.geteuid():
             raise Refused("the socket belongs to another user's process")
-        control.send(encode(Hello(PROTOCOL_VERSION)))
+        with contextlib.suppress(BrokenPipeError):  # refused at once: the reason is there to be read
+            control.send(encode(Hello(PROTOCOL_VERSION)))
         await _readable(control)
         data, fds, flags, _ = socket.recv_fds(control, _MAX_WELCOME_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
         try:

@@ -29,6 +29,8 @@ NextToken = Callable[[Sequence[int], int, int], int]
 
 FAILING_TOKEN = 13
 """A prompt of exactly this token ends FAILED after its first token."""
+KILLING_TOKEN = 14
+"""A prompt of exactly this token kills the backend's process."""
 
 
 def hashed(tokens: Sequence[int], num_prompt_tokens: int, vocab_size: int) -> int:
@@ -84,6 +86,7 @@ class Script:
     step_s: float = 0.0
     max_running: int = 1 << 16
     credit: int = 256
+    stall_limit_s: float = 5.0
 
 
 class ScriptedEngine:
@@ -94,7 +97,9 @@ class ScriptedEngine:
         self.board = BackendBoard.create()
         self.board.pid = os.getpid()
         self.board.max_waiting = script.card.max_waiting
-        self.link = BackendLink(socket_path, script.card, self.board, credit=script.credit)
+        self.link = BackendLink(
+            socket_path, script.card, self.board, credit=script.credit, stall_limit_s=script.stall_limit_s
+        )
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.running: dict[tuple[int, int], _Running] = {}
         self.deaths: list[int] = []
@@ -127,6 +132,8 @@ class ScriptedEngine:
 
     def _submit(self, submission: Submission) -> None:
         tokens = array("i", submission.tokens).tolist()
+        if tokens == [KILLING_TOKEN]:
+            os.kill(os.getpid(), signal.SIGKILL)
         card = self.script.card
         failure = None
         if submission.num_prompt_tokens + submission.max_tokens > card.max_context_tokens:
