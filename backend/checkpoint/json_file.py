@@ -69,6 +69,7 @@ def shorten(value: object) -> str:
 
 
 def _look_up(values: Any, path: str) -> Any:
-    for step in _PATH_STEP.finditer(path):
+    # The codec writes [...] for a key of a mapping, and does not tell which.
+    for step in _PATH_STEP.finditer(path.partition("[...]")[0]):
         values = values[step["key"]] if step["key"] else values[int(step["index"])]
     return values
