@@ -28,6 +28,7 @@ _log = logging.getLogger("penstock.app")
 _BODY_TIMEOUT_S = 30.0
 _SWEEP_S = 1.0
 _READ_ONLY = ("GET", "HEAD")
+_SHOWN_COUNTERS = ("running", "waiting", "pages_used", "pages_total")
 _JSON_TYPES = (b"application/json", b"text/json")
 
 
@@ -173,7 +174,9 @@ class App:
         if not self._backend.ready:
             raise retry_later(ErrorKind.UNAVAILABLE, "the backend is not connected or makes no progress", 1)
         self._served()
-        await exchange.respond(200, b'{"status":"ready"}')
+        counters = self._backend.backend_counters or {}
+        shown = {name: counters[name] for name in _SHOWN_COUNTERS if name in counters}
+        await exchange.respond(200, msgspec.json.encode({"status": "ready"} | shown))
 
     async def _list_models(self, exchange: Exchange) -> None:
         body = {"object": "list", "data": [_describe(self._served())]}
@@ -241,4 +244,5 @@ def _describe(served: ServedModel) -> dict[str, object]:
         "created": card.created,
         "owned_by": "penstock",
         "max_model_len": card.max_context_tokens,
+        "vocab_size": card.vocab_size,
     }

@@ -30,26 +30,30 @@ class _Server(uvicorn.Server):
         yield
 
 
+def server_config(app: App) -> uvicorn.Config:
+    """How uvicorn runs the app."""
+    return uvicorn.Config(
+        app,
+        http=LimitedProtocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
+    )
+
+
 class HttpServer:
     """Serves the app on a socket that listens already."""
 
     def __init__(self, app: App, listening: socket.socket, *, drain_timeout_s: float) -> None:
-        config = uvicorn.Config(
-            app,
-            http=LimitedProtocol,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
-        )
         self._app = app
         self._listening = listening
         self._drain_timeout_s = drain_timeout_s
-        self._server = _Server(config)
+        self._server = _Server(server_config(app))
         self._stop = asyncio.Event()
         self._hasten = asyncio.Event()
 

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from tests.frontend.harness import Connection, FakeBackend, make_app
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+async def connect(backend: FakeBackend) -> AsyncIterator[Callable[..., Connection]]:
+    """Opens connections to an app over the backend; one app for all that are opened with the same options."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def connect(**options: Any) -> Connection:
+            connection = Connection(make_app(backend, **options))
+            stack.push_async_callback(connection.end)
+            return connection
+
+        yield connect
+
+
+@pytest.fixture
+async def connection(connect: Callable[..., Connection]) -> Connection:
+    return connect()

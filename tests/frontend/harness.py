@@ -1,0 +1,339 @@
+"""A frontend without sockets: raw bytes into the real protocol and app, over a backend that is a Python object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httptools
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from uvicorn.server import ServerState
+
+from frontend.app import App, Limits
+from frontend.chat_template import ChatTemplate
+from frontend.http_limits import LimitedProtocol
+from frontend.model import ModelKeeper, ServedModel
+from frontend.server import server_config
+from frontend.tokenizer import ModelTokenizer
+from shm.client import BackendUnavailable, GenerationRequest, TokenBatch
+from shm.wire import Finish, ModelCard, Sampling
+
+CHAT_TEMPLATE = """\
+{% for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """Every byte is a token; some pairs of them too; <|end|> and two chat marks are special."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, été 猫 🐈"] * 4, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", "<|im_start|>", "<|im_end|>")])
+    return tokenizer
+
+
+TOKENIZER = byte_level_tokenizer()
+END_TOKEN: int = TOKENIZER.token_to_id("<|end|>")
+VOCAB_SIZE: int = TOKENIZER.get_vocab_size()
+
+
+def token_ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def model_card(**changes: Any) -> ModelCard:
+    fields: dict[str, Any] = {
+        "model_id": "test/model",
+        "model_dir": "",
+        "created": 1_700_000_000,
+        "vocab_size": VOCAB_SIZE,
+        "max_context_tokens": 1000,
+        "max_waiting": 100,
+        "eos_token_ids": (END_TOKEN,),
+        "default_sampling": Sampling(),
+        "fingerprint": "fp_test",
+    }
+    return ModelCard(**(fields | changes))
+
+
+class FakeStream:
+    """A TokenStream that says what it is given."""
+
+    def __init__(self, request: GenerationRequest, batches: Iterable[TokenBatch]) -> None:
+        self.request = request
+        self.cached_tokens = 3
+        self.queue_s = 0.0
+        self.cancelled = asyncio.Event()
+        self.ended = False
+        self._batches = deque(batches)
+        self._more = asyncio.Event()
+
+    def push(self, *token_ids: int, finish: Finish = Finish.NONE) -> None:
+        self._batches.append(TokenBatch(list(token_ids), finish))
+        self._more.set()
+
+    def cancel(self) -> None:
+        if not self.ended and not self.cancelled.is_set():
+            self.cancelled.set()
+            self._batches.append(TokenBatch([], Finish.CANCELLED))
+            self._more.set()
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        return self
+
+    async def __anext__(self) -> TokenBatch:
+        if self.ended:
+            raise StopAsyncIteration
+        while not self._batches:
+            self._more.clear()
+            await self._more.wait()
+        batch = self._batches.popleft()
+        self.ended = batch.finish is not Finish.NONE
+        return batch
+
+
+Script = Callable[[GenerationRequest], Iterable[TokenBatch]]
+
+
+def says(text: str, *, batch_size: int = 1, finish: Finish = Finish.STOP) -> Script:
+    """Every request is answered with this text, cut to its max_tokens."""
+
+    def script(request: GenerationRequest) -> list[TokenBatch]:
+        ids = token_ids(text) + ([END_TOKEN] if finish is Finish.STOP else [])
+        ended = finish
+        if len(ids) > request.max_tokens:
+            ids, ended = ids[: request.max_tokens], Finish.LENGTH
+        batches = [TokenBatch(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)]
+        batches[-1].finish = ended
+        return batches
+
+    return script
+
+
+def silent(request: GenerationRequest) -> list[TokenBatch]:
+    return []
+
+
+@dataclass
+class FakeBackend:
+    """A BackendClient whose answers are scripted."""
+
+    model: ModelCard | None = field(default_factory=model_card)
+    ready: bool = True
+    script: Script = field(default_factory=lambda: says("Hello, world!"))
+    streams: list[FakeStream] = field(default_factory=list)
+    refusal: Exception | None = None
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    backend_counters: dict[str, int] | None = field(default_factory=lambda: {"running": 2, "pages_used": 5})
+
+    def submit(self, request: GenerationRequest) -> FakeStream:
+        if self.refusal is not None:
+            raise self.refusal
+        if not self.ready:
+            raise BackendUnavailable
+        stream = FakeStream(request, self.script(request))
+        self.streams.append(stream)
+        self.submitted.set()
+        return stream
+
+    @property
+    def last(self) -> GenerationRequest:
+        return self.streams[-1].request
+
+
+def make_app(backend: FakeBackend, **options: Any) -> App:
+    """An app whose model is loaded. options: api_keys, or those of Limits."""
+    keeper = ModelKeeper(backend)  # type: ignore[arg-type]
+    if backend.model is not None:
+        keeper.current = ServedModel(backend.model, ModelTokenizer(TOKENIZER, ChatTemplate(CHAT_TEMPLATE, {})))
+    api_keys = options.pop("api_keys", ())
+    return App(backend, keeper, api_keys=api_keys, limits=Limits(**options))  # type: ignore[arg-type]
+
+
+class MockTransport(asyncio.Transport):
+    """What a socket's transport looks like to the protocol. `block` makes it a client that does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocol: asyncio.Protocol | None = None
+        self.output = bytearray()
+        self.closed = False
+        self.aborted = False
+        self.blocked = False
+        self.changed = asyncio.Event()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"sockname": ("127.0.0.1", 8000), "peername": ("127.0.0.1", 50000)}.get(name, default)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self.closed:
+            self.output += data
+            self.changed.set()
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.output) if self.blocked else 0
+
+    def block(self) -> None:
+        self.blocked = True
+        assert self.protocol is not None
+        self.protocol.pause_writing()
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.changed.set()
+            asyncio.get_running_loop().call_soon(self._lost, None)
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.close()
+
+    def reset(self) -> None:
+        """The peer has gone."""
+        self.closed = True
+        self.changed.set()
+        self._lost(ConnectionResetError())
+
+    def _lost(self, error: Exception | None) -> None:
+        assert self.protocol is not None
+        self.protocol.connection_lost(error)
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+@dataclass
+class Response:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = self.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    def events(self) -> list[Any]:
+        """The data of the server-sent events; [DONE] as a string, comments left out."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        blocks = [block for block in self.body.decode().split("\n\n") if block and not block.startswith(":")]
+        assert all(block.startswith("data: ") for block in blocks)
+        return [json.loads(block[6:]) if block[6:] != "[DONE]" else "[DONE]" for block in blocks]
+
+
+class _ResponseReader:
+    """Parser callbacks that collect whole responses."""
+
+    def __init__(self) -> None:
+        self.responses: list[Response] = []
+        self.headers: dict[str, str] = {}
+        self.body = bytearray()
+        self.parser = httptools.HttpResponseParser(self)
+
+    def on_message_begin(self) -> None:
+        self.headers, self.body = {}, bytearray()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        assert name.decode().lower() not in self.headers
+        self.headers[name.decode().lower()] = value.decode()
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        self.responses.append(Response(self.parser.get_status_code(), self.headers, bytes(self.body)))
+
+
+class Connection:
+    """A client's connection to the app."""
+
+    def __init__(self, app: App) -> None:
+        config = server_config(app)
+        config.load()
+        self.state = ServerState()
+        self.transport = MockTransport()
+        self.protocol = LimitedProtocol(config, self.state, {}, asyncio.get_running_loop())
+        self.transport.protocol = self.protocol
+        self.protocol.connection_made(self.transport)
+        self._reader = _ResponseReader()
+        self._num_read = 0
+        self._num_taken = 0
+
+    def send(self, data: bytes) -> None:
+        if not self.transport.closed:
+            self.protocol.data_received(data)
+
+    async def output(self, wanted: bytes, timeout_s: float = 5.0) -> None:
+        """Waits until the server has sent these bytes."""
+        async with asyncio.timeout(timeout_s):
+            while wanted not in self.transport.output:
+                assert not self.transport.closed, bytes(self.transport.output)
+                self.transport.changed.clear()
+                await self.transport.changed.wait()
+
+    async def response(self, timeout_s: float = 5.0) -> Response:
+        """The next whole response."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                fresh = bytes(self.transport.output[self._num_read :])
+                self._num_read += len(fresh)
+                if fresh:
+                    self._reader.parser.feed_data(fresh)
+                if len(self._reader.responses) > self._num_taken:
+                    self._num_taken += 1
+                    return self._reader.responses[self._num_taken - 1]
+                assert not self.transport.closed, f"closed without a response: {bytes(self.transport.output)!r}"
+                self.transport.changed.clear()
+                await self.transport.changed.wait()
+
+    async def closed(self, timeout_s: float = 5.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not self.transport.closed:
+                self.transport.changed.clear()
+                await self.transport.changed.wait()
+
+    async def request(
+        self, method: str, path: str, body: Any = None, headers: Sequence[tuple[str, str]] = ()
+    ) -> Response:
+        self.send(request_bytes(method, path, body, headers))
+        return await self.response()
+
+    async def post(self, path: str, body: Any) -> Response:
+        return await self.request("POST", path, body)
+
+    async def idle(self) -> None:
+        """Waits until no request runs on it any more."""
+        while self.state.tasks:
+            await asyncio.gather(*self.state.tasks)
+
+    async def end(self) -> None:
+        self.transport.close()
+        await self.idle()
+        await asyncio.sleep(0)
+
+
+def request_bytes(method: str, path: str, body: Any = None, headers: Sequence[tuple[str, str]] = ()) -> bytes:
+    """A request as a client writes it; body is bytes, or what becomes JSON."""
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", *(f"{name}: {value}" for name, value in headers)]
+    if body is not None:
+        lines += [f"content-length: {len(data)}", "content-type: application/json"]
+    return "\r\n".join([*lines, "", ""]).encode() + data
