@@ -7,22 +7,22 @@ flight to a frontend is bounded by credits: one StepOutputs takes one, and a fro
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import math
 import os
 import secrets
 import time
-from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
 
-from shm import arena
-from shm.board import FrontendBoard
+from shm.arena import DescriptorError
+from shm.events import Cancellation, Event, FrontendDeath, Submission
 from shm.ledger import Ledger
-from shm.rendezvous import Connection, Rendezvous, private_umask
+from shm.peer import Peer
+from shm.rendezvous import Rendezvous, private_umask
 from shm.wire import (
     MAX_TO_BACKEND_BYTES,
     MAX_TO_FRONTEND_BYTES,
@@ -33,7 +33,6 @@ from shm.wire import (
     FailureCode,
     Finish,
     ModelCard,
-    Sampling,
     Started,
     StepOutputs,
     Submit,
@@ -47,11 +46,15 @@ from shm.wire import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shm.board import BackendBoard
+    from shm.board import BackendBoard, FrontendBoard
+    from shm.rendezvous import Connection
+
+__all__ = ["NO_TOKEN", "BackendLink", "Cancellation", "FrontendDeath", "FrontendLink", "LinkBroken", "Submission"]
+
+_log = logging.getLogger("penstock.link")
 
 MAX_FAULTS = 3
 """Bad messages or descriptors after which a frontend is not listened to any more."""
-MAX_EVENTS_PER_MESSAGE = 1 << 14
 _MAX_MESSAGES_PER_TURN = 4096
 _HANDSHAKE_TIMEOUT_S = 3.0
 _LAST_WORDS_MS = 1000
@@ -155,40 +158,6 @@ class FrontendLink:
         self._context.term()
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A request as it came from a frontend, copied and whole; token values and the model's limits are still unchecked.
-
-    tokens is packed int32, at least num_prompt_tokens of them. (frontend, request_id) is unique among open requests.
-    """
-
-    frontend: int
-    request_id: int
-    tokens: bytes
-    num_prompt_tokens: int
-    max_tokens: int
-    sampling: Sampling
-    stop_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancellation:
-    """The listener of an open request has gone. The request is closed already: pushes to it do nothing."""
-
-    frontend: int
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class FrontendDeath:
-    """The last word of a frontend. All its open requests are closed."""
-
-    frontend: int
-
-
-Event = Submission | Cancellation | FrontendDeath
-
-
 @dataclass(slots=True)
 class LinkCounters:
     """Only grow."""
@@ -206,28 +175,6 @@ class LinkCounters:
     """Frontends given up because their credit was spent for too long."""
     expelled: int = 0
     """Frontends given up because of their faults."""
-
-
-@dataclass(slots=True, eq=False)
-class _Frontend:
-    """The backend's private state of one frontend; lives from the welcome to the death."""
-
-    epoch: int
-    identity: bytes
-    connection: Connection
-    arena: arena.ArenaReader
-    board: FrontendBoard
-    credit: int
-    next_sequence: int = 0
-    num_faults: int = 0
-    waiting_since_s: float | None = None
-    open_requests: set[int] = field(default_factory=set)
-    # The columns of the next StepOutputs.
-    request_ids: array[int] = field(default_factory=lambda: array("Q"))
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    finishes: bytearray = field(default_factory=bytearray)
-    started: list[Started] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
 
 
 class BackendLink:
@@ -248,9 +195,9 @@ class BackendLink:
         self._card = card
         self._board = board
         self._credit = credit
-        self._frontends: dict[int, _Frontend] = {}
-        self._by_identity: dict[bytes, _Frontend] = {}
-        self._pending: dict[int, _Frontend] = {}  # those with columns that are not empty
+        self._frontends: dict[int, Peer] = {}
+        self._by_identity: dict[bytes, Peer] = {}
+        self._pending: dict[int, Peer] = {}  # those with columns that are not empty
         self._events: deque[Event] = deque()
         self._wake_fd = -1
         self._next_epoch = secrets.randbits(62)
@@ -287,7 +234,7 @@ class BackendLink:
         """What is held at this moment: frontends, open requests, and events that wait for credit."""
         held = self.ledger.balance()
         held["request"] = sum(len(frontend.open_requests) for frontend in self._frontends.values())
-        held["unsent"] = sum(len(frontend.finishes) for frontend in self._pending.values())
+        held["unsent"] = sum(frontend.num_unsent for frontend in self._pending.values())
         return {kind: count for kind, count in held.items() if count}
 
     # Waiting
@@ -347,7 +294,7 @@ class BackendLink:
             except WireError:
                 self._fault(frontend)
 
-    def _take(self, frontend: _Frontend, message: Submit | Cancel | Credit) -> None:
+    def _take(self, frontend: Peer, message: Submit | Cancel | Credit) -> None:
         match message:
             case Submit():
                 self._take_submit(frontend, message)
@@ -362,17 +309,20 @@ class BackendLink:
                 if frontend.epoch in self._pending:
                     self._flush_one(frontend)
 
-    def _take_submit(self, frontend: _Frontend, submit: Submit) -> None:
+    def _take_submit(self, frontend: Peer, submit: Submit) -> None:
         if submit.request_id in frontend.open_requests:
             raise WireError(f"request {submit.request_id} is open already")
         frontend.open_requests.add(submit.request_id)
         try:
-            tokens = self._tokens(frontend, submit)
-        except (arena.DescriptorError, WireError):
+            tokens = frontend.copy_tokens(submit)
+        except (DescriptorError, WireError):
             failure = Failure(submit.request_id, FailureCode.BAD_DESCRIPTOR)
             self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
             self._fault(frontend)
             return
+        if isinstance(submit.tokens, ArenaRef):
+            # Copied: its slot may be used again, however long the request has to wait.
+            self.push(frontend.epoch, submit.request_id, NO_TOKEN)
         self._events.append(
             Submission(
                 frontend.epoch,
@@ -385,21 +335,12 @@ class BackendLink:
             )
         )
 
-    def _tokens(self, frontend: _Frontend, submit: Submit) -> bytes:
-        if isinstance(submit.tokens, ArenaRef):
-            tokens = frontend.arena.read(submit.tokens)
-            self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.NONE)
-        else:
-            tokens = submit.tokens
-        if len(tokens) % 4 or len(tokens) < 4 * submit.num_prompt_tokens:
-            raise WireError(f"{len(tokens)} bytes for at least {submit.num_prompt_tokens} tokens")
-        return tokens
-
-    def _fault(self, frontend: _Frontend) -> None:
+    def _fault(self, frontend: Peer) -> None:
         self.counters.faults += 1
         frontend.num_faults += 1
         if frontend.num_faults == MAX_FAULTS:
             self.counters.expelled += 1
+            _log.warning("frontend %d (pid %d) is expelled for its faults", frontend.epoch, frontend.connection.pid)
             self._bury(frontend)
 
     # Births and deaths
@@ -415,51 +356,38 @@ class BackendLink:
     def _welcome(self, connection: Connection) -> None:
         epoch = self._next_epoch
         self._next_epoch += 1
-        num_slots, slot_bytes = arena.geometry(self._card.max_context_tokens)
-        with contextlib.ExitStack() as fds, contextlib.ExitStack() as mappings:
-            try:
-                arena_fd = arena.create_fd(num_slots, slot_bytes)
-                fds.callback(os.close, arena_fd)
-                board_fd = FrontendBoard.create_fd()
-                fds.callback(os.close, board_fd)
-                reader = arena.ArenaReader(arena_fd, num_slots, slot_bytes, epoch)
-                mappings.callback(reader.close)
-                frontend = _Frontend(
-                    epoch=epoch,
-                    identity=secrets.token_bytes(16),
-                    connection=connection,
-                    arena=reader,
-                    board=FrontendBoard.attach(board_fd),
-                    credit=self._credit,
-                )
-                mappings.pop_all()
-            except OSError:
-                # Out of memory or fds for one more: it may come again, those that are here stay.
-                self._rendezvous.drop(connection)
-                return
-            self._frontends[epoch] = self._by_identity[frontend.identity] = frontend
-            self.ledger.acquire("frontend", epoch, connection.pid)
-            welcome = Welcome(
-                epoch=epoch,
-                identity=frontend.identity,
-                endpoint=f"ipc://{self._message_path}",
-                backend_pid=os.getpid(),
-                arena_slots=num_slots,
-                arena_slot_bytes=slot_bytes,
-                credit=self._credit,
-                model=self._card,
-            )
-            if not self._rendezvous.welcome(connection, welcome, (arena_fd, self._board.fd, board_fd)):
-                self._bury(frontend)
+        try:
+            frontend = Peer(epoch, connection, self._card.max_context_tokens, self._credit)
+        except OSError as error:
+            # No memory or fds for one more: it may come again, and those that are here stay.
+            _log.warning("a frontend (pid %d) was turned away: %s", connection.pid, error)
+            self._rendezvous.drop(connection)
+            return
+        self._frontends[epoch] = self._by_identity[frontend.identity] = frontend
+        self.ledger.acquire("frontend", epoch, connection.pid)
+        welcome = Welcome(
+            epoch=epoch,
+            identity=frontend.identity,
+            endpoint=f"ipc://{self._message_path}",
+            backend_pid=os.getpid(),
+            arena_slots=frontend.arena_slots,
+            arena_slot_bytes=frontend.arena_slot_bytes,
+            credit=self._credit,
+            model=self._card,
+        )
+        fds = (frontend.arena_fd, self._board.fd, frontend.board_fd)
+        if self._rendezvous.welcome(connection, welcome, fds):
+            frontend.close_fds()
+        else:
+            self._bury(frontend)
 
-    def _bury(self, frontend: _Frontend) -> None:
+    def _bury(self, frontend: Peer) -> None:
         """Exactly once per frontend: it is found in the tables by every caller."""
         del self._frontends[frontend.epoch]
         del self._by_identity[frontend.identity]
         self._pending.pop(frontend.epoch, None)
         self._rendezvous.drop(frontend.connection)
-        frontend.arena.close()
-        frontend.board.close()
+        frontend.close()
         self.ledger.release("frontend", frontend.epoch)
         self._events.append(FrontendDeath(frontend.epoch))
 
@@ -470,6 +398,7 @@ class BackendLink:
         for frontend in list(self._pending.values()):
             if frontend.waiting_since_s is not None and now_s - frontend.waiting_since_s >= self._stall_limit_s:
                 self.counters.stalled += 1
+                _log.warning("frontend %d (pid %d) takes no output", frontend.epoch, frontend.connection.pid)
                 self._bury(frontend)
 
     # Sending
@@ -492,23 +421,16 @@ class BackendLink:
             return
         if finish:
             target.open_requests.remove(request_id)
-        if not target.finishes:
-            self._pending[frontend] = target
-        target.request_ids.append(request_id)
-        target.token_ids.append(token_id)
-        target.finishes.append(finish)
-        if started is not None:
-            target.started.append(started)
-        if failure is not None:
-            target.failures.append(failure)
+        self._pending[frontend] = target
+        target.add(request_id, token_id, finish, started, failure)
 
     def flush(self) -> None:
         """Sends what credit allows, one message per frontend and step; keeps the rest in order. Never blocks."""
         for frontend in list(self._pending.values()):
             self._flush_one(frontend)
 
-    def _flush_one(self, frontend: _Frontend) -> None:
-        while frontend.finishes:
+    def _flush_one(self, frontend: Peer) -> None:
+        while frontend.num_unsent:
             if not frontend.credit or not self._send(frontend):
                 if frontend.waiting_since_s is None:
                     frontend.waiting_since_s = time.monotonic()
@@ -516,16 +438,8 @@ class BackendLink:
         frontend.waiting_since_s = None
         del self._pending[frontend.epoch]
 
-    def _send(self, frontend: _Frontend) -> bool:
-        size = min(len(frontend.finishes), MAX_EVENTS_PER_MESSAGE)
-        outputs = StepOutputs(
-            sequence=frontend.next_sequence,
-            request_ids=frontend.request_ids[:size].tobytes(),
-            token_ids=frontend.token_ids[:size].tobytes(),
-            finishes=bytes(frontend.finishes[:size]),
-            started=tuple(frontend.started[:MAX_EVENTS_PER_MESSAGE]),
-            failures=tuple(frontend.failures[:MAX_EVENTS_PER_MESSAGE]),
-        )
+    def _send(self, frontend: Peer) -> bool:
+        outputs = frontend.next_outputs()
         try:
             self._socket.send(frontend.identity, zmq.NOBLOCK | zmq.SNDMORE)
             self._socket.send(encode(outputs), zmq.NOBLOCK)
@@ -534,13 +448,9 @@ class BackendLink:
                 raise
             self.counters.blocked_sends += 1
             return False
-        frontend.next_sequence += 1
-        frontend.credit -= 1
-        frontend.waiting_since_s = None
-        del frontend.request_ids[:size], frontend.token_ids[:size], frontend.finishes[:size]
-        del frontend.started[:MAX_EVENTS_PER_MESSAGE], frontend.failures[:MAX_EVENTS_PER_MESSAGE]
+        frontend.sent()
         self.counters.messages_out += 1
-        self.counters.events_out += size
+        self.counters.events_out += len(outputs.finishes)
         return True
 
     def close(self) -> None:

@@ -1,0 +1,43 @@
+"""What the backend's link reports to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shm.wire import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as it came from a frontend, copied and whole; token values and the model's limits are still unchecked.
+
+    tokens is packed int32, at least num_prompt_tokens of them. (frontend, request_id) is unique among open requests.
+    """
+
+    frontend: int
+    request_id: int
+    tokens: bytes
+    num_prompt_tokens: int
+    max_tokens: int
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """The listener of an open request has gone. The request is closed already: pushes to it do nothing."""
+
+    frontend: int
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendDeath:
+    """The last word of a frontend. All its open requests are closed."""
+
+    frontend: int
+
+
+Event = Submission | Cancellation | FrontendDeath
