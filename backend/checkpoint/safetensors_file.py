@@ -92,7 +92,23 @@ class SafetensorsFile:
                 )
             advance(count * item_bytes)
 
+    def map(self, tensor: StoredTensor) -> Tensor:
+        """A float tensor in its own dtype and shape, mapped from the file: private, and alive as long as it is held.
+
+        What is read of it counts as resident, but the kernel may drop it and read it again.
+        """
+        lead = tensor.first_byte % mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(
+            self._file.fileno(),
+            lead + tensor.num_bytes,
+            access=mmap.ACCESS_COPY,
+            offset=tensor.first_byte - lead,
+        )
+        count = math.prod(tensor.shape)
+        return torch.frombuffer(mapping, dtype=FLOAT_DTYPES[tensor.dtype], count=count, offset=lead).view(tensor.shape)
+
     def close(self) -> None:
+        """Tensors that were mapped stay valid."""
         self._file.close()
 
 

@@ -7,7 +7,8 @@
             layer = weights.layer(i, dtype)
 
 Canonical means: q, k and v stacked into one matrix, gate and up into another, whatever the checkpoint stores. Every
-tensor is a fresh copy owned by the caller; besides what the caller keeps, one window of the file is resident.
+tensor is a fresh copy owned by the caller; besides what the caller keeps, one window of the file is resident. The one
+exception is `mapped_embedding`, for a table of which rows are looked up and which need not be held in memory at all.
 """
 
 from __future__ import annotations
@@ -135,6 +136,13 @@ class DecoderWeights:
     def embedding(self, dtype: torch.dtype) -> Tensor:
         """[vocab_size, hidden_size]"""
         return self._load((_embedding(self._config),), dtype)
+
+    def mapped_embedding(self) -> Tensor:
+        """[vocab_size, hidden_size] in the stored dtype, mapped from the file and not copied.
+
+        For looking rows up: only pages with rows that were asked for become resident. Stays valid after close.
+        """
+        return self._files[_EMBEDDING].map(_stored(self._files, _EMBEDDING))
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights:
         layout = _layer_layout(self._config, index)
