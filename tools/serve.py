@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter
 
@@ -36,6 +36,9 @@ class ServeOptions(FrontendOptions, BackendOptions):
     socket: Path = field(default_factory=private_socket_path)
     """Unix socket between the two. Default: one of this server's own."""
 
+
+# The inherited fields' annotations are names of their own modules; whoever inspects __init__ would look for them here.
+ServeOptions.__init__.__annotations__ = get_type_hints(ServeOptions, include_extras=True)  # type: ignore[misc]
 
 T = TypeVar("T")
 

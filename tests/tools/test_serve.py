@@ -1,0 +1,203 @@
+"""`penstock serve` as it is typed: real processes, the fake pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from backend.options import BackendOptions
+from frontend.options import FrontendOptions
+from shm.supervisor import module_argv
+from tools.bench.processes import descendants, runs_module
+from tools.serve import ServeOptions, part, private_socket_path
+
+
+class Lines:
+    """A pipe read to its end in the background, so that its writer never waits for the test."""
+
+    def __init__(self, pipe: IO[str]) -> None:
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._read, args=(pipe,))
+        self._thread.start()
+
+    def _read(self, pipe: IO[str]) -> None:
+        for line in pipe:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, text: str) -> None:
+        seen = []
+        while (line := self._lines.get()) is not None:
+            seen.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"it ended without saying {text!r}: {''.join(seen)}")
+
+    def rest(self) -> str:
+        """Waits for the end."""
+        return "".join(iter(self._lines.get, None))  # type: ignore[arg-type]
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+@dataclass
+class Serve:
+    process: subprocess.Popen[str]
+    port: int
+    output: Lines
+    errors: Lines
+
+    def wait_until_ready(self) -> None:
+        self.output.wait_for("Ready: ")
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(signal_number)
+        return self.process.wait()
+
+    def pids(self, module: str) -> list[int]:
+        return [pid for pid in descendants(self.process.pid) if runs_module(pid, module)]
+
+    def complete(self) -> tuple[int, str]:
+        """Status and text of one greedy completion."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            body = {"model": "penstock-demo", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            answer = json.loads(reply.read())
+            return reply.status, answer["choices"][0]["text"] if reply.status == 200 else answer["error"]["code"]
+        finally:
+            connection.close()
+
+    def complete_when_back(self) -> str:
+        """Where a process has just died: until it is back a request may be refused or cut, but not for ever."""
+        while True:
+            try:
+                status, text = self.complete()
+            except (OSError, http.client.HTTPException):
+                continue
+            if status == 200:
+                return text
+            assert (status, text) == (503, "backend_unavailable")
+
+
+Start = Callable[..., Serve]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Serve] = []
+
+    def start(*arguments: str, port: int | None = None) -> Serve:
+        if port is None:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                port = listener.getsockname()[1]
+        argv = ["serve", "--forward-pass", "fake", "--port", str(port), "--host", "127.0.0.1", *arguments]
+        process = subprocess.Popen(
+            module_argv("tools.main", argv),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        serve = Serve(process, port, Lines(process.stdout), Lines(process.stderr))
+        started.append(serve)
+        return serve
+
+    yield start
+    for serve in started:
+        serve.process.kill()
+        serve.process.wait()
+        for lines in (serve.output, serve.errors):
+            lines.join()
+        for pipe in (serve.process.stdout, serve.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_it_serves_until_told_to_stop_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    serve = start()
+    serve.wait_until_ready()
+    serve.output.wait_for("curl")
+    assert serve.complete()[0] == 200
+    children = descendants(serve.process.pid)
+    assert children
+    assert serve.stop() == 0
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+
+
+def test_a_killed_backend_and_a_killed_worker_come_back(start: Start) -> None:
+    serve = start("--workers", "2")
+    serve.wait_until_ready()
+    _, text = serve.complete()
+    (backend,) = serve.pids("backend.main")
+    os.kill(backend, signal.SIGKILL)
+    serve.errors.wait_for("backend died by SIGKILL; restarting")
+    assert serve.complete_when_back() == text
+    (again,) = serve.pids("backend.main")
+    assert again != backend
+    (frontend,) = (pid for pid in serve.pids("frontend.main") if descendants(pid))
+    workers = descendants(frontend)
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGKILL)
+    serve.errors.wait_for("died by SIGKILL; restarting")
+    assert serve.complete_when_back() == text
+    assert serve.stop(signal.SIGINT) == 0
+
+
+def test_two_servers_do_not_share_a_backend(start: Start) -> None:
+    first, second = start(), start()
+    for serve in (first, second):
+        serve.wait_until_ready()
+    assert first.stop() == 0
+    assert second.complete()[0] == 200
+
+
+def test_a_busy_port_is_one_line_and_no_restart(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serve = start(port=listener.getsockname()[1])
+        assert serve.process.wait() != 0
+    errors = serve.errors.rest()
+    assert str(serve.port) in errors
+    assert "restarting" not in errors
+    assert "Traceback" not in errors
+
+
+def test_a_missing_model_is_one_line_and_no_restart(start: Start, tmp_path: Path) -> None:
+    serve = start("--model", str(tmp_path / "nowhere"))
+    assert serve.process.wait() != 0
+    errors = serve.errors.rest()
+    assert "nowhere" in errors
+    assert "restarting" not in errors
+    assert "Traceback" not in errors
+
+
+def test_serve_has_every_option_of_both_once() -> None:
+    names = {field.name for field in dataclasses.fields(ServeOptions)}
+    for of in (BackendOptions, FrontendOptions):
+        assert names >= {field.name for field in dataclasses.fields(of)}
+    options = ServeOptions(model="m", port=81, socket=Path("/s"))
+    assert part(options, BackendOptions) == BackendOptions(model="m", socket=Path("/s"))
+    assert part(options, FrontendOptions) == FrontendOptions(port=81, socket=Path("/s"))
+
+
+def test_the_socket_is_this_servers_own() -> None:
+    assert ServeOptions().socket == private_socket_path()
+    assert str(os.getpid()) in private_socket_path().name
