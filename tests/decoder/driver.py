@@ -32,7 +32,9 @@ class Row:
 class Driver:
     """Runs sequences through a pass step by step. Pages are dealt from `free_pages` from its end."""
 
-    def __init__(self, forward_pass: Any, num_pages: int, page_size: int, kv_dtype: str = "fp32", seed: int = 0) -> None:
+    def __init__(
+        self, forward_pass: Any, num_pages: int, page_size: int, kv_dtype: str = "fp32", seed: int = 0
+    ) -> None:
         self.forward_pass = forward_pass
         self.page_size = page_size
         self.free_pages = np.random.default_rng(seed).permutation(num_pages).tolist()

@@ -40,7 +40,7 @@ def make_pass(architecture: str) -> DecoderPass:
     model_dir = checkpoint(architecture)
     config = read_decoder_config(model_dir)
     with open_weights(model_dir, config) as weights:
-        return DecoderPass(config, weights, make_cpu_ops(config, torch.float32), torch.float32, 32)
+        return DecoderPass(config, weights, make_cpu_ops(config, torch.float32, 512), torch.float32, 32)
 
 
 def prompts(seed: int = 0) -> list[tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from backend.errors import StartupError
 from backend.forward_pass import PassOptions, PassSpec, StepBatch
 from backend.passes.decoder.model import DecoderModel
 from backend.passes.decoder.ops import HeadShape, Ops
+from backend.passes.decoder.native_library import load_library
+from backend.passes.decoder.ops_native import NativeOps, native_serves
 from backend.passes.decoder.ops_torch import KV_DTYPES, TorchOps
 from backend.sampler import HostSampling
 
@@ -25,12 +27,15 @@ if TYPE_CHECKING:
     from backend.passes.decoder.model import Weights
 
 
+SPIN_S = 50e-6
+"""How long a kernel thread waits awake for the next operation: longer than the gaps within a step, shorter than those
+between steps."""
+
+
 class DecoderPass(HostSampling):
     """One decoder on one device. Logits travel to the host as numpy float32, where they are sampled."""
 
-    def __init__(
-        self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, max_running: int
-    ) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, max_running: int) -> None:
         super().__init__(config.vocab_size, max_running)
         self._config = config
         self._ops = ops
@@ -47,7 +52,9 @@ class DecoderPass(HostSampling):
         config = read_decoder_config(model_dir)
         with open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype)
-            return cls(config, weights, make_cpu_ops(config, dtype), dtype, options.max_running)
+            return cls(
+                config, weights, make_cpu_ops(config, dtype, options.max_batch_tokens), dtype, options.max_running
+            )
 
     @property
     def spec(self) -> PassSpec:
@@ -63,16 +70,23 @@ class DecoderPass(HostSampling):
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         step = self._ops.begin_step(batch, self.begin_step(batch))
-        logits = self._model.forward(step)
+        logits = self._model.forward(step, wants_logits=len(batch.logit_rows) > 0)
         if logits is None:
             return np.empty((0, self._config.vocab_size), np.float32)
-        return np.asarray(logits.float().numpy(), np.float32)
+        return cast("NDArray[np.float32]", logits)
+
+    def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        # The operations may reuse their buffer at the next step.
+        return logits.copy()
 
     def close(self) -> None:
         self._ops.close()
 
 
-def make_cpu_ops(config: DecoderConfig, dtype: torch.dtype) -> Ops:
-    """The fastest operations that this machine offers."""
+def make_cpu_ops(config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: int) -> Ops:
+    """The fastest operations that this machine offers for the model."""
+    library = load_library() if native_serves(config) else None
+    if library is not None:
+        return NativeOps(library, config, dtype, max_batch_tokens, torch.get_num_threads(), SPIN_S)
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     return TorchOps(heads, config.rope, config.rms_norm_eps, dtype)

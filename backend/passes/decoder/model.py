@@ -28,8 +28,8 @@ class Weights(Protocol):
 
     def final_norm(self, dtype: torch.dtype) -> Tensor: ...
 
-    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
-        """None where the embedding is used again."""
+    def lm_head(self, dtype: torch.dtype) -> Tensor:
+        """Asked for only where the embedding is not used again."""
         ...
 
 
@@ -51,38 +51,43 @@ class DecoderModel:
         """Takes the weights layer by layer: beside the packed ones, the plain copy of one layer at most exists."""
         self._ops = ops
         embedding = weights.embedding(dtype)
-        lm_head = weights.lm_head(dtype)
-        self._lm_head = ops.pack_linear(embedding if lm_head is None else lm_head, None)
-        self._embedding = ops.table(embedding)
-        del embedding, lm_head
+        if config.tie_embeddings:
+            self._lm_head = ops.pack_linear(embedding, None)
+            self._embedding = ops.tied_table(embedding, self._lm_head)
+            del embedding
+        else:
+            self._embedding = ops.table(embedding)
+            del embedding
+            self._lm_head = ops.pack_linear(weights.lm_head(dtype), None)
         self._layers = [_pack_layer(config, ops, weights.layer(i, dtype), i) for i in range(config.num_layers)]
         self._final_norm = ops.vector(weights.final_norm(dtype))
 
-    def forward(self, step: Step) -> Array | None:
-        """Logits of the step's logit rows, [L, vocab]; None where no row wants any."""
+    def forward(self, step: Step, *, wants_logits: bool) -> Array | None:
+        """Logits of the step's logit rows, [L, vocab] fp32; None where no row wants any."""
         ops = self._ops
         residual = ops.embed(self._embedding, step)
-        hidden = ops.rms_norm(residual, self._layers[0].input_norm)
-        for layer, next_norm in zip(self._layers[:-1], (layer.input_norm for layer in self._layers[1:]), strict=True):
-            qkv = ops.linear(hidden, layer.qkv)
-            ops.rotate_and_store(qkv, step, layer.attention)
-            hidden = self._rest_of_layer(layer, qkv, residual, step, next_norm)
+        for layer in self._layers[:-1]:
+            qkv = self._project(layer, residual, step)
+            self._attend_and_mix(layer, qkv, residual, step)
         # Past the last layer's cache write only the tokens whose logits are wanted matter.
-        layer = self._layers[-1]
-        qkv = ops.linear(hidden, layer.qkv)
-        ops.rotate_and_store(qkv, step, layer.attention)
-        last = ops.last_tokens(step)
-        if last is None:
+        last = self._layers[-1]
+        qkv = self._project(last, residual, step)
+        if not wants_logits:
             return None
-        qkv, residual = ops.take_last_tokens(qkv, step), ops.take_last_tokens(residual, step)
-        return ops.linear(self._rest_of_layer(layer, qkv, residual, last, self._final_norm), self._lm_head)
+        qkv, residual, step = ops.last_tokens(qkv, residual, step)
+        self._attend_and_mix(last, qkv, residual, step)
+        return ops.logits(ops.rms_norm(residual, self._final_norm), self._lm_head)
 
-    def _rest_of_layer(self, layer: _Layer, qkv: Array, residual: Array, step: Step, next_norm: Array) -> Array:
+    def _project(self, layer: _Layer, residual: Array, step: Step) -> Array:
         ops = self._ops
-        attended = ops.attention(qkv, step, layer.attention)
-        hidden = ops.add_rms_norm(ops.linear(attended, layer.output), residual, layer.mlp_norm)
-        gated = ops.silu_mul(ops.linear(hidden, layer.gate_up))
-        return ops.add_rms_norm(ops.linear(gated, layer.down), residual, next_norm)
+        qkv = ops.linear(ops.rms_norm(residual, layer.input_norm), layer.qkv)
+        ops.rotate_and_store(qkv, step, layer.attention)
+        return qkv
+
+    def _attend_and_mix(self, layer: _Layer, qkv: Array, residual: Array, step: Step) -> None:
+        ops = self._ops
+        ops.linear_add(ops.attention(qkv, step, layer.attention), layer.output, residual)
+        ops.linear_add(ops.gated_linear(ops.rms_norm(residual, layer.mlp_norm), layer.gate_up), layer.down, residual)
 
 
 def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights, index: int) -> _Layer:
@@ -98,6 +103,6 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights, index: int
         qkv=ops.pack_linear(plain.qkv, plain.qkv_bias),
         output=ops.pack_linear(plain.o, plain.o_bias),
         mlp_norm=ops.vector(plain.post_attention_norm),
-        gate_up=ops.pack_linear(plain.gate_up, plain.gate_up_bias),
+        gate_up=ops.pack_gated(plain.gate_up, plain.gate_up_bias),
         down=ops.pack_linear(plain.down, plain.down_bias),
     )

@@ -59,12 +59,20 @@ class Ops(Protocol):
         """weight [out, in], bias [out]; the caller drops its own copy."""
         ...
 
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """weight [gate | up, in], bias [gate | up], for `gated_linear`."""
+        ...
+
     def vector(self, weight: Tensor) -> Array:
         """A norm's weight, [n]."""
         ...
 
     def table(self, weight: Tensor) -> Array:
         """The embedding table, [vocab, hidden]."""
+        ...
+
+    def tied_table(self, weight: Tensor, lm_head: Linear) -> Array:
+        """As `table`, where lm_head was packed from the same weight and may be read in its place."""
         ...
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
@@ -77,13 +85,19 @@ class Ops(Protocol):
         """The residual stream of the step, [T, hidden] fp32."""
         ...
 
-    def rms_norm(self, residual: Array, weight: Array) -> Array: ...
-
-    def add_rms_norm(self, delta: Array, residual: Array, weight: Array) -> Array:
-        """Adds delta [T, hidden] to residual in place and returns its RMSNorm in the weights' dtype."""
+    def rms_norm(self, residual: Array, weight: Array) -> Array:
+        """[T, hidden] in the weights' dtype."""
         ...
 
     def linear(self, x: Array, weights: Linear) -> Array: ...
+
+    def linear_add(self, x: Array, weights: Linear, residual: Array) -> None:
+        """Adds the product to residual [T, out] in place, in fp32."""
+        ...
+
+    def gated_linear(self, x: Array, weights: Linear) -> Array:
+        """silu(x @ gate) * (x @ up), [T, intermediate]."""
+        ...
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:
         """Norms and rotates q and k of qkv [T, qkv_size] in place and writes k and v to the cache."""
@@ -93,16 +107,12 @@ class Ops(Protocol):
         """Causal attention of the step's queries over their sequences' cached positions, [T, output_size]."""
         ...
 
-    def silu_mul(self, gate_up: Array) -> Array:
-        """silu(gate) * up of [T, gate | up]."""
+    def last_tokens(self, qkv: Array, residual: Array, step: Step) -> tuple[Array, Array, Step]:
+        """The same three with only the last token of each logit row: L tokens, at least one."""
         ...
 
-    def last_tokens(self, step: Step) -> Step:
-        """The same step with only the last token of each of its logit rows: L tokens."""
-        ...
-
-    def take_last_tokens(self, x: Array, step: Step) -> Array:
-        """x [T, n] at the last token of each logit row, [L, n]."""
+    def logits(self, x: Array, weights: Linear) -> Array:
+        """The product in fp32, [L, vocab]."""
         ...
 
     def close(self) -> None: ...

@@ -1,0 +1,110 @@
+"""How the queries of a step are grouped so that plain torch can attend for many of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+_TILE_TOKENS = 32
+_MAX_GROUP_SCORES = 1 << 16
+"""Query tokens × key positions, both padded, that one attention call handles: bounds its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileGroup:
+    """Query tiles of one width that attend together: n tiles, w tokens each, k key positions; padding is masked."""
+
+    tokens: Tensor
+    """[n, w] token indices; padding repeats the tile's last token."""
+    cache_slots: Tensor
+    """[n, k] places in the cache; padding repeats the tile's first, so that nothing unowned is read."""
+    visible: Tensor
+    """[n, 1, 1, w, k] whether a query sees a key."""
+
+
+class QueryTiles:
+    """Pieces of rows that attend together, over the pages of their rows. What layers share is made once."""
+
+    def __init__(
+        self,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        tiles: NDArray[np.int64],
+        page_table: NDArray[np.int32],
+        page_size_tokens: int,
+    ) -> None:
+        """rows and positions: [T], of each token; tiles: [n, 2], first token and length of each piece."""
+        self._rows = rows
+        self._positions = positions
+        self._tiles = tiles
+        self._page_table = page_table
+        self._page_size_tokens = page_size_tokens
+        self._groups: dict[int | None, list[TileGroup]] = {}
+
+    def single(self, tokens: NDArray[np.int64]) -> QueryTiles:
+        """Only these tokens, each a tile of its own."""
+        tiles = np.stack([np.arange(len(tokens)), np.ones(len(tokens), np.int64)], axis=1)
+        return QueryTiles(self._rows[tokens], self._positions[tokens], tiles, self._page_table, self._page_size_tokens)
+
+    def cache_slots(self) -> Tensor:
+        """[T] where each token's key and value go: page * page size + place."""
+        size = self._page_size_tokens
+        pages = self._page_table[self._rows, self._positions // size].astype(np.int64)
+        return torch.from_numpy(pages * size + self._positions % size)
+
+    def groups(self, window_tokens: int | None) -> list[TileGroup]:
+        if window_tokens not in self._groups:
+            self._groups[window_tokens] = list(self._make_groups(window_tokens))
+        return self._groups[window_tokens]
+
+    def _make_groups(self, window_tokens: int | None) -> Iterator[TileGroup]:
+        for width in (1, _TILE_TOKENS):
+            tiles = self._tiles[(self._tiles[:, 1] == 1) == (width == 1)]
+            width_used = int(tiles[:, 1].max(initial=1))
+            first_positions = self._positions[tiles[:, 0]]
+            key_starts = np.zeros_like(first_positions)
+            if window_tokens is not None:
+                key_starts = np.maximum(first_positions - window_tokens + 1, 0)
+            num_keys = first_positions + tiles[:, 1] - key_starts
+            order = np.argsort(num_keys, kind="stable")
+            while len(order):
+                fitting = (np.arange(len(order)) + 1) * width_used * num_keys[order] <= _MAX_GROUP_SCORES
+                count = max(1, int(np.argmin(fitting)) if not fitting.all() else len(order))
+                chosen, order = order[:count], order[count:]
+                yield self._make_group(tiles[chosen], key_starts[chosen], int(num_keys[chosen].max()), window_tokens)
+
+    def _make_group(
+        self, tiles: NDArray[np.int64], key_starts: NDArray[np.int64], num_keys: int, window_tokens: int | None
+    ) -> TileGroup:
+        width = int(tiles[:, 1].max())
+        tokens = tiles[:, :1] + np.minimum(np.arange(width), tiles[:, 1:] - 1)
+        positions = self._positions[tokens]
+        keys = key_starts[:, None] + np.arange(num_keys)
+        keys_read = np.where(keys <= positions[:, -1:], keys, key_starts[:, None])
+        pages = self._page_table[self._rows[tiles[:, :1]], keys_read // self._page_size_tokens].astype(np.int64)
+        visible = keys[:, None, :] <= positions[:, :, None]
+        if window_tokens is not None:
+            visible &= keys[:, None, :] > positions[:, :, None] - window_tokens
+        return TileGroup(
+            tokens=torch.from_numpy(tokens),
+            cache_slots=torch.from_numpy(pages * self._page_size_tokens + keys_read % self._page_size_tokens),
+            visible=torch.from_numpy(visible)[:, None, None],
+        )
+
+
+def cut_rows(query_starts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """[n, 2] first token and length of pieces of at most _TILE_TOKENS, none across rows."""
+    lengths = np.diff(query_starts).astype(np.int64)
+    counts = -(-lengths // _TILE_TOKENS)
+    piece = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = piece * _TILE_TOKENS
+    starts = np.repeat(query_starts[:-1].astype(np.int64), counts) + offsets
+    return np.stack([starts, np.minimum(np.repeat(lengths, counts) - offsets, _TILE_TOKENS)], axis=1)
