@@ -1,0 +1,24 @@
+"""Forward passes for tests: the fake pass at the pace of a device."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from backend.passes.fake import FakePass
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from backend.forward_pass import StepBatch
+
+
+class PacedFakePass(FakePass):
+    """Steps that last as a real model's do, so that requests overlap and can be caught in the middle."""
+
+    STEP_S = 0.004
+
+    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        time.sleep(self.STEP_S)
+        return super().forward(batch)

@@ -1,0 +1,159 @@
+"""The real processes: started, read by their log lines, killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from shm.supervisor import module_argv
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REPOSITORY = Path(__file__).parents[2]
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 45.0
+
+
+class Command:
+    """A child process whose output is read as it comes."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._lines: list[str] = []
+        self._news = threading.Condition()
+        self.process = subprocess.Popen(
+            module_argv(module, arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self._lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self._lines)
+
+    def wait_for(self, pattern: str, timeout_s: float = START_TIMEOUT_S, *, count: int = 1) -> re.Match[str]:
+        """The count-th line that holds the pattern, as soon as it is there."""
+
+        def found() -> re.Match[str] | None:
+            matches = [match for line in self._lines if (match := re.search(pattern, line))]
+            return matches[count - 1] if len(matches) >= count else None
+
+        with self._news:
+            self._news.wait_for(lambda: found() or not self._reader.is_alive(), timeout_s)
+            match = found()
+        assert match is not None, f"no line with {pattern!r} in:\n{self.output}"
+        return match
+
+    def status(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """The exit status, once it has ended and all its output is read."""
+        returncode = self.process.wait(timeout_s)
+        self._reader.join(timeout_s)
+        return returncode
+
+    def terminate(self) -> int:
+        self.process.terminate()
+        return self.status()
+
+    def kill(self) -> None:
+        """SIGKILL, to the process and all that came from it."""
+        for pid in [*descendants(self.process.pid), self.process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._reader.join(STOP_TIMEOUT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(child) for child in children.read_text().split()] if children.exists() else []
+    return [pid for child in found for pid in (child, *descendants(child))]
+
+
+class Frontend(Command):
+    """`frontend` on a free port."""
+
+    def __init__(self, socket: Path, *arguments: str) -> None:
+        super().__init__("frontend.main", "--port", "0", "--socket", str(socket), *arguments)
+        self.url = self.wait_for(r"listening on (http://\S+)").group(1)
+
+    def ready(self) -> dict[str, Any] | None:
+        """The body of /ready where it is green."""
+        response = httpx.get(f"{self.url}/ready", timeout=5.0)
+        body: dict[str, Any] = response.json()
+        return body if response.status_code == 200 else None
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        wait_until(lambda: self.ready() is not None, timeout_s)
+
+    def wait_idle(self, timeout_s: float = 10.0) -> None:
+        """Until the backend runs nothing and holds no page."""
+
+        def is_idle() -> bool:
+            body = self.ready()
+            return body is not None and body["running"] == body["waiting"] == body["pages_used"] == 0
+
+        wait_until(is_idle, timeout_s)
+
+
+def wait_until(condition: Any, timeout_s: float) -> None:
+    """Asks another process's state until it is as wanted: what is seen from outside brings no event."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(*commands: Command) -> Iterator[None]:
+    """Ends the commands, whatever happens, in the order given."""
+    try:
+        yield
+    finally:
+        for command in commands:
+            command.close()
+
+
+def start_backend(socket: Path, *arguments: str) -> Command:
+    """A backend that is ready."""
+    backend = Command("backend.main", "--socket", str(socket), *arguments)
+    try:
+        backend.wait_for(r"ready: ")
+    except AssertionError:
+        backend.close()
+        raise
+    return backend

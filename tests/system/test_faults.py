@@ -1,0 +1,223 @@
+"""The real processes with the fake pass at a device's pace, while clients and processes die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+import pytest
+
+from shm.supervisor import module_argv
+from tests.system.processes import REPOSITORY, Frontend, descendants, running, start_backend, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PACED = ("--forward-pass", "tests.passes:PacedFakePass", "--kv-budget", "64MB")
+
+
+class Pair:
+    """One backend and two frontends, each with a port of its own."""
+
+    def __init__(self, socket: Path) -> None:
+        self.socket = socket
+        self.backend = start_backend(socket, *PACED)
+        self.frontends = [Frontend(socket), Frontend(socket)]
+        for frontend in self.frontends:
+            frontend.wait_ready()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path / "private" / "backend.sock")
+    with running(*pair.frontends, pair.backend):
+        yield pair
+
+
+def body(prompt: list[int], max_tokens: int, *, stream: bool = True) -> dict[str, Any]:
+    return {
+        "model": "penstock-demo",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+
+
+async def read_stream(client: httpx.AsyncClient, url: str, prompt: list[int], max_tokens: int) -> str:
+    """The text of one stream, which must end well."""
+    text = ""
+    async with client.stream("POST", f"{url}/v1/completions", json=body(prompt, max_tokens)) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return text
+            if line.startswith("data: "):
+                chunk = msgspec.json.decode(line[6:])
+                assert "error" not in chunk, chunk
+                text += chunk["choices"][0]["text"]
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=60.0, limits=httpx.Limits(max_connections=1000))
+
+
+async def test_half_of_500_requests_dropped_at_random_moments_leave_nothing_behind(pair: Pair) -> None:
+    rng = random.Random(0)
+    url = pair.frontends[0].url
+    kept_alone: dict[int, str] = {}
+
+    async def one(http: httpx.AsyncClient, number: int, gate: asyncio.Semaphore) -> str | None:
+        prompt = [number % 50 + 1] * (1 + number % 90)
+        async with gate:
+            if number % 2:
+                return await read_stream(http, url, prompt, 8 + number % 50)
+            is_streaming = number % 4 == 0
+            request = http.post(f"{url}/v1/completions", json=body(prompt, 400, stream=is_streaming))
+            try:
+                await asyncio.wait_for(request, rng.uniform(0.0, 0.3))
+            except TimeoutError:
+                return None
+            raise AssertionError("400 tokens came in 0.3 s of 4 ms steps")
+
+    async with client() as http:
+        gate = asyncio.Semaphore(100)
+        texts = await asyncio.gather(*(one(http, number, gate) for number in range(500)))
+        for number in (1, 77, 255, 499):
+            prompt = [number % 50 + 1] * (1 + number % 90)
+            kept_alone[number] = await read_stream(http, pair.frontends[1].url, prompt, 8 + number % 50)
+    assert sum(text is not None for text in texts) == 250
+    assert {number: texts[number] for number in kept_alone} == kept_alone
+    pair.frontends[0].wait_idle()
+    assert pair.backend.terminate() == 0
+    assert "Traceback" not in pair.backend.output
+
+
+async def test_a_killed_frontend_takes_only_its_own_streams_with_it(pair: Pair) -> None:
+    doomed, other = pair.frontends
+    (worker,) = descendants(doomed.process.pid)
+    async with client() as http:
+        alone = [await read_stream(http, other.url, [number, 5], 60) for number in range(8)]
+        lost = [asyncio.create_task(read_stream(http, doomed.url, [9, number], 3000)) for number in range(16)]
+        kept = [asyncio.create_task(read_stream(http, other.url, [number, 5], 60)) for number in range(8)]
+        wait_ready = asyncio.to_thread(wait_until, lambda: (other.ready() or {}).get("running", 0) >= 24, 10.0)
+        await wait_ready
+        os.kill(worker, signal.SIGKILL)
+        assert await asyncio.gather(*kept) == alone
+        assert all(isinstance(end, Exception) for end in await asyncio.gather(*lost, return_exceptions=True))
+    await asyncio.to_thread(other.wait_idle)
+    # The frontend's parent has started another worker on the same port.
+    await asyncio.to_thread(doomed.wait_ready)
+
+
+async def test_streams_pause_and_go_on_when_the_backend_is_killed_and_comes_back(pair: Pair) -> None:
+    frontend = pair.frontends[0]
+    async with client() as http:
+        alone = [await read_stream(http, frontend.url, [number, 6], 150) for number in range(4)]
+        streams = [asyncio.create_task(read_stream(http, frontend.url, [number, 6], 150)) for number in range(4)]
+        await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 4, 10.0)
+        pair.backend.kill()
+        await asyncio.to_thread(wait_until, lambda: frontend.ready() is None, 10.0)
+        backend = await asyncio.to_thread(start_backend, pair.socket, *PACED)
+        try:
+            assert await asyncio.gather(*streams) == alone
+            await asyncio.to_thread(frontend.wait_idle)
+        finally:
+            await asyncio.to_thread(backend.close)
+
+
+async def test_a_stopped_backend_turns_ready_red_and_back(pair: Pair) -> None:
+    frontend = pair.frontends[0]
+    pair.backend.process.send_signal(signal.SIGSTOP)
+    await asyncio.to_thread(wait_until, lambda: frontend.ready() is None, 10.0)
+    async with client() as http:
+        assert (await http.get(f"{frontend.url}/health")).status_code == 200
+        refused = await http.post(f"{frontend.url}/v1/completions", json=body([1], 4, stream=False))
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+    pair.backend.process.send_signal(signal.SIGCONT)
+    await asyncio.to_thread(frontend.wait_ready)
+
+
+async def test_a_terminated_frontend_ends_its_streams_before_it_goes(pair: Pair) -> None:
+    frontend = pair.frontends[0]
+    async with client() as http:
+        stream = asyncio.create_task(read_stream(http, frontend.url, [3, 3], 200))
+        await asyncio.to_thread(wait_until, lambda: (pair.frontends[1].ready() or {}).get("running", 0) == 1, 10.0)
+        frontend.process.terminate()
+        assert len(await stream) > 0
+    assert await asyncio.to_thread(frontend.status) == 0
+
+
+async def test_queued_requests_wait_their_turn_and_a_queued_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
+    socket = tmp_path / "private" / "backend.sock"
+    backend = start_backend(socket, *PACED, "--max-running", "1", "--max-waiting", "2")
+    frontend = Frontend(socket)
+    with running(frontend, backend):
+        await asyncio.to_thread(frontend.wait_ready)
+        async with client() as http:
+            first = asyncio.create_task(read_stream(http, frontend.url, [1], 300))
+            await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 1, 10.0)
+            queued = [asyncio.create_task(read_stream(http, frontend.url, [2], 5)) for _ in range(2)]
+            await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("waiting", 0) == 2, 10.0)
+            refused = await http.post(f"{frontend.url}/v1/completions", json=body([3], 5, stream=False))
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["message"]
+            queued[0].cancel()
+            await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("waiting", 9) == 1, 10.0)
+            first.cancel()
+            assert await queued[1]
+        await asyncio.to_thread(frontend.wait_idle)
+
+
+def one_line_failure(module: str, *arguments: str) -> str:
+    """Standard error of a command that must fail: one line, and an exit status that is not 0."""
+    result = subprocess.run(
+        module_argv(module, arguments),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert result.returncode not in (0, -signal.SIGSEGV)
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if " INFO " not in line and " WARNING " not in line]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def test_what_cannot_start_says_so_in_one_line(pair: Pair, tmp_path: Path) -> None:
+    port = pair.frontends[0].url.rsplit(":", 1)[1]
+    assert str(pair.socket) in one_line_failure("backend.main", "--forward-pass", "fake", "--socket", str(pair.socket))
+    assert port in one_line_failure("frontend.main", "--port", port, "--socket", str(pair.socket))
+    missing = str(tmp_path / "missing")
+    assert missing in one_line_failure("backend.main", "--model", missing, "--socket", str(tmp_path / "a" / "b.sock"))
+    free = ("--socket", str(tmp_path / "c" / "d.sock"), "--forward-pass", "fake")
+    assert "--kv-budget" in one_line_failure("backend.main", *free, "--kv-budget", "10B")
+    assert "--max-context" in one_line_failure("backend.main", *free, "--kv-budget", "1KB", "--max-context", "4096")
+    assert "nothing:Here" in one_line_failure("backend.main", *free[:2], "--forward-pass", "nothing:Here")
+    assert "--gpu" in one_line_failure("backend.main", *free, "--gpu", "first")
+
+
+def test_a_frontend_is_light() -> None:
+    """No torch, no numpy: what a worker imports."""
+    code = "import frontend.worker, sys; print(sorted({'torch', 'numpy', 'cupy', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run(
+        [*module_argv("x")[:2], "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert result.stdout.strip() == "[]"
