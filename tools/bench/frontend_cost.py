@@ -22,6 +22,8 @@ class FrontendCost:
     streams: int
     output_tokens: int
     tokens_per_s: float
+    tokens_per_event: float
+    """A frontend that lags behind puts what has come meanwhile into one event."""
     frontend_cpu_us_per_token: float
     backend_cpu_us_per_token: float
     generator_cpu_us_per_token: float
@@ -45,6 +47,7 @@ async def measure_frontend_cost(target: Target, server: OwnServer, seed: int) ->
         streams=NUM_STREAMS,
         output_tokens=summary.output_tokens,
         tokens_per_s=summary.output_tokens_per_s,
+        tokens_per_event=summary.output_tokens / max(summary.events, 1),
         frontend_cpu_us_per_token=1e6 * frontend_s / tokens,
         backend_cpu_us_per_token=1e6 * (backend_after.cpu_s - backend_before.cpu_s) / tokens,
         generator_cpu_us_per_token=summary.generator_cpu_us_per_token,

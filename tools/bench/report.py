@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from tools.bench.machine import Machine, this_machine
 from tools.bench.stats import Aim, Spread, Summary
+
+
+MIN_WIDTH = 120
+"""Columns of the widest table; a narrower terminal wraps its lines rather than losing its figures."""
+
+
+def make_console() -> Console:
+    return Console(width=max(Console().width, MIN_WIDTH))
 
 
 @dataclass(slots=True)
@@ -29,27 +38,28 @@ class Report:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
     def print(self, console: Console) -> None:
-        console.print(self.machine.describe(), style="dim", highlight=False)
+        console.print(self.machine.describe(), style="dim", highlight=False, soft_wrap=True)
         if self.rows:
             console.print(load_table(self.rows))
         for row in self.rows:
             if row.first_error:
-                console.print(f"{row.load}: first error: {row.first_error}", style="red", markup=False)
+                console.print(f"{row.load}: first error: {row.first_error}", style="red", markup=False, soft_wrap=True)
         for aim in self.aims:
             mark, style = ("✓", "green") if aim.reached else ("✗", "red")
             console.print(f"{mark} {aim.name}: {aim.value:.3g} ({aim.direction} {aim.limit:g})", style=style)
 
 
 def make_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
 def load_table(rows: Sequence[Summary]) -> Table:
-    columns = ["load", "requests", "output tok/s", "prompt tok/s", "req/s"]
-    columns += ["TTFT p50/p99 ms", "ITL p50/p99 ms", "e2e p50/p99 ms", "dropped", "errors", "generator µs/token"]
+    columns = ["load", "re-\nquests", "output\ntok/s", "prompt\ntok/s", "tok/\nevent", "req/s"]
+    columns += ["TTFT ms\np50 / p99", "ITL ms\np50 / p99", "e2e ms\np50 / p99"]
+    columns += ["drop-\nped", "er-\nrors", "generator\nµs/token"]
     table = make_table("", *columns)
     for row in rows:
         table.add_row(
@@ -57,6 +67,7 @@ def load_table(rows: Sequence[Summary]) -> Table:
             str(row.requests),
             f"{row.output_tokens_per_s:,.0f}",
             f"{row.prompt_tokens_per_s:,.0f}",
+            f"{row.output_tokens / max(row.events, 1):.1f}",
             f"{row.requests_per_s:.2f}",
             _pair(row.ttft_ms),
             _pair(row.itl_ms),

@@ -16,7 +16,7 @@ from tools.bench.compare import NUM_REQUESTS, compare_static, comparison_table, 
 from tools.bench.frontend_cost import measure_frontend_cost
 from tools.bench.load import BenchError, Target, measure, warm_up
 from tools.bench.options import BenchOptions
-from tools.bench.report import Report, make_table
+from tools.bench.report import Report, make_console, make_table
 from tools.bench.server import OwnServer, own_server
 from tools.bench.stats import Summary
 from tools.bench.storm import settle
@@ -158,12 +158,17 @@ def run_frontend_cost(bench: Bench, console: Console) -> bool:
         table = make_table(
             f"One frontend, {found.streams} streams, a pass that costs nothing: {found.tokens_per_s:,.0f} tok/s",
             "process",
-            "CPU µs / streamed token",
+            "CPU µs / token",
+            "CPU µs / event",
             "RSS MB",
         )
-        table.add_row("frontend", f"{found.frontend_cpu_us_per_token:.1f}", f"{found.frontend_rss_bytes / 1e6:.0f}")
-        table.add_row("backend", f"{found.backend_cpu_us_per_token:.1f}", f"{found.backend_rss_bytes / 1e6:.0f}")
-        table.add_row("generator", f"{found.generator_cpu_us_per_token:.1f}", "")
+        for name, us, rss_bytes in (
+            ("frontend", found.frontend_cpu_us_per_token, found.frontend_rss_bytes),
+            ("backend", found.backend_cpu_us_per_token, found.backend_rss_bytes),
+            ("generator", found.generator_cpu_us_per_token, None),
+        ):
+            rss = "" if rss_bytes is None else f"{rss_bytes / 1e6:.0f}"
+            table.add_row(name, f"{us:.1f}", f"{us * found.tokens_per_event:.1f}", rss)
         console.print(table)
         return summary.failed == 0
 
@@ -177,7 +182,7 @@ def run_frontend_cost(bench: Bench, console: Console) -> bool:
 
 def run_bench(options: BenchOptions, server: ServeOptions) -> int:
     """Prints the report; returns 0 where every request was answered as it should be, else 1."""
-    console = Console()
+    console = make_console()
     bench = Bench(options, server, Report(["penstock", *sys.argv[1:]]), Console(stderr=True))
     try:
         is_good = _choose_mode(options)(bench, console)

@@ -54,12 +54,14 @@ class Summary:
     duration_s: float
     prompt_tokens: int
     output_tokens: int
+    events: int
+    """That carried text: fewer than tokens where the server puts several into one, as one that lags does."""
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     requests_per_s: float
     ttft_ms: Spread
     itl_ms: Spread
-    """Gaps between events that carried text: what a reader sees. An event may carry more than one token."""
+    """Gaps between events that carried text: what a reader sees."""
     e2e_ms: Spread
     generator_cpu_us_per_token: float
     """What the load generator itself spent."""
@@ -111,6 +113,7 @@ def summarize(load: str, records: Sequence[RequestRecord], generator_cpu_s: floa
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
+        events=sum(len(record.event_times_s) for record in records),
         output_tokens_per_s=output_tokens / duration_s,
         prompt_tokens_per_s=prompt_tokens / duration_s,
         requests_per_s=len(completed) / duration_s,
