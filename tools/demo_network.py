@@ -94,10 +94,11 @@ class Network(nn.Module):
         super().__init__()
         self.dims = dims
         self.model = Decoder(dims)
-        residual_std = 0.02 / (2 * dims.layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
+                # What is added to the residual stream starts small, by the number of additions (as GPT-2 does).
+                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * dims.layers) ** 0.5 if adds else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
         cos, sin = _rope_tables(ids.shape[1], self.dims.head_dim)

@@ -29,7 +29,7 @@ from tools.demo_network import Dimensions, Network, hf_config
 MODEL_DIR = Path(__file__).parent.parent / "backend" / "demo_model"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 BOS_ID, END_ID = 0, 4
-SHORT_WINDOW, LONG_WINDOW = 512, 2048
+SHORT_WINDOW, LONG_WINDOW = 256, 2048
 LONG_SHARE = 0.1
 """The last part of the training, on LONG_WINDOW tokens, so that the model has seen every position it offers."""
 
@@ -41,11 +41,12 @@ class Options:
     """Where the checkpoint goes; chat_template.jinja is read from there."""
     minutes: Annotated[float, cyclopts.Parameter(validator=cyclopts.validators.Number(gt=0))] = 25.0
     """Wall-clock time the training may take."""
-    steps: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gt=0))] = 5000
+    steps: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gt=0))] = 3600
     """Steps of the training, where the time allows them."""
     batch_tokens: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gte=LONG_WINDOW))] = 2048
     """Tokens of one step."""
-    learning_rate: Annotated[float, cyclopts.Parameter(validator=cyclopts.validators.Number(gt=0))] = 4e-3
+    learning_rate: Annotated[float, cyclopts.Parameter(validator=cyclopts.validators.Number(gt=0))] = 6e-3
+    """Its peak, for both optimizers."""
     vocab_size: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gte=512))] = 4096
     hidden: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gte=64))] = 256
     layers: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gte=1))] = 4
@@ -55,7 +56,7 @@ class Options:
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer: any text comes back byte for byte; each prompt begins with the first special token."""
+    """A byte-level BPE tokenizer: any text comes back byte for byte, and each prompt begins with <|endoftext|>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -173,7 +174,6 @@ def write_checkpoint(network: Network, tokenizer: Tokenizer, out: Path) -> None:
             "bos_token": specials[BOS_ID],
             "eos_token": specials[END_ID],
             "pad_token": specials[BOS_ID],
-            "extra_special_tokens": {},
             "add_bos_token": True,
             "add_eos_token": False,
             "model_max_length": dims.max_positions,
