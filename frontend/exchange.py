@@ -25,6 +25,7 @@ ABORT_EXTENSION = "penstock.abort"
 _JSON = (b"content-type", b"application/json")
 _MAX_REQUEST_ID_BYTES = 128
 _REQUEST_ID_BYTES = (string.ascii_letters + string.digits + "-_.:").encode()
+_SMALL_BODY_BYTES = 64 << 10
 _MAX_DISCARDED_BYTES = 16 << 20
 _DISCARD_TIMEOUT_S = 5.0
 
@@ -53,7 +54,7 @@ class Exchange:
         self._drop_connection: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT_EXTENSION)
         self._receive = receive
         self._send = send
-        self._body_read = self.method in ("GET", "HEAD")
+        self._body_read = self.header(b"content-length") in (None, b"0") and self.header(b"transfer-encoding") is None
         self._started = False
         self._watcher: asyncio.Task[None] | None = None
         self._on_abort: Callable[[], None] | None = None
@@ -135,12 +136,15 @@ class Exchange:
     async def start(self, status: int, headers: Headers) -> None:
         self._started = True
         sent_headers = [*headers, (b"x-request-id", self.request_id.encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": sent_headers})
+        await self._transmit({"type": "http.response.start", "status": status, "headers": sent_headers})
 
     async def send(self, body: bytes, *, more: bool) -> None:
         """Returns when the connection has taken it, which a client that does not read can delay for ever: see drop."""
+        await self._transmit({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _transmit(self, message: Message) -> None:
         self.sending_since_s = self.sending_since_s or time.monotonic()
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self._send(message)
         self.last_sent_s = time.monotonic()
         self.sending_since_s = 0.0
 
@@ -151,19 +155,23 @@ class Exchange:
         await self.send(body, more=False)
 
     async def respond_error(self, error: ApiError) -> None:
-        """The error object with its status. A body that is still coming is taken off the wire first, within limits."""
+        """The error object with its status, whatever of the body has been read."""
         body = error_body(error)
-        headers = [_JSON, (b"content-length", b"%d" % len(body)), *error.headers]
-        if self._body_read:
-            await self.start(error.kind.status, headers)
-            await self.send(body, more=False)
+        if self._body_read or self._rest_is_small():
+            await self.respond(error.kind.status, body, error.headers)
             return
-        # Closing a connection with unread bytes resets it, and the client would lose the answer.
-        await self.start(error.kind.status, [*headers, (b"connection", b"close")])
+        headers = (_JSON, (b"content-length", b"%d" % len(body)), (b"connection", b"close"), *error.headers)
+        await self.start(error.kind.status, headers)
         await self.send(body, more=True)
+        # Closing a connection with unread bytes resets it, and the client would lose the answer.
         if self.header(b"expect") is None:
             await self._discard_body()
         await self.send(b"", more=False)
+
+    def _rest_is_small(self) -> bool:
+        """Whether the server may throw the rest of the body away as it comes, and the connection go on."""
+        declared = self.header(b"content-length")
+        return declared is not None and int(declared) <= _SMALL_BODY_BYTES and self.header(b"expect") is None
 
     async def _discard_body(self) -> None:
         num_bytes = 0

@@ -8,8 +8,10 @@ it, and until then the connection goes on being read, so that a client that leav
 from __future__ import annotations
 
 import string
+import sys
 from typing import TYPE_CHECKING, Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from frontend.errors import ApiError, ErrorKind, error_body
@@ -26,6 +28,7 @@ HEAD_TIMEOUT_S = 10.0
 UNREAD_BODY_TIMEOUT_S = 10.0
 """How long the rest of a body may take that nobody wants: its request has been answered."""
 
+_UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 _HOST_BYTES = (string.ascii_letters + string.digits + ".-_~:[]%").encode()
 
 
@@ -46,6 +49,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._message_complete = True
         self._num_fruitless_bytes = 0
         self._num_header_lines = 0
+        self._wants_upgrade = False
+        self._piece = b""
         self._refusal: ApiError | None = None
 
     # Connection
@@ -73,12 +78,12 @@ class LimitedProtocol(HttpToolsProtocol):
         start = 0
         while start < len(data) and not self._closed_to_input and not self.transport.is_closing():
             # Never more at a time than the limit allows, so that the parser cannot collect more either.
-            piece = data[start : start + MAX_HEAD_BYTES + 1 - self._num_fruitless_bytes]
+            piece = data[start : start + MAX_HEAD_BYTES - self._num_fruitless_bytes]
             start += len(piece)
             self._num_fruitless_bytes += len(piece)
-            self._message_complete = False
+            self._piece = piece
             super().data_received(piece)
-            if self._num_fruitless_bytes > MAX_HEAD_BYTES:
+            if self._num_fruitless_bytes >= MAX_HEAD_BYTES:
                 self._refuse(_headers_too_large(f"more than {MAX_HEAD_BYTES} bytes"))
         self._watch_time()
 
@@ -130,6 +135,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._check_head()
+        self._wants_upgrade = self.parser.should_upgrade()
+        if self._wants_upgrade:
+            return  # the parser stops here: see _unsupported_upgrade_warning
         super().on_headers_complete()
         self._head_complete = True
         self._num_fruitless_bytes = 0
@@ -139,6 +147,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._wants_upgrade:
+            return
         self._num_fruitless_bytes = 0
         self._message_complete = True
         self._head_complete = False
@@ -148,6 +158,8 @@ class LimitedProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._refuse_in_parser(_bad_http("only HTTP/1.0 and HTTP/1.1 are spoken here"))
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse_in_parser(_bad_http("this is not a proxy"))
         values: dict[bytes, list[bytes]] = {}
         for name, value in self.headers:
             values.setdefault(name, []).append(value)
@@ -194,9 +206,21 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        # The request is answered as if it had not asked; what follows it cannot be parsed any more.
-        self._closed_to_input = True
-        self.cycle.keep_alive = False
+        """uvicorn calls it when the parser has stopped at headers that ask for another protocol, as some clients' first
+        request does (h2c). The request is parsed again as if it had not asked: the parser would drop its body."""
+        stopped = sys.exception()
+        if not self._wants_upgrade or not isinstance(stopped, httptools.HttpParserUpgrade):
+            self._refuse(_bad_http("this is not a valid HTTP request"))
+            return
+        self._wants_upgrade = False
+        rest = self._piece[stopped.args[0] :]
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
+        self.parser = httptools.HttpRequestParser(self)
+        super().data_received(b"\r\n".join([*lines, b"", b""]))
+        if rest and not self._closed_to_input:
+            super().data_received(rest)
 
 
 def _bad_http(message: str) -> ApiError:

@@ -140,6 +140,7 @@ class ChatBody(GenerationBody, kw_only=True):
     web_search_options: Raw = _ABSENT
 
 
+_TRUE_BY_DEFAULT = frozenset({"add_generation_prompt"})
 _ASKS_FOR_NOTHING = frozenset({b"", b"null", b"false", b"[]", b"{}", b'""'})
 # Values that ask for what happens anyway.
 _DEFAULTS: dict[str, frozenset[object]] = {
@@ -200,7 +201,8 @@ def _decode(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
 def _refuse_unsupported(body: GenerationBody) -> None:
     for field in _RAW_FIELDS[type(body)]:
         raw = bytes(getattr(body, field))
-        if raw in _ASKS_FOR_NOTHING or _is_default(field, raw):
+        asks_for_nothing = raw in _ASKS_FOR_NOTHING and not (raw == b"false" and field in _TRUE_BY_DEFAULT)
+        if asks_for_nothing or _is_default(field, raw):
             continue
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{field}: not supported by this server", param=field)
 

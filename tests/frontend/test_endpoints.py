@@ -10,7 +10,17 @@ import pytest
 
 from shm.client import Overloaded, TokenBatch
 from shm.wire import FailureCode, Finish, Sampling
-from tests.frontend.harness import END_TOKEN, TOKENIZER, Connection, FakeBackend, make_app, model_card, says, token_ids
+from tests.frontend.harness import (
+    END_TOKEN,
+    TOKENIZER,
+    Connection,
+    FakeBackend,
+    make_app,
+    model_card,
+    says,
+    silent,
+    token_ids,
+)
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -55,7 +65,7 @@ async def test_the_stream_is_the_whole_answer_in_pieces(
     chat = await connection.post(CHAT, {**HI, "stream": True})
     events = chat.events()
     assert events.pop() == "[DONE]"
-    assert [event["choices"][0]["delta"] for event in events][0] == {"role": "assistant", "content": ""}
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert events[-1]["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
     assert "\ufffd" not in chat.body.decode()
@@ -92,7 +102,13 @@ async def test_max_tokens_ends_with_length(connection: Connection) -> None:
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 @pytest.mark.parametrize(
     ("stop", "expected"),
-    [("wor", "Hello, "), (["zzz", "ld"], "Hello, wor"), (["!"], "Hello, world"), ("Hello", ""), ("!!", "Hello, world!")],
+    [
+        ("wor", "Hello, "),
+        (["zzz", "ld"], "Hello, wor"),
+        (["!"], "Hello, world"),
+        ("Hello", ""),
+        ("!!", "Hello, world!"),
+    ],
 )
 async def test_a_stop_string_ends_the_text_and_is_never_sent(
     connection: Connection, backend: FakeBackend, stop: str | list[str], expected: str, batch_size: int, stream: bool
@@ -114,9 +130,7 @@ async def test_a_stop_string_ends_the_text_and_is_never_sent(
     assert reason == ("stop" if stopped else "length")
     ids = token_ids("Hello, world!")
     strings = [stop] if isinstance(stop, str) else stop
-    needed = next(
-        (n for n in range(1, len(ids) + 1) if any(s in TOKENIZER.decode(ids[:n]) for s in strings)), len(ids)
-    )
+    needed = next((n for n in range(1, len(ids) + 1) if any(s in TOKENIZER.decode(ids[:n]) for s in strings)), len(ids))
     assert usage["completion_tokens"] == needed
     if batch_size == 1 and needed < len(ids):
         assert backend.streams[0].cancelled.is_set()
@@ -154,7 +168,9 @@ async def test_every_parameter_reaches_the_backend(connection: Connection, backe
     )
 
 
-async def test_what_is_not_given_is_the_models_default(connect: Callable[..., Connection], backend: FakeBackend) -> None:
+async def test_what_is_not_given_is_the_models_default(
+    connect: Callable[..., Connection], backend: FakeBackend
+) -> None:
     backend.model = model_card(default_sampling=Sampling(temperature=0.7, top_p=0.8, top_k=20))
     body = {"prompt": "x", "temperature": None, "top_p": None, "top_k": 5, "stop": None, "seed": None, "n": None}
     assert (await connect().post(COMPLETIONS, body)).status == 200
@@ -163,7 +179,9 @@ async def test_what_is_not_given_is_the_models_default(connect: Callable[..., Co
     assert backend.last.max_tokens == 999
 
 
-async def test_ignore_eos_leaves_only_the_requests_own_stop_tokens(connection: Connection, backend: FakeBackend) -> None:
+async def test_ignore_eos_leaves_only_the_requests_own_stop_tokens(
+    connection: Connection, backend: FakeBackend
+) -> None:
     await connection.post(COMPLETIONS, {"prompt": "x", "ignore_eos": True, "stop_token_ids": [4, 4]})
     assert backend.last.stop_token_ids == (4,)
 
@@ -319,7 +337,7 @@ async def test_the_backends_failures_are_told(
 ) -> None:
     batches = [TokenBatch(token_ids("a"))] if started else []
     failure = TokenBatch([], Finish.FAILED if started else Finish.REJECTED, code, limit)
-    backend.script = lambda request: [*batches, failure]
+    backend.script = lambda _: [*batches, failure]
     response = await connection.post(CHAT, {**HI, "stream": stream})
     if stream and started:
         assert response.status == 200
@@ -366,7 +384,7 @@ async def test_a_key_is_asked_for_where_there_are_keys(
 
 
 async def test_too_many_open_requests_are_refused_before_their_body(backend: FakeBackend) -> None:
-    backend.script = lambda request: []
+    backend.script = silent
     app = make_app(backend, max_open_requests=1)
     first, second = Connection(app), Connection(app)
     first.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 20\r\n\r\n")

@@ -1,0 +1,235 @@
+"""The protocol's own limits: raw bytes that are too many, too slow, or can be read in two ways."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from frontend import http_limits
+from frontend.http_limits import MAX_HEAD_BYTES, MAX_HEADER_LINES
+from tests.frontend.harness import Connection, FakeBackend, request_bytes, silent
+
+GET = b"GET /health HTTP/1.1\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+
+BAD_REQUESTS: list[bytes] = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 50,  # a TLS hello
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"hello\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"GET /health\r\n\r\n",
+    b"GET /health HTTP/9.9\r\nhost: a\r\n\r\n",
+    b"GET /health HTTP/0.9\r\nhost: a\r\n\r\n",
+    b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n",
+    b"GET /health HTTQ/1.1\r\nhost: a\r\n\r\n",
+    b"GET health HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"GET /he alth HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"GET /\x00 HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"G@T /health HTTP/1.1\r\nhost: a\r\n\r\n",
+    GET + b"\r\n",  # no Host
+    GET + b"host: a\r\nhost: b\r\n\r\n",
+    GET + b"host: a\r\nHost: a\r\n\r\n",
+    GET + b"host: a/?x=\r\n\r\n",
+    GET + b"host: a, b\r\n\r\n",
+    GET + b"host: a b\r\n\r\n",
+    GET + b"host: user@a\r\n\r\n",
+    GET + b"host: a\r\nx y: z\r\n\r\n",
+    GET + b"host: a\r\nx : z\r\n\r\n",
+    GET + b"host: a\r\n: z\r\n\r\n",
+    GET + b"host: a\r\nno colon\r\n\r\n",
+    GET + b"host: a\r\nx: a\x00b\r\n\r\n",
+    GET + b"host: a\r\nx: a\rb\r\n\r\n",
+    GET + b"host: a\r\nx: 1\r\n folded\r\n\r\n",
+    POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    POST + b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+    POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\nxxxxx",
+    POST + b"content-length: 5\r\ncontent-length: 5\r\n\r\nxxxxx",
+    POST + b"content-length: 5, 5\r\n\r\nxxxxx",
+    POST + b"content-length: -5\r\n\r\n",
+    POST + b"content-length: +5\r\n\r\nxxxxx",
+    POST + b"content-length: 0x5\r\n\r\nxxxxx",
+    POST + b"content-length: 5.0\r\n\r\nxxxxx",
+    POST + b"content-length: 99999999999999999999999\r\n\r\n",
+    POST + b"content-length: five\r\n\r\n",
+    POST + b"content-length:\r\n\r\n",
+    POST + b"transfer-encoding: gzip\r\n\r\n",
+    POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    POST + b"transfer-encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    POST + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    POST + b"transfer-encoding: identity\r\n\r\n",
+    POST + b"transfer-encoding: xchunked\r\n\r\n",
+    POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    POST + b"transfer-encoding: chunked\r\n\r\n-1\r\n",
+    POST + b"transfer-encoding: chunked\r\n\r\n0x5\r\nxxxxx\r\n",
+    POST + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+    POST + b"transfer-encoding: chunked\r\n\r\n1\r\nxx\r\n",
+    POST.replace(b"1.1", b"1.0") + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("data", BAD_REQUESTS, ids=lambda data: repr(data[-60:]))
+async def test_what_is_not_http_is_400_and_the_end_of_the_connection(connection: Connection, data: bytes) -> None:
+    connection.send(data)
+    response = await connection.response()
+    assert (response.status, response.error["code"]) == (400, "bad_http")
+    await connection.closed()
+    await connection.idle()
+    assert connection.transport.output.count(b"content-length: ") == 1
+
+
+async def test_http_1_0_is_served_and_closed(connection: Connection) -> None:
+    connection.send(b"GET /health HTTP/1.0\r\n\r\n")
+    assert (await connection.response()).status == 200
+    await connection.closed()
+
+
+@pytest.mark.parametrize("host", [b"localhost:8000", b"[::1]:8000", b"a.example", b"a_b-c.example:1", b""])
+async def test_a_host_is_a_host_and_a_port(connection: Connection, host: bytes) -> None:
+    connection.send(GET + b"host: " + host + b"\r\n\r\n")
+    assert (await connection.response()).status == 200
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 1 << 20])
+async def test_endless_headers_are_cut_at_the_limit(connection: Connection, size: int) -> None:
+    data = GET + b"host: a\r\nx: " + b"y" * (1 << 20)
+    num_sent = 0
+    while num_sent < len(data) and not connection.transport.closed:
+        connection.send(data[num_sent : num_sent + size])
+        num_sent += size
+    assert num_sent < MAX_HEAD_BYTES + 1 + size
+    assert (await connection.response()).status == 431
+
+
+@pytest.mark.parametrize(
+    "filler", [b"GET /", b"GET /health HTTP/1.1\r\n", b"\r\n" * 20_000, GET + b"host: a\r\n" + b"a" * 40_000]
+)
+async def test_no_part_of_the_head_is_without_a_limit(connection: Connection, filler: bytes) -> None:
+    connection.send(filler + b"y" * 40_000)
+    assert (await connection.response()).status in (400, 431)
+    await connection.closed()
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+async def test_the_limit_of_the_head_is_exact(connection: Connection, spare: int) -> None:
+    head = GET + b"host: a\r\nx: %s\r\n\r\n"
+    data = head % (b"y" * (MAX_HEAD_BYTES - len(head) + 2 + spare))
+    assert len(data) == MAX_HEAD_BYTES + spare
+    connection.send(data)
+    assert (await connection.response()).status == (200 if spare == 0 else 431)
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_the_limit_of_header_lines_is_exact(connection: Connection, excess: int) -> None:
+    connection.send(GET + b"host: a\r\n" + b"x: y\r\n" * (MAX_HEADER_LINES - 1 + excess) + b"\r\n")
+    assert (await connection.response()).status == (431 if excess else 200)
+
+
+@pytest.mark.parametrize("tail", [b"1;" + b"x" * 100_000, b"0\r\nx: " + b"y" * 100_000, b"0\r\n" + b"x: y\r\n" * 1000])
+async def test_chunk_extensions_and_trailers_have_the_same_limits(connection: Connection, tail: bytes) -> None:
+    connection.send(POST + b"transfer-encoding: chunked\r\n\r\n" + tail)
+    assert (await connection.response()).status == 431
+    await connection.closed()
+
+
+async def test_trailers_are_not_taken_for_headers(connection: Connection, backend: FakeBackend) -> None:
+    body = b'e\r\n{"prompt":"x"}\r\n0\r\nx-request-id: trailer\r\n\r\n'
+    connection.send(POST + b"transfer-encoding: chunked\r\n\r\n" + body)
+    response = await connection.response()
+    assert response.status == 200
+    assert response.headers["x-request-id"] != "trailer"
+
+
+async def test_slow_headers_are_408(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.01)
+    connection.send(b"GET /hea")
+    response = await connection.response()
+    assert (response.status, response.error["code"]) == (408, "request_timeout")
+    await connection.closed()
+
+
+async def test_the_time_for_headers_is_for_each_request_anew(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.02)
+    for _ in range(3):
+        connection.send(GET)
+        connection.send(b"host: a\r\n\r\n")
+        assert (await connection.response()).status == 200
+        await asyncio.sleep(0.03)
+
+
+async def test_a_body_that_nobody_wants_may_not_drip_for_ever(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_limits, "UNREAD_BODY_TIMEOUT_S", 0.01)
+    connection.send(b"POST /health HTTP/1.1\r\nhost: a\r\ncontent-length: 5000\r\n\r\n")
+    assert (await connection.response()).status == 405
+    async with asyncio.timeout(5):
+        while not connection.transport.closed:
+            connection.send(b"x")
+            await asyncio.sleep(0.001)
+    assert connection.transport.aborted
+
+
+async def test_a_connection_that_says_nothing_is_closed(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.frontend.harness import make_app
+
+    monkeypatch.setattr("frontend.server.KEEP_ALIVE_TIMEOUT_S", 0.01)
+    connection = Connection(make_app(backend))
+    await connection.closed()
+    assert not connection.transport.output
+    await connection.end()
+    assert not connection.state.connections
+
+
+async def test_only_the_first_of_two_requests_at_once_is_answered(connection: Connection) -> None:
+    connection.send((GET + b"host: a\r\n\r\n") * 1000)
+    assert (await connection.response()).headers["connection"] == "close"
+    await connection.closed()
+    assert connection.transport.output.count(b"content-length: ") == 1
+
+
+async def test_a_hidden_second_request_is_not_run(connection: Connection, backend: FakeBackend) -> None:
+    backend.script = silent
+    hidden = request_bytes("POST", "/v1/completions", {"prompt": "hidden"})
+    connection.send(request_bytes("POST", "/v1/completions", {"prompt": "x"}) + hidden)
+    await backend.submitted.wait()
+    connection.transport.reset()
+    await connection.idle()
+    assert len(backend.streams) == 1
+
+
+@pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
+async def test_a_request_to_upgrade_is_answered_as_it_stands(connection: Connection, upgrade: bytes) -> None:
+    headers = b"connection: upgrade, http2-settings\r\nupgrade: " + upgrade + b"\r\nhttp2-settings: AAMAAABk\r\n"
+    connection.send(POST + headers + b'content-length: 14\r\n\r\n{"prompt"')
+    connection.send(b':"x"}')
+    assert (await connection.response()).status == 200
+    assert (await connection.request("GET", "/health")).status == 200
+
+
+async def test_a_get_with_an_upgrade_is_answered_too(connection: Connection) -> None:
+    connection.send(GET + b"host: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+    assert (await connection.response()).status == 200
+    assert (await connection.request("GET", "/health")).status == 200
+
+
+async def test_a_head_request_has_no_body(connection: Connection) -> None:
+    connection.send(b"HEAD /health HTTP/1.1\r\nhost: a\r\n\r\n")
+    await connection.output(b"\r\n\r\n")
+    assert connection.transport.output.endswith(b"\r\n\r\n")
+
+
+async def test_garbage_after_a_running_stream_ends_only_that_connection(
+    connection: Connection, backend: FakeBackend
+) -> None:
+    backend.script = silent
+    connection.send(request_bytes("POST", "/v1/completions", {"prompt": "x", "stream": True}))
+    await backend.submitted.wait()
+    connection.send(b"\x00garbage\r\n\r\n")
+    backend.streams[0].cancel() if connection.transport.closed else connection.transport.reset()
+    await connection.idle()
+    assert backend.streams[0].cancelled.is_set()
