@@ -13,6 +13,7 @@ import torch
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from backend.checkpoint.json_file import convert, read_json_object, shorten
+from backend.checkpoint.layout import CONFIG_FILE
 from backend.checkpoint.rope import RopeSettings, compute_rope
 from backend.errors import StartupError
 from backend.passes.decoder.config import DecoderConfig
@@ -20,8 +21,6 @@ from shm.wire import MAX_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-CONFIG_FILE = "config.json"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

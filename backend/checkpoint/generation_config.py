@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from backend.checkpoint.config_json import CONFIG_FILE
 from backend.checkpoint.json_file import convert, read_json_object
+from backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE
 from shm.wire import Sampling, TokenId
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-GENERATION_FILE = "generation_config.json"
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from backend.checkpoint.config_json import CONFIG_FILE
 from backend.checkpoint.json_file import shorten
-from backend.checkpoint.weights import INDEX_FILE, SINGLE_FILE, shard_names
+from backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, shard_names
 from backend.errors import StartupError
 
 SMALL_FILES = (
     CONFIG_FILE,
     INDEX_FILE,
-    "generation_config.json",
+    GENERATION_FILE,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -13,16 +13,15 @@ exception is `mapped_embedding`, for a table of which rows are looked up and whi
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import torch
-from msgspec import Meta, Struct
 
 from backend.checkpoint.config_json import read_declared_dtype
-from backend.checkpoint.json_file import convert, read_json_object, shorten
+from backend.checkpoint.json_file import shorten
+from backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
 from backend.checkpoint.progress import make_progress
 from backend.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from backend.errors import StartupError
@@ -38,11 +37,7 @@ if TYPE_CHECKING:
     from backend.checkpoint.safetensors_file import StoredTensor
     from backend.passes.decoder.config import DecoderConfig
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-MAX_SHARDS = 512
 
-_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 _LM_HEAD = "lm_head.weight"
@@ -249,29 +244,6 @@ def _layer_layout(config: DecoderConfig, index: int) -> dict[str, tuple[_Part, .
     return layout
 
 
-class _Index(Struct, frozen=True):
-    weight_map: Annotated[dict[str, str], Meta(min_length=1, max_length=1 << 20)]
-
-
-def shard_names(index: Path) -> tuple[str, ...]:
-    """The files that an index names, each a plain file name. Raises StartupError."""
-    return tuple(sorted(set(_read_index(index).values())))
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name → shard's file name, each a plain name and never a path."""
-    weight_map = convert(read_json_object(path), _Index, path).weight_map
-    names = set(weight_map.values())
-    for name in names:
-        if not _SHARD_NAME.fullmatch(name):
-            raise StartupError(
-                f"{path}: weight_map names the file {shorten(name)}; it must be a plain *.safetensors name"
-            )
-    if len(names) > MAX_SHARDS:
-        raise StartupError(f"{path} names {len(names)} files; at most {MAX_SHARDS} are allowed")
-    return weight_map
-
-
 def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, SafetensorsFile], str]:
     """Tensor name → the file it lies in, closed by closers; and where that is, in words."""
     single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
@@ -280,7 +252,7 @@ def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Safetens
         return dict.fromkeys(file.tensors, file), str(single)
     if not index.exists():
         raise StartupError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are loaded")
-    weight_map = _read_index(index)
+    weight_map = read_index(index)
     shards = {
         name: closers.enter_context(closing(SafetensorsFile(model_dir / name)))
         for name in sorted(set(weight_map.values()))

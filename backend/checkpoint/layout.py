@@ -1,0 +1,44 @@
+"""Which files make up a checkpoint in the Hugging Face layout. Imports no torch: start-up looks around before it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta, Struct
+
+from backend.checkpoint.json_file import convert, read_json_object, shorten
+from backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARDS = 512
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors")
+
+
+class _Index(Struct, frozen=True):
+    weight_map: Annotated[dict[str, str], Meta(min_length=1, max_length=1 << 20)]
+
+
+def shard_names(index: Path) -> tuple[str, ...]:
+    """The files that an index names, each a plain file name. Raises StartupError."""
+    return tuple(sorted(set(read_index(index).values())))
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor name → shard's file name, each a plain name and never a path."""
+    weight_map = convert(read_json_object(path), _Index, path).weight_map
+    names = set(weight_map.values())
+    for name in names:
+        if not _SHARD_NAME.fullmatch(name):
+            raise StartupError(
+                f"{path}: weight_map names the file {shorten(name)}; it must be a plain *.safetensors name"
+            )
+    if len(names) > MAX_SHARDS:
+        raise StartupError(f"{path} names {len(names)} files; at most {MAX_SHARDS} are allowed")
+    return weight_map
