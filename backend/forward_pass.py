@@ -108,6 +108,8 @@ class PassOptions:
     """Rows a step can have at most; slots are numbered below it."""
     max_batch_tokens: int = 512
     """Tokens a step can have at most."""
+    max_context_tokens: int | None = None
+    """The longest sequence that will be served, where the operator has said so."""
 
 
 class IBatchedForwardPass(Protocol):

@@ -90,7 +90,9 @@ def serve(options: BackendOptions) -> None:
 def _load(options: BackendOptions, model_dir: Path, executor: Executor) -> tuple[IBatchedForwardPass, KvPlan]:
     """Loads weights and allocates the KV cache on the executor's thread, which alone calls the pass from then on."""
     pass_class = find_forward_pass(options.forward_pass)
-    pass_options = PassOptions(choose_device(options.gpu), options.dtype, options.max_running, options.max_batch_tokens)
+    pass_options = PassOptions(
+        choose_device(options.gpu), options.dtype, options.max_running, options.max_batch_tokens, options.max_context
+    )
     plans: list[KvPlan] = []
 
     def load() -> IBatchedForwardPass:
