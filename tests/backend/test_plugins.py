@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from backend.errors import StartupError
+from backend.passes.fake import FakePass
+from backend.plugins import find_forward_pass
+
+
+def test_a_pass_is_found_by_its_installed_name_and_by_import_string() -> None:
+    assert find_forward_pass("fake") is FakePass
+    assert find_forward_pass("backend.passes.fake:FakePass") is FakePass
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nonesuch", "not installed.*decoder"),
+        ("no.such.module:Class", "cannot be imported"),
+        ("backend.passes.fake:Missing", "cannot be imported"),
+        ("backend.errors:StartupError", "is no forward pass: it has no load"),
+    ],
+)
+def test_what_is_no_forward_pass_is_refused_with_its_name(name: str, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        find_forward_pass(name)
