@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock.client")
 
 _RECONNECT_S = 0.05
+_LAST_WORDS_S = 0.02
+"""How long a dead backend's last messages, which may still be on their way between our threads, are waited for."""
 _REFUSED_S = 1.0
 _HEARTBEAT_LIMIT_S = 2.0
 _MAX_FRUITLESS_RESUMES = 3
@@ -154,7 +156,7 @@ class BackendClient:
         self._resume_timeout_s = resume_timeout_s
         self._model: ModelCard | None = None
         self._session: Session | None = None
-        self._linked = False  # messages can pass: the session's link stands
+        self._linked = False  # the session's backend lives, as far as we know
         self._session_over = asyncio.Event()
         self._connector: asyncio.Task[None] | None = None
         self._give_up: asyncio.TimerHandle | None = None
@@ -367,7 +369,7 @@ class BackendClient:
 
     def _attach(self, session: Session) -> None:
         self._session = session
-        self._session_over.clear()
+        self._session_over = asyncio.Event()
         self._stop_waiting_for_a_backend()
         previous, self._model = self._model, session.model
         same = previous is None or _identity(previous) == _identity(session.model)
@@ -380,6 +382,7 @@ class BackendClient:
             else:
                 self._num_resumed += 1
                 self._enqueue(stream)
+        self._linked = True
         loop = asyncio.get_running_loop()
         loop.add_reader(session.control_fd, self._on_control, session)
         loop.add_reader(session.link_fd, self._on_link, session)
@@ -409,7 +412,10 @@ class BackendClient:
 
     def _on_control(self, session: Session) -> None:
         if session is self._session and session.control_ended():
-            self._session_over.set()
+            self._linked = False
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(session.control_fd)
+            loop.call_later(_LAST_WORDS_S, self._session_over.set)
 
     def _on_link(self, session: Session) -> None:
         if session is not self._session or self._session_over.is_set():
@@ -419,9 +425,9 @@ class BackendClient:
                 self._dispatch(session, outputs)
         except (LinkBroken, ValueError) as error:
             _log.error("the backend's messages do not add up, reconnecting: %s", error)
+            self._linked = False
             self._session_over.set()
             return
-        self._linked = self._linked or session.writable
         session.return_credits()
         self._send_outbox()
         self._update_board()

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,8 @@ _log = logging.getLogger("penstock.link")
 MAX_FAULTS = 3
 """Bad messages or descriptors after which a frontend is not listened to any more."""
 _MAX_MESSAGES_PER_TURN = 4096
+_MAX_REQUESTS_IN_FLIGHT = 1024
+"""Messages of one frontend between the processes; what comes on top waits in the frontend."""
 _HANDSHAKE_TIMEOUT_S = 3.0
 _LAST_WORDS_MS = 1000
 """How long a closing backend waits for what it has sent to reach its frontends."""
@@ -73,14 +76,14 @@ class LinkBroken(Exception):
 
 
 def _new_socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, *, high_water_mark: int, max_message_bytes: int
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, *, max_unsent: int, max_unread: int, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
     zsocket = context.socket(kind)
     zsocket.setsockopt(zmq.LINGER, 0)
     zsocket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     zsocket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_TIMEOUT_S * 1000))
-    zsocket.setsockopt(zmq.SNDHWM, high_water_mark)
-    zsocket.setsockopt(zmq.RCVHWM, high_water_mark)
+    zsocket.setsockopt(zmq.SNDHWM, max_unsent)
+    zsocket.setsockopt(zmq.RCVHWM, max_unread)
     return zsocket
 
 
@@ -98,25 +101,32 @@ def _receive(zsocket: zmq.Socket[bytes], num_parts: int) -> list[bytes] | None:
 
 
 class FrontendLink:
-    """The frontend's end. Watch `fd` for reading and `drain` at each wake: the fd tells of changes, not of states."""
+    """The frontend's end. Watch `fd` for reading and `drain` at each wake: the fd tells of changes, not of states.
+
+    Without ZMQ_IMMEDIATE, for with it a disconnection discards what has been received and not been read yet. Messages
+    that it would have kept from queueing towards a dead backend end here with the link, when the control socket ends.
+    """
 
     def __init__(self, welcome: Welcome) -> None:
         """Begins to connect. Raises OSError."""
         self._next_sequence = 0
-        self._context = zmq.Context()
-        try:
-            self._socket = _new_socket(
-                self._context,
-                zmq.DEALER,
-                high_water_mark=4 * welcome.credit,
-                max_message_bytes=MAX_TO_FRONTEND_BYTES,
-            )
-            self._socket.setsockopt(zmq.IMMEDIATE, 1)
-            self._socket.setsockopt(zmq.IDENTITY, welcome.identity)
-            self._socket.connect(welcome.endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise OSError(error.errno, str(error)) from None
+        with ExitStack() as opened:
+            context = zmq.Context()
+            opened.callback(context.term)
+            try:
+                self._socket = _new_socket(
+                    context,
+                    zmq.DEALER,
+                    max_unsent=_MAX_REQUESTS_IN_FLIGHT,
+                    max_unread=4 * welcome.credit,
+                    max_message_bytes=MAX_TO_FRONTEND_BYTES,
+                )
+                opened.callback(self._socket.close)
+                self._socket.setsockopt(zmq.IDENTITY, welcome.identity)
+                self._socket.connect(welcome.endpoint)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, str(error)) from None
+            self._opened = opened.pop_all()
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def send(self, message: Submit | Cancel | Credit) -> bool:
@@ -126,11 +136,6 @@ class FrontendLink:
         except zmq.Again:
             return False
         return True
-
-    @property
-    def writable(self) -> bool:
-        """False until the connection stands."""
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     @property
     def readable(self) -> bool:
@@ -154,8 +159,7 @@ class FrontendLink:
         return outputs
 
     def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        self._opened.close()
 
 
 @dataclass(slots=True)
@@ -209,7 +213,11 @@ class BackendLink:
         self._message_path = socket_path.with_name(socket_path.name + ".zmq")
         self._context = zmq.Context()
         self._socket = _new_socket(
-            self._context, zmq.ROUTER, high_water_mark=4 * credit, max_message_bytes=MAX_TO_BACKEND_BYTES
+            self._context,
+            zmq.ROUTER,
+            max_unsent=4 * credit,
+            max_unread=_MAX_REQUESTS_IN_FLIGHT,
+            max_message_bytes=MAX_TO_BACKEND_BYTES,
         )
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)

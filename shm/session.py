@@ -57,10 +57,6 @@ class Session:
         return cls(await join(socket_path), ledger)
 
     @property
-    def writable(self) -> bool:
-        return self._link.writable
-
-    @property
     def readable(self) -> bool:
         return self._link.readable
 

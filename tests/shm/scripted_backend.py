@@ -24,21 +24,23 @@ from shm.board import BackendBoard
 from shm.link import NO_TOKEN, BackendLink, Cancellation, FrontendDeath, Submission
 from shm.wire import Failure, FailureCode, Finish, ModelCard, Started
 
-NextToken = Callable[[Sequence[int], int, int], int]
+NextToken = Callable[["array[int]", int, int], int]
 """(tokens so far, how many of them are the prompt, vocabulary size) → the next token."""
 
 FAILING_TOKEN = 13
 """A prompt of exactly this token ends FAILED after its first token."""
 KILLING_TOKEN = 14
 """A prompt of exactly this token kills the backend's process."""
+_FAILING_PROMPT = array("i", [FAILING_TOKEN])
+_KILLING_PROMPT = array("i", [KILLING_TOKEN])
 
 
-def hashed(tokens: Sequence[int], num_prompt_tokens: int, vocab_size: int) -> int:
+def hashed(tokens: array[int], num_prompt_tokens: int, vocab_size: int) -> int:
     """Depends on every token and its place, so that a lost, repeated or swapped token changes all that follow."""
-    return zlib.crc32(array("i", tokens).tobytes()) % vocab_size
+    return zlib.crc32(tokens) % vocab_size
 
 
-def echoed(tokens: Sequence[int], num_prompt_tokens: int, vocab_size: int) -> int:
+def echoed(tokens: array[int], num_prompt_tokens: int, vocab_size: int) -> int:
     """The prompt, again and again."""
     return tokens[(len(tokens) - num_prompt_tokens) % num_prompt_tokens]
 
@@ -50,10 +52,10 @@ def expected_tokens(
     prompt: Sequence[int], max_tokens: int, next_token: NextToken = hashed, vocab_size: int = 1000
 ) -> list[int]:
     """What an undisturbed run of the script generates, stop tokens aside."""
-    tokens = list(prompt)
+    tokens = array("i", prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(tokens, len(prompt), vocab_size))
-    return tokens[len(prompt) :]
+    return tokens[len(prompt) :].tolist()
 
 
 def model_card(**changes: Any) -> ModelCard:
@@ -72,7 +74,7 @@ def model_card(**changes: Any) -> ModelCard:
 @dataclass(slots=True)
 class _Running:
     submission: Submission
-    tokens: list[int]
+    tokens: array[int]
     received_s: float
     started: bool = False
 
@@ -131,8 +133,8 @@ class ScriptedEngine:
         self.link.flush()
 
     def _submit(self, submission: Submission) -> None:
-        tokens = array("i", submission.tokens).tolist()
-        if tokens == [KILLING_TOKEN]:
+        tokens = array("i", submission.tokens)
+        if tokens == _KILLING_PROMPT:
             os.kill(os.getpid(), signal.SIGKILL)
         card = self.script.card
         failure = None
@@ -162,7 +164,7 @@ class ScriptedEngine:
                 finish = Finish.STOP
             elif len(running.tokens) - num_prompt >= submission.max_tokens:
                 finish = Finish.LENGTH
-            elif running.tokens[:num_prompt] == [FAILING_TOKEN]:
+            elif running.tokens[:num_prompt] == _FAILING_PROMPT:
                 finish, failure = Finish.FAILED, Failure(request_id, FailureCode.INTERNAL)
             if not running.started:
                 running.started = True
