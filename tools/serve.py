@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,11 @@ from cyclopts import Parameter
 
 from backend.options import BackendOptions
 from frontend.options import FrontendOptions
-from shm.cli import default_socket_path, to_argv
+from shm.cli import ENV_PREFIX, default_socket_path, to_argv
 from shm.supervisor import ChildSpec, Supervisor, module_argv
 
-_STOP_TIMEOUT_S = 30.0
+_STOP_MARGIN_S = 10.0
+"""What a child may take beyond the drain time-out before it is killed."""
 _PROBE_TIMEOUT_S = 0.5
 
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - where to ask, not where to listen
@@ -38,7 +40,7 @@ class ServeOptions(FrontendOptions, BackendOptions):
 
 
 # The inherited fields' annotations are names of their own modules; whoever inspects __init__ would look for them here.
-ServeOptions.__init__.__annotations__ = get_type_hints(ServeOptions, include_extras=True)  # type: ignore[misc]
+ServeOptions.__init__.__annotations__ = get_type_hints(ServeOptions, include_extras=True)
 
 T = TypeVar("T")
 
@@ -60,11 +62,31 @@ def is_ready(host: str, port: int) -> bool:
         connection.close()
 
 
+def free_port(host: str) -> int:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
+    """The options without API keys, and an environment with them: other users of a machine can read command lines."""
+    environment = dict(os.environ)
+    if options.api_key:
+        environment[f"{ENV_PREFIX}API_KEY"] = ",".join(options.api_key)
+    return dataclasses.replace(options, api_key=()), environment
+
+
 def serve(options: ServeOptions) -> int:
     """Runs until told to stop; returns the exit status."""
+    if options.port == 0:
+        # Chosen here, so that a frontend that is restarted comes back on the same one.
+        options = dataclasses.replace(options, port=free_port(options.host))
+    told, environment = split_keys(options)
+    backend_argv = module_argv("backend.main", to_argv(part(told, BackendOptions)))
+    frontend_argv = module_argv("frontend.main", to_argv(part(told, FrontendOptions)))
     children = (
-        ChildSpec("backend", module_argv("backend.main", to_argv(part(options, BackendOptions))), stage=0),
-        ChildSpec("frontend", module_argv("frontend.main", to_argv(part(options, FrontendOptions))), stage=1),
+        ChildSpec("backend", backend_argv, stage=0),
+        ChildSpec("frontend", frontend_argv, env=environment, stage=1),
     )
 
     def announce_when_up() -> bool:
@@ -73,12 +95,13 @@ def serve(options: ServeOptions) -> int:
         print(_welcome(options), flush=True)
         return True
 
-    supervisor = Supervisor(children, log=_log, stop_timeout_s=_STOP_TIMEOUT_S, is_up=announce_when_up)
+    stop_timeout_s = options.drain_timeout_s + _STOP_MARGIN_S
     try:
-        return supervisor.run()
+        return Supervisor(children, log=_log, stop_timeout_s=stop_timeout_s, is_up=announce_when_up).run()
     finally:
         if options.socket == private_socket_path():
-            options.socket.unlink(missing_ok=True)
+            for path in options.socket.parent.glob(f"{options.socket.name}*"):  # the socket and its lock
+                path.unlink(missing_ok=True)
 
 
 def _log(message: str) -> None:

@@ -48,7 +48,7 @@ class Lines:
 
     def rest(self) -> str:
         """Waits for the end."""
-        return "".join(iter(self._lines.get, None))  # type: ignore[arg-type]
+        return "".join(iter(self._lines.get, None))
 
     def join(self) -> None:
         self._thread.join()
@@ -71,12 +71,13 @@ class Serve:
     def pids(self, module: str) -> list[int]:
         return [pid for pid in descendants(self.process.pid) if runs_module(pid, module)]
 
-    def complete(self) -> tuple[int, str]:
+    def complete(self, key: str = "none") -> tuple[int, str]:
         """Status and text of one greedy completion."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
             body = {"model": "penstock-demo", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
             reply = connection.getresponse()
             answer = json.loads(reply.read())
             return reply.status, answer["choices"][0]["text"] if reply.status == 200 else answer["error"]["code"]
@@ -140,7 +141,7 @@ def test_it_serves_until_told_to_stop_and_leaves_nothing(start: Start, tmp_path:
     assert children
     assert serve.stop() == 0
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
-    assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+    assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
 
 
 def test_a_killed_backend_and_a_killed_worker_come_back(start: Start) -> None:
@@ -201,3 +202,18 @@ def test_serve_has_every_option_of_both_once() -> None:
 def test_the_socket_is_this_servers_own() -> None:
     assert ServeOptions().socket == private_socket_path()
     assert str(os.getpid()) in private_socket_path().name
+
+
+def test_keys_work_and_stand_in_no_command_line(start: Start) -> None:
+    serve = start("--api-key", "one", "--api-key", "two")
+    serve.wait_until_ready()
+    assert serve.complete() == (401, "invalid_api_key")
+    assert serve.complete(key="two")[0] == 200
+    for pid in descendants(serve.process.pid):
+        assert b"two" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_free_port_is_told(start: Start) -> None:
+    serve = start(port=0)
+    serve.wait_until_ready()
+    assert serve.stop() == 0

@@ -15,7 +15,6 @@ from rich.table import Table
 from tools.bench.machine import Machine, this_machine
 from tools.bench.stats import Aim, Spread, Summary
 
-
 MIN_WIDTH = 120
 """Columns of the widest table; a narrower terminal wraps its lines rather than losing its figures."""
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from shm.cli import fail
 from tools.bench.client import HttpClient
 from tools.bench.compare import NUM_REQUESTS, compare_static, comparison_table, static_child
+from tools.bench.floor import EngineStep, floor_table, measure_bare_steps, measure_engine_step_ms
 from tools.bench.frontend_cost import measure_frontend_cost
 from tools.bench.load import BenchError, Target, measure, warm_up
 from tools.bench.options import BenchOptions
@@ -149,6 +150,35 @@ def run_compare(bench: Bench, console: Console) -> bool:
     return True
 
 
+def run_floor(bench: Bench, console: Console) -> bool:
+    options = bench.options
+    if options.url is not None:
+        raise BenchError("--floor runs on a server of its own: leave --url out")
+    # Halfway through the answer: the mean context of the steps that are measured.
+    context_tokens = options.prompt_tokens.high + options.output_tokens.high // 2
+    with bench.progress.status("the bare work of a step"):
+        bare = measure_bare_steps(bench.server, options.concurrency, context_tokens)
+
+    async def engine(url: str) -> list[EngineStep]:
+        target = await bench.target(url)
+        workload = replace(bench.workload(target), duplicates=0.0, drop=0.0, rate_per_s=None)
+        await warm_up(target, workload, options.warmup, options.warmup, options.seed)
+        steps = []
+        for number, step in enumerate(bare):
+            first_seed = options.seed + 1000 * number
+            seeds = range(first_seed, first_seed + max(options.rounds, 3))
+            with bench.progress.status(f"the engine's step, batch {step.batch_size}"):
+                steps.append(EngineStep(step, await measure_engine_step_ms(target, workload, step.batch_size, seeds)))
+        return steps
+
+    with bench.serving() as (url, _):
+        steps = uvloop.run(engine(url))
+    bench.report.sections["floor"] = steps
+    bench.report.aims += [step.aim() for step in steps]
+    console.print(floor_table(steps, context_tokens))
+    return True
+
+
 def run_frontend_cost(bench: Bench, console: Console) -> bool:
     async def cost(url: str, own: OwnServer) -> bool:
         with bench.progress.status("64 streams over the fake pass"):
@@ -195,8 +225,6 @@ def run_bench(options: BenchOptions, server: ServeOptions) -> int:
 
 
 def _choose_mode(options: BenchOptions) -> Callable[[Bench, Console], bool]:
-    from tools.bench.floor import run_floor
-
     modes = {
         "--compare": (options.compare is not None, run_compare),
         "--floor": (options.floor, run_floor),

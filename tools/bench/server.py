@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,7 +15,7 @@ from shm.cli import to_argv
 from shm.supervisor import module_argv
 from tools.bench.load import BenchError
 from tools.bench.processes import descendants, runs_module
-from tools.serve import ServeOptions, is_ready
+from tools.serve import ServeOptions, free_port, is_ready, split_keys
 
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 60.0
@@ -45,13 +44,15 @@ class OwnServer:
 @contextlib.contextmanager
 def own_server(options: ServeOptions) -> Iterator[OwnServer]:
     """Serves on a free port of the loopback interface while the context lasts. Raises BenchError."""
-    options = replace(options, host="127.0.0.1", port=_free_port())
+    options = replace(options, host="127.0.0.1", port=free_port("127.0.0.1"))
+    told, environment = split_keys(options)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            module_argv("tools.main", ["serve", *to_argv(options)]),
+            module_argv("tools.main", ["serve", *to_argv(told)]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env=environment,
             process_group=0,  # Ctrl-C reaches it through us, once
         )
         try:
@@ -61,12 +62,6 @@ def own_server(options: ServeOptions) -> Iterator[OwnServer]:
                 raise BenchError(f"the server ended with status {process.returncode} during the run\n{_tail(log)}")
         finally:
             _stop(process)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], options: ServeOptions, log: IO[bytes]) -> None:
