@@ -17,7 +17,7 @@ from shm.wire import FailureCode, Finish
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from frontend.detokenizer import WindowDetokenizer
+    from frontend.detokenizer import Detokenizer
     from frontend.exchange import Exchange
     from frontend.formats import Format
     from frontend.request_log import RequestRecord
@@ -34,7 +34,7 @@ class Choice:
     index: int
     prompt_index: int
     stream: TokenStream
-    detokenizer: WindowDetokenizer
+    detokenizer: Detokenizer
     stops: StopMatcher
     num_tokens: int = 0
     finish_reason: str | None = None

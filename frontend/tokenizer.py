@@ -10,7 +10,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from frontend.chat_template import ChatTemplate, read_chat_template, special_tokens_of
-from frontend.detokenizer import WindowDetokenizer
+from frontend.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,8 @@ class ModelTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.chat_template = chat_template
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelTokenizer:
@@ -58,6 +60,6 @@ class ModelTokenizer:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
-    def detokenizer(self) -> WindowDetokenizer:
+    def detokenizer(self) -> Detokenizer:
         """For one stream."""
-        return WindowDetokenizer(self.decode)
+        return Detokenizer(self.decode, self._special_ids)
