@@ -12,7 +12,6 @@ import math
 import time
 from array import array
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shm.arena import ArenaFull
@@ -21,13 +20,15 @@ from shm.link import NO_TOKEN, LinkBroken
 from shm.region import RegionError
 from shm.rendezvous import Refused
 from shm.session import Session
-from shm.wire import FailureCode, Finish, ModelCard, Sampling, Submit, WireError, decode_to_backend, encode
+from shm.stream import GenerationRequest, TokenBatch, TokenStream
+from shm.wire import FailureCode, Finish, ModelCard, Submit, WireError, decode_to_backend, encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     from shm.wire import StepOutputs
+
+__all__ = ["BackendClient", "BackendUnavailable", "GenerationRequest", "Overloaded", "TokenBatch", "TokenStream"]
 
 _log = logging.getLogger("penstock.client")
 
@@ -36,34 +37,11 @@ _LAST_WORDS_S = 0.02
 """How long a dead backend's last messages, which may still be on their way between our threads, are waited for."""
 _REFUSED_S = 1.0
 _HEARTBEAT_LIMIT_S = 2.0
-_MAX_FRUITLESS_RESUMES = 3
-"""Backends that may die in a row of a request without giving it a token: it may be what kills them."""
+_MAX_FRUITLESS_LIVES = 4
+"""Backends that may die in a row with a request and without giving it a token: it may be what kills them."""
 _MAX_RETRY_AFTER_S = 60
 _RATE_WINDOW_S = 10.0
 _PLACEHOLDER = bytes(4)
-
-
-@dataclass(slots=True)
-class GenerationRequest:
-    """What to run. token_ids within the model's context; max_tokens counts generated tokens."""
-
-    token_ids: Sequence[int]
-    max_tokens: int
-    sampling: Sampling
-    stop_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class TokenBatch:
-    """Tokens that arrived since the last batch, one or more; or none, where the stream ended without a token.
-
-    finish is NONE while the stream goes on. With finish STOP the last token id is the stop token, not part of the text.
-    """
-
-    token_ids: list[int]
-    finish: Finish = Finish.NONE
-    failure: FailureCode | None = None
-    failure_limit: int = 0
 
 
 class BackendUnavailable(Exception):
@@ -76,73 +54,6 @@ class Overloaded(Exception):
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"overloaded, retry after {retry_after_s} s")
         self.retry_after_s = retry_after_s
-
-
-class TokenStream:
-    """One subscriber's tokens. `async for batch in stream` ends after the batch whose finish is not NONE.
-
-    One task reads it; whoever stops reading before the end calls `cancel`.
-    """
-
-    __slots__ = (
-        "_cancel",
-        "_delivered",
-        "_ended",
-        "_failure",
-        "_failure_limit",
-        "_finish",
-        "_fruitless_resumes",
-        "_queued",
-        "_submit",
-        "_tokens",
-        "_waiter",
-        "cached_tokens",
-        "queue_s",
-    )
-
-    def __init__(self, submit: Submit, tokens: array[int], cancel: Callable[[TokenStream], None]) -> None:
-        self.cached_tokens = 0
-        """Prompt tokens served from the prefix cache; known once the first batch has come."""
-        self.queue_s = 0.0
-        """Seconds from the backend's receipt to its first step; known once the first batch has come."""
-        self._submit = submit
-        self._tokens = tokens  # the prompt and all that was generated: what a new backend is sent
-        self._delivered = len(tokens)
-        self._cancel = cancel
-        self._queued = False  # in the client's outbox: the backend does not know of it yet
-        self._fruitless_resumes = 0
-        self._finish = Finish.NONE
-        self._failure: FailureCode | None = None
-        self._failure_limit = 0
-        self._ended = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> AsyncIterator[TokenBatch]:
-        return self
-
-    async def __anext__(self) -> TokenBatch:
-        if self._ended:
-            raise StopAsyncIteration
-        while self._delivered == len(self._tokens) and self._finish is Finish.NONE:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        batch = TokenBatch(self._tokens[self._delivered :].tolist())
-        self._delivered = len(self._tokens)
-        if self._finish is not Finish.NONE:
-            self._ended = True
-            batch.finish, batch.failure, batch.failure_limit = self._finish, self._failure, self._failure_limit
-        return batch
-
-    def cancel(self) -> None:
-        """Idempotent; frees the request in the backend. The iterator, if waiting, ends with finish CANCELLED."""
-        self._cancel(self)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class BackendClient:
@@ -163,6 +74,8 @@ class BackendClient:
         self._next_request_id = 0
         self._streams: dict[int, TokenStream] = {}  # those that have no finish yet
         self._outbox: deque[TokenStream | int] = deque()  # streams to submit, request ids to cancel
+        self._suspects: deque[TokenStream] = deque()  # to be submitted one after the other
+        self._on_trial: TokenStream | None = None
         self._counts = dict.fromkeys(Finish, 0)
         self._num_resumed = 0
         self._num_tokens = 0
@@ -304,7 +217,7 @@ class BackendClient:
                 continue
             if token_id != NO_TOKEN:
                 stream._tokens.append(token_id)
-                stream._fruitless_resumes = 0
+                stream._fruitless_lives = 0
                 self._num_tokens += 1
                 waiter = stream._waiter
                 if waiter is not None and not waiter.done():
@@ -322,6 +235,7 @@ class BackendClient:
         session = self._session
         if session is None or not self._linked:
             return
+        self._try_suspects()
         while self._outbox:
             item = self._outbox[0]
             if isinstance(item, int):
@@ -373,21 +287,47 @@ class BackendClient:
         self._stop_waiting_for_a_backend()
         previous, self._model = self._model, session.model
         same = previous is None or _identity(previous) == _identity(session.model)
-        for stream in list(self._streams.values()):
-            stream._fruitless_resumes += 1
-            if not same:
-                self._fail(stream, FailureCode.UNAVAILABLE)
-            elif stream._fruitless_resumes > _MAX_FRUITLESS_RESUMES:
-                self._fail(stream, FailureCode.INTERNAL)
-            else:
-                self._num_resumed += 1
-                self._enqueue(stream)
+        if same:
+            self._resume()
+        else:
+            self._fail_all()
         self._linked = True
         loop = asyncio.get_running_loop()
         loop.add_reader(session.control_fd, self._on_control, session)
         loop.add_reader(session.link_fd, self._on_link, session)
         self._update_board()
         self._on_link(session)
+
+    def _resume(self) -> None:
+        """Submits the open streams again.
+
+        Two backends in a row that died with a stream and without a token for it make it suspect of having killed them.
+        Suspects are tried one after the other, so that the innocent make progress and the guilty is found out.
+        """
+        suspects = []
+        for stream in list(self._streams.values()):
+            if not stream._queued:
+                stream._fruitless_lives += 1
+            if stream._fruitless_lives > _MAX_FRUITLESS_LIVES:
+                _log.error("a request of %d prompt tokens is given up", stream._submit.num_prompt_tokens)
+                self._fail(stream, FailureCode.INTERNAL)
+                continue
+            self._num_resumed += 1
+            if stream._fruitless_lives < 2:
+                self._enqueue(stream)
+            else:
+                stream._queued = True
+                suspects.append(stream)
+        self._suspects = deque(sorted(suspects, key=lambda stream: stream._fruitless_lives))
+        self._on_trial = None
+
+    def _try_suspects(self) -> None:
+        while self._suspects:
+            tried = self._on_trial
+            if tried is not None and tried._fruitless_lives and tried._finish is Finish.NONE:
+                return
+            self._on_trial = self._suspects.popleft()
+            self._enqueue(self._on_trial)
 
     def _detach(self, session: Session) -> None:
         loop = asyncio.get_running_loop()
@@ -397,6 +337,7 @@ class BackendClient:
         self._linked = False
         # The dead backend owes nothing: cancels are moot, and what is open will be submitted to the next one.
         self._outbox.clear()
+        self._suspects.clear()
         session.close()
         if self._streams:
             self._give_up = loop.call_later(self._resume_timeout_s, self._fail_all)

@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only looked at
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _uvloop_has_its_own_fds() -> None:
+    """libuv opens two pipes for the whole process with its first loop and keeps them."""
+    uvloop.new_event_loop().close()
 
 
 @pytest.fixture

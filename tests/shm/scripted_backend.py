@@ -6,6 +6,7 @@ Runs in a thread (`ScriptedBackend`) or as a process (`BackendProcess`, or `pyth
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -241,6 +242,16 @@ class BackendProcess:
         self._process = subprocess.Popen(self._argv, stdout=subprocess.PIPE, text=True, cwd=root)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def wait_for_death(self, timeout_s: float) -> None:
+        """Returns when the process has ended, or after timeout_s."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)

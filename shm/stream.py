@@ -1,0 +1,105 @@
+"""What a client asks for, and the stream of tokens that it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shm.wire import FailureCode, Finish, Sampling
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from shm.wire import Submit
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """What to run. token_ids within the model's context; max_tokens counts generated tokens."""
+
+    token_ids: Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """Tokens that arrived since the last batch, one or more; or none, where the stream ended without a token.
+
+    finish is NONE while the stream goes on. With finish STOP the last token id is the stop token, not part of the text.
+    """
+
+    token_ids: list[int]
+    finish: Finish = Finish.NONE
+    failure: FailureCode | None = None
+    failure_limit: int = 0
+
+
+class TokenStream:
+    """One subscriber's tokens. `async for batch in stream` ends after the batch whose finish is not NONE.
+
+    One task reads it; whoever stops reading before the end calls `cancel`.
+    """
+
+    __slots__ = (
+        "_cancel",
+        "_delivered",
+        "_ended",
+        "_failure",
+        "_failure_limit",
+        "_finish",
+        "_fruitless_lives",
+        "_queued",
+        "_submit",
+        "_tokens",
+        "_waiter",
+        "cached_tokens",
+        "queue_s",
+    )
+
+    def __init__(self, submit: Submit, tokens: array[int], cancel: Callable[[TokenStream], None]) -> None:
+        self.cached_tokens = 0
+        """Prompt tokens served from the prefix cache; known once the first batch has come."""
+        self.queue_s = 0.0
+        """Seconds from the backend's receipt to its first step; known once the first batch has come."""
+        self._submit = submit
+        self._tokens = tokens  # the prompt and all that was generated: what a new backend is sent
+        self._delivered = len(tokens)
+        self._cancel = cancel
+        self._queued = False  # waits in the client: no backend, or not the present one, knows of it
+        self._fruitless_lives = 0  # backends that died with this stream since its last token
+        self._finish = Finish.NONE
+        self._failure: FailureCode | None = None
+        self._failure_limit = 0
+        self._ended = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        return self
+
+    async def __anext__(self) -> TokenBatch:
+        if self._ended:
+            raise StopAsyncIteration
+        while self._delivered == len(self._tokens) and self._finish is Finish.NONE:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        batch = TokenBatch(self._tokens[self._delivered :].tolist())
+        self._delivered = len(self._tokens)
+        if self._finish is not Finish.NONE:
+            self._ended = True
+            batch.finish, batch.failure, batch.failure_limit = self._finish, self._failure, self._failure_limit
+        return batch
+
+    def cancel(self) -> None:
+        """Idempotent; frees the request in the backend. The iterator, if waiting, ends with finish CANCELLED."""
+        self._cancel(self)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
