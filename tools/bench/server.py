@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO
 
 from shm.cli import to_argv
@@ -43,10 +44,12 @@ class OwnServer:
 
 @contextlib.contextmanager
 def own_server(options: ServeOptions) -> Iterator[OwnServer]:
-    """Serves on a free port of the loopback interface while the context lasts. Raises BenchError."""
-    options = replace(options, host="127.0.0.1", port=free_port("127.0.0.1"))
-    told, environment = split_keys(options)
-    with tempfile.TemporaryFile() as log:
+    """Serves on a free port and socket of its own while the context lasts. Raises BenchError."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory, tempfile.TemporaryFile() as log:
+        options = replace(
+            options, host="127.0.0.1", port=free_port("127.0.0.1"), socket=Path(directory) / "backend.sock"
+        )
+        told, environment = split_keys(options)
         process = subprocess.Popen(
             module_argv("tools.main", ["serve", *to_argv(told)]),
             stdin=subprocess.DEVNULL,
