@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from frontend.schemas import ChatMessage
 
 
+_RENDERING_FAILS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+"""What the Python code made from a template raises when the messages are not as it expects."""
+
+
 class TemplateRefusedError(Exception):
     """The template called raise_exception, or cannot render these messages. The text is the template's own."""
 
@@ -90,8 +102,7 @@ class ChatTemplate:
             )
         except _TemplateRaised as error:
             raise TemplateRefusedError(str(error.message)) from None
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            # What Python code made from a template raises when the messages are not as it expects.
+        except _RENDERING_FAILS as error:
             raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
 
     def _as_dict(self, message: ChatMessage) -> dict[str, str]:

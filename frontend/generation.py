@@ -140,9 +140,10 @@ class Generation:
     async def _run(self, choice: Choice, emit: Callable[[Choice, str], Awaitable[None]]) -> None:
         try:
             async for batch in choice.stream:
-                if self._record.first_token_s is None:
+                if batch.token_ids and self._record.first_token_s is None:
                     self._record.first_token_s = time.monotonic()
                 if batch.finish is Finish.CANCELLED:
+                    choice.num_tokens += len(batch.token_ids)
                     raise self._exchange.ending or ClientGoneError()
                 await emit(choice, choice.take(batch))
                 if choice.finish_reason is not None:

@@ -7,6 +7,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httptools
@@ -49,6 +50,12 @@ VOCAB_SIZE: int = TOKENIZER.get_vocab_size()
 
 def token_ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def save_model_files(directory: Path) -> None:
+    """What a frontend reads of a checkpoint."""
+    TOKENIZER.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
 def model_card(**changes: Any) -> ModelCard:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +48,7 @@ TEXTS = st.text(st.sampled_from(" abcdehiorst,.?é猫🐈你好\n\t#ß\u0301\u20
 def streamed(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
     detokenizer = ModelTokenizer(tokenizer, None).detokenizer()
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    pieces = [detokenizer.push(ids[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    pieces = [detokenizer.push(ids[start:end]) for start, end in itertools.pairwise(bounds)]
     return [*pieces, detokenizer.flush()]
 
 

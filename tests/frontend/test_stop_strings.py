@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +30,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=6))
 def test_any_split_gives_what_the_whole_text_gives(text: str, stops: list[str], cuts: list[int]) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(bounds)]
     assert run(pieces, stops) == reference(text, stops)
 
 
