@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
+
+from cyclopts import Group, Parameter
 
 from shm.cli import make_app
 from tools.bench.options import BenchOptions
 from tools.serve import ServeOptions
 
 app = make_app("penstock", "An LLM server for one GPU: serve a model, measure it, make one to measure with.")
+
+
+_SERVER = Parameter(name="*", group=Group("The server it starts", sort_key=2))
 
 
 @app.command
@@ -23,7 +29,7 @@ def serve(*, options: ServeOptions = ServeOptions()) -> None:  # noqa: B008 - fr
 def bench(
     *,
     options: BenchOptions = BenchOptions(),  # noqa: B008 - frozen
-    server: ServeOptions = ServeOptions(),  # noqa: B008 - frozen
+    server: Annotated[ServeOptions, _SERVER] = ServeOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Measures a server: throughput, time to first token, gaps between tokens. Starts one unless --url names one."""
     from tools.bench.run import run_bench

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter, Token
+from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
 from tools.bench.load import Endpoint
@@ -30,14 +30,14 @@ def _convert_counts(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
     return parse_counts(tokens[0].value)
 
 
-LengthRange = Annotated[Lengths, Parameter(converter=_convert_lengths, n_tokens=1)]
+LengthRange = Annotated[Lengths, Parameter(converter=_convert_lengths, n_tokens=1, accepts_keys=False)]
 Counts = Annotated[tuple[int, ...], Parameter(converter=_convert_counts, n_tokens=1, negative="")]
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
 NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=Group("Measurement", sort_key=1))
 @dataclass(frozen=True)
 class BenchOptions:
     """Load on an OpenAI endpoint, and what its clients see."""
@@ -90,13 +90,13 @@ class BenchOptions:
     stagger_s: Annotated[float, Parameter(validator=Number(gt=0))] = 0.1
     """Seconds between arrivals in the comparison of time to first token."""
 
-    floor: bool = False
+    floor: Annotated[bool, Parameter(negative="")] = False
     """The engine's decode step beside the bare work of the step: products and attention alone."""
 
-    frontend_cost: bool = False
+    frontend_cost: Annotated[bool, Parameter(negative="")] = False
     """Tokens a second through one frontend over a model that costs nothing, and CPU time of each streamed token."""
 
-    storm: bool = False
+    storm: Annotated[bool, Parameter(negative="")] = False
     """Many requests of which a share (default one half) is dropped; then every page must be free again."""
 
     json: Path | None = None

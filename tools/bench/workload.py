@@ -24,6 +24,9 @@ class Lengths:
     low: int
     high: int
 
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
     def draw(self, rng: random.Random) -> int:
         return rng.randint(self.low, self.high)
 
