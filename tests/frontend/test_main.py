@@ -1,0 +1,235 @@
+"""The frontend command as processes: parent, workers, signals, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.frontend.harness import VOCAB_SIZE, save_model_files
+from tests.shm.scripted_backend import BackendProcess
+
+BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
+
+
+class Frontend:
+    """`frontend` on a free port; its standard error is kept."""
+
+    def __init__(self, socket_path: Path, *options: str) -> None:
+        argv = [sys.executable, "-P", "-m", "frontend.main", "--socket", str(socket_path), "--port", "0", *options]
+        self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        self.log = ""
+        address = self.wait_for(r"listening on (http://\S+)")
+        self.client = httpx.Client(base_url=address, timeout=10)
+
+    def wait_for(self, pattern: str) -> str:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log += line
+            if match := re.search(pattern, line):
+                return match[1] if match.groups() else match[0]
+        raise AssertionError(f"ended without {pattern}: {self.log}")
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def end(self) -> int:
+        """The exit status."""
+        assert self.process.stderr is not None
+        if not self.process.stderr.closed:
+            self.log += self.process.stderr.read()
+            self.process.stderr.close()
+        return self.process.wait()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ps-") as directory:
+        save_model_files(Path(directory))
+        yield Path(directory)
+
+
+@pytest.fixture
+def scripted(directory: Path) -> Iterator[BackendProcess]:
+    card = {"model_dir": str(directory), "vocab_size": VOCAB_SIZE}
+    with BackendProcess(directory / "b.sock", next_token="echoed", step_s=0.002, **card) as process:
+        yield process
+
+
+@pytest.fixture
+def start(directory: Path) -> Iterator[Callable[..., Frontend]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(*options: str) -> Frontend:
+            frontend = Frontend(directory / "b.sock", *options)
+            stack.callback(frontend.end)
+            stack.callback(frontend.process.kill)
+            stack.callback(frontend.client.close)
+            return frontend
+
+        yield start
+
+
+def test_workers_share_the_port_and_one_that_is_killed_is_replaced(
+    scripted: BackendProcess, start: Callable[..., Frontend]
+) -> None:
+    frontend = start("--workers", "2")
+    frontend.wait_for("serving scripted")
+    frontend.wait_for("serving scripted")
+    first, second = frontend.workers()
+    assert frontend.client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == "the cat"
+    first.send_signal(signal.SIGSTOP)
+    assert httpx.post(frontend.client.base_url.join("/v1/completions"), json=BODY).status_code == 200
+    first.kill()
+    frontend.wait_for("died by SIGKILL; restarting")
+    frontend.wait_for("serving scripted")
+    replaced = frontend.workers()
+    assert second in replaced
+    assert len(replaced) == 2
+    assert first not in replaced
+    frontend.process.terminate()
+    assert frontend.end() == 0
+
+
+def test_a_worker_is_light(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
+    frontend = start()
+    frontend.wait_for("serving scripted")
+    assert frontend.client.post("/v1/completions", json=BODY).status_code == 200
+    (worker,) = frontend.workers()
+    assert worker.memory_info().rss < 80e6
+    mapped = Path(f"/proc/{worker.pid}/maps").read_text()
+    assert not re.search(r"/(torch|numpy|cupy|transformers)/", mapped)
+
+
+def test_sigterm_lets_streams_finish_and_takes_nothing_new(
+    scripted: BackendProcess, start: Callable[..., Frontend]
+) -> None:
+    frontend = start()
+    frontend.wait_for("serving scripted")
+    body = {**BODY, "max_tokens": 300, "stream": True}
+    with frontend.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        frontend.process.terminate()
+        with pytest.raises(httpx.TransportError):
+            while True:
+                httpx.get(frontend.client.base_url.join("/health"))
+        events = [line for line in lines if line]
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert frontend.end() == 0
+
+
+def test_a_second_sigterm_ends_streams_with_an_error_event(
+    scripted: BackendProcess, start: Callable[..., Frontend]
+) -> None:
+    frontend = start()
+    frontend.wait_for("serving scripted")
+    body = {**BODY, "max_tokens": 30_000, "stream": True}
+    with frontend.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        frontend.process.terminate()
+        with pytest.raises(httpx.TransportError):
+            while True:
+                httpx.get(frontend.client.base_url.join("/health"))
+        frontend.process.terminate()
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert frontend.end() == 0
+
+
+def test_without_a_backend_it_is_live_and_not_ready_and_becomes_ready(
+    directory: Path, start: Callable[..., Frontend]
+) -> None:
+    frontend = start()
+    assert frontend.client.get("/health").status_code == 200
+    assert frontend.client.get("/ready").status_code == 503
+    refused = frontend.client.post("/v1/completions", json=BODY)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) > 0
+    with BackendProcess(directory / "b.sock", next_token="echoed", model_dir=str(directory), vocab_size=VOCAB_SIZE):
+        frontend.wait_for("serving scripted")
+        assert frontend.client.get("/ready").status_code == 200
+
+
+def test_a_backend_that_is_killed_is_a_pause_in_the_stream(
+    scripted: BackendProcess, start: Callable[..., Frontend]
+) -> None:
+    frontend = start()
+    frontend.wait_for("serving scripted")
+    body = {**BODY, "max_tokens": 400, "stream": True}
+    expected = frontend.client.post("/v1/completions", json={**body, "stream": False}).json()["choices"][0]["text"]
+    with frontend.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        text = json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"]
+        scripted.restart()
+        for line in lines:
+            if line.startswith("data: {"):
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    assert text == expected
+
+
+def run_to_its_end(directory: Path, *options: str) -> tuple[int, str]:
+    argv = [sys.executable, "-P", "-m", "frontend.main", "--socket", str(directory / "b.sock"), *options]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    return ended.returncode, ended.stderr + ended.stdout
+
+
+def test_a_busy_port_is_one_line_and_status_1(directory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        status, output = run_to_its_end(directory, "--port", str(port))
+    assert (status, output) == (1, f"frontend: port {port} on 127.0.0.1 is in use\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--host", "no.such.host.invalid"), "no.such.host.invalid"),
+        (("--port", "70000"), "port"),
+        (("--port", "x"), "port"),
+        (("--workers", "0"), "workers"),
+        (("--max-body", "lots"), "lots"),
+        (("--drain-timeout-s", "-1"), "drain-timeout-s"),
+        (("--no-such-option",), "no-such-option"),
+        (("--api-key", ""), "api-key"),
+    ],
+)
+def test_a_wrong_option_is_named(directory: Path, options: tuple[str, ...], named: str) -> None:
+    status, output = run_to_its_end(directory, *options)
+    assert status != 0
+    assert named in output
+    assert "Traceback" not in output
+
+
+def test_keys_come_from_the_environment_and_stay_off_the_command_line(
+    scripted: BackendProcess, start: Callable[..., Frontend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "key-one,key-two")
+    frontend = start()
+    frontend.wait_for("serving scripted")
+    for key, status in (("key-one", 200), ("key-two", 200), ("key-one,key-two", 401)):
+        headers = {"authorization": f"Bearer {key}"}
+        assert frontend.client.get("/v1/models", headers=headers).status_code == status
+    for process in (frontend.process.pid, *(worker.pid for worker in frontend.workers())):
+        assert b"key-one" not in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def test_workers_die_with_a_killed_parent(start: Callable[..., Frontend]) -> None:
+    frontend = start("--workers", "2")
+    frontend.client.get("/health")
+    frontend.process.kill()
+    # The pipe ends when the last process that holds it is gone, and the workers hold it too.
+    assert frontend.end() == -signal.SIGKILL
