@@ -211,6 +211,7 @@ class BackendClient:
         if session.awaits_copies:
             for request_id in request_ids:
                 session.heard_of(request_id)
+        num_tokens = 0
         for request_id, token_id, finish in zip(request_ids, token_ids, outputs.finishes, strict=True):
             stream = streams.get(request_id)
             if stream is None:
@@ -218,12 +219,13 @@ class BackendClient:
             if token_id != NO_TOKEN:
                 stream._tokens.append(token_id)
                 stream._fruitless_lives = 0
-                self._num_tokens += 1
+                num_tokens += 1
                 waiter = stream._waiter
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
             if finish:
                 self._finish(stream, Finish(finish))
+        self._num_tokens += num_tokens
 
     # The outbox: what waits for the link to stand, for room in it, or for a slot of the arena
 
@@ -268,9 +270,9 @@ class BackendClient:
             pause_s = _RECONNECT_S
             try:
                 session = await Session.open(self._socket_path, self.ledger)
-            except OSError:
+            except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BlockingIOError):
                 pass  # no backend yet, or it is busy with many of us
-            except (Refused, WireError, RegionError) as error:
+            except (OSError, Refused, WireError, RegionError) as error:
                 _log.warning("the backend at %s cannot be used: %s", self._socket_path, error)
                 pause_s = _REFUSED_S
             else:

@@ -174,7 +174,9 @@ class LinkCounters:
     faults: int = 0
     """Messages and descriptors that were malformed, and so dropped or rejected."""
     blocked_sends: int = 0
-    """Sends that zmq refused although there was credit."""
+    """Sends that zmq refused although there was credit: a bug of ours."""
+    unreachable: int = 0
+    """Sends to frontends whose connection had ended before their death was noticed."""
     stalled: int = 0
     """Frontends given up because their credit was spent for too long."""
     expelled: int = 0
@@ -194,7 +196,7 @@ class BackendLink:
         max_frontends: int = 128,
         stall_limit_s: float = 5.0,
     ) -> None:
-        """The board stays the caller's. Raises rendezvous.AddressInUse, rendezvous.UnsafeDirectory."""
+        """The board stays the caller's. Raises rendezvous.CannotListen."""
         self._stall_limit_s = stall_limit_s
         self._card = card
         self._board = board
@@ -451,10 +453,13 @@ class BackendLink:
         try:
             self._socket.send(frontend.identity, zmq.NOBLOCK | zmq.SNDMORE)
             self._socket.send(encode(outputs), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
+        except zmq.Again:
             self.counters.blocked_sends += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.counters.unreachable += 1
             return False
         frontend.sent()
         self.counters.messages_out += 1

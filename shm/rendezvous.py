@@ -34,12 +34,16 @@ _UCRED = struct.Struct("3i")
 _ACCEPT_PAUSE_S = 0.1
 
 
-class AddressInUse(Exception):
-    """Another live backend holds this socket. The message is one line for the operator."""
+class CannotListen(Exception):
+    """The socket cannot be had. The message is one line for the operator."""
 
 
-class UnsafeDirectory(Exception):
-    """The socket's directory or path cannot be used safely. The message is one line for the operator."""
+class AddressInUse(CannotListen):
+    """Another live backend holds this socket."""
+
+
+class UnsafeDirectory(CannotListen):
+    """The socket's directory or path cannot be used, or not safely."""
 
 
 class Refused(Exception):
@@ -57,9 +61,12 @@ def private_umask() -> Iterator[None]:
 
 
 def _private_directory(directory: Path) -> None:
-    with private_umask():
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
+    try:
+        with private_umask():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise UnsafeDirectory(f"{directory} cannot be made or entered: {error.strerror}") from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UnsafeDirectory(
             f"{directory} has mode {stat.S_IMODE(status.st_mode):o} and owner {status.st_uid}; "

@@ -52,11 +52,11 @@ Event = Submission | Cancellation | FrontendDeath
 class Backend:
     """A BackendLink turned by hand."""
 
-    def __init__(self, socket_path: Path) -> None:
+    def __init__(self, socket_path: Path, stall_limit_s: float = 0.2) -> None:
         self.path = socket_path
         self.board = BackendBoard.create()
         self.link = BackendLink(
-            socket_path, model_card(max_context_tokens=1 << 20), self.board, credit=CREDIT, stall_limit_s=0.2
+            socket_path, model_card(max_context_tokens=1 << 20), self.board, credit=CREDIT, stall_limit_s=stall_limit_s
         )
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.events: list[Event] = []
@@ -67,6 +67,11 @@ class Backend:
         self.link.flush()
         self.events += events
         return events
+
+    def close(self) -> None:
+        self.link.close()
+        self.board.close()
+        os.close(self.wake_fd)
 
     def until(self, wanted: type[Event], count: int = 1) -> list[Event]:
         """Turns until so many events of this kind have come; returns all events of those turns."""
@@ -151,9 +156,7 @@ def backend(socket_path: Path) -> Iterator[Backend]:
     births = {event.frontend for event in backend.events}
     deaths = [event.frontend for event in backend.events if isinstance(event, FrontendDeath)]
     assert sorted(births) == sorted(deaths)
-    backend.link.close()
-    backend.board.close()
-    os.close(backend.wake_fd)
+    backend.close()
 
 
 def columns(outputs: list[StepOutputs]) -> list[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from shm.rendezvous import AddressInUse, Invitation, Refused, Rendezvous, UnsafeDirectory, join
+from shm.rendezvous import AddressInUse, CannotListen, Invitation, Refused, Rendezvous, UnsafeDirectory, join
 from shm.wire import PROTOCOL_VERSION, Cancel, Goodbye, Hello, Welcome, decode_welcome, encode
 from tests.shm.scripted_backend import BackendProcess, ScriptedBackend, model_card
 
@@ -203,6 +203,12 @@ def test_a_directory_that_others_may_enter_is_refused(socket_path: Path) -> None
     socket_path.parent.chmod(0o755)
     with pytest.raises(UnsafeDirectory, match="has mode 755"):
         Rendezvous(socket_path)
+
+
+def test_a_directory_that_cannot_be_made_is_named(socket_path: Path) -> None:
+    socket_path.write_text("a file")
+    with pytest.raises(CannotListen, match=f"^{socket_path} cannot be made or entered: "):
+        Rendezvous(socket_path / "s")
 
 
 def test_a_path_too_long_for_a_socket_is_refused(socket_path: Path) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import uvloop
+
 from shm.board import BackendBoard
 from shm.client import BackendClient, GenerationRequest
 from shm.link import BackendLink, Submission
@@ -46,7 +48,8 @@ def measure_ipc(num_streams: int) -> IpcCost:
         socket_path = Path(directory) / "backend.sock"
         backend = context.Process(target=_serve, args=(socket_path, num_streams, theirs))
         backend.start()
-        client_cpu_s = asyncio.run(_stream(socket_path, num_streams))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            client_cpu_s = runner.run(_stream(socket_path, num_streams))
         backend_cpu_s, num_messages = ours.recv()
         backend.join()
     events = num_streams * NUM_STEPS
