@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from frontend.exchange import Receive, Scope, Send
     from frontend.model import ModelKeeper, ServedModel
+    from frontend.settings import Limits
     from shm.client import BackendClient
 
 _log = logging.getLogger("penstock.app")
@@ -30,16 +31,6 @@ _SWEEP_S = 1.0
 _READ_ONLY = ("GET", "HEAD")
 _SHOWN_COUNTERS = ("running", "waiting", "pages_used", "pages_total")
 _JSON_TYPES = (b"application/json", b"text/json")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one worker takes on. A client that reads nothing for client_timeout_s is dropped."""
-
-    max_body_bytes: int = 2 << 20
-    max_open_requests: int = 1024
-    keep_alive_interval_s: float = 10.0
-    client_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

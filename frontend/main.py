@@ -9,9 +9,8 @@ import sys
 
 import msgspec
 
-from frontend.app import Limits
 from frontend.options import FrontendOptions
-from frontend.worker import SETTINGS_VARIABLE, WorkerSettings
+from frontend.settings import WORKER_SETTINGS_VARIABLE, Limits, WorkerSettings
 from shm.cli import fail, make_app
 from shm.supervisor import ChildSpec, Supervisor, module_argv
 
@@ -49,7 +48,7 @@ def serve(options: FrontendOptions) -> int:
         log_level=options.log_level,
         log_json=options.log_json,
     )
-    environment = {**os.environ, SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
+    environment = {**os.environ, WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
     argv = module_argv("frontend.worker")
     workers = [
         ChildSpec(f"worker {number}", argv, pass_fds=(listening.fileno(),), env=environment)

@@ -13,24 +13,12 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from frontend.app import App, Limits
+from frontend.app import App
 from frontend.model import ModelKeeper
 from frontend.request_log import set_up_logging
 from frontend.server import HttpServer
+from frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
 from shm.client import BackendClient
-
-SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
-"""Carries the settings: an environment is private to its user, a command line is not, and there may be keys in it."""
-
-
-class WorkerSettings(msgspec.Struct, frozen=True):
-    listen_fd: int
-    socket_path: str
-    api_keys: tuple[str, ...]
-    limits: Limits
-    drain_timeout_s: float
-    log_level: str
-    log_json: bool
 
 
 async def serve(settings: WorkerSettings) -> None:
@@ -49,7 +37,7 @@ async def serve(settings: WorkerSettings) -> None:
 
 
 def main() -> None:
-    encoded = os.environ.pop(SETTINGS_VARIABLE, None)
+    encoded = os.environ.pop(WORKER_SETTINGS_VARIABLE, None)
     if encoded is None:
         sys.exit("frontend.worker is started by the frontend command")
     settings = msgspec.json.decode(encoded, type=WorkerSettings)

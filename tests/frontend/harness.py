@@ -14,11 +14,12 @@ import httptools
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from uvicorn.server import ServerState
 
-from frontend.app import App, Limits
+from frontend.app import App
 from frontend.chat_template import ChatTemplate
 from frontend.http_limits import LimitedProtocol
 from frontend.model import ModelKeeper, ServedModel
 from frontend.server import server_config
+from frontend.settings import Limits
 from frontend.tokenizer import ModelTokenizer
 from shm.client import BackendUnavailable, GenerationRequest, TokenBatch
 from shm.wire import Finish, ModelCard, Sampling

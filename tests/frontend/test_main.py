@@ -44,6 +44,12 @@ class Frontend:
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children()
 
+    def wait_until_closed(self) -> None:
+        """Until no new connection is taken."""
+        with contextlib.suppress(httpx.TransportError):
+            while True:
+                httpx.get(self.client.base_url.join("/health"))
+
     def end(self) -> int:
         """The exit status."""
         assert self.process.stderr is not None
@@ -122,9 +128,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         frontend.process.terminate()
-        with pytest.raises(httpx.TransportError):
-            while True:
-                httpx.get(frontend.client.base_url.join("/health"))
+        frontend.wait_until_closed()
         events = [line for line in lines if line]
     assert events[-1] == "data: [DONE]"
     assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
@@ -141,9 +145,7 @@ def test_a_second_sigterm_ends_streams_with_an_error_event(
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         frontend.process.terminate()
-        with pytest.raises(httpx.TransportError):
-            while True:
-                httpx.get(frontend.client.base_url.join("/health"))
+        frontend.wait_until_closed()
         frontend.process.terminate()
         last = [line for line in lines if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"

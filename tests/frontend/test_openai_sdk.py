@@ -15,9 +15,10 @@ import httpx
 import openai
 import pytest
 
-from frontend.app import App, Limits
+from frontend.app import App
 from frontend.model import ModelKeeper
 from frontend.server import HttpServer
+from frontend.settings import Limits
 from shm.client import BackendClient
 from shm.wire import Finish
 from tests.frontend.harness import (

@@ -1,0 +1,30 @@
+"""What a worker is told by the command that starts it. Light: the parent imports this and no server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
+"""Carries the settings: an environment is private to its user, a command line is not, and there may be keys in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one worker takes on. A client that reads nothing for client_timeout_s is dropped."""
+
+    max_body_bytes: int = 2 << 20
+    max_open_requests: int = 1024
+    keep_alive_interval_s: float = 10.0
+    client_timeout_s: float = 30.0
+
+
+class WorkerSettings(Struct, frozen=True):
+    listen_fd: int
+    socket_path: str
+    api_keys: tuple[str, ...]
+    limits: Limits
+    drain_timeout_s: float
+    log_level: str
+    log_json: bool
