@@ -371,7 +371,7 @@ class BackendLink:
         except OSError as error:
             # No memory or fds for one more: it may come again, and those that are here stay.
             _log.warning("a frontend (pid %d) was turned away: %s", connection.pid, error)
-            self._rendezvous.drop(connection)
+            self._rendezvous.refuse(connection, "the backend has no memory or file descriptors for another frontend")
             return
         self._frontends[epoch] = self._by_identity[frontend.identity] = frontend
         self.ledger.acquire("frontend", epoch, connection.pid)

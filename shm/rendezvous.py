@@ -122,7 +122,7 @@ class Rendezvous:
         self._connections: dict[int, Connection] = {}
         self._accept_again_s: float | None = None
         self.refused = 0
-        """Connections turned away: too many, another user's, no proper Hello, no Hello in time."""
+        """Connections turned away: too many, another user's, no proper Hello, no Hello in time, no memory."""
         if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
             raise UnsafeDirectory(f"{socket_path} is longer than {MAX_PATH_BYTES} bytes")
         _private_directory(socket_path.parent)
@@ -167,7 +167,7 @@ class Rendezvous:
         now_s = time.monotonic()
         for connection in list(self._connections.values()):
             if connection.deadline_s is not None and connection.deadline_s <= now_s and connection not in arrived:
-                self._refuse(connection, "no Hello in time")
+                self.refuse(connection, "no Hello in time")
         if self._accept_again_s is not None and self._accept_again_s <= now_s:
             self._accept_again_s = None
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
@@ -194,9 +194,9 @@ class Rendezvous:
             self._connections[accepted.fileno()] = connection
             self._epoll.register(accepted.fileno(), select.EPOLLIN)
             if uid != os.geteuid():
-                self._refuse(connection, "this backend belongs to another user")
+                self.refuse(connection, "this backend belongs to another user")
             elif len(self._connections) > self._max_connections:
-                self._refuse(connection, f"{self._max_connections} frontends are connected already")
+                self.refuse(connection, f"{self._max_connections} frontends are connected already")
 
     def _hello(self, connection: Connection) -> bool:
         """Whether the connection has said a Hello that we can answer with a welcome."""
@@ -211,15 +211,16 @@ class Rendezvous:
                 raise WireError("no Hello")
             hello = decode_hello(data)
         except WireError:
-            self._refuse(connection, "not a Hello")
+            self.refuse(connection, "not a Hello")
             return False
         if hello.protocol_version != PROTOCOL_VERSION:
             ours, theirs = PROTOCOL_VERSION, hello.protocol_version
-            self._refuse(connection, f"the backend speaks protocol version {ours}, the frontend {theirs}")
+            self.refuse(connection, f"the backend speaks protocol version {ours}, the frontend {theirs}")
             return False
         return True
 
-    def _refuse(self, connection: Connection, reason: str) -> None:
+    def refuse(self, connection: Connection, reason: str) -> None:
+        """Ends a handshake without a welcome; the frontend is told the reason and may come again later."""
         self.refused += 1
         with contextlib.suppress(OSError):  # the peer may have gone: then nobody waits for the reason
             connection.socket.send(encode(Goodbye(reason)))

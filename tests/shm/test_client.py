@@ -445,6 +445,18 @@ async def test_killed_backends_are_replaced_and_streams_go_on(socket_path: Path)
             assert client._num_resumed == 3 * len(prompts)
 
 
+async def test_a_lost_message_is_noticed_and_the_stream_resumes_whole(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path, Script(step_s=0.001)) as backend:
+        async with connected(socket_path) as client:
+            reader = asyncio.create_task(tokens_of(client.submit(request([1, 2], 200))))
+            await until(lambda: client._num_tokens > 20)
+            (frontend,) = backend.engine.link._frontends.values()
+            frontend._next_sequence += 1
+            assert await reader == expected_tokens([1, 2], 200)
+            assert client._num_resumed == 1
+            assert len(backend.engine.deaths) == 1
+
+
 async def test_a_cancelled_stream_is_not_submitted_again(socket_path: Path) -> None:
     async with connected_to_nothing_after_two_streams(socket_path) as (client, streams):
         streams[0].cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
@@ -34,6 +35,7 @@ from shm.wire import (
     Failure,
     FailureCode,
     Finish,
+    Goodbye,
     Hello,
     Sampling,
     StepOutputs,
@@ -417,6 +419,25 @@ def test_a_second_peer_of_the_same_identity_gets_nothing(backend: Backend) -> No
         assert not thief.poll(50)
         assert backend.settle() == []
         thief.close()
+
+
+def test_without_memory_a_newcomer_is_told_and_others_stay(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(num_slots: int, slot_bytes: int) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with backend.session() as frontend:
+        with monkeypatch.context() as patch, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as newcomer:
+            patch.setattr("shm.arena.create_fd", no_memory)
+            newcomer.connect(str(backend.path))
+            newcomer.send(encode(Hello(PROTOCOL_VERSION)))
+            while not select.select([newcomer], [], [], 0)[0]:
+                backend.turn(0.1)
+            answer = decode_welcome(newcomer.recv(4096))
+            assert isinstance(answer, Goodbye)
+            assert "no memory" in answer.reason
+        with backend.session():
+            frontend.submit(1, [1])
+            assert isinstance(backend.until(Submission)[0], Submission)
 
 
 def test_messages_of_strangers_are_counted_and_dropped(backend: Backend) -> None:

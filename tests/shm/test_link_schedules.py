@@ -148,7 +148,8 @@ class Schedule(Backend):
             for other in self.alive.values():
                 other.take(other.frontend.session.receive())
                 other.return_credits()
-            if not self.link.balance().get("unsent") and expected.tokens_received == self.tokens_pushed(expected):
+            all_sent = not self.link.balance().get("unsent") and not expected.frontend.session.awaits_copies
+            if all_sent and expected.tokens_received == self.tokens_pushed(expected):
                 break
             self.turn(0.01)
         for request_id in expected.submitted:
