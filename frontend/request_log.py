@@ -32,7 +32,7 @@ class LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
+            self._lines.put_nowait(self._line(record))
         except queue.Full:
             self.num_dropped += 1
 
@@ -45,10 +45,22 @@ class LineHandler(logging.Handler):
             return
         self._thread.join(timeout=1.0)
 
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return self.format(record).encode("utf-8", "backslashreplace") + b"\n"
+
     def _write_lines(self) -> None:
         while (line := self._lines.get()) is not None:
             if (num_dropped := self.num_dropped) > self._num_reported:
-                line += b"%d log lines were dropped\n" % (num_dropped - self._num_reported)
+                line += self._line(
+                    logging.makeLogRecord(
+                        {
+                            "name": "penstock.log",
+                            "levelno": logging.WARNING,
+                            "levelname": "WARNING",
+                            "msg": f"{num_dropped - self._num_reported} log lines were dropped",
+                        }
+                    )
+                )
                 self._num_reported = num_dropped
             while line:
                 try:
