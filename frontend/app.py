@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import msgspec
 
 from frontend import completions
-from frontend.errors import ApiError, ErrorKind, retry_later, shorten
+from frontend.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
 from frontend.exchange import ClientGoneError, Exchange
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class App:
     def end_all(self) -> None:
         """Every open request ends now with an error that says the server is shutting down."""
         for exchange in list(self._open):
-            exchange.abort(_shutting_down())
+            exchange.abort(shutting_down())
 
     async def run(self) -> None:
         """Looks after the connections that send nothing or take nothing. Runs until it is cancelled."""
@@ -115,6 +115,9 @@ class App:
                 _log.error("%s failed after its answer began: %s", exchange.request_id, error.message)
                 exchange.drop()
                 return
+            _log.info(
+                "refused %s: %d %s %s", exchange.request_id, error.kind.status, error.kind.name, error.param or ""
+            )
             await exchange.respond_error(error)
         except ClientGoneError:
             raise
@@ -161,7 +164,7 @@ class App:
 
     async def _ready(self, exchange: Exchange) -> None:
         if self._draining:
-            raise _shutting_down()
+            raise shutting_down()
         if not self._backend.ready:
             raise retry_later(ErrorKind.UNAVAILABLE, "the backend is not connected or makes no progress", 1)
         self._served()
@@ -192,7 +195,7 @@ class App:
     async def _admit(self, exchange: Exchange) -> bytes:
         """The body of a request that may run. All that can be refused is refused before the body is read."""
         if self._draining:
-            raise _shutting_down()
+            raise shutting_down()
         if len(self._open) > self._limits.max_open_requests:
             raise retry_later(ErrorKind.OVERLOADED, "too many open requests", 1)
         self._served()
@@ -221,10 +224,6 @@ def _check_content_type(exchange: Exchange) -> None:
         is_json = declared.partition(b";")[0].strip().lower() in _JSON_TYPES
     if not is_json:
         raise ApiError(ErrorKind.UNSUPPORTED_BODY, "content-type: the body must be application/json")
-
-
-def _shutting_down() -> ApiError:
-    return retry_later(ErrorKind.SHUTTING_DOWN, "the server is shutting down", 1)
 
 
 def _describe(served: ServedModel) -> dict[str, object]:

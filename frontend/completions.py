@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
     from shm.client import BackendClient
     from shm.wire import ModelCard
 
+_INLINE_BYTES = 64 << 10
+"""Longer chats are rendered in a thread."""
 _MASK_63 = (1 << 63) - 1
+MAX_STOP_TOKENS = 64
+"""As in `shm.wire.Submit`."""
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -38,27 +43,41 @@ async def chat_completion(exchange: Exchange, data: bytes, served: ServedModel, 
             ErrorKind.TEMPLATE_REFUSED, "this model has no chat template; use /v1/completions", param="messages"
         )
     try:
-        text = template.render(body.messages)
+        if len(data) > _INLINE_BYTES:
+            text = await asyncio.to_thread(template.render, body.messages)
+        else:
+            text = template.render(body.messages)
     except TemplateRefusedError as error:
         raise ApiError(
             ErrorKind.TEMPLATE_REFUSED, f"messages: the chat template refuses them: {error}", param="messages"
         ) from None
-    prompt = await served.tokenizer.encode(text, add_special_tokens=False)
-    await _generate(exchange, body, [prompt], served, backend)
+    prompts = await _encode("messages", [text], served, add_special_tokens=False)
+    await _generate(exchange, body, prompts, served, backend)
 
 
 async def completion(exchange: Exchange, data: bytes, served: ServedModel, backend: BackendClient) -> None:
     """Answers one completion request. Raises ApiError, ClientGoneError."""
     body = decode_completion(data)
     _check_model(body.model, served.card)
-    prompts = []
-    for position, prompt in enumerate(body.prompts()):
-        if isinstance(prompt, str):
-            prompts.append(await served.tokenizer.encode(prompt, add_special_tokens=True))
-        else:
+    asked = body.prompts()
+    texts = [prompt for prompt in asked if isinstance(prompt, str)]
+    if texts:
+        prompts = await _encode("prompt", texts, served, add_special_tokens=True)
+    else:
+        prompts = [prompt for prompt in asked if isinstance(prompt, list)]
+        for position, prompt in enumerate(prompts):
             _check_token_ids(f"prompt[{position}]" if body.has_several_prompts() else "prompt", prompt, served.card)
-            prompts.append(prompt)
     await _generate(exchange, body, prompts, served, backend)
+
+
+async def _encode(field: str, texts: list[str], served: ServedModel, *, add_special_tokens: bool) -> list[list[int]]:
+    limit = served.card.max_context_tokens
+    for text in texts:
+        least = served.tokenizer.least_tokens(text)
+        if least > limit:
+            message = f"{field}: at least {least} tokens, but the context of this model is {limit} tokens"
+            raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
+    return await served.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
 
 
 async def _generate(
@@ -67,7 +86,9 @@ async def _generate(
     card = served.card
     is_chat = isinstance(body, ChatBody)
     response_id = ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12)
-    record = RequestRecord(response_id, exchange.received_s, prompt_tokens=sum(map(len, prompts)))
+    record = RequestRecord(
+        response_id, exchange.received_s, http_request_id=exchange.request_id, prompt_tokens=sum(map(len, prompts))
+    )
     include_usage = body.stream_options is not None and body.stream_options.include_usage is True
     identity = Identity(response_id, int(time.time()), card.model_id, card.fingerprint or None)
     answer = (ChatFormat if is_chat else CompletionFormat)(identity, include_usage=include_usage)
@@ -155,7 +176,10 @@ def _max_tokens(body: GenerationBody, prompt: list[int], card: ModelCard) -> int
 
 def _stop_token_ids(body: GenerationBody, card: ModelCard) -> tuple[int, ...]:
     ends = () if body.ignore_eos else card.eos_token_ids
-    return tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ()))))[:64]
+    token_ids = tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ()))))
+    if len(token_ids) > MAX_STOP_TOKENS:
+        invalid("stop_token_ids", f"with the model's own {len(token_ids)}; the limit is {MAX_STOP_TOKENS}")
+    return token_ids
 
 
 def _sampling(body: GenerationBody, card: ModelCard) -> Sampling:

@@ -78,6 +78,10 @@ def retry_later(kind: ErrorKind, message: str, retry_after_s: int) -> ApiError:
     return ApiError(kind, message, headers=((b"retry-after", b"%d" % max(1, retry_after_s)),))
 
 
+def shutting_down() -> ApiError:
+    return retry_later(ErrorKind.SHUTTING_DOWN, "the server is shutting down", 1)
+
+
 def error_body(error: ApiError) -> bytes:
     """OpenAI's error object."""
     answer = error.kind.value

@@ -7,8 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from frontend.errors import ApiError, ErrorKind, retry_later
-from frontend.exchange import ClientGoneError
+from frontend.errors import ApiError, ErrorKind, retry_later, shutting_down
 from frontend.formats import Usage
 from frontend.sse import EventStream
 from shm.client import BackendUnavailable
@@ -144,7 +143,7 @@ class Generation:
                     self._record.first_token_s = time.monotonic()
                 if batch.finish is Finish.CANCELLED:
                     choice.num_tokens += len(batch.token_ids)
-                    raise self._exchange.ending or ClientGoneError()
+                    raise self._exchange.ending or shutting_down()
                 await emit(choice, choice.take(batch))
                 if choice.finish_reason is not None:
                     return
@@ -182,7 +181,7 @@ def _failure(batch: TokenBatch) -> ApiError:
             message = f"a token id is outside the vocabulary of {batch.failure_limit}"
             return ApiError(ErrorKind.INVALID_VALUE, message)
         case FailureCode.SHUTTING_DOWN:
-            return retry_later(ErrorKind.SHUTTING_DOWN, "the server is shutting down", _RETRY_AFTER_S)
+            return shutting_down()
         case FailureCode.UNAVAILABLE:
             return _unavailable()
         case _:

@@ -15,6 +15,7 @@ from shm.cli import fail, make_app
 from shm.supervisor import ChildSpec, Supervisor, module_argv
 
 _BACKLOG = 2048
+_LONGEST_SOCKET_PATH_BYTES = 107
 _STOP_MARGIN_S = 5.0
 """What a worker may take beyond its drain time-out before it is killed."""
 
@@ -32,6 +33,8 @@ def main() -> None:
 
 def serve(options: FrontendOptions) -> int:
     """Runs until told to stop; returns the exit status."""
+    if len(os.fsencode(options.socket)) > _LONGEST_SOCKET_PATH_BYTES:
+        fail("frontend", f"--socket {options.socket} is longer than the {_LONGEST_SOCKET_PATH_BYTES} bytes of a path")
     listening = listen(options.host, options.port)
     host, port = listening.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host

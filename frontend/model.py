@@ -18,6 +18,7 @@ _log = logging.getLogger("penstock.model")
 
 _POLL_S = 0.02
 _RELOAD_POLL_S = 1.0
+_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,12 @@ class ModelKeeper:
 
     async def watch(self) -> None:
         """Runs until it is cancelled."""
+        num_polls = 0
         while True:
             card = self._backend.model
+            num_polls += 1
+            if card is None and num_polls * _POLL_S == _PATIENCE_S:
+                _log.info("no backend yet; waiting for one")
             loaded = None if self.current is None else self.current.card
             if card is not None and card not in (loaded, self._unusable):
                 await self._load(card)

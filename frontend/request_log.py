@@ -98,6 +98,8 @@ class RequestRecord:
 
     request_id: str
     received_s: float
+    http_request_id: str = "-"
+    """The client's X-Request-Id, or the one it was given."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -121,6 +123,7 @@ class RequestRecord:
             "total_tps": _rate(self.prompt_tokens + self.completion_tokens, latency_s),
             "latency_ms": round(1000 * latency_s, 1),
             "finish_reason": self.finish_reason,
+            "http_request_id": self.http_request_id,
         }
         line = " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())
         _log.info("%s", line, extra={"fields": fields})

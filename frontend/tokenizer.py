@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _INLINE_CHARACTERS = 8192
 """Longer texts are encoded in a thread. Encoding runs at several MB/s, so this much holds the loop about 2 ms."""
 
+_NORMALIZER_SHRINKS = 4
+"""At most this many characters become one before they are tokens, as composed characters do (NFC)."""
+
 
 class ModelTokenizer:
     """The tokenizer of one model, with its chat template if it has one."""
@@ -29,6 +32,7 @@ class ModelTokenizer:
         self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelTokenizer:
@@ -44,16 +48,20 @@ class ModelTokenizer:
         template = ChatTemplate(source, special_tokens_of(config)) if source is not None else None
         return cls(Tokenizer.from_file(str(path)), template)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. add_special_tokens is for plain prompts: a chat template writes its own."""
-        if len(text) <= _INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the tokens in a text, from its length alone: to refuse what can never fit unread."""
+        return len(text) // self._most_characters_per_token
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text. add_special_tokens is for plain prompts: a chat template writes its own."""
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+            return self._encode(texts, add_special_tokens)
+        return await asyncio.to_thread(self._encode, texts, add_special_tokens)
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         # encode() would hold the interpreter's lock; the batch call releases it.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole list of ids, special tokens left out."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from frontend.schemas import MAX_CHOICES
-from tests.frontend.harness import VOCAB_SIZE, Connection, FakeBackend, request_bytes
+from tests.frontend.harness import VOCAB_SIZE, Connection, FakeBackend, model_card, request_bytes
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -368,6 +368,31 @@ async def test_a_context_too_small_names_both_numbers(
         assert response.error["code"] == "context_length_exceeded"
         assert str(num_prompt_tokens) in response.error["message"]
         assert "1000" in response.error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_text_that_can_never_fit_is_refused_unread(
+    connection: Connection, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def encode(*_: object, **__: object) -> None:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr("frontend.tokenizer.ModelTokenizer.encode", encode)
+    text = "x" * 900_000
+    response = await connection.post(path, {"messages": [{"role": "user", "content": text}], "prompt": [text]})
+    assert (response.status, response.error["code"]) == (400, "context_length_exceeded")
+    least, limit = map(int, re.findall(r"\d+", response.error["message"]))
+    assert least > limit == 1000
+
+
+async def test_too_many_stop_tokens_with_the_models_own_are_refused(
+    connect: Callable[..., Connection], backend: FakeBackend
+) -> None:
+    backend.model = model_card(eos_token_ids=tuple(range(40)))
+    connection = connect()
+    assert (await connection.post(COMPLETIONS, {"prompt": "x", "stop_token_ids": list(range(32))})).status == 200
+    response = await connection.post(COMPLETIONS, {"prompt": "x", "stop_token_ids": list(range(50, 82))})
+    assert (response.status, response.error["param"]) == (400, "stop_token_ids")
 
 
 async def test_duplicate_keys_and_nul_characters_are_harmless(connection: Connection, backend: FakeBackend) -> None:

@@ -98,10 +98,10 @@ async def test_before_the_streams_are_submitted(
 ) -> None:
     encoding, encoded = asyncio.Event(), asyncio.Event()
 
-    async def slow_encode(_self: object, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def slow_encode(_self: object, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         encoding.set()
         await encoded.wait()
-        return token_ids(text)
+        return [token_ids(text) for text in texts]
 
     backend.script = silent
     monkeypatch.setattr("frontend.tokenizer.ModelTokenizer.encode", slow_encode)

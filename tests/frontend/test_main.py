@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -184,8 +185,9 @@ def test_a_backend_that_is_killed_is_a_pause_in_the_stream(
 
 
 def run_to_its_end(directory: Path, *options: str) -> tuple[int, str]:
-    argv = [sys.executable, "-P", "-m", "frontend.main", "--socket", str(directory / "b.sock"), *options]
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    argv = [sys.executable, "-P", "-m", "frontend.main", *options]
+    environment = {**os.environ, "PENSTOCK_SOCKET": str(directory / "b.sock")}
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
     return ended.returncode, ended.stderr + ended.stdout
 
 
@@ -206,6 +208,7 @@ def test_a_busy_port_is_one_line_and_status_1(directory: Path) -> None:
         (("--max-body", "lots"), "lots"),
         (("--drain-timeout-s", "-1"), "drain-timeout-s"),
         (("--no-such-option",), "no-such-option"),
+        (("--socket", "/tmp/" + "x" * 200), "107 bytes"),  # noqa: S108 - never made
         (("--api-key", ""), "api-key"),
     ],
 )

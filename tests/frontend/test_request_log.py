@@ -62,7 +62,7 @@ def test_a_line_as_json(pipe: tuple[int, int]) -> None:
     handlers, level = root.handlers, root.level
     handler = set_up_logging("info", as_json=True, fd=pipe[1])
     try:
-        RequestRecord("r1", 10.0, 5, 2, 11, 10.5, "stop").write(11.5)
+        RequestRecord("r1", 10.0, "h1", 5, 2, 11, 10.5, "stop").write(11.5)
         logging.getLogger("other").warning("hello %s", "you")
     finally:
         root.handlers, root.level = handlers, level
@@ -71,6 +71,7 @@ def test_a_line_as_json(pipe: tuple[int, int]) -> None:
     assert (other["message"], other["level"]) == ("hello you", "WARNING")
     expected = {
         "request_id": "r1",
+        "http_request_id": "h1",
         "prompt_tokens": 5,
         "cached_tokens": 2,
         "completion_tokens": 11,
