@@ -139,6 +139,6 @@ def run_step(
     except Exception as error:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
         return rows, [], error
     for row, token_id in zip(sampling_rows, token_ids, strict=True):
-        if token_id in row.sequence.subscriber.stop_token_ids:
+        if token_id in row.sequence.common_stop_ids:
             row.sequence.stopped_generation = row.generation
     return rows, token_ids, None

@@ -1,46 +1,103 @@
-"""The pages of the KV cache: who holds which. The memory itself belongs to the forward pass."""
+"""The pages of the KV cache: who holds which, and whose content can be found again.
+
+A page is free, held by one or more sequences, or idle: held by nobody, but its content is known by a key and may be
+held again until the page is needed for something else. The memory itself belongs to the forward pass.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 
 class PagePool:
-    """A fixed number of pages, each free or held. Owned by the scheduler; not shared between threads."""
+    """A fixed number of pages. Owned by the scheduler; not shared between threads."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; at least 1 is needed")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._is_held = bytearray(num_pages)
+        self._num_holders = [0] * num_pages
+        self._page_of_key: dict[bytes, int] = {}
+        self._key_of_page: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_available(self) -> int:
+        """Pages that `take` can bring: free ones, and idle ones whose content is then lost."""
+        return len(self._free) + len(self._idle)
 
     @property
     def num_held(self) -> int:
-        return self.num_pages - len(self._free)
+        return self.num_pages - self.num_available
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """count pages for the caller, who gives each back once. Raises MemoryError, taking none, when short."""
-        if count > len(self._free):
-            raise MemoryError(f"{count} pages asked, {len(self._free)} free")
-        pages = [self._free.pop() for _ in range(count)]
+        """count pages for the caller alone, who gives each back once. Raises MemoryError, taking none, when short."""
+        if count > self.num_available:
+            raise MemoryError(f"{count} pages asked, {self.num_available} available")
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
-            self._is_held[page] = 1
+            self._num_holders[page] = 1
         return pages
 
+    def _evict(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of_key[self._key_of_page.pop(page)]
+        return page
+
+    def find(self, key: bytes) -> int | None:
+        """The page with this content, held or idle. The caller holds nothing by it."""
+        return self._page_of_key.get(key)
+
+    def is_idle(self, page: int) -> bool:
+        return page in self._idle
+
+    def hold(self, page: int) -> None:
+        """One more holder of a page found by its key."""
+        if page not in self._key_of_page:
+            raise ValueError(f"page {page} has no known content to share")
+        self._idle.pop(page, None)
+        self._num_holders[page] += 1
+
+    def name(self, page: int, key: bytes) -> None:
+        """The content of a held page is complete and from now on found by key; a second page of that content is not."""
+        if not self._num_holders[page]:
+            raise ValueError(f"page {page} is named but not held")
+        if key not in self._page_of_key and page not in self._key_of_page:
+            self._page_of_key[key] = page
+            self._key_of_page[page] = key
+
     def give_back(self, pages: list[int]) -> None:
-        """Raises ValueError for a page that is not held: a page given back twice would serve two sequences."""
-        for page in pages:
-            if not self._is_held[page]:
+        """Raises ValueError for a page that is not held: one given back twice would serve two sequences.
+
+        The last page goes first, so that of a sequence's content the beginning is found the longest.
+        """
+        for page in reversed(pages):
+            if not self._num_holders[page]:
                 raise ValueError(f"page {page} is given back but not held")
-            self._is_held[page] = 0
-            self._free.append(page)
+            self._num_holders[page] -= 1
+            if not self._num_holders[page]:
+                if page in self._key_of_page:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless each page is either free, once, or held."""
-        if len(set(self._free)) != len(self._free) or any(self._is_held[page] for page in self._free):
-            raise RuntimeError("the free list holds a page twice or a held page")
-        if sum(self._is_held) != self.num_held:
-            raise RuntimeError(f"{sum(self._is_held)} pages are marked held, {self.num_held} are not free")
+        """Raises RuntimeError unless each page is free, held or idle, and keys and pages match one to one."""
+        held = {page for page, count in enumerate(self._num_holders) if count}
+        free, idle = set(self._free), set(self._idle)
+        if len(free) != len(self._free) or free & idle or free & held or idle & held:
+            raise RuntimeError("a page is in two states")
+        if len(free) + len(idle) + len(held) != self.num_pages:
+            raise RuntimeError(f"{len(free)} free, {len(idle)} idle and {len(held)} held of {self.num_pages} pages")
+        if {page: key for key, page in self._page_of_key.items()} != self._key_of_page:
+            raise RuntimeError("keys and pages do not match")
+        if not idle <= self._key_of_page.keys() or free & self._key_of_page.keys():
+            raise RuntimeError("an idle page has no key, or a free page has one")
+
+    def num_holders(self, page: int) -> int:
+        return self._num_holders[page]

@@ -6,16 +6,19 @@ need many, then as many waiting ones as slots, pages and the token budget allow.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from backend.page_keys import extend_page_keys
+from backend.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from backend.page_pool import PagePool
     from backend.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """A sequence's part in one step: num_tokens from position start on."""
 
@@ -26,22 +29,21 @@ class Row:
     samples: bool
     """The row reaches the sequence's last token, so the step samples the next one."""
     takes_slot: bool
-    """The first row since the sequence was given its slot."""
+    """The first row since the sequence was given its slot, or since the slot's state ran ahead of it."""
 
     @property
     def is_stale(self) -> bool:
-        """The sequence ended, was preempted or sampled a stop token after this row was planned."""
+        """The sequence ended, was restarted or sampled its last token after this row was planned."""
         sequence = self.sequence
-        return (
-            sequence.ended or sequence.generation != self.generation or sequence.stopped_generation == self.generation
-        )
+        return sequence.ended or sequence.generation != self.generation or sequence.stopped_generation == self.generation
 
 
 class Scheduler:
     """Sequences waiting and running. A sequence is in exactly one place: waiting, running, or not here.
 
     Pages and slots may be reused at once, though steps that wrote to them are still in flight: steps run in the order
-    in which they are planned, so what a new owner writes comes after.
+    in which they are planned, so what a new owner writes comes after. A page is named, and so shared, only when the
+    step that completed it has been applied.
     """
 
     def __init__(self, pool: PagePool, page_size_tokens: int, max_running: int, max_batch_tokens: int) -> None:
@@ -50,8 +52,11 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._max_running = max_running
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingRoom()
         self._running: dict[Sequence, None] = {}  # in order of admission
+        self._computing: dict[bytes, Sequence] = {}
+        """Key of a page that a running sequence is about to complete → that sequence."""
+        self._num_added = 0
         self.num_preemptions = 0
 
     @property
@@ -66,9 +71,15 @@ class Scheduler:
     def num_pages_held(self) -> int:
         return self._pool.num_held
 
+    @property
+    def num_pages_idle(self) -> int:
+        return self._pool.num_idle
+
     def add(self, sequence: Sequence) -> None:
-        """To the end of the queue. The caller has checked that the sequence can fit the pool by itself."""
-        self._waiting.append(sequence)
+        """To its place in the queue. The caller has checked that the sequence can fit the pool by itself."""
+        sequence.order = self._num_added
+        self._num_added += 1
+        self._waiting.put(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended, for whatever reason and in whatever state; its pages and slot are free at once."""
@@ -76,20 +87,23 @@ class Scheduler:
         if sequence in self._running:
             self._stop_running(sequence)
         else:
-            self._waiting.remove(sequence)
+            self._waiting.forget(sequence)
 
     def plan(self) -> list[Row]:
         """The rows of the next step, those of one token first; empty when there is nothing to do."""
+        single, several = [], []
+        for sequence in self._running:
+            if (num_tokens := sequence.num_to_compute) == 1:
+                single.append(sequence)
+            elif num_tokens > 1:
+                several.append(sequence)
         rows: list[Row] = []
         budget = self._max_batch_tokens
         num_preemptions = self.num_preemptions
-        by_need = [s for s in self._running if s.num_to_compute == 1] + [
-            s for s in self._running if s.num_to_compute > 1
-        ]
-        for sequence in by_need:
+        for sequence in single + several:
             if budget == 0:
                 break
-            if sequence not in self._running:  # preempted for one before it
+            if sequence.slot is None:  # preempted for one before it
                 continue
             num_tokens = min(sequence.num_to_compute, budget)
             if self._find_pages(sequence, sequence.num_computed + num_tokens):
@@ -98,56 +112,113 @@ class Scheduler:
         if self.num_preemptions != num_preemptions:
             rows = [row for row in rows if not row.is_stale]
         else:
-            budget = self._admit(rows, budget)
+            self._admit(rows, budget)
         rows.sort(key=lambda row: row.num_tokens > 1)
         return rows
 
-    def _admit(self, rows: list[Row], budget: int) -> int:
-        """Starts waiting sequences in order while budget, slots and pages last. Returns the budget left."""
-        while self._waiting and self._free_slots and budget > 0:
-            sequence = self._waiting[0]
+    def note_computed(self, row: Row) -> None:
+        """The row's step has been applied: pages that it completed can be shared, and who waited for them may go on."""
+        sequence = row.sequence
+        num_full = (row.start + row.num_tokens) // self._page_size
+        if num_full <= sequence.num_named_pages:
+            return
+        extend_page_keys(
+            sequence.page_keys, sequence.tokens, num_full * self._page_size, self._page_size, sequence.salt
+        )
+        keys = sequence.page_keys[sequence.num_named_pages : num_full]
+        for page, key in zip(sequence.pages[sequence.num_named_pages : num_full], keys, strict=True):
+            self._pool.name(page, key)
+        sequence.num_named_pages = num_full
+        self._end_computing(sequence, keys)
+
+    def _admit(self, rows: list[Row], budget: int) -> None:
+        """Starts waiting sequences in order while budget, slots and pages last."""
+        while self._free_slots and budget > 0 and (sequence := self._waiting.head()) is not None:
             # All its known tokens and the next must fit now, so that it is not preempted before it makes progress.
             num_pages = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens))
-            if num_pages > self._pool.num_free:
-                break
-            self._waiting.popleft()
-            self._running[sequence] = None
-            sequence.slot = self._free_slots.pop()
-            sequence.pages = self._pool.take(num_pages)
+            if num_pages > self._pool.num_available:
+                return
+            found, key = self._find_prefix(sequence)
+            if key is not None:
+                self._waiting.park_head(key)
+                continue
+            num_new = num_pages - len(found)
+            if num_new + sum(self._pool.is_idle(page) for page in found) > self._pool.num_available:
+                return
+            self._waiting.take_head()
+            self._start(sequence, found, num_new)
             num_tokens = min(sequence.num_to_compute, budget)
-            rows.append(self._advance(sequence, num_tokens, takes_slot=True))
+            rows.append(self._advance(sequence, num_tokens))
             budget -= num_tokens
-        return budget
 
-    def _advance(self, sequence: Sequence, num_tokens: int, *, takes_slot: bool = False) -> Row:
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], bytes | None]:
+        """Pages that hold the beginning of the sequence; and the key of the last one that another is computing now.
+
+        One token at least is left to compute: the logits of the last one are needed.
+        """
+        num_tokens = len(sequence.tokens) - 1
+        extend_page_keys(sequence.page_keys, sequence.tokens, num_tokens, self._page_size, sequence.salt)
+        keys = sequence.page_keys[: num_tokens // self._page_size]
+        found: list[int] = []
+        for key in keys:
+            if (page := self._pool.find(key)) is None:
+                break
+            found.append(page)
+        awaited = None
+        for key in keys[len(found) :]:
+            if key not in self._computing:
+                break
+            awaited = key
+        return found, awaited
+
+    def _start(self, sequence: Sequence, found: list[int], num_new_pages: int) -> None:
+        self._running[sequence] = None
+        sequence.slot = self._free_slots.pop()
+        for page in found:
+            self._pool.hold(page)
+        sequence.pages = found + self._pool.take(num_new_pages)
+        sequence.num_named_pages = len(found)
+        sequence.num_computed = sequence.num_cached = len(found) * self._page_size
+        for key in sequence.page_keys[len(found) :]:
+            self._computing.setdefault(key, sequence)
+
+    def _end_computing(self, sequence: Sequence, keys: list[bytes]) -> None:
+        ended = [key for key in keys if self._computing.get(key) is sequence]
+        for key in ended:
+            del self._computing[key]
+        self._waiting.unpark(ended)
+
+    def _advance(self, sequence: Sequence, num_tokens: int) -> Row:
         start = sequence.num_computed
         sequence.num_computed += num_tokens
+        takes_slot, sequence.needs_slot_init = sequence.needs_slot_init, False
         samples = sequence.num_computed == sequence.num_planned
         if samples:
             sequence.num_pending += 1
         return Row(sequence, sequence.generation, start, num_tokens, samples, takes_slot)
 
     def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for num_tokens of a running sequence, at the cost of newer ones. False: it was preempted itself."""
+        """Pages for num_tokens of a running sequence, at the cost of lower ranks. False: it was preempted itself."""
         missing = self._pages_for(num_tokens) - len(sequence.pages)
-        while missing > self._pool.num_free:
-            newest = next(reversed(self._running))
-            self._preempt(newest)
-            if newest is sequence:
+        while missing > self._pool.num_available:
+            last = max(self._running, key=lambda running: (running.rank, running.order))
+            self._preempt(last)
+            if last is sequence:
                 return False
         if missing > 0:
             sequence.pages += self._pool.take(missing)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; its tokens are kept and computed again when there is room for all of them."""
+        """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""
         self._stop_running(sequence)
         sequence.restart()
-        self._waiting.appendleft(sequence)
+        self._waiting.put(sequence)
         self.num_preemptions += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self._running[sequence]
+        self._end_computing(sequence, sequence.page_keys[sequence.num_named_pages :])
         self._pool.give_back(sequence.pages)
         sequence.pages = []
         if sequence.slot is not None:
@@ -158,16 +229,23 @@ class Scheduler:
         return -(-num_tokens // self._page_size)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless pages and slots are conserved and each is held by one running sequence."""
+        """Raises RuntimeError unless pages and slots are conserved and nobody waits for what nobody computes."""
         self._pool.check_integrity()
-        pages = [page for sequence in self._running for page in sequence.pages]
-        if len(pages) != self._pool.num_held or len(set(pages)) != len(pages):
-            raise RuntimeError(f"{self._pool.num_held} pages are held, running sequences have {len(pages)}")
-        slots = [sequence.slot for sequence in self._running]
-        if len(set(slots)) != len(slots) or len(slots) + len(self._free_slots) != self._max_running:
+        holders = Counter(page for sequence in self._running for page in sequence.pages)
+        if len(holders) != self._pool.num_held:
+            raise RuntimeError(f"{self._pool.num_held} pages are held, running sequences have {len(holders)}")
+        if any(self._pool.num_holders(page) != count for page, count in holders.items()):
+            raise RuntimeError("a page's holders are not the sequences that have it")
+        slots = {sequence.slot for sequence in self._running}
+        if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self._max_running:
             raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self._max_running}")
         for sequence in self._running:
             if sequence.ended or self._pages_for(sequence.num_computed) > len(sequence.pages):
                 raise RuntimeError("a running sequence has ended or computed more than its pages hold")
-        if any(sequence.pages or sequence.slot is not None or sequence.ended for sequence in self._waiting):
-            raise RuntimeError("a waiting sequence holds pages or a slot, or has ended")
+        for sequence in self._waiting.sequences():
+            if sequence.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
+                raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
+        if not self._waiting.parked_keys() <= self._computing.keys():
+            raise RuntimeError("a sequence waits for a page that nobody computes")
+        if any(sequence not in self._running for sequence in self._computing.values()):
+            raise RuntimeError("a page is computed by a sequence that does not run")

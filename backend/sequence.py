@@ -1,4 +1,4 @@
-"""A sequence is tokens being computed; a subscriber is who gets them."""
+"""A sequence is tokens being computed; subscribers are who gets them."""
 
 from __future__ import annotations
 
@@ -6,42 +6,65 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shm.wire import Finish
+
 if TYPE_CHECKING:
     from backend.forward_pass import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Subscriber:
-    """One listener of a sequence. (frontend, request_id) names it; the ends are its own, not the sequence's."""
+    """One listener of a sequence, named by (frontend, request_id). How it ends is its own affair, not the sequence's."""
 
     frontend: int
     request_id: int
-    max_tokens: int
+    max_total_tokens: int
+    """Prompt and generated tokens after which it has had enough."""
     stop_token_ids: frozenset[int]
+    next_index: int
+    """Index in the sequence of the next token it is to get: what it has had, or brought along, lies before."""
+    arrived_s: float
+    deadline_s: float | None = None
+    has_joined: bool = False
+    """It came to a sequence that was there already."""
+    is_started: bool = False
+    """It has had its first token."""
+
+    def finish_at(self, index: int, token_id: int) -> Finish:
+        """How token_id at this index of the sequence leaves it."""
+        if token_id in self.stop_token_ids:
+            return Finish.STOP
+        return Finish.LENGTH if index + 1 >= self.max_total_tokens else Finish.NONE
 
 
 class Sequence:
     """Tokens being computed. `num_computed` catches up with `num_planned`; nothing says prefill or decode.
 
     The main thread alone writes, with one exception: the executor sets `stopped_generation` when a sampled token ends
-    the sequence, so that a row already planned for it is dropped before the main thread knows.
+    the sequence for all its subscribers, so that a row already planned for it is dropped before the main thread knows.
     """
 
     __slots__ = (
-        "arrived_s",
+        "common_stop_ids",
         "ended",
         "generation",
-        "is_started",
         "max_total_tokens",
+        "needs_slot_init",
+        "num_cached",
         "num_computed",
+        "num_named_pages",
         "num_pending",
         "num_prompt_tokens",
+        "order",
+        "page_keys",
         "pages",
         "queue_s",
+        "rank",
+        "salt",
         "sampling",
         "slot",
         "stopped_generation",
-        "subscriber",
+        "subscribers",
         "tokens",
     )
 
@@ -51,33 +74,61 @@ class Sequence:
         tokens: bytes,
         num_prompt_tokens: int,
         sampling: SamplingParams,
-        max_context_tokens: int,
-        arrived_s: float,
+        *,
+        salt: bytes = b"",
+        rank: float = 0.0,
     ) -> None:
         # For life.
-        self.subscriber = subscriber
-        self.sampling = sampling
         self.num_prompt_tokens = num_prompt_tokens
-        self.max_total_tokens = min(num_prompt_tokens + subscriber.max_tokens, max_context_tokens)
-        self.arrived_s = arrived_s
+        self.sampling = sampling
+        self.salt = salt
+        self.rank = rank
+        """Lower runs sooner and is preempted later."""
+        self.order = 0
+        """Its place in the order of arrival, which decides among equal ranks; set by the scheduler."""
         self.tokens = array("i")
         self.tokens.frombytes(tokens)
-        self.is_started = False
-        """Its first token was delivered."""
-        self.queue_s = 0.0
+        self.page_keys: list[bytes] = []
+        """Of its full pages, as far as they were needed yet."""
+        self.queue_s: float | None = None
+        """Seconds from arrival to its first plan."""
+        # As subscribers come and go.
+        self.subscribers: list[Subscriber] = []
+        self.max_total_tokens = 0
+        self.common_stop_ids: frozenset[int] = frozenset()
+        self.subscribe(subscriber)
         # Until preempted or ended.
         self.slot: int | None = None
+        self.needs_slot_init = True
+        """The pass must be told, with the next row, which sequence its slot now has."""
         self.pages: list[int] = []
+        self.num_cached = 0
+        """Tokens whose KV was there already when it was admitted."""
+        self.num_named_pages = 0
+        """Its first pages whose content is complete and named in the pool."""
         self.num_computed = 0
         """Tokens whose KV is computed by steps launched so far."""
         self.num_pending = 0
         """Tokens that launched steps will sample, not yet known here."""
         self.generation = 0
-        """Counts preemptions: what a step brings for an older generation is dropped."""
+        """Counts restarts: what a step brings for an older generation is dropped."""
         self.stopped_generation = -1
-        """The generation in which a stop token was sampled."""
+        """The generation in which a token was sampled that ends it for all."""
         self.ended = False
-        """Removed from the scheduler: finished, cancelled or failed."""
+        """Removed from the scheduler: finished, cancelled, expired or failed."""
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        self.subscribers.append(subscriber)
+        self._weigh_subscribers()
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        self.subscribers.remove(subscriber)
+        if self.subscribers:
+            self._weigh_subscribers()
+
+    def _weigh_subscribers(self) -> None:
+        self.max_total_tokens = max(subscriber.max_total_tokens for subscriber in self.subscribers)
+        self.common_stop_ids = frozenset.intersection(*(s.stop_token_ids for s in self.subscribers))
 
     @property
     def num_planned(self) -> int:
@@ -87,12 +138,19 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         """Tokens that the next step may compute. The last token of all is never computed: nothing follows it."""
-        return min(self.num_planned, self.max_total_tokens - 1) - self.num_computed
+        return min(len(self.tokens) + self.num_pending, self.max_total_tokens - 1) - self.num_computed
 
     def restart(self) -> None:
-        """After preemption: everything is computed again; steps in flight no longer count."""
+        """After preemption: pages are found again or computed again; steps in flight no longer count."""
         self.slot = None
         self.pages = []
-        self.num_computed = 0
+        self.num_cached = 0
+        self.num_named_pages = 0
+        self.rewind(0)
+
+    def rewind(self, num_computed: int) -> None:
+        """Steps in flight no longer count; what stands in its pages is the KV of its first num_computed tokens."""
+        self.num_computed = num_computed
         self.num_pending = 0
+        self.needs_slot_init = True
         self.generation += 1

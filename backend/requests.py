@@ -1,0 +1,236 @@
+"""The open requests of all frontends: from submission, through the tokens they get, to their one end."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from backend.coalescer import Coalescer, ShareKey
+from backend.forward_pass import SamplingParams
+from backend.sequence import Sequence, Subscriber
+from shm.wire import NO_TOKEN, Failure, FailureCode, Finish, Started
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backend.scheduler import Scheduler
+    from shm.board import BackendBoard
+    from shm.link import BackendLink, Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a single request may ask of this engine, and how many may wait."""
+
+    vocab_size: int
+    max_context_tokens: int
+    max_waiting: int
+    priority_step_s: float = 0.0
+    """A request of the next lower priority number goes before those that came this much earlier; 0 is strict FIFO."""
+
+
+class Requests:
+    """Owns subscribers by (frontend, request id), and with them the sequences they listen to."""
+
+    def __init__(
+        self,
+        link: BackendLink,
+        scheduler: Scheduler,
+        board: BackendBoard,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._scheduler = scheduler
+        self._board = board
+        self._limits = limits
+        self._clock = clock
+        self._coalescer = Coalescer()
+        self._open: dict[int, dict[int, tuple[Sequence, Subscriber]]] = {}
+        self._deadlines: list[tuple[float, int, int]] = []
+        self.num_open = 0
+        self.is_draining = False
+
+    # Coming
+
+    def submit(self, submission: Submission) -> None:
+        """A new request: refused, or listening to a sequence in flight, or with one of its own."""
+        submit, frontend, now_s = submission.submit, submission.frontend, self._clock()
+        if (failure := self._refusal(submission)) is not None:
+            self._link.push(frontend, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
+            self._board.requests_rejected += 1
+            return
+        num_tokens = len(submission.tokens) // 4
+        subscriber = Subscriber(
+            frontend,
+            submit.request_id,
+            min(submit.num_prompt_tokens + submit.max_tokens, self._limits.max_context_tokens),
+            frozenset(submit.stop_token_ids),
+            num_tokens,
+            now_s,
+            now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None,
+        )
+        self._board.requests_accepted += 1
+        if num_tokens >= subscriber.max_total_tokens:
+            self._end(subscriber, NO_TOKEN, Finish.LENGTH)
+            return
+        sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
+        prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
+        key = ShareKey.of(submit.salt, prompt, sampling) if submit.may_share else None
+        sequence = self._coalescer.find(key) if key is not None else None
+        if sequence is None:
+            rank = now_s + submit.priority * self._limits.priority_step_s if self._limits.priority_step_s else 0.0
+            sequence = Sequence(
+                subscriber, submission.tokens, submit.num_prompt_tokens, sampling, salt=submit.salt, rank=rank
+            )
+            self._scheduler.add(sequence)
+            self._board.prompt_tokens += submit.num_prompt_tokens
+            if key is not None:
+                self._coalescer.offer(key, sequence)
+        else:
+            subscriber.has_joined = True
+            sequence.subscribe(subscriber)
+            self._board.requests_coalesced += 1
+        self._open.setdefault(frontend, {})[submit.request_id] = sequence, subscriber
+        self.num_open += 1
+        if subscriber.deadline_s is not None:
+            heapq.heappush(self._deadlines, (subscriber.deadline_s, frontend, submit.request_id))
+        if subscriber.has_joined:
+            self._replay(sequence, subscriber)
+
+    def _refusal(self, submission: Submission) -> Failure | None:
+        """Frontends check all this for the sake of the message; here it is checked for the sake of the engine."""
+        limits, submit = self._limits, submission.submit
+        tokens = np.frombuffer(submission.tokens, np.int32)
+        request_id = submit.request_id
+        if self.is_draining:
+            return Failure(request_id, FailureCode.SHUTTING_DOWN)
+        if self._scheduler.num_waiting >= limits.max_waiting:
+            return Failure(request_id, FailureCode.OVERLOADED, limits.max_waiting)
+        if request_id in self._open.get(submission.frontend, {}):
+            return Failure(request_id, FailureCode.INTERNAL)
+        if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > limits.max_context_tokens:
+            return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, limits.max_context_tokens)
+        bias_ids = [token_id for token_id, _ in submit.sampling.logit_bias]
+        if tokens.min() < 0 or max(int(tokens.max()), *bias_ids, 0) >= limits.vocab_size:
+            return Failure(request_id, FailureCode.BAD_TOKEN, limits.vocab_size)
+        return None
+
+    def _replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
+        """All tokens so far at once, for one who came late; its own limit may lie among them."""
+        for index in range(subscriber.next_index, len(sequence.tokens)):
+            if self._give(sequence, subscriber, index, sequence.tokens[index]):
+                self._leave(sequence, subscriber)
+                return
+
+    # Getting tokens
+
+    def deliver(self, sequence: Sequence, token_id: int) -> None:
+        """The sequence's next token, to all who listen; those it ends leave, and with the last the sequence."""
+        sequence.num_pending -= 1
+        index = len(sequence.tokens)
+        sequence.tokens.append(token_id)
+        self._board.generated_tokens += 1
+        done = [s for s in sequence.subscribers if self._give(sequence, s, index, token_id)]
+        for subscriber in done:
+            self._leave(sequence, subscriber)
+
+    def _give(self, sequence: Sequence, subscriber: Subscriber, index: int, token_id: int) -> bool:
+        """True where this token ends the subscriber's stream."""
+        if index < subscriber.next_index:  # it brought this token along
+            return False
+        subscriber.next_index = index + 1
+        started = None
+        if not subscriber.is_started:
+            subscriber.is_started = True
+            queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
+            started = Started(subscriber.request_id, sequence.num_cached, queue_s, subscriber.has_joined)
+            self._board.cached_tokens += sequence.num_cached
+        finish = subscriber.finish_at(index, token_id)
+        if finish is Finish.NONE:
+            self._link.push(subscriber.frontend, subscriber.request_id, token_id, started=started)
+            return False
+        self._end(subscriber, token_id, finish, started=started)
+        return True
+
+    # Leaving
+
+    def cancel(self, frontend: int, request_id: int) -> None:
+        """Unknown ids are normal: a cancel crosses the end of its request, and may come twice."""
+        if (found := self._open.get(frontend, {}).get(request_id)) is not None:
+            self._leave(*found)
+            self._board.requests_cancelled += 1
+
+    def drop_frontend(self, frontend: int) -> None:
+        for sequence, subscriber in list(self._open.get(frontend, {}).values()):
+            self._leave(sequence, subscriber)
+            self._board.requests_cancelled += 1
+
+    def expire(self) -> None:
+        """Ends the requests whose deadline has passed, wherever they are."""
+        now_s = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, frontend, request_id = heapq.heappop(self._deadlines)
+            if (found := self._open.get(frontend, {}).get(request_id)) is not None:
+                sequence, subscriber = found
+                if subscriber.deadline_s is not None and subscriber.deadline_s <= now_s:
+                    self._end(subscriber, NO_TOKEN, Finish.EXPIRED)
+                    self._leave(sequence, subscriber)
+
+    def next_due_s(self, at_most_s: float) -> float:
+        """Seconds until the next deadline."""
+        if not self._deadlines:
+            return at_most_s
+        return min(at_most_s, max(0.0, self._deadlines[0][0] - self._clock()))
+
+    def fail(self, sequence: Sequence) -> None:
+        """A fault of ours: all who listen to the sequence are told, and it ends."""
+        for subscriber in list(sequence.subscribers):
+            failure = Failure(subscriber.request_id, FailureCode.INTERNAL)
+            self._end(subscriber, NO_TOKEN, Finish.FAILED, failure=failure)
+            self._leave(sequence, subscriber)
+
+    def _end(
+        self,
+        subscriber: Subscriber,
+        token_id: int,
+        finish: Finish,
+        started: Started | None = None,
+        failure: Failure | None = None,
+    ) -> None:
+        self._link.push(subscriber.frontend, subscriber.request_id, token_id, finish, started=started, failure=failure)
+        if finish in (Finish.STOP, Finish.LENGTH):
+            self._board.requests_finished += 1
+        elif finish is Finish.EXPIRED:
+            self._board.requests_expired += 1
+        else:
+            self._board.requests_failed += 1
+
+    def _leave(self, sequence: Sequence, subscriber: Subscriber) -> None:
+        """The subscriber is gone; the last one takes the sequence with it."""
+        del self._open[subscriber.frontend][subscriber.request_id]
+        if not self._open[subscriber.frontend]:
+            del self._open[subscriber.frontend]
+        self.num_open -= 1
+        sequence.unsubscribe(subscriber)
+        if not sequence.subscribers:
+            self._coalescer.withdraw(sequence)
+            self._scheduler.remove(sequence)
+
+    def check_integrity(self, num_scheduled: int) -> None:
+        """Raises RuntimeError unless each open request listens to one sequence, and each of num_scheduled has a listener."""
+        pairs = [pair for by_id in self._open.values() for pair in by_id.values()]
+        sequences = {sequence for sequence, _ in pairs}
+        if len(pairs) != self.num_open or any(subscriber not in sequence.subscribers for sequence, subscriber in pairs):
+            raise RuntimeError(f"{self.num_open} requests are counted open, {len(pairs)} are")
+        if sum(len(sequence.subscribers) for sequence in sequences) != len(pairs):
+            raise RuntimeError("a sequence has a listener that is no open request")
+        if num_scheduled != len(sequences) or any(sequence.ended for sequence in sequences):
+            raise RuntimeError(f"{num_scheduled} sequences are scheduled, {len(sequences)} have listeners")
+        if len(self._coalescer) > len(sequences):
+            raise RuntimeError("a sequence that has ended can still be joined")
