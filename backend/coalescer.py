@@ -15,7 +15,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class ShareKey:
-    """All that decides which tokens come: two requests with equal keys get equal tokens. The salt keeps tenants apart."""
+    """All that decides which tokens come: requests with equal keys get equal tokens. The salt keeps tenants apart."""
 
     salt: bytes
     prompt: bytes

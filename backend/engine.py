@@ -93,7 +93,7 @@ class Engine:
                 row.sequence.queue_s = now_s - row.sequence.subscribers[0].arrived_s
 
     def _apply(self, result: StepResult) -> None:
-        """Each sampled token goes to its subscribers; a failed step ends the requests that were in it, and no others."""
+        """Each sampled token goes to its subscribers; a failed step ends the requests that were in it, no others."""
         self._board.steps += 1
         if result.error is not None:
             logger.error("a step of %d rows failed", len(result.rows), exc_info=result.error)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from backend.batch_builder import BatchBuilder
 from backend.checkpoint.generation_config import read_generation_defaults
 from backend.checkpoint.hub import resolve_model
-from backend.engine import Engine, Limits
+from backend.engine import Engine
 from backend.errors import StartupError
 from backend.executor import Executor
 from backend.forward_pass import PassOptions
@@ -21,6 +21,7 @@ from backend.kv_plan import KvPlan, plan_kv
 from backend.options import BackendOptions
 from backend.page_pool import PagePool
 from backend.plugins import find_forward_pass
+from backend.requests import Limits
 from backend.scheduler import Scheduler
 from shm.board import BackendBoard
 from shm.cli import fail, make_app

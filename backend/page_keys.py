@@ -13,7 +13,9 @@ _SECRET = secrets.token_bytes(32)
 """Of this process: nobody outside can construct two prompts with one key (CVE-2025-25183 was about a known hash)."""
 
 
-def extend_page_keys(keys: list[bytes], tokens: array[int], num_tokens: int, page_size_tokens: int, salt: bytes) -> None:
+def extend_page_keys(
+    keys: list[bytes], tokens: array[int], num_tokens: int, page_size_tokens: int, salt: bytes
+) -> None:
     """Appends to keys, in place, those of the pages that the first num_tokens of tokens fill.
 
     128 bits of keyed BLAKE2b (RFC 7693) over the previous page's key and this page's tokens; the first page's over the

@@ -13,7 +13,8 @@ import numpy as np
 from backend.coalescer import Coalescer, ShareKey
 from backend.forward_pass import SamplingParams
 from backend.sequence import Sequence, Subscriber
-from shm.wire import NO_TOKEN, Failure, FailureCode, Finish, Started
+from shm.link import NO_TOKEN
+from shm.wire import Failure, FailureCode, Finish, Started
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +100,7 @@ class Requests:
         self._open.setdefault(frontend, {})[submit.request_id] = sequence, subscriber
         self.num_open += 1
         if subscriber.deadline_s is not None:
-            heapq.heappush(self._deadlines, (subscriber.deadline_s, frontend, submit.request_id))
+            self._note_deadline(subscriber, subscriber.deadline_s)
         if subscriber.has_joined:
             self._replay(sequence, subscriber)
 
@@ -181,6 +182,17 @@ class Requests:
                 if subscriber.deadline_s is not None and subscriber.deadline_s <= now_s:
                     self._end(subscriber, NO_TOKEN, Finish.EXPIRED)
                     self._leave(sequence, subscriber)
+
+    def _note_deadline(self, subscriber: Subscriber, deadline_s: float) -> None:
+        if len(self._deadlines) > 64 + 2 * self.num_open:  # most are of requests that ended in time
+            self._deadlines = [
+                (s.deadline_s, s.frontend, s.request_id)
+                for by_id in self._open.values()
+                for _, s in by_id.values()
+                if s.deadline_s is not None and s is not subscriber
+            ]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_s, subscriber.frontend, subscriber.request_id))
 
     def next_due_s(self, at_most_s: float) -> float:
         """Seconds until the next deadline."""

@@ -35,7 +35,9 @@ class Row:
     def is_stale(self) -> bool:
         """The sequence ended, was restarted or sampled its last token after this row was planned."""
         sequence = self.sequence
-        return sequence.ended or sequence.generation != self.generation or sequence.stopped_generation == self.generation
+        return (
+            sequence.ended or sequence.generation != self.generation or sequence.stopped_generation == self.generation
+        )
 
 
 class Scheduler:

@@ -118,6 +118,11 @@ class BackendBoard(Board):
     requests_cancelled: int
     requests_rejected: int
     requests_failed: int
+    requests_expired: int
+    requests_coalesced: int
+    """Those that joined a sequence which another had started."""
+    pages_idle: int
+    """Held by nobody, their content kept for who may ask for it again."""
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int

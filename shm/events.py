@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from shm.wire import Sampling
+    from shm.wire import Submit
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A request as it came from a frontend, copied and whole; token values and the model's limits are still unchecked.
 
-    tokens is packed int32, at least num_prompt_tokens of them. (frontend, request_id) is unique among open requests.
+    tokens is packed int32, at least num_prompt_tokens of them; submit.tokens has served its time. (frontend, request_id)
+    is unique among open requests.
     """
 
+    __match_args__: ClassVar[tuple[str, ...]] = ("frontend", "request_id", "tokens")
+
     frontend: int
-    request_id: int
+    submit: Submit
     tokens: bytes
-    num_prompt_tokens: int
-    max_tokens: int
-    sampling: Sampling
-    stop_token_ids: tuple[int, ...]
+
+    @property
+    def request_id(self) -> int:
+        return self.submit.request_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,17 +333,7 @@ class BackendLink:
         if isinstance(submit.tokens, ArenaRef):
             # Copied: its slot may be used again, however long the request has to wait.
             self.push(frontend.epoch, submit.request_id, NO_TOKEN)
-        self._events.append(
-            Submission(
-                frontend.epoch,
-                submit.request_id,
-                tokens,
-                submit.num_prompt_tokens,
-                submit.max_tokens,
-                submit.sampling,
-                submit.stop_token_ids,
-            )
-        )
+        self._events.append(Submission(frontend.epoch, submit, tokens))
 
     def _fault(self, frontend: Peer) -> None:
         self.counters.faults += 1

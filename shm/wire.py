@@ -39,6 +39,8 @@ class Finish(enum.IntEnum):
     """Never ran: see the Failure beside it."""
     FAILED = 5
     """Ended by a fault of ours: see the Failure beside it."""
+    EXPIRED = 6
+    """Its deadline passed, wherever it was then."""
 
 
 class ArenaRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -76,6 +78,14 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
     sampling: Sampling
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    salt: Annotated[bytes, Meta(max_length=16)] = b""
+    """The tenant's: requests of different salts share neither tokens nor pages."""
+    may_share: bool = False
+    """Its tokens are determined (temperature 0, or a seed the client chose), and it may listen to an equal request's."""
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    """Lower runs sooner, where the backend's policy is priority."""
+    timeout_ms: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    """Milliseconds from arrival at the backend after which it ends as EXPIRED; 0 is never."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
@@ -96,6 +106,8 @@ class Started(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     request_id: U63
     cached_tokens: I31
     queue_s: Annotated[float, Meta(ge=0.0)]
+    is_coalesced: bool = False
+    """It listens to a sequence that another request had started."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

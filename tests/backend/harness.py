@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from backend.batch_builder import BatchBuilder
-from backend.engine import Engine, Limits
+from backend.engine import Engine
 from backend.executor import StepResult, run_step
 from backend.forward_pass import PassOptions
 from backend.page_pool import PagePool
 from backend.passes.fake import FakePass, next_token
+from backend.requests import Limits, Requests
 from backend.scheduler import Scheduler
 from shm.board import BackendBoard
 from shm.link import Cancellation, FrontendDeath, Submission
-from shm.wire import Failure, Finish, Sampling, Started
+from shm.wire import Failure, Finish, Sampling, Started, Submit
 
 if TYPE_CHECKING:
     from backend.forward_pass import IBatchedForwardPass, StepBatch
@@ -67,7 +68,7 @@ class ScriptedLink:
         frontend: int,
         request_id: int,
         token_id: int,
-        finish: Finish,
+        finish: Finish = Finish.NONE,
         started: Started | None = None,
         failure: Failure | None = None,
     ) -> None:
@@ -153,6 +154,7 @@ class Bench:
         max_context: int | None = None,
         max_waiting: int = 1000,
         vocab_size: int = 97,
+        priority_step_s: float = 0.0,
         forward_pass: Any = None,
     ) -> None:
         self.vocab_size = vocab_size
@@ -164,14 +166,26 @@ class Bench:
         self.pool = PagePool(num_pages)
         self.board = BackendBoard.create()
         self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens)
+        self.now_s = 0.0
+        self.requests = Requests(
+            self.link,  # type: ignore[arg-type]
+            self.scheduler,
+            self.board,
+            Limits(vocab_size, context, max_waiting, priority_step_s),
+            self.clock,
+        )
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
             self.executor,  # type: ignore[arg-type]
             self.scheduler,
             BatchBuilder(max_running, -(-context // page_size)),
+            self.requests,
             self.board,
-            Limits(vocab_size, context, max_waiting),
+            self.clock,
         )
+
+    def clock(self) -> float:
+        return self.now_s
 
     def submit(
         self,
@@ -183,12 +197,12 @@ class Bench:
         sampling: Sampling = GREEDY,
         stop_ids: tuple[int, ...] = (),
         num_prompt_tokens: int | None = None,
+        **options: Any,
     ) -> None:
-        self.link.arrivals.append(
-            Submission(
-                frontend, request_id, packed(prompt), num_prompt_tokens or len(prompt), max_tokens, sampling, stop_ids
-            )
-        )
+        tokens = packed(prompt)
+        num_prompt_tokens = num_prompt_tokens or len(prompt)
+        submit = Submit(request_id, tokens, num_prompt_tokens, max_tokens, sampling, stop_ids, **options)
+        self.link.arrivals.append(Submission(frontend, submit, tokens))
 
     def cancel(self, request_id: int = 0, frontend: int = 1) -> None:
         self.link.arrivals.append(Cancellation(frontend, request_id))
@@ -205,10 +219,10 @@ class Bench:
     def run_dry(self, max_turns: int = 5000) -> int:
         """Turns until nothing is open and nothing in flight; returns how many that took."""
         for turn in range(max_turns):
-            if not self.link.arrivals and not self.engine.num_open and not self.executor.is_busy:
+            if not self.link.arrivals and not self.requests.num_open and not self.executor.is_busy:
                 return turn
             self.turn()
-        raise AssertionError(f"{self.engine.num_open} requests still open after {max_turns} turns")
+        raise AssertionError(f"{self.requests.num_open} requests still open after {max_turns} turns")
 
     def close(self) -> None:
         self.board.close()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from backend.passes.fake import FakePass
+from backend.requests import Limits
 from shm.link import FrontendDeath
 from shm.wire import FailureCode, Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens
@@ -83,7 +84,7 @@ def test_a_cancel_in_any_state_frees_pages_at_the_next_turn(turns: int) -> None:
         bench.cancel(request_id)
     bench.engine.turn()
     assert bench.pool.num_held == 0
-    assert bench.engine.num_open == 0
+    assert bench.requests.num_open == 0
     bench.engine.check_integrity()
 
 
@@ -198,7 +199,7 @@ class FaultyPass(FakePass):
 
 def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
     bench = Bench(forward_pass=FaultyPass(90, 8), vocab_size=90)
-    bench.engine._limits = type(bench.engine._limits)(97, 256, 10)
+    bench.requests._limits = Limits(97, 256, 10)
     bench.submit([1, 91], 5)
     bench.submit([1, 2], 5, request_id=1)
     bench.run_dry()
@@ -208,7 +209,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
 
 def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on() -> None:
     bench = Bench(forward_pass=FaultyPass(90, 8), vocab_size=90)
-    bench.engine._limits = type(bench.engine._limits)(97, 256, 10)
+    bench.requests._limits = Limits(97, 256, 10)
     bench.submit([1, 90], 5)
     bench.run_dry()
     assert bench.received().finishes == [Finish.FAILED]

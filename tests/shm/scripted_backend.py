@@ -139,8 +139,8 @@ class ScriptedEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         card = self.script.card
         failure = None
-        if submission.num_prompt_tokens + submission.max_tokens > card.max_context_tokens:
-            limit = max(0, card.max_context_tokens - submission.max_tokens)
+        if submission.submit.num_prompt_tokens + submission.submit.max_tokens > card.max_context_tokens:
+            limit = max(0, card.max_context_tokens - submission.submit.max_tokens)
             failure = Failure(submission.request_id, FailureCode.CONTEXT_TOO_LONG, limit)
         elif not all(0 <= token < card.vocab_size for token in tokens):
             failure = Failure(submission.request_id, FailureCode.BAD_TOKEN, card.vocab_size)
@@ -157,13 +157,13 @@ class ScriptedEngine:
         for key, running in list(self.running.items())[: self.script.max_running]:
             frontend, request_id = key
             submission = running.submission
-            num_prompt = submission.num_prompt_tokens
+            num_prompt = submission.submit.num_prompt_tokens
             token = self.script.next_token(running.tokens, num_prompt, self.script.card.vocab_size)
             running.tokens.append(token)
             finish, failure, started = Finish.NONE, None, None
-            if token in submission.stop_token_ids:
+            if token in submission.submit.stop_token_ids:
                 finish = Finish.STOP
-            elif len(running.tokens) - num_prompt >= submission.max_tokens:
+            elif len(running.tokens) - num_prompt >= submission.submit.max_tokens:
                 finish = Finish.LENGTH
             elif running.tokens[:num_prompt] == _FAILING_PROMPT:
                 finish, failure = Finish.FAILED, Failure(request_id, FailureCode.INTERNAL)

@@ -179,7 +179,11 @@ def test_a_submission_arrives_whole(backend: Backend) -> None:
     with backend.session() as frontend:
         frontend.submit(5, [1, 2, 3], num_prompt_tokens=2, sampling=sampling, stop_token_ids=(7,))
         (event,) = backend.until(Submission)
-        assert event == Submission(frontend.epoch, 5, array("i", [1, 2, 3]).tobytes(), 2, 10, sampling, (7,))
+        assert (event.frontend, event.request_id) == (frontend.epoch, 5)
+        assert event.tokens == array("i", [1, 2, 3]).tobytes()
+        submit = event.submit
+        assert (submit.num_prompt_tokens, submit.max_tokens) == (2, 10)
+        assert (submit.sampling, submit.stop_token_ids) == (sampling, (7,))
         backend.link.push(frontend.epoch, 5, 42, Finish.STOP)
         backend.link.flush()
         assert columns(frontend.receive(1)) == [(5, 42, Finish.STOP)]

@@ -12,8 +12,8 @@ from backend.checkpoint.weights import open_weights
 from backend.errors import StartupError
 from backend.forward_pass import PassOptions, PassSpec, StepBatch
 from backend.passes.decoder.model import DecoderModel
-from backend.passes.decoder.ops import HeadShape, Ops
 from backend.passes.decoder.native_library import load_library
+from backend.passes.decoder.ops import HeadShape, Ops
 from backend.passes.decoder.ops_native import NativeOps, native_serves
 from backend.passes.decoder.ops_torch import KV_DTYPES, TorchOps
 from backend.sampler import HostSampling
