@@ -67,13 +67,15 @@ def serve(options: BackendOptions) -> None:
     card = _model_card(options, model_dir, forward_pass, plan)
     link = BackendLink(options.socket, card, board)
     pool = PagePool(plan.num_pages)
+    scheduler = Scheduler(pool, plan.page_size_tokens, options.max_running, options.max_batch_tokens)
+    limits = Limits(card.vocab_size, plan.max_context_tokens, options.max_waiting, options.priority_step_s)
     engine = Engine(
         link,
         executor,
-        Scheduler(pool, plan.page_size_tokens, options.max_running, options.max_batch_tokens),
+        scheduler,
         BatchBuilder(options.max_running, plan.max_pages_per_sequence),
+        Requests(link, scheduler, board, limits),
         board,
-        Limits(card.vocab_size, plan.max_context_tokens, options.max_waiting),
     )
     _drain_on_signals(engine)
     # What start-up made lives as long as the process: the collector need not walk it in the step loop.

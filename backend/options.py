@@ -55,6 +55,11 @@ class BackendOptions:
     max_waiting: Positive = 1024
     """Requests that may wait; beyond it the answer is 429."""
 
+    priority_step_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 0.0
+    """Seconds of waiting that one step of a request's priority is worth: with 10, priority -1 goes before all that came
+    up to 10 s earlier with priority 0, and nobody is overtaken for longer. 0 ignores priorities: first come, first
+    served."""
+
     batch_channel_capacity: Annotated[int, Parameter(validator=Number(gte=0, lte=16))] = 1
     """Plans prepared ahead of the running step. 0 is no overlap; more than 1 only makes plans staler."""
 

@@ -235,7 +235,7 @@ class Requests:
             self._scheduler.remove(sequence)
 
     def check_integrity(self, num_scheduled: int) -> None:
-        """Raises RuntimeError unless each open request listens to one sequence, and each of num_scheduled has a listener."""
+        """Raises RuntimeError unless each open request listens to one sequence, and each of num_scheduled is heard."""
         pairs = [pair for by_id in self._open.values() for pair in by_id.values()]
         sequences = {sequence for sequence, _ in pairs}
         if len(pairs) != self.num_open or any(subscriber not in sequence.subscribers for sequence, subscriber in pairs):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Subscriber:
-    """One listener of a sequence, named by (frontend, request_id). How it ends is its own affair, not the sequence's."""
+    """One listener of a sequence, named by (frontend, request_id). Its end is its own affair, not the sequence's."""
 
     frontend: int
     request_id: int

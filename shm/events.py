@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Submission:
     """A request as it came from a frontend, copied and whole; token values and the model's limits are still unchecked.
 
-    tokens is packed int32, at least num_prompt_tokens of them; submit.tokens has served its time. (frontend, request_id)
-    is unique among open requests.
+    tokens is packed int32, at least num_prompt_tokens of them; submit.tokens has served its time. No other open request
+    has this (frontend, request_id).
     """
 
     __match_args__: ClassVar[tuple[str, ...]] = ("frontend", "request_id", "tokens")

@@ -81,7 +81,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     salt: Annotated[bytes, Meta(max_length=16)] = b""
     """The tenant's: requests of different salts share neither tokens nor pages."""
     may_share: bool = False
-    """Its tokens are determined (temperature 0, or a seed the client chose), and it may listen to an equal request's."""
+    """Its tokens are determined (temperature 0, or a seed of the client's), and it may listen to an equal request's."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     """Lower runs sooner, where the backend's policy is priority."""
     timeout_ms: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
