@@ -21,7 +21,7 @@ from backend.kv_plan import KvPlan, plan_kv
 from backend.options import BackendOptions
 from backend.page_pool import PagePool
 from backend.plugins import find_forward_pass
-from backend.requests import Limits
+from backend.requests import Limits, Requests
 from backend.scheduler import Scheduler
 from shm.board import BackendBoard
 from shm.cli import fail, make_app
