@@ -9,6 +9,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -260,3 +261,43 @@ async def test_a_silent_stream_is_kept_alive_by_comments() -> None:
         assert data.pop() == "[DONE]"
         texts = [json.loads(chunk)["choices"][0]["text"] for chunk in data]
         assert "".join(texts) == TOKENIZER.decode((token_ids("the cat") * 3)[:3])
+
+
+async def test_after_a_storm_of_dropped_requests_nothing_is_left() -> None:
+    """500 requests, half of them dropped at random moments; the others get their whole answers."""
+    random = Random(5)
+    prompt = "the cat sat"
+    expected = TOKENIZER.decode((token_ids(prompt) * 10)[:20])
+
+    async def request(port: int, number: int) -> None:
+        stream = number % 3 > 0
+        body = json.dumps({"prompt": prompt, "max_tokens": 20, "stream": stream, "n": 1 + number % 2}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            if number % 2:
+                writer.write(head + body[: random.randrange(len(body) * 4)])
+                await writer.drain()
+                await asyncio.sleep(random.random() * 0.05)
+                writer.transport.abort()
+                return
+            writer.write(head + body)
+            data = await reader.readuntil(b"[DONE]\n\n" if stream else b'"cached_tokens":0}}}')
+            if stream:
+                chunks = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
+                assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+            else:
+                assert json.loads(data.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async with over_the_link(Script(next_token=echoed, step_s=0.001)) as (url, scripted):
+        port = httpx.URL(url).port
+        assert port is not None
+        for _ in range(5):
+            await asyncio.gather(*(request(port, number) for number in range(100)))
+        await until(lambda: not scripted.engine.running)
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(url + "/models")).status_code == 200
