@@ -62,8 +62,8 @@ class Engine:
             match event:
                 case Submission():
                     self._requests.submit(event)
-                case Cancellation(frontend, request_id):
-                    self._requests.cancel(frontend, request_id)
+                case Cancellation(frontend, request_id, noticed_ns):
+                    self._requests.cancel(frontend, request_id, noticed_ns)
                 case FrontendDeath(frontend):
                     self._requests.drop_frontend(frontend)
         self._requests.expire()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import os
 import signal
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ from backend.scheduler import Scheduler
 from shm.board import BackendBoard
 from shm.cli import fail, make_app
 from shm.link import BackendLink
-from shm.rendezvous import AddressInUse
+from shm.rendezvous import CannotListen, check_free
 from shm.wire import ModelCard
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def run(options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - fro
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         serve(options)
-    except (StartupError, AddressInUse) as error:
+    except (StartupError, CannotListen) as error:
         fail("backend", str(error))
 
 
@@ -56,14 +57,17 @@ def main() -> None:
 
 
 def serve(options: BackendOptions) -> None:
-    """Runs until a signal and returns after draining. Raises StartupError or AddressInUse when it cannot start."""
+    """Runs until a signal and returns after draining. Raises StartupError or CannotListen when it cannot start."""
     started_s = time.monotonic()
+    check_free(options.socket)
     model_dir = locate_model(options)
     executor = Executor(options.batch_channel_capacity)
     forward_pass, plan = _load(options, model_dir, executor)
     logger.info(plan.describe())
     board = BackendBoard.create()
+    board.pid = os.getpid()
     board.pages_total = plan.num_pages
+    board.max_waiting = options.max_waiting
     card = _model_card(options, model_dir, forward_pass, plan)
     link = BackendLink(options.socket, card, board)
     pool = PagePool(plan.num_pages)

@@ -161,11 +161,16 @@ class Requests:
 
     # Leaving
 
-    def cancel(self, frontend: int, request_id: int) -> None:
-        """Unknown ids are normal: a cancel crosses the end of its request, and may come twice."""
+    def cancel(self, frontend: int, request_id: int, noticed_ns: int = 0) -> None:
+        """Unknown ids are normal: a cancel crosses the end of its request, and may come twice.
+
+        noticed_ns, CLOCK_MONOTONIC, is when the frontend noticed; 0 is unknown.
+        """
         if (found := self._open.get(frontend, {}).get(request_id)) is not None:
             self._leave(*found)
             self._board.requests_cancelled += 1
+            if noticed_ns:
+                self._board.observe_cancel(max(0, time.monotonic_ns() - noticed_ns) // 1000)
 
     def drop_frontend(self, frontend: int) -> None:
         for sequence, subscriber in list(self._open.get(frontend, {}).values()):

@@ -127,6 +127,22 @@ class BackendBoard(Board):
     cached_tokens: int
     generated_tokens: int
     preemptions: int
+    cancel_to_free_count: int
+    """From a frontend's noticing that a client has gone to its pages being free; the buckets below are cumulative."""
+    cancel_to_free_sum_us: int
+    cancel_to_free_le_1ms: int
+    cancel_to_free_le_5ms: int
+    cancel_to_free_le_20ms: int
+    cancel_to_free_le_100ms: int
+    cancel_to_free_le_500ms: int
+
+    def observe_cancel(self, cancel_to_free_us: int) -> None:
+        self.cancel_to_free_count += 1
+        self.cancel_to_free_sum_us += cancel_to_free_us
+        for limit_ms in (1, 5, 20, 100, 500):
+            if cancel_to_free_us <= 1000 * limit_ms:
+                name = f"cancel_to_free_le_{limit_ms}ms"
+                setattr(self, name, getattr(self, name) + 1)
 
     def beat(self) -> None:
         self.heartbeat_ns = time.monotonic_ns()

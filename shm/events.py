@@ -30,10 +30,14 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """The listener of an open request has gone. The request is closed already: pushes to it do nothing."""
+    """The listener of an open request has gone. The request is closed already: pushes to it do nothing.
+
+    noticed_ns is when its frontend noticed, CLOCK_MONOTONIC; 0 where that is unknown.
+    """
 
     frontend: int
     request_id: int
+    noticed_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -308,10 +308,10 @@ class BackendLink:
         match message:
             case Submit():
                 self._take_submit(frontend, message)
-            case Cancel(request_id=request_id):
+            case Cancel(request_id=request_id, noticed_ns=noticed_ns):
                 if request_id in frontend.open_requests:
                     frontend.open_requests.remove(request_id)
-                    self._events.append(Cancellation(frontend.epoch, request_id))
+                    self._events.append(Cancellation(frontend.epoch, request_id, noticed_ns))
             case Credit(count=count):
                 if frontend.credit + count > self._credit:
                     raise WireError(f"{count} credits returned, {self._credit - frontend.credit} were out")

@@ -96,6 +96,16 @@ def _lock(path: Path) -> int:
     return fd
 
 
+def check_free(socket_path: Path) -> None:
+    """Raises CannotListen where a backend serves this socket now: to be asked before long work, such as loading."""
+    _private_directory(socket_path.parent)
+    os.close(_lock(_lock_path(socket_path)))
+
+
+def _lock_path(socket_path: Path) -> Path:
+    return socket_path.with_name(socket_path.name + ".lock")
+
+
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """(pid, uid) of the process that made the other end, told by the kernel."""
     pid, uid, _gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -126,7 +136,7 @@ class Rendezvous:
         if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
             raise UnsafeDirectory(f"{socket_path} is longer than {MAX_PATH_BYTES} bytes")
         _private_directory(socket_path.parent)
-        self._lock_fd = _lock(socket_path.with_name(socket_path.name + ".lock"))
+        self._lock_fd = _lock(_lock_path(socket_path))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._epoll = select.epoll()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -86,7 +87,7 @@ class Session:
         return True
 
     def send_cancel(self, request_id: int) -> bool:
-        return self._link.send(Cancel(request_id))
+        return self._link.send(Cancel(request_id, time.monotonic_ns()))
 
     def receive(self) -> list[StepOutputs]:
         """All that is there; each is to be handled before `return_credits`. Raises LinkBroken."""

@@ -92,6 +92,8 @@ class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     """Frontend → backend: the listener has gone. Unknown and repeated ids are normal."""
 
     request_id: U63
+    noticed_ns: U63 = 0
+    """When the frontend noticed, on the clock that all processes of a machine share (CLOCK_MONOTONIC); 0 is unknown."""
 
 
 class Credit(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):

@@ -203,7 +203,7 @@ def test_each_field_of_a_submit_is_bounded(field: str, value: object) -> None:
 
 
 def test_unknown_fields_and_tags_are_refused() -> None:
-    for columns in ([2, 1, 1], [9, 1], ["2", 1], [2], [None, 1], {"type": 2}):
+    for columns in ([2, 1, 1, 1], [9, 1], ["2", 1], [2], [None, 1], {"type": 2}):
         with pytest.raises(WireError):
             decode_to_backend(msgspec.msgpack.encode(columns))
     with pytest.raises(WireError):

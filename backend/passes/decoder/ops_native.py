@@ -51,8 +51,7 @@ class _Linear(Structure):
 
 class _Attention(Structure):
     _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        ("cache", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("window", c_int64),
@@ -97,7 +96,8 @@ class _HugeArena:
 
 def map_memory(num_bytes: int) -> mmap.mmap:
     """Zeroed anonymous memory, in huge pages where the system gives them; resident once written."""
-    memory = mmap.mmap(-1, num_bytes)
+    # Private: shared anonymous memory, mmap's default, gets no huge pages.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -191,9 +191,8 @@ class NativeOps:
         self._layers: dict[int, _Attention] = {}
         self._num_rows = 0  # tokens of the step in progress, or its logit rows once it is narrowed
         self._rope_address = 0
-        self.keys: list[Tensor] = []
-        """Of each layer, [num_pages, …] in the kernels' layout, and so values."""
-        self.values: list[Tensor] = []
+        self.cache: list[Tensor] = []
+        """Of each layer, [num_pages, …] in the kernels' layout."""
 
         attention_width = config.num_heads * config.head_dim
         self._residual = _Buffer(config.hidden_size, torch.float32)
@@ -236,10 +235,9 @@ class NativeOps:
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         dtype = KV_DTYPES[kv_dtype]
-        per_page = self._num_kv_heads * page_size_tokens * self._head_dim
-        memory = map_memory(2 * num_layers * num_pages * per_page * dtype.itemsize)
-        cache = torch.frombuffer(memory, dtype=dtype).view(2, num_layers, num_pages, per_page)
-        self.keys, self.values = list(cache[0]), list(cache[1])
+        per_page = 2 * self._num_kv_heads * page_size_tokens * self._head_dim
+        memory = map_memory(num_layers * num_pages * per_page * dtype.itemsize)
+        self.cache = list(torch.frombuffer(memory, dtype=dtype).view(num_layers, num_pages, per_page))
         self._library.ps_set_cache(self._engine, page_size_tokens, dtype is torch.bfloat16)
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> _Step:
@@ -319,14 +317,13 @@ class NativeOps:
             self._library.ps_destroy(self._engine)
             self._engine = None
         self._layers.clear()
-        self.keys, self.values = [], []
+        self.cache = []
 
     def _attention_of(self, layer: AttentionLayer) -> _Attention:
         struct = self._layers.get(layer.index)
         if struct is None:
             struct = self._layers[layer.index] = _Attention(
-                keys=self.keys[layer.index].data_ptr(),
-                values=self.values[layer.index].data_ptr(),
+                cache=self.cache[layer.index].data_ptr(),
                 q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
                 k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
                 window=layer.window_tokens or 0,

@@ -7,9 +7,12 @@
 //
 // Layouts (lane = 2 elements of bf16 or 1 of fp32, the pair that one 32-bit lane of a product takes):
 //   packed weight  [panel of 64 outputs][in / lane][64][lane], outputs padded with zeros to whole panels
-//   keys           [page][kv head][head_dim / lane][page_size][lane]
-//   values         [page][kv head][page_size / lane][head_dim][lane]
-// Pages whose size is no multiple of 16 hold keys and values as [page][kv head][page_size][head_dim].
+//   cache          [page][kv head][keys | values]
+//     keys         [head_dim / lane][page_size][lane]
+//     values       [page_size / lane][head_dim][lane]
+// so that decoding, which goes through a page head by head, reads it from one end to the other: memory gives streams of
+// 32 KB twice the bytes that it gives pieces of 4 KB. Pages whose size is no multiple of 16 hold keys and values as
+// [page_size][head_dim].
 
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -42,7 +45,7 @@ using bf16 = std::uint16_t;
 constexpr int kMaxRows = 6;           // of a micro-kernel: 6 × 4 accumulators, 4 weights and a broadcast fill 32 registers
 constexpr int kPanel = 64;            // outputs of a packed panel: 4 vectors
 constexpr int kMaxTileRows = 24;      // queries × heads of a group that share one read of keys and values
-constexpr int kMaxBlock = 64;         // key positions per softmax block
+constexpr int kBlock = 64;            // key positions per softmax block, whatever the pages' size
 
 template <class T> constexpr int kLane = std::is_same_v<T, float> ? 1 : 2;
 
@@ -71,21 +74,23 @@ inline __m256i round_to_bf16(__m512 x) {
 
 inline __mmask16 tail_mask(i64 count) { return count >= 16 ? 0xffff : __mmask16((1u << count) - 1); }
 
-inline __m512 load(const float* p, __mmask16 m = 0xffff) { return _mm512_maskz_loadu_ps(m, p); }
-inline __m512 load(const bf16* p, __mmask16 m = 0xffff) {
-    const __m256i half = _mm256_maskz_loadu_epi16(m, p);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-inline void store(float* p, __m512 x, __mmask16 m = 0xffff) { _mm512_mask_storeu_ps(p, m, x); }
-inline void store(bf16* p, __m512 x, __mmask16 m = 0xffff) { _mm256_mask_storeu_epi16(p, m, round_to_bf16(x)); }
+inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 
-template <class T> inline T from_float(float x) {
-    if constexpr (std::is_same_v<T, float>) return x;
-    else {
-        bf16 y[16];
-        store(y, _mm512_set1_ps(x), 1);
-        return y[0];
-    }
+inline __m512 load(const float* p) { return _mm512_loadu_ps(p); }
+inline __m512 load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
+inline void store(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_to_bf16(x)); }
+
+// Masked accesses cost some CPUs far more than whole ones, even where the mask is all ones.
+inline __m512 load(const float* p, __mmask16 m) { return m == 0xffff ? load(p) : _mm512_maskz_loadu_ps(m, p); }
+inline __m512 load(const bf16* p, __mmask16 m) { return m == 0xffff ? load(p) : widen(_mm256_maskz_loadu_epi16(m, p)); }
+inline void store(float* p, __m512 x, __mmask16 m) {
+    if (m == 0xffff) store(p, x);
+    else _mm512_mask_storeu_ps(p, m, x);
+}
+inline void store(bf16* p, __m512 x, __mmask16 m) {
+    if (m == 0xffff) store(p, x);
+    else _mm256_mask_storeu_epi16(p, m, round_to_bf16(x));
 }
 
 // 2^x for x <= 0; 0 below the smallest normal number, NaN for NaN. Relative error below 2e-7.
@@ -313,8 +318,7 @@ struct Linear {  // mirrored by ops_native.py
 };
 
 struct Attention {  // mirrored by ops_native.py
-    void* keys;
-    void* values;
+    void* cache;
     const float* q_norm;  // [head_dim] or null, and so k_norm
     const float* k_norm;
     i64 window;  // tokens, or 0
@@ -339,10 +343,16 @@ struct Tile {
     i64 row, token, count, position, out;
 };
 
+// What one thread takes on at a time: a tile for kv heads [head, last_head).
+struct Item {
+    Tile tile;
+    i64 head, last_head;
+};
+
 struct Step {
     std::vector<std::int32_t> positions;
     std::vector<i64> slots;  // page × page_size + place, for each token
-    std::vector<Tile> tiles, last_tiles;
+    std::vector<Item> items, last_items;
     std::vector<i64> last_tokens;
     const std::int32_t* page_table = nullptr;
     i64 page_table_width = 0;
@@ -356,17 +366,21 @@ struct Engine {
     std::vector<std::vector<float>> scratch;  // of each thread
 
     Engine(int num_threads, i64 spin_ns, const Shape& s) : pool(num_threads, spin_ns), shape(s), scratch(num_threads) {
-        const i64 floats = tile_rows() * (2 * s.head_dim + 2 * kMaxBlock + 2) + 2 * kMaxBlock * s.head_dim;
+        const i64 floats = std::max(tile_rows(), s.num_heads) * (2 * s.head_dim + 2 * kBlock + 2) + 2 * kBlock * s.head_dim;
         for (auto& buffer : scratch) buffer.resize(floats);
     }
 
     i64 group() const { return shape.num_heads / shape.num_kv_heads; }
     i64 tile_rows() const { return std::max<i64>(kMaxTileRows, group()); }
 
+    // Elements between a kv head's keys and its values, and half of those between heads.
+    i64 half() const { return shape.page_size * shape.head_dim; }
+
     bool in_place() const { return shape.page_size % 16 == 0; }
 
-    i64 block() const {
-        if (!in_place()) return 16;
+    // Positions that lie together: the largest part of a block that no page's end cuts.
+    i64 segment() const {
+        if (!in_place()) return kBlock;
         return shape.page_size % 64 == 0 ? 64 : shape.page_size % 32 == 0 ? 32 : 16;
     }
 
@@ -419,7 +433,8 @@ template <class T> void run_linear(Engine& engine, const Linear& linear, i64 out
     const i64 row_blocks = std::clamp<i64>((engine.pool.num_threads() * 4 + panels - 1) / panels, 1, (rows + 47) / 48);
     const T* packed = static_cast<const T*>(linear.packed);
     engine.pool.run(panels * row_blocks, [&](i64 chunk, int) {
-        const i64 panel = chunk / row_blocks, row_block = chunk % row_blocks;
+        // Panels in rising order, chunks come in falling order. No prefetch: the memory's own is faster than any of ours.
+        const i64 panel = panels - 1 - chunk / row_blocks, row_block = chunk % row_blocks;
         const i64 begin = rows * row_block / row_blocks, end = rows * (row_block + 1) / row_blocks;
         const T* weights = packed + panel * linear.inputs * kPanel;
         const i64 tiles = (end - begin + kMaxRows - 1) / kMaxRows;
@@ -514,12 +529,11 @@ template <class T> void norm_and_rotate(const Shape& shape, T* head, const float
 }
 
 template <class T, class C>
-void store_token(const Engine& engine, const T* key, const T* value, i64 slot, i64 kv_head, C* keys, C* values) {
+void store_token(const Engine& engine, const T* key, const T* value, i64 slot, i64 kv_head, C* cache) {
     const Shape& shape = engine.shape;
     const i64 dim = shape.head_dim, size = shape.page_size, place = slot % size;
-    const i64 base = (slot / size * shape.num_kv_heads + kv_head) * size * dim;
-    C* k = keys + base;
-    C* v = values + base;
+    C* k = cache + (slot / size * shape.num_kv_heads + kv_head) * 2 * engine.half();
+    C* v = k + engine.half();
     C row[2][1024];
     for (i64 d = 0; d < dim; d += 16) {
         store(row[0] + d, load(key + d));
@@ -547,8 +561,7 @@ template <class T, class C> void run_rotate_and_store(Engine& engine, T* qkv, co
             for (i64 h = 0; h < kv_heads; ++h) {
                 T* key = row + (heads + h) * dim;
                 norm_and_rotate(shape, key, layer.k_norm, cos_sin);
-                store_token(engine, key, key + kv_heads * dim, engine.step.slots[t], h, static_cast<C*>(layer.keys),
-                            static_cast<C*>(layer.values));
+                store_token(engine, key, key + kv_heads * dim, engine.step.slots[t], h, static_cast<C*>(layer.cache));
             }
         }
     });
@@ -556,48 +569,45 @@ template <class T, class C> void run_rotate_and_store(Engine& engine, T* qkv, co
 
 // ----------------------------------------------------------------------------------------------------------- attention
 
-// Key positions [first, first + count) of one row and kv head, as the micro-kernel wants them.
-template <class C> struct Block {
+// Key positions [first, first + count) of one row and kv head, of one segment, as the micro-kernel wants them.
+template <class C> struct Segment {
     const C* keys;    // [head_dim / lane][…][lane], steps of key_stride elements
     const C* values;  // [positions / lane][head_dim][lane]
     i64 key_stride;
 };
 
 template <class C>
-Block<C> find_block(const Engine& engine, const Attention& layer, i64 row, i64 kv_head, i64 first, i64 count, C* scratch) {
+Segment<C> find_segment(const Engine& engine, const C* cache, i64 row, i64 kv_head, i64 first, i64 count, C* scratch) {
     const Shape& shape = engine.shape;
-    const i64 dim = shape.head_dim, size = shape.page_size;
+    const i64 dim = shape.head_dim, size = shape.page_size, half = engine.half();
     const std::int32_t* pages = engine.step.page_table + row * engine.step.page_table_width;
-    const C* keys = static_cast<const C*>(layer.keys);
-    const C* values = static_cast<const C*>(layer.values);
     constexpr int lane = kLane<C>;
     if (engine.in_place()) {
-        const i64 base = (i64(pages[first / size]) * shape.num_kv_heads + kv_head) * size * dim;
+        const C* keys = cache + (i64(pages[first / size]) * shape.num_kv_heads + kv_head) * 2 * half;
         const i64 place = first % size;
-        return {keys + base + place * lane, values + base + place * dim, size * lane};
+        return {keys + place * lane, keys + half + place * dim, size * lane};
     }
     C* k = scratch;
-    C* v = scratch + kMaxBlock * dim;
-    const i64 block = engine.block();
+    C* v = scratch + kBlock * dim;
     for (i64 i = 0; i < count; ++i) {
         const i64 position = first + i;
-        const i64 base = ((i64(pages[position / size]) * shape.num_kv_heads + kv_head) * size + position % size) * dim;
+        const C* keys = cache + (i64(pages[position / size]) * shape.num_kv_heads + kv_head) * 2 * half + position % size * dim;
         for (i64 d = 0; d < dim; ++d) {
-            k[(d / lane * block + i) * lane + d % lane] = keys[base + d];
-            v[(i / lane * dim + d) * lane + i % lane] = values[base + d];
+            k[(d / lane * kBlock + i) * lane + d % lane] = keys[d];
+            v[(i / lane * dim + d) * lane + i % lane] = keys[half + d];
         }
     }
-    return {k, v, block * lane};
+    return {k, v, kBlock * lane};
 }
 
 // One block's share of a query's softmax: scores become weights of C, maximum and sum are carried on. Returns the
 // factor for what was accumulated before, or a negative number where the query sees nothing of this block.
 template <class C>
-float soften(const float* scores, i64 block, i64 visible_from, i64 visible_to, float scale, float& peak, float& sum, C* weights) {
+float soften(const float* scores, i64 visible_from, i64 visible_to, float scale, float& peak, float& sum, C* weights) {
     const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    __m512 scaled[kMaxBlock / 16];
+    __m512 scaled[kBlock / 16];
     __m512 top = hidden;
-    for (i64 v = 0; v * 16 < block; ++v) {
+    for (i64 v = 0; v < kBlock / 16; ++v) {
         const i64 from = std::clamp<i64>(visible_from - v * 16, 0, 16), to = std::clamp<i64>(visible_to - v * 16, 0, 16);
         const __mmask16 seen = __mmask16(tail_mask(to) & ~tail_mask(from));
         scaled[v] = _mm512_mask_mul_ps(hidden, seen, load(scores + v * 16), _mm512_set1_ps(scale));
@@ -607,7 +617,7 @@ float soften(const float* scores, i64 block, i64 visible_from, i64 visible_to, f
     const float block_peak = _mm512_reduce_max_ps(top);
     const float new_peak = std::max(peak, block_peak);
     __m512 total = _mm512_setzero_ps();
-    for (i64 v = 0; v * 16 < block; ++v) {
+    for (i64 v = 0; v < kBlock / 16; ++v) {
         const __m512 weight = exp2_negative(_mm512_sub_ps(scaled[v], _mm512_set1_ps(new_peak)));
         total = _mm512_add_ps(total, weight);
         store(weights + v * 16, weight);
@@ -618,82 +628,107 @@ float soften(const float* scores, i64 block, i64 visible_from, i64 visible_to, f
     return factor;
 }
 
-template <class T, class C>
-void attend(Engine& engine, const T* qkv, const Attention& layer, const Tile& tile, i64 kv_head, T* out, float* scratch) {
+template <class T, class C> void attend(Engine& engine, const T* qkv, const Attention& layer, const Item& item, T* out, float* scratch) {
     const Shape& shape = engine.shape;
-    const i64 dim = shape.head_dim, group = engine.group(), rows = tile.count * group;
-    const i64 block = engine.block();
+    const Tile& tile = item.tile;
+    const i64 dim = shape.head_dim, group = engine.group(), heads = item.last_head - item.head;
+    const i64 rows = tile.count * group;  // of each kv head, [token][query head of its group]
+    const i64 segment = engine.segment();
     constexpr int lane = kLane<C>;
     float* acc = scratch;
-    float* scores = acc + rows * dim;
-    float* peaks = scores + rows * kMaxBlock;
-    float* sums = peaks + rows;
-    C* queries = reinterpret_cast<C*>(sums + rows);
-    C* weights = queries + rows * dim;
-    C* gathered = weights + rows * kMaxBlock;
+    float* scores = acc + heads * rows * dim;
+    float* peaks = scores + rows * kBlock;
+    float* sums = peaks + heads * rows;
+    C* queries = reinterpret_cast<C*>(sums + heads * rows);
+    C* weights = queries + heads * rows * dim;
+    C* gathered = weights + rows * kBlock;
 
-    for (i64 r = 0; r < rows; ++r) {
-        const i64 token = tile.token + r / group, head = kv_head * group + r % group;
-        const T* q = qkv + (token * (shape.num_heads + 2 * shape.num_kv_heads) + head) * dim;
-        for (i64 d = 0; d < dim; d += 16) store(queries + r * dim + d, load(q + d));
-        peaks[r] = -std::numeric_limits<float>::infinity();
-        sums[r] = 0.0f;
-    }
-    std::memset(acc, 0, rows * dim * sizeof(float));
+    const auto query_head = [&](i64 h, i64 r) { return (item.head + h) * group + r % group; };
+    for (i64 h = 0; h < heads; ++h)
+        for (i64 r = 0; r < rows; ++r) {
+            const i64 token = tile.token + r / group;
+            const T* q = qkv + (token * (shape.num_heads + 2 * shape.num_kv_heads) + query_head(h, r)) * dim;
+            for (i64 d = 0; d < dim; d += 16) store(queries + (h * rows + r) * dim + d, load(q + d));
+            peaks[h * rows + r] = -std::numeric_limits<float>::infinity();
+            sums[h * rows + r] = 0.0f;
+        }
+    std::memset(acc, 0, heads * rows * dim * sizeof(float));
 
     const float scale = kLog2E / std::sqrt(float(dim));
     const i64 end = tile.position + tile.count;
     const i64 start = layer.window ? std::max<i64>(0, tile.position - layer.window + 1) : 0;
-    for (i64 first = start / block * block; first < end; first += block) {
-        const i64 count = std::min(block, end - first);
-        const Block<C> kv = find_block<C>(engine, layer, tile.row, kv_head, first, count, gathered);
-        product(rows, block, queries, dim, kv.keys, kv.key_stride, dim / lane, scores, block, false);
+    const C* cache = static_cast<const C*>(layer.cache);
+    for (i64 first = start / kBlock * kBlock; first < end; first += kBlock) {
+        const i64 block_end = std::min(first + kBlock, end);
+        for (i64 h = 0; h < heads; ++h) {
+            const C* head_queries = queries + h * rows * dim;
+            float* head_acc = acc + h * rows * dim;
+            Segment<C> found[kBlock / 16];
+            for (i64 at = first, i = 0; at < block_end; at += segment, ++i) {
+                found[i] = find_segment<C>(engine, cache, tile.row, item.head + h, at, block_end - at, gathered);
+                product(rows, segment, head_queries, dim, found[i].keys, found[i].key_stride, dim / lane,
+                        scores + (at - first), kBlock, false);
+            }
+            for (i64 r = 0; r < rows; ++r) {
+                const i64 position = tile.position + r / group;
+                const i64 from = layer.window ? std::max<i64>(0, position - layer.window + 1 - first) : 0;
+                const i64 to = std::min<i64>(kBlock, position + 1 - first);
+                const float factor = soften(scores + r * kBlock, from, to, scale, peaks[h * rows + r], sums[h * rows + r],
+                                            weights + r * kBlock);
+                if (factor < 0.0f) {
+                    std::memset(weights + r * kBlock, 0, kBlock * sizeof(C));
+                } else if (factor != 1.0f) {
+                    for (i64 d = 0; d < dim; d += 16)
+                        store(head_acc + r * dim + d, _mm512_mul_ps(load(head_acc + r * dim + d), _mm512_set1_ps(factor)));
+                }
+            }
+            for (i64 at = first, i = 0; at < block_end; at += segment, ++i) {
+                const i64 count = std::min(segment, block_end - at), whole = count / lane;
+                const C* segment_weights = weights + (at - first);
+                product(rows, dim, segment_weights, kBlock, found[i].values, dim * lane, whole, head_acc, dim, true);
+                if (count % lane == 0) continue;
+                // The last pair's second position is not written yet and may hold anything, NaN too.
+                C* pair = gathered;
+                for (i64 d = 0; d < dim; ++d) {
+                    pair[d * lane] = found[i].values[(whole * dim + d) * lane];
+                    pair[d * lane + 1] = 0;
+                }
+                product(rows, dim, segment_weights + whole * lane, kBlock, pair, dim * lane, 1, head_acc, dim, true);
+            }
+        }
+    }
+    for (i64 h = 0; h < heads; ++h)
         for (i64 r = 0; r < rows; ++r) {
-            const i64 position = tile.position + r / group;
-            const i64 from = layer.window ? std::max<i64>(0, position - layer.window + 1 - first) : 0;
-            const i64 to = std::min(block, position + 1 - first);
-            const float factor = soften(scores + r * block, block, from, to, scale, peaks[r], sums[r], weights + r * block);
-            if (factor < 0.0f) {
-                std::memset(weights + r * block, 0, block * sizeof(C));
-            } else if (factor != 1.0f) {
-                for (i64 d = 0; d < dim; d += 16)
-                    store(acc + r * dim + d, _mm512_mul_ps(load(acc + r * dim + d), _mm512_set1_ps(factor)));
-            }
+            const __m512 norm = _mm512_set1_ps(1.0f / sums[h * rows + r]);
+            T* target = out + ((tile.out + r / group) * shape.num_heads + query_head(h, r)) * dim;
+            for (i64 d = 0; d < dim; d += 16) store(target + d, _mm512_mul_ps(load(acc + (h * rows + r) * dim + d), norm));
         }
-        const i64 whole = count / lane;
-        product(rows, dim, weights, block, kv.values, dim * lane, whole, acc, dim, true);
-        if (count % lane) {
-            // The last pair's second position is not written yet and may hold anything, NaN too.
-            C* pair = gathered;
-            for (i64 d = 0; d < dim; ++d) {
-                pair[d * lane] = kv.values[(whole * dim + d) * lane];
-                pair[d * lane + 1] = 0;
-            }
-            product(rows, dim, weights + whole * lane, block, pair, dim * lane, 1, acc, dim, true);
-        }
-    }
-    for (i64 r = 0; r < rows; ++r) {
-        const __m512 norm = _mm512_set1_ps(1.0f / sums[r]);
-        T* target = out + ((tile.out + r / group) * shape.num_heads + kv_head * group + r % group) * dim;
-        for (i64 d = 0; d < dim; d += 16) store(target + d, _mm512_mul_ps(load(acc + r * dim + d), norm));
-    }
 }
 
 template <class T, class C> void run_attention(Engine& engine, const T* qkv, const Attention& layer, bool last, T* out) {
-    const std::vector<Tile>& tiles = last ? engine.step.last_tiles : engine.step.tiles;
-    const i64 kv_heads = engine.shape.num_kv_heads;
-    engine.pool.run(i64(tiles.size()) * kv_heads, [&](i64 chunk, int thread) {
-        attend<T, C>(engine, qkv, layer, tiles[chunk / kv_heads], chunk % kv_heads, out, engine.scratch[thread].data());
+    const std::vector<Item>& items = last ? engine.step.last_items : engine.step.items;
+    engine.pool.run(i64(items.size()), [&](i64 chunk, int thread) {
+        attend<T, C>(engine, qkv, layer, items[chunk], out, engine.scratch[thread].data());
     });
 }
 
 // ----------------------------------------------------------------------------------------------------------- the step
 
-// Cheapest first: the pool takes the last chunk first.
-void sort_tiles(std::vector<Tile>& tiles) {
-    std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) {
-        return a.count * (a.position + a.count) < b.count * (b.position + b.count);
-    });
+// A single token takes all heads of its row at once where there are tokens enough for the threads, and a longer tile
+// one. Cheapest first: the pool takes the last chunk first.
+std::vector<Item> make_items(const Engine& engine, const std::vector<Tile>& tiles) {
+    const i64 kv_heads = engine.shape.num_kv_heads;
+    const bool many = i64(tiles.size()) >= 4 * engine.pool.num_threads();
+    std::vector<Item> items;
+    for (const Tile& tile : tiles) {
+        const i64 heads = many && tile.count == 1 ? kv_heads : 1;
+        for (i64 h = 0; h < kv_heads; h += heads) items.push_back({tile, h, h + heads});
+    }
+    const auto cost = [](const Item& item) {
+        return item.tile.count * (item.tile.position + item.tile.count) * (item.last_head - item.head);
+    };
+    std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) { return cost(a) < cost(b); });
+    return items;
 }
 
 void plan_step(Engine& engine, const std::int32_t* starts, const std::int32_t* contexts, i64 num_rows,
@@ -706,9 +741,8 @@ void plan_step(Engine& engine, const std::int32_t* starts, const std::int32_t* c
     step.num_tokens = starts[num_rows];
     step.positions.resize(step.num_tokens);
     step.slots.resize(step.num_tokens);
-    step.tiles.clear();
-    step.last_tiles.clear();
     step.last_tokens.clear();
+    std::vector<Tile> tiles, last_tiles;
     for (i64 row = 0; row < num_rows; ++row) {
         const i64 length = starts[row + 1] - starts[row];
         for (i64 i = 0; i < length; ++i) {
@@ -718,16 +752,16 @@ void plan_step(Engine& engine, const std::int32_t* starts, const std::int32_t* c
         }
         for (i64 i = 0; i < length; i += tile_tokens) {
             const i64 token = starts[row] + i;
-            step.tiles.push_back({row, token, std::min(tile_tokens, length - i), contexts[row] + i, token});
+            tiles.push_back({row, token, std::min(tile_tokens, length - i), contexts[row] + i, token});
         }
     }
     for (i64 i = 0; i < num_logits; ++i) {
         const i64 row = logit_rows[i], token = starts[row + 1] - 1;
         step.last_tokens.push_back(token);
-        step.last_tiles.push_back({row, token, 1, step.positions[token], i});
+        last_tiles.push_back({row, token, 1, step.positions[token], i});
     }
-    sort_tiles(step.tiles);
-    sort_tiles(step.last_tiles);
+    step.items = make_items(engine, tiles);
+    step.last_items = make_items(engine, last_tiles);
 }
 
 }  // namespace
