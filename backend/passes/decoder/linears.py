@@ -22,7 +22,7 @@ fp32, while hints far above it make small fp32 batches 30 times slower."""
 
 def _has_packing() -> bool:
     return (
-        torch.backends.mkldnn.is_available()
+        bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )

@@ -28,8 +28,8 @@ class Weights(Protocol):
 
     def final_norm(self, dtype: torch.dtype) -> Tensor: ...
 
-    def lm_head(self, dtype: torch.dtype) -> Tensor:
-        """Asked for only where the embedding is not used again."""
+    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
+        """None where the embedding is used again."""
         ...
 
 
@@ -54,11 +54,11 @@ class DecoderModel:
         if config.tie_embeddings:
             self._lm_head = ops.pack_linear(embedding, None)
             self._embedding = ops.tied_table(embedding, self._lm_head)
-            del embedding
         else:
             self._embedding = ops.table(embedding)
-            del embedding
-            self._lm_head = ops.pack_linear(weights.lm_head(dtype), None)
+        del embedding
+        if not config.tie_embeddings:
+            self._lm_head = ops.pack_linear(_present(weights.lm_head(dtype)), None)
         self._layers = [_pack_layer(config, ops, weights.layer(i, dtype), i) for i in range(config.num_layers)]
         self._final_norm = ops.vector(weights.final_norm(dtype))
 
@@ -88,6 +88,12 @@ class DecoderModel:
         ops = self._ops
         ops.linear_add(ops.attention(qkv, step, layer.attention), layer.output, residual)
         ops.linear_add(ops.gated_linear(ops.rms_norm(residual, layer.mlp_norm), layer.gate_up), layer.down, residual)
+
+
+def _present(lm_head: Tensor | None) -> Tensor:
+    if lm_head is None:
+        raise ValueError("a model whose embedding is not tied needs weights for its lm_head")
+    return lm_head
 
 
 def _pack_layer(config: DecoderConfig, ops: Ops, plain: LayerWeights, index: int) -> _Layer:
