@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def forward_pass(pass_name: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     model_dir: Path | None = request.config.getoption("--model")
     if pass_name == "decoder" and model_dir is None:
-        model_dir = make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("contract"))
+        model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"))
     options = PassOptions(dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=MAX_BATCH_TOKENS)
     loaded = find_forward_pass(pass_name).load(model_dir, options)
     loaded.create_cache(NUM_PAGES, PAGE_SIZE, "fp32" if "fp32" in loaded.spec.kv_dtypes else loaded.spec.kv_dtypes[0])
