@@ -94,6 +94,7 @@ def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int) ->
     """The same step again and again: row r owns the pages from r * pages_per_row, whatever they hold."""
     pages_per_row = -(-(context_tokens + 1) // page_size_tokens)
     rows = np.arange(batch_size, dtype=np.int32)
+    page_table = (rows[:, None] * pages_per_row + np.arange(pages_per_row)).astype(np.int32)
     prompt = np.ones(context_tokens, np.int32)
     greedy = SamplingParams(temperature=0.0)
     inits = tuple(SlotInit(slot, greedy, prompt, context_tokens) for slot in range(batch_size))
@@ -102,7 +103,7 @@ def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int) ->
             input_ids=rows + 1,
             query_starts=np.arange(batch_size + 1, dtype=np.int32),
             context_lens=np.full(batch_size, context_tokens, np.int32),
-            page_table=rows[:, None] * np.int32(pages_per_row) + np.arange(pages_per_row, dtype=np.int32),
+            page_table=page_table,
             slots=rows,
             logit_rows=rows,
             slot_inits=inits if index == 0 else (),
