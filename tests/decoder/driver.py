@@ -1,4 +1,4 @@
-"""A miniature engine: builds StepBatches for named prompts over a page table of its own, without any of the backend's."""
+"""A miniature engine: builds StepBatches over a page table of its own, with nothing of the backend's."""
 
 from __future__ import annotations
 

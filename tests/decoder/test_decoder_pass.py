@@ -1,23 +1,36 @@
-"""DecoderPass against transformers, for every architecture, however the prompts are cut and whoever shares the batch."""
+"""DecoderPass against transformers, for every architecture, however prompts are cut and whoever shares the batch."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from backend.checkpoint.config_json import read_decoder_config
 from backend.checkpoint.weights import open_weights
+from backend.passes.decoder import forward_pass
 from backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
+from backend.passes.decoder.ops_torch import TorchOps
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
+from tests.decoder.conftest import MakeOps, make_native_ops
 from tests.decoder.driver import Driver
 
-PROMPT_LENGTHS = (1, 7, 16, 17, 45, 70)
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Prompt = tuple[int, ...]
+
+# A LongRoPE model has two sets of frequencies; one that may grow past the first uses the second from the start, as
+# transformers does for a prompt that long.
+LENGTHS = {"phi3-longrope": (65, 70, 81)}
+RAGGED = (1, 7, 16, 17, 45, 70)
 
 
 @cache
@@ -31,28 +44,170 @@ def oracle(architecture: str) -> Any:
 
 
 @cache
-def oracle_logits(architecture: str, prompt: tuple[int, ...]) -> Any:
+def oracle_logits(architecture: str, tokens: Prompt) -> NDArray[np.float32]:
+    """[n, vocab]"""
     with torch.inference_mode():
-        return oracle(architecture)(torch.tensor([prompt])).logits[0].numpy()
+        logits: NDArray[np.float32] = oracle(architecture)(torch.tensor([tokens])).logits[0].numpy()
+    return logits
 
 
-def make_pass(architecture: str) -> DecoderPass:
+def make_pass(
+    architecture: str, make_ops: MakeOps, dtype: torch.dtype = torch.float32, max_context_tokens: int | None = None
+) -> DecoderPass:
     model_dir = checkpoint(architecture)
-    config = read_decoder_config(model_dir)
+    config = read_decoder_config(model_dir, max_context_tokens)
     with open_weights(model_dir, config) as weights:
-        return DecoderPass(config, weights, make_cpu_ops(config, torch.float32, 512), torch.float32, 32)
+        return DecoderPass(config, weights, make_ops(config, dtype), dtype, max_running=32)
 
 
-def prompts(seed: int = 0) -> list[tuple[int, ...]]:
+def prompts(lengths: tuple[int, ...] = RAGGED, seed: int = 0) -> list[Prompt]:
     rng = np.random.default_rng(seed)
-    return [tuple(rng.integers(0, 256, n).tolist()) for n in PROMPT_LENGTHS]
+    return [tuple(rng.integers(0, 256, n).tolist()) for n in lengths]
+
+
+def run_prompts(driver: Driver, batch: list[Prompt], chunk: int | None = None) -> list[NDArray[np.float32]]:
+    """The logits of each prompt's last token."""
+    rows = [driver.add(prompt) for prompt in batch]
+    logits = driver.prefill(chunk)
+    return [logits[row.slot] for row in rows]
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 64])
 @pytest.mark.parametrize("architecture", PRESETS)
-def test_logits_of_ragged_prompts_are_those_of_transformers(architecture: str, chunk: int | None) -> None:
-    driver = Driver(make_pass(architecture), num_pages=64, page_size=8)
-    rows = [driver.add(prompt) for prompt in prompts()]
-    logits = driver.prefill(chunk)
-    for row, prompt in zip(rows, prompts(), strict=True):
-        np.testing.assert_allclose(logits[row.slot], oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
+def test_logits_of_ragged_prompts_are_those_of_transformers(
+    architecture: str, chunk: int | None, make_ops: MakeOps
+) -> None:
+    batch = prompts(LENGTHS.get(architecture, RAGGED))
+    driver = Driver(make_pass(architecture, make_ops), num_pages=64, page_size=8)
+    for prompt, logits in zip(batch, run_prompts(driver, batch, chunk), strict=True):
+        np.testing.assert_allclose(logits, oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
+
+
+def test_short_longrope_contexts_use_the_short_factors(make_ops: MakeOps) -> None:
+    batch = prompts((1, 17, 64))
+    driver = Driver(make_pass("phi3-longrope", make_ops, max_context_tokens=64), num_pages=32, page_size=8)
+    for prompt, logits in zip(batch, run_prompts(driver, batch), strict=True):
+        np.testing.assert_allclose(logits, oracle_logits("phi3-longrope", prompt)[-1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", PRESETS)
+def test_64_greedy_tokens_are_those_of_transformers(architecture: str, make_ops: MakeOps) -> None:
+    batch = prompts(LENGTHS.get(architecture, (3, 40)), seed=1)
+    driver = Driver(make_pass(architecture, make_ops), num_pages=48, page_size=16)
+    run_prompts(driver, batch)
+    driver.decode(63)
+    for row in driver.rows:
+        generated = row.tokens[row.num_prompt_tokens :]
+        # Greedy by the oracle: each token is its choice after all before it.
+        choices = oracle_logits(architecture, tuple(row.tokens[:-1])).argmax(axis=1)[row.num_prompt_tokens - 1 :]
+        assert generated == choices.tolist()
+        assert len(generated) == 64
+
+
+@pytest.mark.parametrize("architecture", ["llama3", "mistral", "qwen3", "smollm3-window"])
+def test_a_native_row_is_the_same_bits_alone_and_among_strangers(architecture: str) -> None:
+    prompt, *strangers = prompts((37, *range(1, 60, 4)), seed=2)
+    alone = Driver(make_pass(architecture, make_native_ops), num_pages=64, page_size=16)
+    crowd = Driver(make_pass(architecture, make_native_ops), num_pages=64, page_size=16, seed=9)
+    expected = run_prompts(alone, [prompt])[0]
+    found = run_prompts(crowd, [*strangers[:7], prompt, *strangers[7:]])[7]
+    np.testing.assert_array_equal(found, expected)
+    alone.decode(20)
+    crowd.decode(20)
+    assert crowd.rows[7].tokens == alone.rows[0].tokens
+
+
+def test_a_torch_row_has_the_same_tokens_alone_and_among_strangers(make_ops: MakeOps) -> None:
+    prompt, *strangers = prompts((37, *range(1, 60, 4)), seed=2)
+    tokens = []
+    for batch in ([prompt], [prompt, *strangers]):
+        driver = Driver(make_pass("llama3", make_ops), num_pages=128, page_size=16)
+        run_prompts(driver, batch)
+        driver.decode(20)
+        tokens.append(driver.rows[0].tokens)
+    assert tokens[0] == tokens[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_native_logits_are_the_same_bits_however_a_prompt_is_cut(data: st.DataObject) -> None:
+    prompt = prompts((90,), seed=3)[0]
+    page_size = data.draw(st.sampled_from([1, 5, 16, 32, 48, 64]), label="page size")
+    driver = Driver(make_pass("mistral", make_native_ops), num_pages=200, page_size=page_size, seed=4)
+    row = driver.add(prompt)
+    logits: dict[int, NDArray[np.float32]] = {}
+    while row.computed < len(prompt):
+        left = len(prompt) - row.computed
+        logits = driver.step([(row, data.draw(st.integers(1, left), label="chunk"))])
+    np.testing.assert_array_equal(logits[row.slot], whole_prompt_logits(prompt))
+
+
+@cache
+def whole_prompt_logits(prompt: Prompt) -> NDArray[np.float32]:
+    return run_prompts(Driver(make_pass("mistral", make_native_ops), num_pages=8, page_size=16), [prompt])[0]
+
+
+@pytest.mark.parametrize("page_size", [8, 16])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
+def test_what_is_not_the_sequences_own_is_never_read(page_size: int, kv_dtype: str, make_ops: MakeOps) -> None:
+    """Every place of the cache that no token was written to holds NaN."""
+    batch = prompts((1, 15, 16, 17, 40), seed=5)
+    results = []
+    for poison in (0.0, float("nan")):
+        decoder = make_pass("mistral", make_ops)
+        driver = Driver(decoder, num_pages=64, page_size=page_size, kv_dtype=kv_dtype)
+        for tensor in cache_tensors(decoder):
+            tensor.fill_(poison)
+        logits = run_prompts(driver, batch, chunk=7)
+        driver.decode(18)
+        results.append((logits, [row.tokens for row in driver.rows]))
+    np.testing.assert_array_equal(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1]
+
+
+def cache_tensors(decoder: DecoderPass) -> list[torch.Tensor]:
+    ops: Any = decoder._ops
+    return [*ops.keys, *ops.values] if isinstance(ops, TorchOps) else ops.cache
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "bound"),
+    [(torch.float32, "bf16", 0.02), (torch.bfloat16, "fp32", 0.06), (torch.bfloat16, "bf16", 0.06)],
+)
+def test_bf16_stays_near_fp32(dtype: torch.dtype, kv_dtype: str, bound: float, make_ops: MakeOps) -> None:
+    """Root mean square of the difference, relative to that of the logits; bf16 itself rounds to 0.004."""
+    batch = prompts(seed=6)
+    driver = Driver(make_pass("qwen3", make_ops, dtype), num_pages=64, page_size=16, kv_dtype=kv_dtype)
+    for prompt, logits in zip(batch, run_prompts(driver, batch), strict=True):
+        exact = oracle_logits("qwen3", prompt)[-1]
+        assert np.sqrt(np.mean((logits - exact) ** 2) / np.mean(exact**2)) < bound
+
+
+def test_a_cache_has_exactly_the_bytes_that_were_announced(make_ops: MakeOps) -> None:
+    for kv_dtype in ("fp32", "bf16"):
+        decoder = make_pass("llama3", make_ops)
+        decoder.create_cache(num_pages=7, page_size_tokens=16, kv_dtype=kv_dtype)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(decoder))
+        assert num_bytes == 7 * 16 * decoder.kv_bytes_per_token(kv_dtype)
+        decoder.close()
+
+
+def test_a_step_without_logit_rows_gives_none_and_still_writes_its_keys(make_ops: MakeOps) -> None:
+    prompt = prompts((20,))[0]
+    driver = Driver(make_pass("llama3", make_ops), num_pages=8, page_size=16)
+    row = driver.add(prompt)
+    assert driver.step([(row, 19)]) == {}
+    logits = driver.step([(row, 1)])[row.slot]
+    np.testing.assert_allclose(logits, oracle_logits("llama3", prompt)[-1], atol=1e-3, rtol=0)
+
+
+def test_without_a_native_library_the_torch_operations_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_pass, "load_library", lambda: None)
+    config = read_decoder_config(checkpoint("llama3"))
+    assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
+
+
+def test_heads_that_fill_no_vectors_are_served_by_torch() -> None:
+    config = read_decoder_config(make_checkpoint("llama2", Path(mkdtemp()), hidden_size=48))
+    assert config.head_dim == 12
+    assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)

@@ -1,0 +1,37 @@
+"""Both implementations of the decoder's operations on the CPU, so that every test can run on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from backend.passes.decoder.native_library import load_library
+from backend.passes.decoder.ops import HeadShape, Ops
+from backend.passes.decoder.ops_native import NativeOps, native_serves
+from backend.passes.decoder.ops_torch import TorchOps
+
+if TYPE_CHECKING:
+    from backend.passes.decoder.config import DecoderConfig
+
+MakeOps = Callable[..., Any]
+
+
+def make_torch_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Ops:
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    return TorchOps(heads, config.rope, config.rms_norm_eps, dtype)
+
+
+def make_native_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
+    library = load_library()
+    if library is None:
+        pytest.skip("this machine has no native kernels")
+    assert native_serves(config)
+    return NativeOps(library, config, dtype, max_batch_tokens=8, num_threads=num_threads, spin_s=20e-6)
+
+
+@pytest.fixture(params=["torch", "native"])
+def make_ops(request: pytest.FixtureRequest) -> MakeOps:
+    return make_torch_ops if request.param == "torch" else make_native_ops
