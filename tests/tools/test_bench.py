@@ -51,6 +51,25 @@ def test_a_storm_leaves_nothing_behind(tmp_path: Path) -> None:
     assert (aftermath["running"], aftermath["waiting"], aftermath["pages_used"]) == (0, 0, 0)
 
 
+def test_continuous_and_static_run_the_same_requests(tmp_path: Path) -> None:
+    arguments = ["--compare", "static", "--stagger-s", "0.001", "--prompt-tokens", "3:9", "--output-tokens", "4:6"]
+    process, report = bench(tmp_path, *arguments)
+    assert process.returncode == 0, process.stderr
+    comparison = report["sections"]["compare_static"]
+    assert comparison["requests"] == 8
+    assert len(comparison["rounds"]) == 3
+    assert [aim["limit"] for aim in report["aims"]] == [0.95, 4.0]
+
+
+def test_the_cost_of_a_token_is_told_for_each_process(tmp_path: Path) -> None:
+    process, report = bench(tmp_path, "--frontend-cost")
+    assert process.returncode == 0, process.stderr
+    cost = report["sections"]["frontend_cost"]
+    assert cost["output_tokens"] == report["rows"][0]["output_tokens"] > 0
+    assert cost["frontend_cpu_us_per_token"] > 0
+    assert cost["backend_cpu_us_per_token"] > 0
+
+
 def test_a_server_that_does_not_start_is_one_line_and_its_own_words(tmp_path: Path) -> None:
     process, report = bench(tmp_path, "--model", str(tmp_path / "nowhere"))
     assert process.returncode == 1

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from backend.options import BackendOptions
+from tools.bench.bare_step import measure_floor
 from tools.bench.floor import BareStep, EngineStep, decode_step_s
 from tools.bench.load import BenchError
 from tools.bench.stats import Outcome, RequestRecord
@@ -36,3 +38,12 @@ def test_the_ratio_is_to_the_bare_work() -> None:
     step = EngineStep(BareStep(4, linear_ms=3.0, attention_ms=1.0, bare_ms=4.0, step_ms=5.0), engine_ms=6.0)
     assert step.ratio == 1.5
     assert step.aim().reached
+
+
+def test_the_bare_work_of_the_demo_model_is_products_and_attention() -> None:
+    small, large = measure_floor(BackendOptions(gpu="none"), (1, 3), context_tokens=40)
+    assert (small.batch_size, large.batch_size) == (1, 3)
+    for step in (small, large):
+        assert step.linear_ms > 0
+        assert step.attention_ms > 0
+        assert step.bare_ms == step.linear_ms + step.attention_ms
