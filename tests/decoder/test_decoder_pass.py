@@ -188,7 +188,7 @@ def test_a_cache_has_exactly_the_bytes_that_were_announced(make_ops: MakeOps) ->
         decoder = make_pass("llama3", make_ops)
         decoder.create_cache(num_pages=7, page_size_tokens=16, kv_dtype=kv_dtype)
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(decoder))
-        assert num_bytes == 7 * 16 * decoder.kv_bytes_per_token(kv_dtype)
+        assert num_bytes == 7 * 16 * decoder.spec.kv_bytes_per_token[kv_dtype]
         decoder.close()
 
 

@@ -238,6 +238,7 @@ class NativeOps:
         per_page = 2 * self._num_kv_heads * page_size_tokens * self._head_dim
         memory = map_memory(num_layers * num_pages * per_page * dtype.itemsize)
         self.cache = list(torch.frombuffer(memory, dtype=dtype).view(num_layers, num_pages, per_page))
+        self._layers.clear()
         self._library.ps_set_cache(self._engine, page_size_tokens, dtype is torch.bfloat16)
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> _Step:
