@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import numpy as np
@@ -94,8 +95,11 @@ class PassSpec:
 
     vocab_size: int
     max_context_tokens: int
-    kv_dtypes: tuple[str, ...]
-    """Supported KV dtypes, widest first: a subset of ("fp32", "bf16")."""
+    kv_bytes_per_token: Mapping[str, int]
+    """KV dtype ("fp32", "bf16", "q8_0") → bytes of KV cache of one token over all layers, in the order in which to try
+    them: first the one that loses nothing the weights have, then narrower ones, and wider ones last."""
+    weight_bytes: int = 0
+    """Memory for the weights, as loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,11 @@ class IBatchedForwardPass(Protocol):
     def spec(self) -> PassSpec: ...
 
     @classmethod
+    def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        """What `load` would give, from config.json alone: no weights are needed. Raises StartupError."""
+        ...
+
+    @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
         """Loads the weights. model_dir is None only for passes that need none.
 
@@ -126,12 +135,8 @@ class IBatchedForwardPass(Protocol):
         """
         ...
 
-    def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """Bytes of KV cache of one token over all layers."""
-        ...
-
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        """Allocates exactly num_pages * page_size_tokens * kv_bytes_per_token(kv_dtype) bytes. Called once."""
+        """Allocates exactly num_pages * page_size_tokens * spec.kv_bytes_per_token[kv_dtype] bytes. Called once."""
         ...
 
     def forward(self, batch: StepBatch) -> Any:

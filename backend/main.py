@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+
 from backend.batch_builder import BatchBuilder
 from backend.checkpoint.generation_config import read_generation_defaults
 from backend.checkpoint.hub import resolve_model
@@ -33,7 +36,7 @@ from shm.wire import ModelCard
 if TYPE_CHECKING:
     from types import FrameType
 
-    from backend.forward_pass import IBatchedForwardPass
+    from backend.forward_pass import IBatchedForwardPass, PassSpec
 
 logger = logging.getLogger("penstock.backend")
 
@@ -59,11 +62,16 @@ def main() -> None:
 def serve(options: BackendOptions) -> None:
     """Runs until a signal and returns after draining. Raises StartupError or CannotListen when it cannot start."""
     started_s = time.monotonic()
-    check_free(options.socket)
+    pass_class = find_forward_pass(options.forward_pass)
     model_dir = locate_model(options)
-    executor = Executor(options.batch_channel_capacity)
-    forward_pass, plan = _load(options, model_dir, executor)
+    plan = plan_cache(options, pass_class.describe(model_dir, pass_options(options)))
+    if options.dry_run:
+        print_plan(plan)
+        return
+    check_free(options.socket)
     logger.info(plan.describe())
+    executor = Executor(options.batch_channel_capacity)
+    forward_pass = _load(options, pass_class, model_dir, plan, executor)
     board = BackendBoard.create()
     board.pid = os.getpid()
     board.pages_total = plan.num_pages
@@ -94,29 +102,47 @@ def serve(options: BackendOptions) -> None:
     logger.info("drained after %d steps", board.steps)
 
 
-def _load(options: BackendOptions, model_dir: Path, executor: Executor) -> tuple[IBatchedForwardPass, KvPlan]:
+def _load(
+    options: BackendOptions,
+    pass_class: type[IBatchedForwardPass],
+    model_dir: Path,
+    plan: KvPlan,
+    executor: Executor,
+) -> IBatchedForwardPass:
     """Loads weights and allocates the KV cache on the executor's thread, which alone calls the pass from then on."""
-    pass_class = find_forward_pass(options.forward_pass)
-    pass_options = PassOptions(
-        choose_device(options.gpu), options.dtype, options.max_running, options.max_batch_tokens, options.max_context
-    )
-    plans: list[KvPlan] = []
 
     def load() -> IBatchedForwardPass:
-        forward_pass = pass_class.load(model_dir, pass_options)
-        plan = plan_kv(
-            forward_pass,
-            budget_bytes=options.kv_budget,
-            kv_dtype=options.kv_dtype,
-            page_size_tokens=options.page_size,
-            max_context_tokens=options.max_context,
-            max_running=options.max_running,
-        )
+        forward_pass = pass_class.load(model_dir, pass_options(options))
         forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
-        plans.append(plan)
         return forward_pass
 
-    return executor.start(load), plans[0]
+    return executor.start(load)
+
+
+def pass_options(options: BackendOptions) -> PassOptions:
+    """What the forward pass is told. Raises StartupError for a device that cannot be named."""
+    return PassOptions(
+        choose_device(options.gpu), options.dtype, options.max_running, options.max_batch_tokens, options.max_context
+    )
+
+
+def plan_cache(options: BackendOptions, spec: PassSpec) -> KvPlan:
+    return plan_kv(
+        spec,
+        budget_bytes=options.kv_budget,
+        kv_dtype=options.kv_dtype,
+        page_size_tokens=options.page_size,
+        max_context_tokens=options.max_context,
+        max_running=options.max_running,
+    )
+
+
+def print_plan(plan: KvPlan) -> None:
+    """The plan as a table on standard output."""
+    table = Table("", "", show_header=False)
+    for row in plan.rows():
+        table.add_row(*row)
+    Console().print(table)
 
 
 def locate_model(options: BackendOptions) -> Path:

@@ -34,8 +34,9 @@ class BackendOptions:
     kv_budget: ByteSize = 2_000_000_000
     """Memory for the KV cache, such as 6GB or 512MiB; never exceeded."""
 
-    kv_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the cached keys and values; auto takes the weights' type."""
+    kv_dtype: Literal["auto", "fp32", "bf16", "q8_0"] = "auto"
+    """Type of the cached keys and values. auto takes the weights' type, or a narrower one where --max-context times
+    --max-running (or, without --max-context, one full context) would not fit the budget."""
 
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the weights; auto takes the checkpoint's."""
@@ -68,6 +69,9 @@ class BackendOptions:
 
     forward_pass: str = "decoder"  # noqa: S105 - a pass, not a password
     """An installed forward pass by name, or "package.module:Class". "fake" needs no weights and serves tests."""
+
+    dry_run: bool = False
+    """Print what the KV budget holds, from the model's config.json alone, and exit."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""

@@ -40,7 +40,8 @@ def forward_pass(pass_name: str, request: pytest.FixtureRequest, tmp_path_factor
         model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"))
     options = PassOptions(dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=MAX_BATCH_TOKENS)
     loaded = find_forward_pass(pass_name).load(model_dir, options)
-    loaded.create_cache(NUM_PAGES, PAGE_SIZE, "fp32" if "fp32" in loaded.spec.kv_dtypes else loaded.spec.kv_dtypes[0])
+    kv_dtypes = list(loaded.spec.kv_bytes_per_token)
+    loaded.create_cache(NUM_PAGES, PAGE_SIZE, "fp32" if "fp32" in kv_dtypes else kv_dtypes[0])
     yield loaded
     loaded.close()
 
@@ -116,8 +117,8 @@ def test_the_spec_says_what_the_engine_needs(run: Run) -> None:
     spec = run.forward_pass.spec
     assert spec.vocab_size > 1
     assert spec.max_context_tokens >= 64
-    assert spec.kv_dtypes
-    assert all(run.forward_pass.kv_bytes_per_token(kv_dtype) > 0 for kv_dtype in spec.kv_dtypes)
+    assert spec.kv_bytes_per_token
+    assert all(num_bytes > 0 for num_bytes in spec.kv_bytes_per_token.values())
 
 
 def test_logits_are_one_finite_row_for_each_row_that_wants_them(run: Run) -> None:

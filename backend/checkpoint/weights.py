@@ -117,16 +117,8 @@ class DecoderWeights:
 
         fp16 becomes bf16, which has its size and no fp16-only hardware needs. Raises StartupError on another name.
         """
-        match requested:
-            case "bf16":
-                return torch.bfloat16
-            case "fp32":
-                return torch.float32
-            case "auto":
-                stored = FLOAT_DTYPES[_stored(self._files, _EMBEDDING).dtype]
-                chosen = self._declared_dtype or stored
-                return torch.bfloat16 if chosen is torch.float16 else chosen
-        raise StartupError(f"dtype is {shorten(requested)}; it must be auto, bf16 or fp32")
+        stored = FLOAT_DTYPES[_stored(self._files, _EMBEDDING).dtype]
+        return choose_dtype(requested, self._declared_dtype or stored)
 
     def embedding(self, dtype: torch.dtype) -> Tensor:
         """[vocab_size, hidden_size]"""
@@ -177,6 +169,18 @@ def open_weights(
             _check(part, files, where)
         progress = closers.enter_context(closing(make_progress(_stored_bytes(config, files))))
         return DecoderWeights(config, files, read_declared_dtype(model_dir), progress, closers.pop_all())
+
+
+def choose_dtype(requested: str, own: torch.dtype) -> torch.dtype:
+    """The dtype to compute in; "auto" is the checkpoint's own, with bf16 for fp16. Raises StartupError."""
+    match requested:
+        case "bf16":
+            return torch.bfloat16
+        case "fp32":
+            return torch.float32
+        case "auto":
+            return torch.bfloat16 if own is torch.float16 else own
+    raise StartupError(f"dtype is {shorten(requested)}; it must be auto, bf16 or fp32")
 
 
 def expected_tensors(config: DecoderConfig) -> Iterator[_Part]:

@@ -46,32 +46,39 @@ def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
     return int(total >> np.uint64(16)) % vocab_size
 
 
+def _spec(vocab_size: int) -> PassSpec:
+    return PassSpec(vocab_size, _MAX_CONTEXT_TOKENS, {"fp32": np.dtype(np.uint64).itemsize})
+
+
+def _vocab_size(model_dir: Path | None) -> int:
+    if model_dir is None:
+        return _DEFAULT_VOCAB_SIZE
+    path = model_dir / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Config).vocab_size
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StartupError(f"{path}: {error}") from None
+
+
 class FakePass(HostSampling):
     """See the module. Takes vocab_size from the checkpoint's config.json where there is one."""
 
     def __init__(self, vocab_size: int, max_running: int) -> None:
         super().__init__(vocab_size, max_running)
-        self.spec = PassSpec(vocab_size, _MAX_CONTEXT_TOKENS, ("fp32",))
+        self.spec = _spec(vocab_size)
         self._sums = np.zeros((0, 0), np.uint64)
 
     @classmethod
-    def load(cls, model_dir: Path | None, options: PassOptions) -> FakePass:
-        if model_dir is None:
-            return cls(_DEFAULT_VOCAB_SIZE, options.max_running)
-        path = model_dir / "config.json"
-        try:
-            config = msgspec.json.decode(path.read_bytes(), type=_Config)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise StartupError(f"{path}: {error}") from None
-        return cls(config.vocab_size, options.max_running)
+    def describe(cls, model_dir: Path | None, _options: PassOptions) -> PassSpec:
+        return _spec(_vocab_size(model_dir))
 
-    def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        if kv_dtype != "fp32":
-            raise ValueError(f'kv_dtype is "{kv_dtype}"; the fake pass has fp32 only')
-        return self._sums.itemsize
+    @classmethod
+    def load(cls, model_dir: Path | None, options: PassOptions) -> FakePass:
+        return cls(_vocab_size(model_dir), options.max_running)
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        self.kv_bytes_per_token(kv_dtype)
+        if kv_dtype != "fp32":
+            raise ValueError(f'kv_dtype is "{kv_dtype}"; the fake pass has fp32 only')
         self._sums = np.zeros((num_pages, page_size_tokens), np.uint64)
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.errors import StartupError
+from backend.forward_pass import PassSpec
 from backend.kv_plan import plan_kv
 from backend.passes.fake import FakePass
 
@@ -21,7 +22,7 @@ def plan(**changes: Any) -> Any:
         "max_context_tokens": None,
         "max_running": 64,
     }
-    return plan_kv(FakePass(100, 4), **(settings | changes))
+    return plan_kv(FakePass(100, 4).spec, **(settings | changes))
 
 
 @given(st.integers(1, 10**7), st.integers(1, 512), st.integers(1, 100))
@@ -56,3 +57,33 @@ def test_an_impossible_setting_names_value_limit_and_remedy(changes: dict[str, A
 
 def test_a_context_that_fits_is_kept() -> None:
     assert plan(max_context_tokens=600).max_context_tokens == 600
+
+
+SPEC = PassSpec(100, 4096, {"bf16": 1000, "q8_0": 530, "fp32": 2000})
+
+
+@pytest.mark.parametrize(
+    ("budget", "context", "running", "kv_dtype"),
+    [
+        (4096 * 1000, None, 64, "bf16"),
+        (4095 * 1000, None, 64, "q8_0"),
+        (1000 * 1000, None, 64, "q8_0"),
+        (10**9, 4096, 64, "bf16"),
+        (2 * 10**8, 4096, 64, "q8_0"),
+        (10**9, None, 64, "bf16"),
+    ],
+)
+def test_auto_narrows_until_what_is_asked_for_fits(
+    budget: int, context: int | None, running: int, kv_dtype: str
+) -> None:
+    kv = plan_kv(
+        SPEC,
+        budget_bytes=budget,
+        kv_dtype="auto",
+        page_size_tokens=16,
+        max_context_tokens=context,
+        max_running=running,
+    )
+    assert kv.kv_dtype == kv_dtype
+    assert kv.num_bytes <= budget
+    assert dict(kv.rows())["KV dtype"] == kv_dtype

@@ -129,7 +129,9 @@ def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> li
         for ops in offered:
             timed = TimedOps(ops)
             forward_pass = DecoderPass(config, weights, cast("Ops", timed), dtype, max_batch)
-            kv_dtype = forward_pass.spec.kv_dtypes[0] if options.kv_dtype == "auto" else options.kv_dtype
+            kv_dtype = (
+                next(iter(forward_pass.spec.kv_bytes_per_token)) if options.kv_dtype == "auto" else options.kv_dtype
+            )
             forward_pass.create_cache(num_pages, options.page_size, kv_dtype)
             decoders.append(Decoder(forward_pass, timed))
     return decoders

@@ -104,7 +104,7 @@ def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tok
         choose_device(options.gpu), options.dtype, num_rows, num_rows * prompt_tokens, context_tokens
     )
     forward_pass = find_forward_pass(options.forward_pass).load(locate_model(options), pass_options)
-    kv_dtype = forward_pass.spec.kv_dtypes[0] if options.kv_dtype == "auto" else options.kv_dtype
+    kv_dtype = next(iter(forward_pass.spec.kv_bytes_per_token)) if options.kv_dtype == "auto" else options.kv_dtype
     forward_pass.create_cache(num_rows * pages_per_row, options.page_size, kv_dtype)
     return StaticBatch(forward_pass, options.page_size, pages_per_row)
 

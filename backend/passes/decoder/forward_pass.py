@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
-from backend.checkpoint.config_json import read_decoder_config
-from backend.checkpoint.weights import open_weights
+from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+from backend.checkpoint.weights import choose_dtype, expected_tensors, open_weights
 from backend.errors import StartupError
 from backend.forward_pass import PassOptions, PassSpec, StepBatch
 from backend.passes.decoder.model import DecoderModel
@@ -41,15 +42,20 @@ class DecoderPass(HostSampling):
         self._ops = ops
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype)
-        self._spec = PassSpec(config.vocab_size, config.max_context_tokens, tuple(KV_DTYPES))
+        self._spec = make_spec(config, dtype)
+
+    @classmethod
+    def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        model_dir = _needed(model_dir)
+        config = read_decoder_config(model_dir, options.max_context_tokens)
+        return make_spec(config, choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16))
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> DecoderPass:
-        if model_dir is None:
-            raise StartupError("the decoder pass needs a model: give --model a directory or a hub id")
+        model_dir = _needed(model_dir)
         if options.device != "cpu":
             raise StartupError(f"device {options.device!r}: the decoder pass runs on the cpu only")
-        config = read_decoder_config(model_dir)
+        config = read_decoder_config(model_dir, options.max_context_tokens)
         with open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype)
             return cls(
@@ -59,10 +65,6 @@ class DecoderPass(HostSampling):
     @property
     def spec(self) -> PassSpec:
         return self._spec
-
-    def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        config = self._config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_DTYPES[kv_dtype].itemsize
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._ops.create_cache(self._config.num_layers, num_pages, page_size_tokens, kv_dtype)
@@ -81,6 +83,27 @@ class DecoderPass(HostSampling):
 
     def close(self) -> None:
         self._ops.close()
+
+
+def _needed(model_dir: Path | None) -> Path:
+    if model_dir is None:
+        raise StartupError("the decoder pass needs a model: give --model a directory or a hub id")
+    return model_dir
+
+
+def make_spec(config: DecoderConfig, dtype: torch.dtype) -> PassSpec:
+    """The spec of a model whose weights are of dtype; a KV cache wider than the weights is there for those who ask."""
+    values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    kv_bytes = {name: values_per_token * kv_dtype.itemsize for name, kv_dtype in KV_DTYPES.items()}
+    wider = [name for name, kv_dtype in KV_DTYPES.items() if kv_dtype.itemsize > dtype.itemsize]
+    order = [name for name in kv_bytes if name not in wider] + wider
+    num_weights = sum(math.prod(tensor.shape) for tensor in expected_tensors(config))
+    return PassSpec(
+        config.vocab_size,
+        config.max_context_tokens,
+        {name: kv_bytes[name] for name in order},
+        num_weights * dtype.itemsize,
+    )
 
 
 def make_cpu_ops(config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: int) -> Ops:
