@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import msgspec
 
-from frontend import completions
+from frontend import completions, metrics
 from frontend.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
 from frontend.exchange import ClientGoneError, Exchange
+from frontend.terms import tenant_salt
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -47,15 +50,17 @@ class App:
     ) -> None:
         self._backend = backend
         self._models = models
-        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._salts = {key.encode(): tenant_salt(key.encode()) for key in api_keys}
         self._limits = limits
         self._open: set[Exchange] = set()
+        self._statuses: Counter[int] = Counter()
         self._draining = False
         self._idle_actions: set[asyncio.Task[None]] = set()
         reading = dict.fromkeys(_READ_ONLY, Route(self._list_models))
         self._routes: dict[str, dict[str, Route]] = {
             "/health": dict.fromkeys(_READ_ONLY, Route(self._health, needs_key=False)),
             "/ready": dict.fromkeys(_READ_ONLY, Route(self._ready, needs_key=False)),
+            "/metrics": dict.fromkeys(_READ_ONLY, Route(self._metrics, needs_key=False)),
             "/v1/models": reading,
             "/v1/chat/completions": {"POST": Route(self._chat_completion)},
             "/v1/completions": {"POST": Route(self._completion)},
@@ -73,6 +78,8 @@ class App:
             _log.debug("the client of %s went away", exchange.request_id)
         finally:
             self._open.discard(exchange)
+            if exchange.status is not None:
+                self._statuses[exchange.status] += 1
             exchange.finish()
 
     @property
@@ -147,17 +154,18 @@ class App:
         return route
 
     def _check_key(self, exchange: Exchange) -> None:
-        if not self._api_keys:
+        if not self._salts:
             return
         scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
         # Every key is compared, so that the time says nothing about which.
-        matches = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        matching = [salt for key, salt in self._salts.items() if hmac.compare_digest(given.strip(), key)]
+        if scheme.lower() != b"bearer" or not matching:
             raise ApiError(
                 ErrorKind.BAD_KEY,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
+        exchange.tenant = matching[0]
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.respond(200, b'{"status":"ok"}')
@@ -171,6 +179,10 @@ class App:
         counters = self._backend.backend_counters or {}
         shown = {name: counters[name] for name in _SHOWN_COUNTERS if name in counters}
         await exchange.respond(200, msgspec.json.encode({"status": "ready"} | shown))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        page = metrics.render(os.getpid(), self._backend.counters, self._statuses, self._backend.backend_counters)
+        await exchange.respond(200, page, content_type=metrics.CONTENT_TYPE)
 
     async def _list_models(self, exchange: Exchange) -> None:
         body = {"object": "list", "data": [_describe(self._served())]}

@@ -12,16 +12,18 @@ import msgspec
 from frontend.chat_template import TemplateRefusedError
 from frontend.errors import ApiError, ErrorKind, invalid, retry_later, shorten
 from frontend.formats import ChatFormat, CompletionFormat, Identity
-from frontend.generation import Choice, Generation
+from frontend.generation import Choice, Generation, outcome
 from frontend.request_log import RequestRecord
 from frontend.schemas import ChatBody, GenerationBody, decode_chat, decode_completion
 from frontend.stop_strings import StopMatcher
+from frontend.terms import read_terms
 from shm.client import BackendUnavailable, GenerationRequest, Overloaded
 from shm.wire import Sampling
 
 if TYPE_CHECKING:
     from frontend.exchange import Exchange
     from frontend.model import ServedModel
+    from frontend.terms import Terms
     from shm.client import BackendClient
     from shm.wire import ModelCard
 
@@ -36,6 +38,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 async def chat_completion(exchange: Exchange, data: bytes, served: ServedModel, backend: BackendClient) -> None:
     """Answers one chat request. Raises ApiError, ClientGoneError."""
     body = decode_chat(data)
+    terms = read_terms(exchange, body)
     _check_model(body.model, served.card)
     template = served.tokenizer.chat_template
     if template is None:
@@ -52,12 +55,13 @@ async def chat_completion(exchange: Exchange, data: bytes, served: ServedModel, 
             ErrorKind.TEMPLATE_REFUSED, f"messages: the chat template refuses them: {error}", param="messages"
         ) from None
     prompts = await _encode("messages", [text], served, add_special_tokens=False)
-    await _generate(exchange, body, prompts, served, backend)
+    await _generate(exchange, body, terms, prompts, served, backend)
 
 
 async def completion(exchange: Exchange, data: bytes, served: ServedModel, backend: BackendClient) -> None:
     """Answers one completion request. Raises ApiError, ClientGoneError."""
     body = decode_completion(data)
+    terms = read_terms(exchange, body)
     _check_model(body.model, served.card)
     asked = body.prompts()
     texts = [prompt for prompt in asked if isinstance(prompt, str)]
@@ -67,7 +71,7 @@ async def completion(exchange: Exchange, data: bytes, served: ServedModel, backe
         prompts = [prompt for prompt in asked if isinstance(prompt, list)]
         for position, prompt in enumerate(prompts):
             _check_token_ids(f"prompt[{position}]" if body.has_several_prompts() else "prompt", prompt, served.card)
-    await _generate(exchange, body, prompts, served, backend)
+    await _generate(exchange, body, terms, prompts, served, backend)
 
 
 async def _encode(field: str, texts: list[str], served: ServedModel, *, add_special_tokens: bool) -> list[list[int]]:
@@ -81,7 +85,12 @@ async def _encode(field: str, texts: list[str], served: ServedModel, *, add_spec
 
 
 async def _generate(
-    exchange: Exchange, body: GenerationBody, prompts: list[list[int]], served: ServedModel, backend: BackendClient
+    exchange: Exchange,
+    body: GenerationBody,
+    terms: Terms,
+    prompts: list[list[int]],
+    served: ServedModel,
+    backend: BackendClient,
 ) -> None:
     card = served.card
     is_chat = isinstance(body, ChatBody)
@@ -94,7 +103,7 @@ async def _generate(
     answer = (ChatFormat if is_chat else CompletionFormat)(identity, include_usage=include_usage)
     try:
         max_tokens = [_max_tokens(body, prompt, card) for prompt in prompts]
-        choices = _submit(body, prompts, max_tokens, served, backend)
+        choices = _submit(body, terms, prompts, max_tokens, served, backend)
         generation = Generation(exchange, choices, answer, record)
         exchange.watch(generation.cancel)
         if body.stream:
@@ -102,7 +111,7 @@ async def _generate(
         else:
             await generation.answer_whole()
     except BaseException as error:
-        record.finish_reason = "error" if isinstance(error, ApiError) else "cancelled"
+        record.finish_reason = outcome(error) if isinstance(error, ApiError) else "cancelled"
         raise
     finally:
         record.write(time.monotonic())
@@ -110,6 +119,7 @@ async def _generate(
 
 def _submit(
     body: GenerationBody,
+    terms: Terms,
     prompts: list[list[int]],
     max_tokens: list[int],
     served: ServedModel,
@@ -121,12 +131,21 @@ def _submit(
     stop_token_ids = _stop_token_ids(body, card)
     stop_strings = body.stop_strings()
     num_choices = body.n or 1
+    # With a seed that was drawn here the tokens are this request's alone.
+    is_determined = sampling.temperature == 0.0 or body.seed is not None
     choices: list[Choice] = []
     try:
         for prompt_index, prompt in enumerate(prompts):
             for choice_index in range(num_choices):
                 request = GenerationRequest(
-                    prompt, max_tokens[prompt_index], _for_choice(sampling, choice_index), stop_token_ids
+                    prompt,
+                    max_tokens[prompt_index],
+                    _for_choice(sampling, choice_index),
+                    stop_token_ids,
+                    salt=terms.salt,
+                    may_share=terms.may_join and is_determined,
+                    priority=terms.priority,
+                    deadline_s=terms.deadline_s,
                 )
                 detokenizer, stops = served.tokenizer.detokenizer(), StopMatcher(stop_strings)
                 choices.append(Choice(len(choices), prompt_index, backend.submit(request), detokenizer, stops))

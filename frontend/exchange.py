@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ABORT_EXTENSION = "penstock.abort"
 """In the scope's extensions: a function that drops the connection without waiting for what is still to be sent."""
 
-_JSON = (b"content-type", b"application/json")
+_JSON_TYPE = b"application/json"
 _MAX_REQUEST_ID_BYTES = 128
 _REQUEST_ID_BYTES = (string.ascii_letters + string.digits + "-_.:").encode()
 _SMALL_BODY_BYTES = 64 << 10
@@ -44,6 +44,10 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.received_s = time.monotonic()
+        self.tenant = b""
+        """16 bytes that stand for the API key which let the request in; empty where no key is needed."""
+        self.status: int | None = None
+        """Of the answer; None until its status line has been sent."""
         self.ending: Exception | None = None
         self.sending_since_s = 0.0
         """When the send that now waits for the client began; 0 while none does."""
@@ -55,7 +59,6 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._body_read = self.header(b"content-length") in (None, b"0") and self.header(b"transfer-encoding") is None
-        self._started = False
         self._watcher: asyncio.Task[None] | None = None
         self._on_abort: Callable[[], None] | None = None
         self.request_id = self._client_request_id() or secrets.token_hex(12)
@@ -131,10 +134,10 @@ class Exchange:
     @property
     def started(self) -> bool:
         """Whether the status line has been sent."""
-        return self._started
+        return self.status is not None
 
     async def start(self, status: int, headers: Headers) -> None:
-        self._started = True
+        self.status = status
         sent_headers = [*headers, (b"x-request-id", self.request_id.encode())]
         await self._transmit({"type": "http.response.start", "status": status, "headers": sent_headers})
 
@@ -148,10 +151,12 @@ class Exchange:
         self.last_sent_s = time.monotonic()
         self.sending_since_s = 0.0
 
-    async def respond(self, status: int, body: bytes, headers: Headers = ()) -> None:
-        """A whole answer, JSON."""
+    async def respond(
+        self, status: int, body: bytes, headers: Headers = (), *, content_type: bytes = _JSON_TYPE
+    ) -> None:
+        """A whole answer."""
         length = (b"content-length", b"%d" % len(body))
-        await self.start(status, (_JSON, length, *headers))
+        await self.start(status, ((b"content-type", content_type), length, *headers))
         await self.send(body, more=False)
 
     async def respond_error(self, error: ApiError) -> None:
@@ -160,7 +165,8 @@ class Exchange:
         if self._body_read or self._rest_is_small():
             await self.respond(error.kind.status, body, error.headers)
             return
-        headers = (_JSON, (b"content-length", b"%d" % len(body)), (b"connection", b"close"), *error.headers)
+        length = (b"content-length", b"%d" % len(body))
+        headers = ((b"content-type", _JSON_TYPE), length, (b"connection", b"close"), *error.headers)
         await self.start(error.kind.status, headers)
         await self.send(body, more=True)
         # Closing a connection with unread bytes resets it, and the client would lose the answer.

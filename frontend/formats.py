@@ -18,6 +18,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    is_coalesced: bool
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -25,6 +26,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "penstock": {"coalesced": self.is_coalesced},
         }
 
 

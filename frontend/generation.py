@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from frontend.detokenizer import Detokenizer
-    from frontend.exchange import Exchange
+    from frontend.exchange import Exchange, Headers
     from frontend.formats import Format
     from frontend.request_log import RequestRecord
     from frontend.stop_strings import StopMatcher
@@ -40,12 +40,10 @@ class Choice:
     parts: list[str] = field(default_factory=list)
 
     def take(self, batch: TokenBatch) -> str:
-        """The text that has become certain. Raises ApiError where the stream failed.
+        """The text that has become certain.
 
         With stop strings the tokens are taken one by one, so that how they were batched changes nothing.
         """
-        if batch.finish in (Finish.REJECTED, Finish.FAILED):
-            raise _failure(batch)
         token_ids = batch.token_ids
         self.num_tokens += len(token_ids)
         if batch.finish is Finish.STOP:
@@ -61,7 +59,7 @@ class Choice:
                     self.finish_reason = "stop"
                     self.stream.cancel()
                     return text
-        if batch.finish is not Finish.NONE:
+        if batch.finish in (Finish.STOP, Finish.LENGTH):
             text += self.stops.push(self.detokenizer.flush())
             text += self.stops.flush()
             stopped = batch.finish is Finish.STOP or self.stops.matched is not None
@@ -92,11 +90,12 @@ class Generation:
         await self._run_all(collect)
         texts = ["".join(choice.parts) for choice in self._choices]
         reasons = [choice.finish_reason or "stop" for choice in self._choices]
-        await self._exchange.respond(200, self._answer.whole(texts, reasons, self._usage()))
+        whole = self._answer.whole(texts, reasons, self._usage())
+        await self._exchange.respond(200, whole, self._coalesced_header())
 
     async def answer_stream(self, *, include_usage: bool) -> None:
         """Raises ApiError before the first event, ClientGoneError; a later error becomes the last event."""
-        events = EventStream(self._exchange)
+        events = EventStream(self._exchange, self._coalesced_header)
         answer = self._answer
 
         async def write(choice: Choice, text: str) -> None:
@@ -116,7 +115,7 @@ class Generation:
         except ApiError as error:
             if not self._exchange.started:
                 raise
-            self._record.finish_reason = "error"
+            self._record.finish_reason = outcome(error)
             await events.end_with_error(error)
         else:
             await events.end(answer.usage(self._usage()) if include_usage else b"")
@@ -144,9 +143,14 @@ class Generation:
                 if batch.finish is Finish.CANCELLED:
                     choice.num_tokens += len(batch.token_ids)
                     raise self._exchange.ending or shutting_down()
-                await emit(choice, choice.take(batch))
+                text = choice.take(batch)
+                ends_badly = batch.finish in (Finish.REJECTED, Finish.FAILED, Finish.EXPIRED)
+                if batch.token_ids or not ends_badly:
+                    await emit(choice, text)
                 if choice.finish_reason is not None:
                     return
+                if ends_badly:
+                    raise _failure(batch, choice.num_tokens)
         except BackendUnavailable:
             raise _unavailable() from None
         raise ApiError(ErrorKind.INTERNAL, "the answer ended before it was complete")
@@ -155,21 +159,47 @@ class Generation:
         usage = self._usage()
         self._record.completion_tokens = usage.completion_tokens
         self._record.cached_tokens = usage.cached_tokens
+        self._record.coalesced = self._coalesced()
+
+    def _first_streams(self) -> list[TokenStream]:
+        """Of each prompt."""
+        return list({choice.prompt_index: choice.stream for choice in reversed(self._choices)}.values())
+
+    def _coalesced(self) -> str | None:
+        """Whether any prompt's first choice joined what another request had started; None while that is not known.
+
+        Further choices of a greedy request join its own first.
+        """
+        known = [stream.is_coalesced for stream in self._first_streams() if stream.is_coalesced is not None]
+        if not known:
+            return None
+        return "joined" if any(known) else "none"
+
+    def _coalesced_header(self) -> Headers:
+        coalesced = self._coalesced()
+        return () if coalesced is None else ((b"x-penstock-coalesced", coalesced.encode()),)
 
     def _usage(self) -> Usage:
-        firsts = {choice.prompt_index: choice.stream for choice in reversed(self._choices)}
         return Usage(
             prompt_tokens=self._record.prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=sum(getattr(stream, "cached_tokens", 0) for stream in firsts.values()),
+            cached_tokens=sum(stream.cached_tokens for stream in self._first_streams()),
+            is_coalesced=self._coalesced() == "joined",
         )
+
+
+def outcome(error: ApiError) -> str:
+    """The finish reason of a request's log line."""
+    return "timeout" if error.kind is ErrorKind.EXPIRED else "error"
 
 
 def _unavailable() -> ApiError:
     return retry_later(ErrorKind.UNAVAILABLE, "the model is not available at the moment", _RETRY_AFTER_S)
 
 
-def _failure(batch: TokenBatch) -> ApiError:
+def _failure(batch: TokenBatch, num_tokens: int) -> ApiError:
+    if batch.finish is Finish.EXPIRED:
+        return ApiError(ErrorKind.EXPIRED, f"the request's time limit has passed, after {num_tokens} tokens")
     match batch.failure:
         case FailureCode.OVERLOADED:
             return retry_later(ErrorKind.OVERLOADED, "too many requests are waiting", _RETRY_AFTER_S)

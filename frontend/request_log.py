@@ -102,6 +102,8 @@ class RequestRecord:
     """The client's X-Request-Id, or the one it was given."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    coalesced: str | None = None
+    """joined or none, as in the answer's X-Penstock-Coalesced."""
     completion_tokens: int = 0
     first_token_s: float | None = None
     finish_reason: str = "error"
@@ -116,6 +118,7 @@ class RequestRecord:
             "request_id": self.request_id,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "coalesced": self.coalesced,
             "completion_tokens": self.completion_tokens,
             "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 1),
             "prompt_tps": None if ttft_s is None else _rate(self.prompt_tokens, ttft_s),

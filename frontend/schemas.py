@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from frontend.errors import ApiError, ErrorKind, invalid, shorten
+from frontend.terms import MAX_TIMEOUT_MS
 from shm.wire import MAX_CONTEXT_TOKENS
 
 MAX_CHOICES = 128
@@ -49,6 +50,8 @@ class GenerationBody(Struct, kw_only=True):
         None
     )
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    timeout_ms: Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)] | None = None
 
     # Not offered: each is refused unless it asks for nothing.
     allowed_token_ids: Raw = _ABSENT

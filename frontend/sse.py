@@ -8,8 +8,10 @@ from frontend.errors import error_body
 from frontend.formats import DONE, KEEP_ALIVE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from frontend.errors import ApiError
-    from frontend.exchange import Exchange
+    from frontend.exchange import Exchange, Headers
 
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,14 +26,16 @@ class EventStream:
     A stream that is silent for a while gets a comment, headers first, by which load balancers know that it lives.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, headers: Callable[[], Headers]) -> None:
+        """headers are sent besides the stream's own; asked for when they go."""
         self._exchange = exchange
+        self._headers = headers
         exchange.idle_action = self._keep_alive
 
     async def write(self, events: bytes) -> None:
         """One or more whole events."""
         if not self._exchange.started:
-            await self._exchange.start(200, _HEADERS)
+            await self._exchange.start(200, (*_HEADERS, *self._headers()))
         await self._exchange.send(events, more=True)
 
     async def end(self, events: bytes = b"") -> None:

@@ -161,5 +161,6 @@ class FrontendBoard(Board):
     requests_cancelled: int
     requests_rejected: int
     requests_failed: int
+    requests_expired: int
     requests_resumed: int
     tokens_streamed: int

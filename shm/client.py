@@ -42,6 +42,9 @@ _MAX_FRUITLESS_LIVES = 4
 _MAX_RETRY_AFTER_S = 60
 _RATE_WINDOW_S = 10.0
 _PLACEHOLDER = bytes(4)
+_EXPIRY_GRACE_S = 0.1
+"""The backend ends an expired stream on time. This much later the client does, for a backend that is dead or hangs."""
+_MAX_TIMEOUT_MS = 1 << 31
 
 
 class BackendUnavailable(Exception):
@@ -117,6 +120,22 @@ class BackendClient:
         """The backend's board as it stands; None when not connected."""
         return None if self._session is None else self._session.backend_board.values()
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """This client's own numbers, by their names on its board (`shm.board.FrontendBoard`)."""
+        counts = self._counts
+        return {
+            "requests_open": len(self._streams),
+            "requests_stop": counts[Finish.STOP],
+            "requests_length": counts[Finish.LENGTH],
+            "requests_cancelled": counts[Finish.CANCELLED],
+            "requests_rejected": counts[Finish.REJECTED],
+            "requests_failed": counts[Finish.FAILED],
+            "requests_expired": counts[Finish.EXPIRED],
+            "requests_resumed": self._num_resumed,
+            "tokens_streamed": self._num_tokens,
+        }
+
     def balance(self) -> dict[str, int]:
         """What is held at this moment: sessions, streams, slots, and messages and credits not sent yet."""
         held = self.ledger.balance()
@@ -146,6 +165,9 @@ class BackendClient:
             max_tokens=request.max_tokens,
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
+            salt=request.salt,
+            may_share=request.may_share,
+            priority=request.priority,
         )
         try:
             # What the backend's decoder would drop must fail here, where somebody can still be told.
@@ -153,9 +175,12 @@ class BackendClient:
         except (WireError, TypeError, OverflowError) as error:
             raise ValueError(str(error)) from None
         self._next_request_id += 1
-        stream = TokenStream(submit, tokens, self._cancel)
+        stream = TokenStream(submit, tokens, self._cancel, request.deadline_s)
         self._streams[submit.request_id] = stream
         self.ledger.acquire("stream", submit.request_id, "client")
+        if request.deadline_s is not None:
+            delay_s = max(0.0, request.deadline_s - time.monotonic()) + _EXPIRY_GRACE_S
+            stream._expiry = asyncio.get_running_loop().call_later(delay_s, self._abandon, stream, Finish.EXPIRED)
         self._enqueue(stream)
         self._send_outbox()
         self._update_board()
@@ -175,9 +200,13 @@ class BackendClient:
     # Streams
 
     def _cancel(self, stream: TokenStream) -> None:
+        self._abandon(stream, Finish.CANCELLED)
+
+    def _abandon(self, stream: TokenStream, finish: Finish) -> None:
+        """Ends it here and now; the backend is told."""
         if stream._finish is not Finish.NONE:
             return
-        self._finish(stream, Finish.CANCELLED)
+        self._finish(stream, finish)
         # A stream still in the outbox is skipped there; only what the backend knows of needs a message.
         if not stream._queued and self._session is not None:
             self._outbox.append(stream._submit.request_id)
@@ -189,6 +218,9 @@ class BackendClient:
         del self._streams[request_id]
         self.ledger.release("stream", request_id)
         self._counts[finish] += 1
+        if stream._expiry is not None:
+            stream._expiry.cancel()
+            stream._expiry = None
         stream._finish = finish
         stream._wake()
 
@@ -202,6 +234,7 @@ class BackendClient:
             stream = streams.get(started.request_id)
             if stream is not None and len(stream._tokens) == stream._submit.num_prompt_tokens:
                 stream.cached_tokens, stream.queue_s = started.cached_tokens, started.queue_s
+                stream.is_coalesced = started.is_coalesced
         for failure in outputs.failures:
             stream = streams.get(failure.request_id)
             if stream is not None:
@@ -254,12 +287,19 @@ class BackendClient:
 
     def _send_stream(self, session: Session, stream: TokenStream) -> bool:
         """True when there is nothing left to send for it."""
+        timeout_ms = 0
+        if stream._deadline_s is not None:
+            left_s = stream._deadline_s - time.monotonic()
+            if left_s <= 0.0:
+                self._finish(stream, Finish.EXPIRED)
+                return True
+            timeout_ms = min(_MAX_TIMEOUT_MS, math.ceil(1000 * left_s))
         if not session.holds(len(stream._tokens)):
             limit = session.model.max_context_tokens
             self._fail(stream, FailureCode.CONTEXT_TOO_LONG, Finish.REJECTED, limit)
             return True
         try:
-            return session.send_submit(stream._submit, stream._tokens)
+            return session.send_submit(stream._submit, stream._tokens, timeout_ms)
         except ArenaFull:
             return False
 
@@ -379,14 +419,8 @@ class BackendClient:
         if self._session is None:
             return
         board = self._session.board
-        board.requests_open = len(self._streams)
-        board.requests_stop = self._counts[Finish.STOP]
-        board.requests_length = self._counts[Finish.LENGTH]
-        board.requests_cancelled = self._counts[Finish.CANCELLED]
-        board.requests_rejected = self._counts[Finish.REJECTED]
-        board.requests_failed = self._counts[Finish.FAILED]
-        board.requests_resumed = self._num_resumed
-        board.tokens_streamed = self._num_tokens
+        for name, value in self.counters.items():
+            setattr(board, name, value)
 
 
 def _report_end(connector: asyncio.Task[None]) -> None:

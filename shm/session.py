@@ -8,6 +8,8 @@ from array import array
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shm.arena import Arena
 from shm.board import BackendBoard, FrontendBoard
 from shm.link import FrontendLink
@@ -70,16 +72,18 @@ class Session:
         """Whether so many tokens can be sent to this backend at all."""
         return num_tokens <= max(MAX_INLINE_PROMPT_TOKENS, self._arena.capacity_bytes // 4)
 
-    def send_submit(self, submit: Submit, tokens: array[int]) -> bool:
-        """Sends submit with these tokens (int32), inline or through the arena. False when it cannot at present.
+    def send_submit(self, submit: Submit, tokens: array[int], timeout_ms: int) -> bool:
+        """Sends submit with these tokens (int32), inline or through the arena, and with what is left of its time.
+
+        False when it cannot at present.
 
         Raises ArenaFull until the backend has copied an earlier long prompt.
         """
         payload = tokens.tobytes()
         if len(tokens) <= MAX_INLINE_PROMPT_TOKENS:
-            return self._link.send(_with_tokens(submit, payload))
+            return self._link.send(msgspec.structs.replace(submit, tokens=payload, timeout_ms=timeout_ms))
         ref = self._arena.write(payload)
-        if not self._link.send(_with_tokens(submit, ref)):
+        if not self._link.send(msgspec.structs.replace(submit, tokens=ref, timeout_ms=timeout_ms)):
             self._arena.free(ref)
             return False
         self._refs[submit.request_id] = ref
@@ -126,14 +130,3 @@ class Session:
         self._opened.close()
         self._ledger.release_owner(self.epoch)
         self._ledger.release("session", self.epoch)
-
-
-def _with_tokens(submit: Submit, tokens: bytes | ArenaRef) -> Submit:
-    return Submit(
-        request_id=submit.request_id,
-        tokens=tokens,
-        num_prompt_tokens=submit.num_prompt_tokens,
-        max_tokens=submit.max_tokens,
-        sampling=submit.sampling,
-        stop_token_ids=submit.stop_token_ids,
-    )

@@ -23,6 +23,11 @@ class GenerationRequest:
     max_tokens: int
     sampling: Sampling
     stop_token_ids: tuple[int, ...] = ()
+    salt: bytes = b""
+    may_share: bool = False
+    priority: int = 0
+    deadline_s: float | None = None
+    """time.monotonic() at which the stream ends EXPIRED, wherever it is then. The others are as in `Submit`."""
 
 
 @dataclass(slots=True)
@@ -46,8 +51,10 @@ class TokenStream:
 
     __slots__ = (
         "_cancel",
+        "_deadline_s",
         "_delivered",
         "_ended",
+        "_expiry",
         "_failure",
         "_failure_limit",
         "_finish",
@@ -57,18 +64,29 @@ class TokenStream:
         "_tokens",
         "_waiter",
         "cached_tokens",
+        "is_coalesced",
         "queue_s",
     )
 
-    def __init__(self, submit: Submit, tokens: array[int], cancel: Callable[[TokenStream], None]) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        tokens: array[int],
+        cancel: Callable[[TokenStream], None],
+        deadline_s: float | None = None,
+    ) -> None:
         self.cached_tokens = 0
         """Prompt tokens served from the prefix cache; known once the first batch has come."""
+        self.is_coalesced: bool | None = None
+        """Whether it listens to what another request had started; None until the first batch has come."""
         self.queue_s = 0.0
         """Seconds from the backend's receipt to its first step; known once the first batch has come."""
         self._submit = submit
         self._tokens = tokens  # the prompt and all that was generated: what a new backend is sent
         self._delivered = len(tokens)
         self._cancel = cancel
+        self._deadline_s = deadline_s
+        self._expiry: asyncio.TimerHandle | None = None
         self._queued = False  # waits in the client: no backend, or not the present one, knows of it
         self._fruitless_lives = 0  # backends that died with this stream since its last token
         self._finish = Finish.NONE

@@ -21,6 +21,7 @@ from frontend.model import ModelKeeper, ServedModel
 from frontend.server import server_config
 from frontend.settings import Limits
 from frontend.tokenizer import ModelTokenizer
+from shm.board import FrontendBoard
 from shm.client import BackendUnavailable, GenerationRequest, TokenBatch
 from shm.wire import Finish, ModelCard, Sampling
 
@@ -81,6 +82,8 @@ class FakeStream:
         self.request = request
         self.cached_tokens = 3
         self.queue_s = 0.0
+        self.is_coalesced: bool | None = None
+        self.joins = False
         self.cancelled = asyncio.Event()
         self.ended = False
         self._batches = deque(batches)
@@ -106,6 +109,8 @@ class FakeStream:
             self._more.clear()
             await self._more.wait()
         batch = self._batches.popleft()
+        if batch.token_ids:
+            self.is_coalesced = self.joins
         self.ended = batch.finish is not Finish.NONE
         return batch
 
@@ -143,6 +148,9 @@ class FakeBackend:
     refusal: Exception | None = None
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     backend_counters: dict[str, int] | None = field(default_factory=lambda: {"running": 2, "pages_used": 5})
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FrontendBoard.fields, 0))
+    joins: bool = False
+    """Streams opened from now on listen to what another request had started."""
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         if self.refusal is not None:
@@ -150,6 +158,7 @@ class FakeBackend:
         if not self.ready:
             raise BackendUnavailable
         stream = FakeStream(request, self.script(request))
+        stream.joins = self.joins
         self.streams.append(stream)
         self.submitted.set()
         return stream

@@ -282,7 +282,7 @@ async def test_after_a_storm_of_dropped_requests_nothing_is_left() -> None:
                 writer.transport.abort()
                 return
             writer.write(head + body)
-            data = await reader.readuntil(b"[DONE]\n\n" if stream else b'"cached_tokens":0}}}')
+            data = await reader.readuntil(b"[DONE]\n\n" if stream else b'"penstock":{"coalesced":false}}}')
             if stream:
                 chunks = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: {")]
                 assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected

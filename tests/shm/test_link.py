@@ -127,7 +127,7 @@ class Frontend:
             "max_tokens": 10,
             "sampling": Sampling(),
         }
-        assert self.session.send_submit(Submit(**(fields | changes)), array("i", tokens))
+        assert self.session.send_submit(Submit(**(fields | changes)), array("i", tokens), 0)
 
     def send(self, message: Submit | Cancel | Credit) -> None:
         assert self.session._link.send(message)
