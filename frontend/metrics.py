@@ -79,7 +79,7 @@ def _cancel_to_free(board: Counters) -> list[str]:
         in_bucket = min(count, board[f"cancel_to_free_le_{limit_ms}ms"])
         lines.append(f'{name}_bucket{{le="{limit_ms / 1000:g}"}} {in_bucket}')
     lines.append(f'{name}_bucket{{le="+Inf"}} {count}')
-    lines.append(f"{name}_sum {board['cancel_to_free_sum_us'] / 1e6:g}")
+    lines.append(f"{name}_sum {board['cancel_to_free_sum_us'] / 1e6}")
     lines.append(f"{name}_count {count}")
     return lines
 

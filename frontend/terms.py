@@ -37,12 +37,13 @@ def tenant_salt(api_key: bytes) -> bytes:
 
 def read_terms(exchange: Exchange, body: GenerationBody) -> Terms:
     """Raises ApiError naming the header that is wrong. The time limit counts from the request's arrival here."""
-    coalesce = (exchange.header(_COALESCE_HEADER.lower().encode()) or b"on").lower()
-    if coalesce not in (b"on", b"off"):
+    coalesce = exchange.header(_COALESCE_HEADER.lower().encode())
+    if coalesce is not None and coalesce.lower() not in (b"on", b"off"):
         invalid(_COALESCE_HEADER, f'must be "on" or "off", got {_shown(coalesce)}')
+    may_join = coalesce is None or coalesce.lower() == b"on"
     limits_ms = [limit for limit in (_header_timeout_ms(exchange), body.timeout_ms) if limit is not None]
     deadline_s = exchange.received_s + min(limits_ms) / 1000 if limits_ms else None
-    return Terms(exchange.tenant, coalesce == b"on", body.priority or 0, deadline_s)
+    return Terms(exchange.tenant, may_join, body.priority or 0, deadline_s)
 
 
 def _header_timeout_ms(exchange: Exchange) -> int | None:

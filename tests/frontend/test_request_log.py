@@ -62,7 +62,7 @@ def test_a_line_as_json(pipe: tuple[int, int]) -> None:
     handlers, level = root.handlers, root.level
     handler = set_up_logging("info", as_json=True, fd=pipe[1])
     try:
-        RequestRecord("r1", 10.0, "h1", 5, 2, 11, 10.5, "stop").write(11.5)
+        RequestRecord("r1", 10.0, "h1", 5, 2, "none", 11, 10.5, "stop").write(11.5)
         logging.getLogger("other").warning("hello %s", "you")
     finally:
         root.handlers, root.level = handlers, level
@@ -74,6 +74,7 @@ def test_a_line_as_json(pipe: tuple[int, int]) -> None:
         "http_request_id": "h1",
         "prompt_tokens": 5,
         "cached_tokens": 2,
+        "coalesced": "none",
         "completion_tokens": 11,
         "ttft_ms": 500.0,
         "prompt_tps": 10.0,

@@ -88,6 +88,7 @@ class Script:
     next_token: NextToken = hashed
     step_s: float = 0.0
     max_running: int = 1 << 16
+    is_coalesced: bool = False
     credit: int = 256
     stall_limit_s: float = 5.0
 
@@ -169,7 +170,8 @@ class ScriptedEngine:
                 finish, failure = Finish.FAILED, Failure(request_id, FailureCode.INTERNAL)
             if not running.started:
                 running.started = True
-                started = Started(request_id, 0, time.monotonic() - running.received_s)
+                queue_s = time.monotonic() - running.received_s
+                started = Started(request_id, 0, queue_s, self.script.is_coalesced)
             self.link.push(frontend, request_id, token, finish, started, failure)
             self.board.generated_tokens += 1
             if finish:

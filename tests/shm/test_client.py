@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,13 +19,14 @@ import pytest
 import uvloop
 
 from shm.client import BackendClient, BackendUnavailable, GenerationRequest, Overloaded, TokenBatch, TokenStream
-from shm.wire import FailureCode, Finish, Sampling
+from shm.wire import FailureCode, Finish, Sampling, Submit
 from tests.shm.scripted_backend import (
     FAILING_TOKEN,
     KILLING_TOKEN,
     BackendProcess,
     Script,
     ScriptedBackend,
+    ScriptedEngine,
     expected_tokens,
     model_card,
 )
@@ -147,6 +149,8 @@ async def test_failures_and_rejections_carry_their_reason(socket_path: Path) -> 
         GenerationRequest([1], 5, Sampling(seed=1 << 63)),
         GenerationRequest([1], 5, Sampling(logit_bias=((1, 0.0),) * 301)),
         GenerationRequest([1], 5, GREEDY, tuple(range(65))),
+        GenerationRequest([1], 5, GREEDY, salt=bytes(17)),
+        GenerationRequest([1], 5, GREEDY, priority=1001),
     ],
 )
 async def test_what_the_backend_would_not_decode_is_refused_at_once(socket_path: Path, bad: GenerationRequest) -> None:
@@ -382,11 +386,99 @@ async def test_the_frontends_board_tells_its_counts_to_the_backend(socket_path: 
                 "requests_cancelled": 0,
                 "requests_rejected": 0,
                 "requests_failed": 1,
+                "requests_expired": 0,
                 "requests_resumed": 0,
                 "tokens_streamed": 8,
             }
+            assert {"pid": os.getpid()} | client.counters == board.values()
             assert client.backend_counters is not None
             assert client.backend_counters["generated_tokens"] == 8
+
+
+# Terms and deadlines
+
+
+def expiring(prompt: list[int], max_tokens: int, in_s: float) -> GenerationRequest:
+    return GenerationRequest(prompt, max_tokens, GREEDY, deadline_s=time.monotonic() + in_s)
+
+
+def submits_of(engine: ScriptedEngine) -> list[Submit]:
+    return [running.submission.submit for running in engine.running.values()]
+
+
+@pytest.mark.parametrize("length", [3, 5000])
+async def test_the_terms_reach_the_backend_inline_and_through_the_arena(socket_path: Path, length: int) -> None:
+    with ScriptedBackend(socket_path) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            terms = {"salt": b"a tenant", "may_share": True, "priority": -3, "deadline_s": time.monotonic() + 1000}
+            stream = client.submit(GenerationRequest([1] * length, 5, GREEDY, **terms))  # type: ignore[arg-type]
+            await until(lambda: backend.engine.running)
+            (submit,) = submits_of(backend.engine)
+            assert (submit.salt, submit.may_share, submit.priority) == (b"a tenant", True, -3)
+            assert 990_000 < submit.timeout_ms <= 1_000_000
+            stream.cancel()
+
+
+async def test_a_stream_learns_that_it_joined_another(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path, Script(is_coalesced=True)):
+        async with connected(socket_path) as client:
+            stream = client.submit(request([1], 3))
+            assert stream.is_coalesced is None
+            await tokens_of(stream)
+            assert stream.is_coalesced is True
+
+
+async def test_a_deadline_that_has_passed_ends_the_stream_unsent(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path) as backend:
+        async with connected(socket_path) as client:
+            tokens, last = await read(client.submit(expiring([1], 5, in_s=-1.0)))
+            assert (tokens, last.finish) == ([], Finish.EXPIRED)
+            assert client.counters["requests_expired"] == 1
+            assert await tokens_of(client.submit(request([1], 5))) == expected_tokens([1], 5)
+            assert backend.engine.board.requests_accepted == 1
+
+
+async def test_a_backend_that_does_not_keep_a_deadline_is_cancelled(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path) as backend:
+        async with connected(socket_path) as client:
+            stream = client.submit(expiring([1], 30_000, in_s=0.05))
+            tokens, last = await read(stream)
+            assert last.finish is Finish.EXPIRED
+            assert tokens == expected_tokens([1], len(tokens))
+            await until(lambda: not backend.engine.running)
+            assert backend.engine.num_cancellations == 1
+
+
+async def test_a_deadline_passes_without_a_backend(socket_path: Path) -> None:
+    client = BackendClient(socket_path)
+    await client.start()
+    with BackendProcess(socket_path, step_s=0.005):
+        await until(lambda: client.ready)
+        stream = client.submit(expiring([1], 10_000, in_s=0.3))
+    tokens, last = await read(stream)
+    assert last.finish is Finish.EXPIRED
+    assert tokens == expected_tokens([1], len(tokens))
+    assert client.counters["requests_open"] == 0
+    await client.close()
+
+
+async def test_the_next_backend_is_given_what_is_left_of_the_time(socket_path: Path) -> None:
+    client = BackendClient(socket_path)
+    await client.start()
+    with BackendProcess(socket_path, step_s=0.005):
+        await until(lambda: client.ready)
+        stream = client.submit(expiring([1], 10_000, in_s=1000.0))
+        await until(lambda: client._num_tokens)
+        began_s = time.monotonic()
+    with ScriptedBackend(socket_path) as backend:
+        backend.engine.paused = True
+        await until(lambda: backend.engine.running)
+        (submit,) = submits_of(backend.engine)
+        passed_ms = 1000 * (time.monotonic() - began_s)
+        assert 1_000_000 - passed_ms - 30_000 < submit.timeout_ms < 1_000_000
+        stream.cancel()
+        await client.close()
 
 
 # Readiness, death and return

@@ -167,7 +167,7 @@ async def test_queued_requests_wait_their_turn_and_a_queued_client_that_leaves_i
         async with client() as http:
             first = asyncio.create_task(read_stream(http, frontend.url, [1], 300))
             await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 1, 10.0)
-            queued = [asyncio.create_task(read_stream(http, frontend.url, [2], 5)) for _ in range(2)]
+            queued = [asyncio.create_task(read_stream(http, frontend.url, [2, number], 5)) for number in range(2)]
             await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("waiting", 0) == 2, 10.0)
             refused = await http.post(f"{frontend.url}/v1/completions", json=body([3], 5, stream=False))
             assert refused.status_code == 429
