@@ -98,10 +98,12 @@ class Engine:
         if result.error is not None:
             logger.error("a step of %d rows failed", len(result.rows), exc_info=result.error)
         token_ids = iter(result.token_ids)
+        self._board.computed_tokens += sum(row.num_tokens for row in result.rows)
         for row in result.rows:
             token_id = next(token_ids) if row.samples and result.error is None else None
             sequence = row.sequence
             if sequence.ended or sequence.generation != row.generation:
+                self._board.wasted_tokens += row.num_tokens
                 continue
             if result.error is not None:
                 self._requests.fail(sequence)

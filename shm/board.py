@@ -126,6 +126,10 @@ class BackendBoard(Board):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    computed_tokens: int
+    """Of prompts and answers, in all steps; what a preempted sequence computes again counts again."""
+    wasted_tokens: int
+    """Those of computed_tokens whose sequence had ended, or was set back, by the time their step's result was there."""
     preemptions: int
     cancel_to_free_count: int
     """From a frontend's noticing that a client has gone to its pages being free; the buckets below are cumulative."""

@@ -59,6 +59,19 @@ def test_a_request_cancelled_between_plan_and_launch_costs_no_tokens() -> None:
         assert bench.received().token_ids == []
 
 
+def test_the_board_tells_what_was_computed_and_what_of_it_was_for_nobody() -> None:
+    bench = Bench(capacity=4)
+    bench.submit([1, 2, 3], 6)
+    bench.run_dry()
+    assert (bench.board.computed_tokens, bench.board.wasted_tokens) == (3 + 5, 0)
+    bench.submit([4] * 10, 50)
+    bench.turn()
+    bench.executor.run_one()  # its client goes while the step runs
+    bench.cancel()
+    bench.run_dry()
+    assert (bench.board.computed_tokens, bench.board.wasted_tokens) == (8 + 10, 10)
+
+
 def test_cancelling_twice_or_what_is_unknown_is_normal() -> None:
     bench = Bench()
     bench.cancel(77)
