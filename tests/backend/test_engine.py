@@ -68,6 +68,7 @@ def test_the_board_tells_what_was_computed_and_what_of_it_was_for_nobody() -> No
     bench.turn()
     bench.executor.run_one()  # its client goes while the step runs
     bench.cancel()
+    bench.engine.turn()
     bench.run_dry()
     assert (bench.board.computed_tokens, bench.board.wasted_tokens) == (8 + 10, 10)
 
