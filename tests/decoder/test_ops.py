@@ -118,6 +118,20 @@ def test_linears(num_rows: int, biased: bool, dtype: torch.dtype, make_ops: Make
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("num_rows", [1, 7, 96, 97, 200])
+def test_long_products(num_rows: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    """More inputs than the native kernel takes at once, and more rows."""
+    config = replace(BASE, intermediate_size=4500)
+    bench = Bench(make_ops(config, dtype))
+    bench.begin(num_rows)
+    residual, x = randn(num_rows, 48, seed=1), randn(num_rows, 4500, dtype=dtype, seed=2)
+    weight = randn(48, 4500, dtype=dtype, seed=3)
+    array = bench.put("_residual", residual)
+    bench.ops.linear_add(bench.put("_gated", x), bench.ops.pack_linear(weight, None), array)
+    close(bench.get("_residual", array, num_rows), residual.double() + x.double() @ weight.double().T, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_silu_has_no_overflow_at_either_end(dtype: torch.dtype, make_ops: MakeOps) -> None:
     config = replace(BASE, hidden_size=2, intermediate_size=16)
     bench = Bench(make_ops(config, dtype))

@@ -44,6 +44,8 @@ using bf16 = std::uint16_t;
 
 constexpr int kMaxRows = 6;           // of a micro-kernel: 6 × 4 accumulators, 4 weights and a broadcast fill 32 registers
 constexpr int kPanel = 64;            // outputs of a packed panel: 4 vectors
+constexpr int kPanelRows = 96;        // rows of a product that go through a panel together
+constexpr int kPanelSteps = 1024;     // steps of a panel that stay in the second-level cache meanwhile
 constexpr int kMaxTileRows = 24;      // queries × heads of a group that share one read of keys and values
 constexpr int kBlock = 64;            // key positions per softmax block, whatever the pages' size
 
@@ -430,22 +432,21 @@ template <class T> void run_linear(Engine& engine, const Linear& linear, i64 out
     const i64 width = output == kGated ? kPanel / 2 : kPanel;
     const i64 panels = (linear.outputs + width - 1) / width;
     const i64 steps = linear.inputs / kLane<T>;
-    const i64 row_blocks = std::clamp<i64>((engine.pool.num_threads() * 4 + panels - 1) / panels, 1, (rows + 47) / 48);
+    const i64 enough = (engine.pool.num_threads() * 4 + panels - 1) / panels;  // row blocks to keep every thread busy
+    const i64 row_blocks =
+        std::max((rows + kPanelRows - 1) / kPanelRows, std::clamp<i64>(enough, 1, (rows + 47) / 48));
     const T* packed = static_cast<const T*>(linear.packed);
     engine.pool.run(panels * row_blocks, [&](i64 chunk, int) {
         // Panels in rising order, chunks come in falling order. No prefetch: the memory's own is faster than any of ours.
         const i64 panel = panels - 1 - chunk / row_blocks, row_block = chunk % row_blocks;
         const i64 begin = rows * row_block / row_blocks, end = rows * (row_block + 1) / row_blocks;
         const T* weights = packed + panel * linear.inputs * kPanel;
-        const i64 tiles = (end - begin + kMaxRows - 1) / kMaxRows;
-        alignas(64) float c[kMaxRows * kPanel];
-        for (i64 tile = 0, row = begin; tile < tiles; ++tile) {
-            const i64 count = (end - row + tiles - tile - 1) / (tiles - tile);
-            tile_product_rows<T, 4>(count, x + row * linear.inputs, linear.inputs, weights, kPanel * kLane<T>, steps, c,
-                                    kPanel, false);
-            write_outputs<T>(linear, output, panel, count, c, out, row);
-            row += count;
-        }
+        alignas(64) float c[kPanelRows * kPanel];
+        for (i64 step = 0; step < steps; step += kPanelSteps)
+            product(end - begin, kPanel, x + begin * linear.inputs + step * kLane<T>, linear.inputs,
+                    weights + step * kPanel * kLane<T>, kPanel * kLane<T>, std::min<i64>(kPanelSteps, steps - step), c,
+                    kPanel, step > 0);
+        write_outputs<T>(linear, output, panel, end - begin, c, out, begin);
     });
 }
 
