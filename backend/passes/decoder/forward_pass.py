@@ -17,6 +17,7 @@ from backend.passes.decoder.native_library import load_library
 from backend.passes.decoder.ops import HeadShape, Ops
 from backend.passes.decoder.ops_native import NativeOps, native_serves
 from backend.passes.decoder.ops_torch import KV_DTYPES, TorchOps
+from backend.passes.decoder.threads import usable_cores
 from backend.sampler import HostSampling
 
 if TYPE_CHECKING:
@@ -110,6 +111,6 @@ def make_cpu_ops(config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: in
     """The fastest operations that this machine offers for the model."""
     library = load_library() if native_serves(config) else None
     if library is not None:
-        return NativeOps(library, config, dtype, max_batch_tokens, torch.get_num_threads(), SPIN_S)
+        return NativeOps(library, config, dtype, max_batch_tokens, usable_cores(), SPIN_S)
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     return TorchOps(heads, config.rope, config.rms_norm_eps, dtype)
