@@ -30,6 +30,7 @@ from backend.scheduler import Scheduler
 from shm.board import BackendBoard
 from shm.cli import fail, make_app
 from shm.link import BackendLink
+from shm.log import set_up_logging
 from shm.rendezvous import CannotListen, check_free
 from shm.wire import ModelCard
 
@@ -48,11 +49,14 @@ app = make_app("backend", "Runs a model: owns the device and serves any number o
 
 @app.default
 def run(options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log = set_up_logging(options.log_level, as_json=options.log_json)
     try:
         serve(options)
     except (StartupError, CannotListen) as error:
+        log.close()
         fail("backend", str(error))
+    finally:
+        log.close()
 
 
 def main() -> None:

@@ -76,6 +76,9 @@ class BackendOptions:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
 
+    log_json: bool = False
+    """Log one JSON object a line."""
+
     def model_id(self) -> str:
         """The model's name in the API."""
         if self.served_model_name:

@@ -15,10 +15,10 @@ import uvloop
 
 from frontend.app import App
 from frontend.model import ModelKeeper
-from frontend.request_log import set_up_logging
 from frontend.server import HttpServer
 from frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
 from shm.client import BackendClient
+from shm.log import set_up_logging
 
 
 async def serve(settings: WorkerSettings) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from frontend.request_log import LineHandler, RequestRecord, set_up_logging
+from frontend.request_log import RequestRecord
+from shm.log import LineHandler, set_up_logging
 from shm.wire import Finish
 from tests.frontend.harness import Connection, FakeBackend, request_bytes, says, silent
 

@@ -1,0 +1,89 @@
+"""Logging that never blocks the process's loop, for frontends and backend alike.
+
+Lines go through a bounded queue to a thread that writes them to standard error. When standard error blocks, lines are
+dropped and counted, and the count is written when it flows again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from typing import Any
+
+import msgspec
+
+
+class LineHandler(logging.Handler):
+    """Formats in the caller's thread, writes in its own. Holds at most max_lines that wait."""
+
+    def __init__(self, fd: int, *, max_lines: int = 4096) -> None:
+        super().__init__()
+        self._fd = fd
+        self._lines: queue.Queue[bytes | None] = queue.Queue(max_lines)
+        self.num_dropped = 0
+        self._num_reported = 0
+        self._thread = threading.Thread(target=self._write_lines, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self._line(record))
+        except queue.Full:
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Gives the waiting lines a second to be written."""
+        super().close()
+        try:
+            self._lines.put(None, timeout=1.0)
+        except queue.Full:
+            return
+        self._thread.join(timeout=1.0)
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return self.format(record).encode("utf-8", "backslashreplace") + b"\n"
+
+    def _write_lines(self) -> None:
+        while (line := self._lines.get()) is not None:
+            if (num_dropped := self.num_dropped) > self._num_reported:
+                line += self._line(
+                    logging.makeLogRecord(
+                        {
+                            "name": "penstock.log",
+                            "levelno": logging.WARNING,
+                            "levelname": "WARNING",
+                            "msg": f"{num_dropped - self._num_reported} log lines were dropped",
+                        }
+                    )
+                )
+                self._num_reported = num_dropped
+            while line:
+                try:
+                    line = line[os.write(self._fd, line) :]
+                except OSError:
+                    # Nobody reads any more: there is no place left to say so.
+                    self.num_dropped += 1
+                    break
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {"time": record.created, "level": record.levelname, "logger": record.name}
+        fields = getattr(record, "fields", None)
+        line |= fields if fields is not None else {"message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def set_up_logging(level: str, *, as_json: bool, fd: int = 2) -> LineHandler:
+    """All of this process's logging, as text or as one JSON object a line. The caller closes the handler."""
+    handler = LineHandler(fd)
+    text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(_JsonFormatter() if as_json else text)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    return handler
