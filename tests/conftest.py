@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from backend.passes.decoder.threads import prepare_threads
+
+# Before any test module imports torch: tests share their cores with the processes they start.
+prepare_threads()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("forward pass contract")
