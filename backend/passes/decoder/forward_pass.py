@@ -12,6 +12,7 @@ from backend.checkpoint.config_json import read_declared_dtype, read_decoder_con
 from backend.checkpoint.weights import choose_dtype, expected_tensors, open_weights
 from backend.errors import StartupError
 from backend.forward_pass import PassOptions, PassSpec, StepBatch
+from backend.passes.decoder.heap import freed_memory_returns
 from backend.passes.decoder.model import DecoderModel
 from backend.passes.decoder.native_library import load_library
 from backend.passes.decoder.ops import HeadShape, Ops
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from backend.passes.decoder.config import DecoderConfig
-    from backend.passes.decoder.model import Weights
+    from backend.passes.decoder.heap import freed_memory_returns
+from backend.passes.decoder.model import Weights
 
 
 SPIN_S = 50e-6
@@ -57,7 +59,7 @@ class DecoderPass(HostSampling):
         if options.device != "cpu":
             raise StartupError(f"device {options.device!r}: the decoder pass runs on the cpu only")
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        with open_weights(model_dir, config) as weights:
+        with freed_memory_returns(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype)
             return cls(
                 config, weights, make_cpu_ops(config, dtype, options.max_batch_tokens), dtype, options.max_running
