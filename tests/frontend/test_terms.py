@@ -198,8 +198,17 @@ async def test_the_priority_is_passed_on(
 
 @pytest.mark.parametrize(
     ("body_ms", "header_ms", "limit_ms"),
-    [(None, None, None), (500, None, 500), (None, "700", 700), (500, "700", 500), (900, "700", 700)]
-    + [(1, None, 1), (DAY_MS, None, DAY_MS), (None, "1", 1), (None, str(DAY_MS), DAY_MS)],
+    [
+        (None, None, None),
+        (500, None, 500),
+        (None, "700", 700),
+        (500, "700", 500),
+        (900, "700", 700),
+        (1, None, 1),
+        (DAY_MS, None, DAY_MS),
+        (None, "1", 1),
+        (None, str(DAY_MS), DAY_MS),
+    ],
 )
 async def test_the_smaller_time_limit_counts_from_the_requests_arrival(
     connection: Connection,
