@@ -47,13 +47,19 @@ _PUBLIC_CLASSES = {"random.Random": "random"}
 _MAX_SOURCE_CHARS = 1000
 
 
+Kind = Literal["module", "class", "function", "method"]
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One documented thing. name is dotted and public, signature is "" for modules and for what has none."""
+    """One documented thing. name is dotted and public, signature is "" for modules and for what has none.
+
+    source is that of a short function or class, or a module's beginning, or "".
+    """
 
     module: str
     name: str
-    kind: Literal["module", "class", "function", "method"]
+    kind: Kind
     signature: str
     doc: str
     source: str = ""
@@ -80,7 +86,8 @@ def _source_entries(stdlib: Path) -> Iterator[Entry]:
         if public.startswith("_"):
             continue
         if doc := clean_doc(ast.get_docstring(tree)):
-            yield Entry(public, public, "module", "", doc)
+            head = text[:_MAX_SOURCE_CHARS].rpartition("\n\n")[0]
+            yield Entry(public, public, "module", "", doc, head)
         yield from _members(tree, public, _exporting_package(path, parts) or public, text.splitlines())
 
 
@@ -93,30 +100,26 @@ def _exporting_package(path: Path, parts: tuple[str, ...]) -> str:
 
 
 def _members(tree: ast.Module | ast.ClassDef, module: str, prefix: str, lines: list[str]) -> Iterator[Entry]:
-    in_class = isinstance(tree, ast.ClassDef)
+    """Classes, functions and methods with a docstring. What is private gives its source only."""
     for node in tree.body:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        name, doc = f"{prefix}.{node.name}", clean_doc(ast.get_docstring(node))
+        name = f"{prefix}.{node.name}"
+        if doc := clean_doc(ast.get_docstring(node)):
+            public = "._" not in name
+            source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+            if len(source) > _MAX_SOURCE_CHARS or module == "decimal":  # whose Python twin repeats its docstrings
+                source = ""
+            signature = _class_signature(node) if isinstance(node, ast.ClassDef) else _signature(node.args)
+            yield Entry(module, name, _kind(node, tree), signature if public else "", doc if public else "", source)
         if isinstance(node, ast.ClassDef):
-            if doc and not node.name.startswith("_"):
-                yield Entry(module, name, "class", _class_signature(node), doc)
             yield from _members(node, module, _PUBLIC_CLASSES.get(name, name), lines)
-            continue
-        source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) if doc else ""
-        if len(source) > _MAX_SOURCE_CHARS or module == "decimal":  # whose Python twin repeats its docstrings
-            source = ""
-        if not doc:
-            continue
-        public = not node.name.startswith("_") and "._" not in name
-        yield Entry(
-            module,
-            name,
-            "method" if in_class else "function",
-            _signature(node.args) if public and doc else "",
-            doc if public else "",
-            source,
-        )
+
+
+def _kind(node: ast.stmt, parent: ast.Module | ast.ClassDef) -> Kind:
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    return "method" if isinstance(parent, ast.ClassDef) else "function"
 
 
 def _signature(args: ast.arguments) -> str:
