@@ -6,6 +6,7 @@ import dataclasses
 import http.client
 import os
 import socket
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,11 @@ def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
 
 
 def serve(options: ServeOptions) -> int:
-    """Runs until told to stop; returns the exit status."""
+    """Runs until told to stop; returns the exit status. A dry run is the backend's alone."""
+    if options.dry_run:
+        return subprocess.run(
+            module_argv("backend.main", to_argv(part(options, BackendOptions))), check=False
+        ).returncode
     if options.port == 0:
         # Chosen here, so that a frontend that is restarted comes back on the same one.
         options = dataclasses.replace(options, port=free_port(options.host))

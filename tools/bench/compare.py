@@ -21,9 +21,9 @@ import msgspec
 from backend.options import BackendOptions
 from shm.cli import to_argv
 from shm.supervisor import module_argv
-from tools.bench.load import BenchError, Target, run_open_loop
+from tools.bench.load import BenchError, Target, run_all
 from tools.bench.static_batch import StaticJob, StaticTiming
-from tools.bench.stats import Aim, Outcome, RequestRecord, ttfts_s
+from tools.bench.stats import Aim, duration_s, ttfts_s
 from tools.bench.workload import PlannedRequest, Workload
 from tools.serve import ServeOptions, part
 
@@ -132,14 +132,13 @@ async def compare_static(
             for position, request in enumerate(workload.draw(NUM_REQUESTS, seed + 2 * index + 3))
         ]
         static_burst, static_late = child.run(burst), child.run(staggered)
-        at_once = await _run(target, burst)
-        apart = await _run(target, staggered)
+        at_once = await run_all(target, burst)
+        apart = await run_all(target, staggered)
         # From an arrival to the last one, which is when the batch starts.
         waits_s = [staggered[-1].due_s - request.due_s for request in staggered]
         tokens = sum(request.output_tokens for request in burst)
-        makespan_s = max(record.ended_s for record in at_once) - min(record.started_s for record in at_once)
         found = Round(
-            continuous_tokens_per_s=sum(record.output_tokens for record in at_once) / makespan_s,
+            continuous_tokens_per_s=sum(record.output_tokens for record in at_once) / duration_s(at_once),
             static_tokens_per_s=tokens / static_burst.total_s,
             ttft_continuous_s=statistics.median(ttfts_s(apart)),
             ttft_static_s=statistics.median(waits_s) + static_late.total_s,
@@ -148,15 +147,6 @@ async def compare_static(
         if index >= 0:
             rounds.append(found)
     return Comparison.of(rounds, NUM_REQUESTS, stagger_s)
-
-
-async def _run(target: Target, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
-    records = await run_open_loop(target, requests)
-    for record, request in zip(records, requests, strict=True):
-        if record.outcome is not Outcome.COMPLETED or record.output_tokens != request.output_tokens:
-            reason = record.error or f"{record.output_tokens} tokens instead of {request.output_tokens}"
-            raise BenchError(f"a request of the comparison did not run as planned: {reason}")
-    return records
 
 
 def comparison_table(comparison: Comparison) -> Table:

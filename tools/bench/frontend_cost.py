@@ -11,7 +11,6 @@ from tools.bench.stats import Summary
 from tools.bench.workload import Lengths, Workload
 
 NUM_STREAMS = 64
-_NUM_REQUESTS = 8 * NUM_STREAMS
 _LENGTHS = Lengths(256, 256)
 
 
@@ -32,13 +31,15 @@ class FrontendCost:
     backend_rss_bytes: int
 
 
-async def measure_frontend_cost(target: Target, server: OwnServer, seed: int) -> tuple[FrontendCost, Summary]:
+async def measure_frontend_cost(
+    target: Target, server: OwnServer, num_requests: int, seed: int
+) -> tuple[FrontendCost, Summary]:
     workload = Workload(Lengths(32, 32), _LENGTHS, target.vocab_size)
     await warm_up(target, workload, NUM_STREAMS, NUM_STREAMS, seed)
     frontend_pids, backend_pid = server.frontend_pids(), server.backend_pid()
     frontend_before = [process_use(pid) for pid in frontend_pids]
     backend_before = process_use(backend_pid)
-    summary = await measure(target, workload, _NUM_REQUESTS, NUM_STREAMS, seed)
+    summary = await measure(target, workload, num_requests, NUM_STREAMS, seed)
     backend_after = process_use(backend_pid)
     frontend_after = [process_use(pid) for pid in frontend_pids]
     frontend_s = sum(after.cpu_s - before.cpu_s for before, after in zip(frontend_before, frontend_after, strict=True))

@@ -116,8 +116,17 @@ class Target:
 
 
 async def send_one(http: HttpClient, request: bytes, started_s: float, drop: Drop | None = None) -> RequestRecord:
-    """Sends, listens to the end or hangs up as drop says. A fault of the server is in the record, never raised."""
+    """The record of one request: listened to until its end, or hung up on as drop says."""
     record = RequestRecord(started_s)
+    await follow(http, request, record, drop)
+    return record
+
+
+async def follow(http: HttpClient, request: bytes, record: RequestRecord, drop: Drop | None = None) -> None:
+    """Sends, and writes down what comes as it comes. A fault of the server is in the record, never raised.
+
+    A cancelled task hangs up.
+    """
     try:
         reply = await _stream(http, request, record, drop)
     except HungUp:
@@ -131,7 +140,6 @@ async def send_one(http: HttpClient, request: bytes, started_s: float, drop: Dro
             record.outcome = Outcome.COMPLETED
     record.ended_s = time.perf_counter()
     record.output_tokens = record.output_tokens or len(record.event_times_s)
-    return record
 
 
 async def _stream(http: HttpClient, request: bytes, record: RequestRecord, drop: Drop | None) -> Reply:
@@ -174,6 +182,9 @@ async def _stream(http: HttpClient, request: bytes, record: RequestRecord, drop:
         reply = await connection.exchange(request, on_event)
         if reply.status == 200 and not reply.headers.get("content-type", "").startswith("text/event-stream"):
             record.error = "the answer is not an event stream"
+    except asyncio.CancelledError:
+        connection.close()
+        raise
     finally:
         if timer is not None:
             timer.cancel()
@@ -191,6 +202,16 @@ async def run_closed_loop(target: Target, requests: Sequence[PlannedRequest], co
             records.append(await send_one(target.http, encoded, time.perf_counter(), drop))
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
+    return records
+
+
+async def run_all(target: Target, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
+    """All of them when due, each to its end. Raises BenchError where one is not answered in full length."""
+    records = await run_open_loop(target, requests)
+    for record, request in zip(records, requests, strict=True):
+        if record.outcome is not Outcome.COMPLETED or record.output_tokens != request.output_tokens:
+            reason = record.error or f"{record.output_tokens} tokens instead of {request.output_tokens}"
+            raise BenchError(f"a request did not run as planned: {reason}")
     return records
 
 

@@ -52,7 +52,7 @@ class BenchOptions:
     """Open loop instead: requests a second, arriving as a Poisson process whatever is still running."""
 
     requests: AtLeastOne | None = None
-    """Requests of a row. Default: 4 for each client; 64 in an open loop, 500 in a storm."""
+    """Requests of a row. Default: 4 for each client; 64 in an open loop or with one prefix, 500 in a storm."""
 
     prompt_tokens: LengthRange = Lengths(128, 128)  # noqa: RUF009 - frozen
     """Prompt length: 128, or 16:512 for lengths drawn evenly."""
@@ -98,6 +98,27 @@ class BenchOptions:
 
     storm: Annotated[bool, Parameter(negative="")] = False
     """Many requests of which a share (default one half) is dropped; then every page must be free again."""
+
+    channel_sweep: Annotated[bool, Parameter(negative="")] = False
+    """The same load for 0, 1, 2 and 4 plans prepared ahead: throughput, waste under drops, answer to a spike."""
+
+    coalescing: Annotated[bool, Parameter(negative="")] = False
+    """Eight identical greedy streams against one alone: wall time, and tokens computed."""
+
+    shared_prefix: Annotated[bool, Parameter(negative="")] = False
+    """64 requests (--requests) with one prefix arrive together: prompt tokens computed by distinct ones."""
+
+    prefix_tokens: AtLeastOne = 1000
+    """What all of them share."""
+
+    suffix_tokens: AtLeastOne = 32
+    """What each has of its own after it."""
+
+    interference: Annotated[bool, Parameter(negative="")] = False
+    """Gaps between the tokens of running streams while a long prompt arrives."""
+
+    long_prompt_tokens: AtLeastOne = 2048
+    """That prompt's length; less where the context is shorter."""
 
     json: Path | None = None
     """Also writes everything here."""

@@ -26,6 +26,8 @@ _STOP_TIMEOUT_S = 60.0
 class OwnServer:
     url: str
     pid: int
+    socket: Path
+    """The backend's."""
 
     def backend_pid(self) -> int:
         return self._one("backend.main")
@@ -60,7 +62,7 @@ def own_server(options: ServeOptions) -> Iterator[OwnServer]:
         )
         try:
             _wait_until_ready(process, options, log)
-            yield OwnServer(f"http://{options.host}:{options.port}", process.pid)
+            yield OwnServer(f"http://{options.host}:{options.port}", process.pid, options.socket)
             if process.poll() is not None:
                 raise BenchError(f"the server ended with status {process.returncode} during the run\n{_tail(log)}")
         finally:

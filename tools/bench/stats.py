@@ -95,9 +95,14 @@ def itls_s(records: Sequence[RequestRecord]) -> list[float]:
     return [after - before for record in records for before, after in pairwise(record.event_times_s)]
 
 
+def duration_s(records: Sequence[RequestRecord]) -> float:
+    """From the first start to the last end."""
+    return max(record.ended_s for record in records) - min(record.started_s for record in records)
+
+
 def summarize(load: str, records: Sequence[RequestRecord], generator_cpu_s: float) -> Summary:
-    """records of one run, at least one. The run lasts from the first start to the last end."""
-    duration_s = max(record.ended_s for record in records) - min(record.started_s for record in records)
+    """records of one run, at least one."""
+    lasted_s = duration_s(records)
     by_outcome: dict[Outcome, list[RequestRecord]] = {outcome: [] for outcome in Outcome}
     for record in records:
         by_outcome[record.outcome].append(record)
@@ -110,13 +115,13 @@ def summarize(load: str, records: Sequence[RequestRecord], generator_cpu_s: floa
         completed=len(completed),
         dropped=len(by_outcome[Outcome.DROPPED]),
         failed=len(by_outcome[Outcome.FAILED]),
-        duration_s=duration_s,
+        duration_s=lasted_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         events=sum(len(record.event_times_s) for record in records),
-        output_tokens_per_s=output_tokens / duration_s,
-        prompt_tokens_per_s=prompt_tokens / duration_s,
-        requests_per_s=len(completed) / duration_s,
+        output_tokens_per_s=output_tokens / lasted_s,
+        prompt_tokens_per_s=prompt_tokens / lasted_s,
+        requests_per_s=len(completed) / lasted_s,
         ttft_ms=spread_ms(ttfts_s(records)),
         itl_ms=spread_ms(itls_s(records)),
         e2e_ms=spread_ms([record.ended_s - record.started_s for record in completed]),
