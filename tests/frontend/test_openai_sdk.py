@@ -20,7 +20,7 @@ from frontend.app import App
 from frontend.model import ModelKeeper
 from frontend.server import HttpServer
 from frontend.settings import Limits
-from shm.client import BackendClient
+from shm.client import BackendClient, TokenBatch
 from shm.wire import Finish
 from tests.frontend.harness import (
     END_TOKEN,
@@ -113,6 +113,25 @@ async def test_errors_are_the_sdks_own_exceptions(url: str, backend: FakeBackend
         with pytest.raises(openai.InternalServerError) as unavailable:
             await client.chat.completions.create(model="test/model", messages=MESSAGES)
         assert unavailable.value.status_code == 503
+
+
+async def test_an_expired_deadline_is_not_tried_again(url: str, backend: FakeBackend) -> None:
+    backend.script = lambda _: [TokenBatch([], Finish.EXPIRED)]
+    async with sdk(url, max_retries=2) as client:
+        with pytest.raises(openai.APIStatusError) as expired:
+            await client.chat.completions.create(model="test/model", messages=MESSAGES, extra_body={"timeout_ms": 5})
+        assert (expired.value.status_code, expired.value.code) == (499, "timeout")
+    assert len(backend.streams) == 1
+
+
+async def test_the_sdk_passes_on_whether_an_answer_was_shared(url: str, backend: FakeBackend) -> None:
+    backend.joins = True
+    async with sdk(url) as client:
+        raw = await client.chat.completions.with_raw_response.create(model="test/model", messages=MESSAGES)
+        assert raw.headers["x-penstock-coalesced"] == "joined"
+        usage = raw.parse().usage
+        assert usage is not None
+        assert usage.model_extra == {"penstock": {"coalesced": True}}
 
 
 async def test_a_wrong_key_is_an_authentication_error(backend: FakeBackend) -> None:

@@ -1,0 +1,40 @@
+"""docs/api.md says what the code does: every field, error and metric is in it, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from frontend.errors import ErrorKind
+from frontend.metrics import render
+from frontend.schemas import ChatBody, CompletionBody
+from shm.board import BackendBoard, FrontendBoard
+
+TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return re.split(r"^## ", TEXT.partition(f"\n## {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def test_every_error_is_in_the_table() -> None:
+    rows = re.findall(r"^\| (\d{3}) \| `(\w+)` \| `(\w+)` \| ", section("Errors"), flags=re.MULTILINE)
+    assert rows == [(str(kind.status), kind.value.type, kind.value.code) for kind in ErrorKind]
+
+
+def test_every_field_is_named() -> None:
+    named = set(re.findall(r"`(\w+)`", section("Fields")))
+    for body in (ChatBody, CompletionBody):
+        fields = {field.name for field in msgspec.structs.fields(body)}
+        assert fields <= named, fields - named
+
+
+def test_every_metric_is_in_the_table() -> None:
+    backend = dict.fromkeys(BackendBoard.fields, 0)
+    page = render(1, dict.fromkeys(FrontendBoard.fields, 0), {200: 1}, backend).decode()
+    told = dict(re.findall(r"^# TYPE (\w+) (\w+)$", page, flags=re.MULTILINE))
+    rows = re.findall(r"^\| (.+?) \| (gauge|counter|histogram) \| ", section("/metrics"), flags=re.MULTILINE)
+    listed = {name: kind for names, kind in rows for name in re.findall(r"`(penstock_\w+)", names)}
+    assert listed == told
