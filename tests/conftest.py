@@ -1,4 +1,4 @@
-"""Options of the contract suite, which a forward pass's author runs against a class of their own."""
+"""Options of the contract suite, which a forward pass's author runs against a class of their own, and the simulator's."""
 
 from __future__ import annotations
 
@@ -16,3 +16,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("forward pass contract")
     group.addoption("--forward-pass", help='the pass under test: an installed name or "package.module:Class"')
     group.addoption("--model", type=Path, help="the checkpoint directory it loads")
+    group = parser.getgroup("simulation")
+    group.addoption("--seeds", type=int, default=10_000, help="how many worlds the simulator runs")
+    group.addoption("--seed", type=int, help="the one world that it runs, telling all that happens")

@@ -1,0 +1,118 @@
+"""The executor and its device without a thread: a step starts and ends when the simulator says so."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from backend.executor import StepResult, run_step
+from tests.simulation.models import ChainPass, PlantedFault, Violation
+
+if TYPE_CHECKING:
+    from backend.forward_pass import IBatchedForwardPass, StepBatch
+    from backend.scheduler import Row
+    from backend.sequence import Sequence
+    from tests.simulation.world import World
+
+
+class SimulatedExecutor:
+    """Stands where Executor stands. What a step tells the main thread becomes visible only as the step ends."""
+
+    wake_fd = -1
+
+    def __init__(self, world: World, forward_pass: IBatchedForwardPass, capacity: int, page_size: int) -> None:
+        self._world = world
+        self._pass = forward_pass
+        self._capacity = capacity
+        self._page_size = page_size
+        self._plans: deque[tuple[list[Row], StepBatch]] = deque()
+        self._running: tuple[StepResult, list[tuple[Sequence, int]]] | None = None
+        self._results: list[StepResult] = []
+        self._num_in_flight = 0
+        self._salts: dict[int, bytes] = {}  # of each page, whose tokens it holds
+        self.faulty: set[tuple[Sequence, int]] = set()
+        """(sequence, generation) of rows in steps that failed, or whose logits were not finite."""
+
+    @property
+    def has_room(self) -> bool:
+        return self._num_in_flight <= self._capacity
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_in_flight > 0
+
+    def running_s(self) -> float:
+        return 0.0
+
+    def clear_wake(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def launch(self, rows: list[Row], batch: StepBatch) -> None:
+        if not rows or self._num_in_flight > self._capacity:
+            raise Violation(f"a plan of {len(rows)} rows beside {self._num_in_flight} in flight")
+        self._num_in_flight += 1
+        self._plans.append((rows, batch))
+        self._world.note_plan(rows)
+        self._world.device_goes_on()
+
+    def results(self) -> list[StepResult]:
+        self._world.device_goes_on()
+        results, self._results = self._results, []
+        self._num_in_flight -= len(results)
+        return results
+
+    def advance(self) -> bool:
+        """The running step ends, or the next one starts; False when there is nothing to do."""
+        if self._running is not None:
+            result, stopped = self._running
+            for sequence, generation in stopped:
+                sequence.stopped_generation = generation
+            self._results.append(result)
+            self._running = None
+        elif self._plans:
+            self._start(*self._plans.popleft())
+        else:
+            return False
+        return True
+
+    def _start(self, planned: list[Row], batch: StepBatch) -> None:
+        if isinstance(self._pass, ChainPass):
+            self._pass.fault = self._world.draw_fault(len(planned))
+        before = [(row.sequence, row.sequence.stopped_generation) for row in planned]
+        rows, token_ids, error = run_step(self._pass, planned, batch)
+        self._world.covered["rows bound late"] += len(planned) - len(rows)
+        if isinstance(error, Violation) or (error is not None and not self._is_planted(error)):
+            raise error
+        tokens = iter(token_ids)
+        for row in rows:
+            self._judge(row)
+            if error is not None or (row.samples and next(tokens) < 0):
+                self.faulty.add((row.sequence, row.generation))
+        # The executor's thread has compared, and not yet said what it found: others may subscribe just now.
+        stopped = [(s, s.stopped_generation) for s, generation in before if s.stopped_generation != generation]
+        for sequence, generation in before:
+            sequence.stopped_generation = generation
+        self._running = StepResult(rows, token_ids, 0.0, error), stopped
+        if self._world.log is not None:
+            told = [(row.start, row.num_tokens, row.sequence.order) for row in rows]
+            self._world.log(f"  step of (start, tokens, order) {told} brings {token_ids or error!r}")
+
+    def _is_planted(self, error: Exception) -> bool:
+        fault = self._pass.fault if isinstance(self._pass, ChainPass) else None
+        return isinstance(error, PlantedFault) or (fault is not None and fault.kind == "miscount")
+
+    def _judge(self, row: Row) -> None:
+        """Somebody wants what the row computes, and what it reads is of its own tenant."""
+        sequence, size = row.sequence, self._page_size
+        listeners = self._world.backend.link.open
+        if sequence.ended or not any((s.frontend, s.request_id) in listeners for s in sequence.subscribers):
+            raise Violation("a row runs to which nobody listens")
+        first_written, end = row.start // size, row.start + row.num_tokens
+        for page in sequence.pages[: -(-row.start // size)]:
+            if self._salts.get(page) != sequence.salt:
+                raise Violation("a row reads what another tenant wrote, or what nobody did")
+        for page in sequence.pages[first_written : -(-end // size)]:
+            self._salts[page] = sequence.salt

@@ -1,0 +1,240 @@
+"""Two models whose every token is known beforehand: the simulator's oracles, and the passes that must agree with them.
+
+`ChainModel` costs microseconds a step and notices what an engine may do wrong: its KV of a position is a hash chained
+from the position before, and its tokens depend on sampling parameters, history and position as those of a real sampler
+do. `HashModel` is the fake pass with the real sampler, asked for one sequence alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from backend.forward_pass import FROM_SLOT, PassSpec, SamplingParams, SlotInit, StepBatch
+from backend.passes.fake import FakePass
+from backend.sampler import NOT_FINITE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from backend.forward_pass import IBatchedForwardPass
+
+_MASK = (1 << 64) - 1
+_ROOT = 0x243F6A8885A308D3
+_GENERATED = 1 << 32
+
+
+class PlantedFault(Exception):
+    """A step fails because the simulator wants it to."""
+
+
+class Violation(AssertionError):
+    """Something that must never happen has happened."""
+
+
+class Model(Protocol):
+    """vocab_size tokens; what follows a prompt is a function of prompt and sampling parameters."""
+
+    vocab_size: int
+
+    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, stop_ids: tuple[int, ...]) -> list[int]:
+        """The tokens after the prompt, up to the first of stop_ids or count of them."""
+        ...
+
+    def new_pass(
+        self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int
+    ) -> IBatchedForwardPass: ...
+
+
+def _mix(state: int, value: int) -> int:
+    state = (state ^ value) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019 & _MASK
+    return state ^ state >> 29
+
+
+class _Slot:
+    """What a pass remembers of a slot: its last token, and all tokens for the sake of penalties."""
+
+    __slots__ = ("flavour", "history", "last_token")
+
+    def __init__(self, sampling: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
+        self.flavour = 0
+        if sampling.temperature > 0:
+            self.flavour = _mix(_mix(sampling.seed, int(1000 * sampling.temperature)), sampling.top_k) | 1
+        self.history: int | None = None
+        if sampling.presence_penalty:
+            self.history = int(1000 * sampling.presence_penalty)
+            for index, token in enumerate(token_ids):
+                self.note(token if index < num_prompt_tokens else token + _GENERATED)
+        self.last_token = -1
+
+    def note(self, token: int) -> None:
+        if self.history is not None:
+            self.history = _mix(self.history, token)
+
+    def choose(self, cell: int, position: int, vocab_size: int) -> int:
+        """The token at this position, when the position before it has this cell."""
+        if self.flavour:
+            cell = _mix(cell, self.flavour + position)
+        if self.history is not None:
+            cell = _mix(cell, self.history)
+        token = (cell >> 16) % vocab_size
+        self.note(token + _GENERATED)
+        self.last_token = token
+        return token
+
+
+@dataclass
+class ChainModel:
+    vocab_size: int
+
+    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, stop_ids: tuple[int, ...]) -> list[int]:
+        cell = _ROOT
+        for token in prompt:
+            cell = _mix(cell, token)
+        slot = _Slot(sampling, prompt, len(prompt))
+        tokens: list[int] = []
+        while len(tokens) < count:
+            token = slot.choose(cell, len(prompt) + len(tokens), self.vocab_size)
+            tokens.append(token)
+            if token in stop_ids:
+                break
+            cell = _mix(cell, token)
+        return tokens
+
+    def new_pass(self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int) -> ChainPass:
+        return ChainPass(self.vocab_size, num_pages, page_size, max_running, max_batch_tokens)
+
+
+@dataclass(slots=True)
+class Fault:
+    """What is to go wrong in the next step. "nan" spoils a row's logits, "poison" also what it leaves in the cache."""
+
+    kind: str
+    row: int
+    number: int
+
+
+class ChainPass:
+    """Checks each batch against the contract of `StepBatch`, and breaks down as told."""
+
+    def __init__(
+        self, vocab_size: int, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int
+    ) -> None:
+        self.spec = PassSpec(vocab_size, 1 << 16, ("fp32",))
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._max_running = max_running
+        self._max_batch_tokens = max_batch_tokens
+        self.cells = [0] * (num_pages * page_size)
+        """A position's hash; 0 was never written, -n is poisoned by fault n."""
+        self._slots: dict[int, _Slot] = {}
+        self.fault: Fault | None = None
+
+    def forward(self, batch: StepBatch) -> list[int]:
+        """The cell at the end of each row."""
+        fault = self.fault
+        if fault is not None and fault.kind == "raise":
+            raise PlantedFault("before anything was written")
+        for init in batch.slot_inits:
+            self._take_slot(init)
+        starts, ids = batch.query_starts.tolist(), batch.input_ids.tolist()
+        contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
+        self._check(starts, ids, slots, table)
+        ends, written = [], set()
+        page_size, cells = self._page_size, self.cells
+        for row, slot in enumerate(slots):
+            position, pages = contexts[row], table[row]
+            cell = (
+                _ROOT
+                if position == 0
+                else cells[pages[(position - 1) // page_size] * page_size + (position - 1) % page_size]
+            )
+            if fault is not None and fault.kind == "poison" and fault.row == row:
+                cell = -fault.number
+            mine = set()
+            for token in ids[starts[row] : starts[row + 1]]:
+                if token == FROM_SLOT:
+                    token = self._slots[slot].last_token
+                if cell >= 0:
+                    cell = _mix(cell, token)
+                page = pages[position // page_size]
+                mine.add(page)
+                cells[page * page_size + position % page_size] = cell
+                position += 1
+            if not mine.isdisjoint(written):
+                raise Violation("two rows of a step write to one page")
+            written |= mine
+            ends.append(cell)
+        return ends
+
+    def _check(self, starts: list[int], ids: list[int], slots: list[int], table: list[list[int]]) -> None:
+        lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        if starts[0] != 0 or starts[-1] != len(ids) or min(lengths) < 1:
+            raise Violation(f"query_starts {starts} for {len(ids)} tokens")
+        if len(ids) > self._max_batch_tokens or len(slots) > self._max_running or len(set(slots)) != len(slots):
+            raise Violation(f"{len(ids)} tokens in slots {slots}")
+        if lengths != sorted(lengths, key=lambda length: length > 1):
+            raise Violation(f"rows of lengths {lengths}: single tokens must come first")
+        if any(not 0 <= page < self._num_pages for pages in table for page in pages):
+            raise Violation("a page that does not exist")
+        if any(slot not in self._slots for slot in slots):
+            raise Violation("a slot that nobody took")
+
+    def _take_slot(self, init: SlotInit) -> None:
+        self._slots[init.slot] = _Slot(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
+
+    def sample(self, logits: list[int], batch: StepBatch) -> NDArray[np.int32]:
+        fault = self.fault
+        if fault is not None and fault.kind == "raise late":
+            raise PlantedFault("after the cache was written")
+        tokens = []
+        for row in batch.logit_rows.tolist():
+            position = int(batch.context_lens[row] + batch.query_starts[row + 1] - batch.query_starts[row])
+            token = NOT_FINITE
+            if logits[row] >= 0 and not (fault is not None and fault.kind == "nan" and fault.row == row):
+                token = self._slots[int(batch.slots[row])].choose(logits[row], position, self.spec.vocab_size)
+            tokens.append(token)
+        if fault is not None and fault.kind == "miscount":
+            tokens.append(0)
+        return np.array(tokens, np.int32)
+
+    def poison_in(self, pages: list[int]) -> set[tuple[int, int]]:
+        """(fault number, page) of each poisoned page."""
+        size = self._page_size
+        return {(-c, page) for page in pages for c in self.cells[page * size : (page + 1) * size] if c < 0}
+
+
+@dataclass
+class HashModel:
+    """The fake pass with the real sampler; slow, so few seeds use it."""
+
+    vocab_size: int
+
+    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, stop_ids: tuple[int, ...]) -> list[int]:
+        alone = self.new_pass(1, len(prompt) + count + 1, 1, 1 << 16)
+        new, context, tokens = list(prompt), 0, list[int]()
+        inits = (SlotInit(0, sampling, np.array(prompt, np.int32), len(prompt)),)
+        while len(tokens) < count:
+            batch = StepBatch(
+                input_ids=np.array(new, np.int32),
+                query_starts=np.array([0, len(new)], np.int32),
+                context_lens=np.array([context], np.int32),
+                page_table=np.zeros((1, 1), np.int32),
+                slots=np.zeros(1, np.int32),
+                logit_rows=np.zeros(1, np.int32),
+                slot_inits=inits,
+            )
+            token = int(alone.sample(alone.forward(batch), batch)[0])
+            tokens.append(token)
+            if token in stop_ids:
+                break
+            context += len(new)
+            new, inits = [token], ()
+        return tokens
+
+    def new_pass(self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int) -> FakePass:
+        forward_pass = FakePass(self.vocab_size, max_running)
+        forward_pass.create_cache(num_pages, page_size, "fp32")
+        return forward_pass

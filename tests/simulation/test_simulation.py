@@ -1,0 +1,93 @@
+"""Thousands of worlds, each decided by its number: `pytest tests/simulation --seed N` runs one of them and tells all."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import traceback
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from tests.simulation.world import run_seed
+
+_CHUNK = 100
+_MAX_FAILURES = 5
+
+# What the worlds must have met with, each at least once in so many seeds on average.
+_MUST_OCCUR = {
+    "preempted and resumed": 20,
+    "joined": 5,
+    "joined late": 20,
+    "prefix found": 5,
+    "parked": 20,
+    "rewound": 50,
+    "rows bound late": 5,
+    "credit spent": 20,
+    "resumed": 50,
+    "backend restarts": 20,
+    "drained": 100,
+    "frontend deaths": 20,
+    "dropped in a storm": 20,
+    "fault: raise": 50,
+    "fault: raise late": 50,
+    "fault: nan": 50,
+    "fault: poison": 50,
+    "fault: miscount": 50,
+    "ended STOP": 5,
+    "ended LENGTH": 5,
+    "ended EXPIRED": 20,
+    "ended FAILED": 20,
+    "refused OVERLOADED": 20,
+    "refused SHUTTING_DOWN": 100,
+    "refused BAD_TOKEN": 20,
+    "refused CONTEXT_TOO_LONG": 20,
+    "cancel of nothing open": 20,
+    "cancel of a shared sequence": 50,
+    "cancel while waiting": 20,
+    "cancel while parked": 200,
+    "cancel in prefill": 20,
+    "cancel in decode": 20,
+    "cancel while preempted": 200,
+    "cancel while finishing": 100,
+}
+
+
+def run_seeds(first: int, last: int) -> tuple[Counter[str], dict[int, str]]:
+    """What the worlds from first to last - 1 met with, and how those ended that failed."""
+    logging.disable(logging.CRITICAL)
+    covered: Counter[str] = Counter()
+    failures: dict[int, str] = {}
+    for seed in range(first, last):
+        try:
+            covered += run_seed(seed)
+        except Exception as error:  # noqa: BLE001 - any fault of a world is told with its number
+            failures[seed] = "".join(traceback.format_exception_only(error)).strip()
+    logging.disable(logging.NOTSET)
+    return covered, failures
+
+
+@pytest.mark.timeout(1800)
+def test_whatever_happens_every_request_gets_its_tokens_and_its_end(
+    pytestconfig: pytest.Config, record_simulation: Counter[str]
+) -> None:
+    seed = pytestconfig.getoption("--seed")
+    if seed is not None:
+        run_seed(seed, print)
+        return
+    num_seeds = pytestconfig.getoption("--seeds")
+    failures: dict[int, str] = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), mp_context=context) as workers:
+        firsts = range(0, num_seeds, _CHUNK)
+        lasts = [min(first + _CHUNK, num_seeds) for first in firsts]
+        for covered, failed in workers.map(run_seeds, firsts, lasts):
+            record_simulation.update(covered)
+            failures |= failed
+    record_simulation["seeds"] = num_seeds
+    told = [f"--seed {seed}: {failures[seed]}" for seed in sorted(failures)[:_MAX_FAILURES]]
+    assert not failures, f"{len(failures)} of {num_seeds} seeds fail:\n" + "\n".join(told)
+    missed = {name: every for name, every in _MUST_OCCUR.items() if record_simulation[name] < num_seeds // every}
+    assert not missed, f"the worlds were too quiet: {[(name, record_simulation[name]) for name in missed]}"

@@ -1,0 +1,391 @@
+"""One seed's world: a backend, its frontends and their clients in one thread, and the chance that rules them all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import TYPE_CHECKING
+
+from backend.batch_builder import BatchBuilder
+from backend.engine import Engine
+from backend.page_pool import PagePool
+from backend.requests import Limits, Requests
+from backend.scheduler import Scheduler
+from shm.board import BackendBoard
+from shm.link import FrontendDeath
+from shm.wire import FailureCode, Finish
+from tests.simulation.device import SimulatedExecutor
+from tests.simulation.link import Frontend, Open, SimulatedLink
+from tests.simulation.models import ChainPass, Fault, Violation
+from tests.simulation.workload import Ask, Setup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backend.scheduler import Row
+
+_MAX_ARRIVAL_TICKS = 80
+_FAULTS = ("raise", "raise late", "nan", "poison", "miscount")
+
+
+class Backend:
+    """One life of the backend process: the real engine between a simulated link and a simulated device."""
+
+    def __init__(self, world: World) -> None:
+        setup = world.setup
+        self.forward_pass = setup.model.new_pass(
+            setup.num_pages, setup.page_size, setup.max_running, setup.max_batch_tokens
+        )
+        self.link = SimulatedLink(world)
+        self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
+        self.pool = PagePool(setup.num_pages)
+        self.board = BackendBoard.create()
+        self.scheduler = Scheduler(self.pool, setup.page_size, setup.max_running, setup.max_batch_tokens)
+        limits = Limits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
+        self.requests = Requests(self.link, self.scheduler, self.board, limits, world.clock)  # type: ignore[arg-type]
+        self.engine = Engine(
+            self.link,  # type: ignore[arg-type]
+            self.executor,  # type: ignore[arg-type]
+            self.scheduler,
+            BatchBuilder(setup.max_running, -(-setup.context // setup.page_size)),
+            self.requests,
+            self.board,
+            world.clock,
+        )
+        self.is_draining = False
+        self.burnt: dict[tuple[int, int], int] = {}
+        """(fault, page) → the tick in which a request failed for what the fault had left in the page."""
+
+
+class World:
+    """Runs a seed until everybody has what they asked for. Raises whatever goes wrong."""
+
+    def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
+        self.rng = Random(seed)
+        self.log = log
+        self.setup = Setup.draw(self.rng, seed)
+        self.covered: Counter[str] = Counter()
+        self.now_s = 0.0
+        self.tick = 0
+        self.asks: list[Ask] = []
+        self.frontends: dict[int, Frontend] = {}
+        self._names: dict[tuple[int, int], Ask] = {}  # ever used towards this backend
+        self._num_epochs = 0
+        self._num_ids = 0
+        self._num_faults = 0
+        self._faults_allowed = True
+        self._device_rate = 0.5
+        self.backend = Backend(self)
+        for _ in range(self.rng.randint(1, 3)):
+            self._welcome()
+        if log is not None:
+            log(f"{self.setup}")
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def run(self) -> None:
+        try:
+            for _ in range(_MAX_ARRIVAL_TICKS):
+                if len(self.asks) >= self.setup.num_asks:
+                    break
+                self._tick(self._happen)
+            self._run_dry()
+            self._judge_rest()
+        finally:
+            self.backend.board.close()
+
+    def _run_dry(self) -> None:
+        """No more trouble: from now on each tick brings a step, and all must end within the work that is left."""
+        self._faults_allowed = False
+        if self.backend.is_draining:
+            self._restart()
+        work = sum(len(ask.prompt) + ask.max_tokens for ask in self.asks if ask.ended is None)
+        for _ in range(100 + 4 * work):
+            if not any(frontend.asks or frontend.inbox for frontend in self.frontends.values()):
+                break
+            self._tick(self._read_all)
+        else:
+            left = [str(ask) for ask in self.asks if ask.ended is None]
+            raise Violation(f"{left} never end")
+        for _ in range(2 + self.setup.capacity):
+            self._tick(self._read_all)
+
+    def _tick(self, happen: Callable[[], None]) -> None:
+        self.tick += 1
+        self.now_s += self.rng.random() * 2
+        if self.log is not None:
+            self.log(f"{self.tick}: {self.now_s:.2f} s")
+        happen()
+        self._send()
+        self._run_device()
+        if not self._faults_allowed or self.rng.random() >= self.setup.rates["nap"]:
+            self._turn()
+
+    def _turn(self) -> None:
+        backend = self.backend
+        backend.engine.turn()
+        backend.engine.check_integrity()
+        self._judge_turn()
+        if backend.is_draining and backend.engine._is_drained():
+            self.covered["drained"] += 1
+            self._restart()
+
+    # What may happen
+
+    def _happen(self) -> None:
+        rng, rates = self.rng, self.setup.rates
+        if rng.random() < rates["submit"]:
+            burst = rng.randint(2, 6) if rng.random() < rates["burst"] else 1
+            for _ in range(burst):
+                self._submit(self.setup.draw_ask(rng, len(self.asks)))
+        if rng.random() < rates["bad request"]:
+            self._submit_badly()
+        if rng.random() < rates["cancel"]:
+            self._cancel_one()
+        if rng.random() < rates["storm"]:
+            self._cancel_alike()
+        if rng.random() < rates["frontend death"]:
+            self._kill_frontend()
+        if rng.random() < rates["restart"]:
+            self._restart()
+        if rng.random() < rates["drain"] and not self.backend.is_draining:
+            self._note("drain")
+            self.backend.is_draining = True
+            self.backend.engine.drain(rng.choice((0.0, 5.0, 100.0)))
+        for frontend in list(self.frontends.values()):
+            if rng.random() >= rates["slow frontend"]:
+                frontend.read()
+
+    def _read_all(self) -> None:
+        for frontend in self.frontends.values():
+            while frontend.inbox:
+                frontend.read()
+
+    def _submit(self, ask: Ask, timeout_ms: int | None = None) -> None:
+        frontend = self.rng.choice(list(self.frontends.values()))
+        self.asks.append(ask)
+        self._note(
+            f"{ask} of {ask.prompt} {ask.sampling} stop {ask.stop_ids} salt {ask.salt!r} "
+            f"share {ask.may_share} timeout {ask.timeout_ms} expects {ask.expected} {ask.finish.name}"
+        )
+        self._send_ask(frontend, ask, self._num_ids, ask.timeout_ms)
+        self._num_ids += 1
+
+    def _send_ask(self, frontend: Frontend, ask: Ask, request_id: int, timeout_ms: int) -> None:
+        self._names[frontend.epoch, request_id] = ask
+        frontend.submit(ask, request_id, timeout_ms)
+
+    def _submit_badly(self) -> None:
+        ask = self.setup.draw_ask(self.rng, len(self.asks))
+        if self.rng.random() < 0.5:
+            ask.prompt = [0] * (self.setup.context + 1)
+        else:
+            ask.prompt[self.rng.randrange(len(ask.prompt))] = self.rng.choice((-1, self.setup.model.vocab_size))
+        ask.finish, ask.expected = Finish.REJECTED, []
+        self._submit(ask)
+
+    def _cancel_one(self) -> None:
+        frontend = self.rng.choice(list(self.frontends.values()))
+        if frontend.asks and self.rng.random() < 0.9:
+            request_id = self.rng.choice(list(frontend.asks))
+            frontend.cancel(request_id)
+            if self.rng.random() < 0.2:
+                frontend.cancel(request_id)
+        else:  # one of long ago, or of nobody
+            frontend.cancel(self.rng.randrange(self._num_ids + 3))
+
+    def _cancel_alike(self) -> None:
+        """All with one prompt drop, and perhaps somebody asks for the same in that moment."""
+        prompt = self.rng.choice(self.setup.prompts)
+        newcomer_comes = self.rng.random() < 0.5
+        for frontend in self.frontends.values():
+            for request_id in [i for i, ask in frontend.asks.items() if ask.prompt == prompt]:
+                frontend.cancel(request_id)
+                self.covered["dropped in a storm"] += 1
+        if newcomer_comes:
+            self._submit(self.setup.draw_ask(self.rng, len(self.asks)))
+
+    def _welcome(self) -> Frontend:
+        self._num_epochs += 1
+        frontend = self.frontends[self._num_epochs] = Frontend(self._num_epochs, self.setup.credit)
+        return frontend
+
+    def _kill_frontend(self) -> None:
+        """What it had sent may still arrive, then the news of its death; a newcomer takes its place."""
+        epoch = self.rng.choice(list(self.frontends))
+        frontend = self.frontends.pop(epoch)
+        self._note(f"frontend {epoch} dies with {[str(a) for a in frontend.asks.values()]}")
+        for ask in frontend.asks.values():
+            ask.ended = Finish.CANCELLED
+        for event in list(frontend.wire)[: self.rng.randrange(len(frontend.wire) + 1)]:
+            self.backend.link.take(event)
+        self.backend.link.take(FrontendDeath(epoch))
+        self.covered["frontend deaths"] += 1
+        self._welcome()
+
+    def _restart(self) -> None:
+        """The backend dies. Of its last words some are read; then all open requests go to the next one."""
+        self._note("the backend dies, and another comes")
+        self.covered["backend restarts"] += 1
+        self.backend.board.close()
+        self.backend = Backend(self)
+        self._names.clear()
+        for old in list(self.frontends.values()):
+            for _ in range(self.rng.randrange(len(old.inbox) + 1)):
+                old.read()
+            del self.frontends[old.epoch]
+            new = self._welcome()
+            for request_id, ask in old.asks.items():
+                self.covered["resumed"] += bool(ask.got)
+                self._send_ask(new, ask, request_id, ask.timeout_ms)
+
+    def _send(self) -> None:
+        """What frontends sent reaches the backend, in each one's order."""
+        for frontend in self.frontends.values():
+            slow = self._faults_allowed and self.rng.random() < self.setup.rates["slow wire"]
+            count = self.rng.randrange(len(frontend.wire) + 1) if slow else len(frontend.wire)
+            for _ in range(count):
+                self.backend.link.take(frontend.wire.popleft())
+
+    def _run_device(self) -> None:
+        if not self._faults_allowed:
+            count = 2
+        else:
+            if self.setup.pace == "changing" and self.rng.random() < 0.1:
+                self._device_rate = self.rng.choice((0.2, 0.6, 0.9))
+            elif self.setup.pace != "changing":
+                self._device_rate = {"slow": 0.3, "even": 0.65, "fast": 0.9}[self.setup.pace]
+            count = 0
+            while self.rng.random() < self._device_rate:
+                count += 1
+        while count and self.backend.executor.advance():
+            count -= 1
+
+    def device_goes_on(self) -> None:
+        """The loop is in the middle of a turn, and the device does not wait for it."""
+        while self.rng.random() < 0.2 and self.backend.executor.advance():
+            pass
+
+    def draw_fault(self, num_rows: int) -> Fault | None:
+        if not self._faults_allowed or self.rng.random() >= self.setup.rates["fault"]:
+            return None
+        self._num_faults += 1
+        fault = Fault(self.rng.choice(_FAULTS), self.rng.randrange(num_rows), self._num_faults)
+        self.covered[f"fault: {fault.kind}"] += 1
+        self._note(f"{fault}")
+        return fault
+
+    def _note(self, text: str) -> None:
+        if self.log is not None:
+            self.log(text)
+
+    # What is noted and judged
+
+    def ask_of(self, epoch: int, request_id: int) -> Ask:
+        return self._names[epoch, request_id]
+
+    def note_submission(self, key: tuple[int, int], has_joined: bool, num_had: int) -> None:
+        if has_joined:
+            self.covered["joined"] += 1
+            self.covered["joined late"] += num_had > 0
+
+    def note_cancel(self, heard: Open | None, epoch: int, request_id: int) -> None:
+        """In which state it meets its request."""
+        state = "of nothing open"
+        if heard is not None:
+            sequence = self.backend.requests._open[epoch][request_id][0]
+            if len(sequence.subscribers) > 1:
+                state = "of a shared sequence"
+            elif sequence in self.backend.scheduler._waiting._key_of:
+                state = "while parked"
+            elif sequence.slot is None:
+                state = "while preempted" if sequence.generation else "while waiting"
+            elif sequence.stopped_generation == sequence.generation:
+                state = "while finishing"
+            else:
+                state = "in decode" if heard.is_started else "in prefill"
+        self.covered[f"cancel {state}"] += 1
+
+    def note_plan(self, rows: list[Row]) -> None:
+        for row in rows:
+            if row.takes_slot and row.start > row.sequence.num_cached:
+                self.covered["rewound"] += 1
+            elif row.takes_slot and row.sequence.generation:
+                self.covered["preempted and resumed"] += 1
+
+    def judge_rejection(self, heard: Open, code: FailureCode) -> None:
+        backend, ask = self.backend, heard.ask
+        self.covered[f"refused {code.name}"] += 1
+        match code:
+            case FailureCode.OVERLOADED:
+                allowed = backend.scheduler.num_waiting >= self.setup.max_waiting and not ask.got
+            case FailureCode.SHUTTING_DOWN:
+                allowed = backend.is_draining
+            case FailureCode.BAD_TOKEN | FailureCode.CONTEXT_TOO_LONG:
+                allowed = ask.finish is Finish.REJECTED
+            case _:
+                allowed = False
+        if not allowed or heard.is_judged:
+            raise Violation(f"{ask} is refused: {code.name}")
+
+    def judge_failure(self, heard: Open, key: tuple[int, int]) -> None:
+        backend = self.backend
+        sequence = backend.requests._open[key[0]][key[1]][0]
+        if (sequence, sequence.generation) not in backend.executor.faulty:
+            raise Violation(f"{heard.ask} fails without a fault")
+        if not isinstance(backend.forward_pass, ChainPass):
+            return
+        poison = backend.forward_pass.poison_in(sequence.pages)
+        if any(backend.burnt.get(pair, self.tick) < heard.since_tick for pair in poison):
+            raise Violation(f"{heard.ask} fails for a page that others had failed for before it came")
+        for pair in poison:
+            backend.burnt.setdefault(pair, self.tick)
+
+    def _judge_turn(self) -> None:
+        backend = self.backend
+        heard_by_engine = {(f, i) for f, by_id in backend.requests._open.items() for i in by_id}
+        if heard_by_engine != backend.link.open.keys():
+            raise Violation(f"the engine has {heard_by_engine} open, the link {set(backend.link.open)}")
+        for (frontend, request_id), heard in backend.link.open.items():
+            sequence, subscriber = backend.requests._open[frontend][request_id]
+            if sequence.salt != heard.ask.salt:
+                raise Violation(f"{heard.ask} listens to a sequence of another tenant")
+            if heard.deadline_s is not None and heard.deadline_s <= self.now_s:
+                raise Violation(f"{heard.ask} lives beyond its deadline")
+            if heard.next_index != len(sequence.tokens) - len(heard.ask.prompt) and subscriber.next_index <= len(
+                sequence.tokens
+            ):
+                raise Violation(f"{heard.ask} has had {heard.next_index} tokens of {len(sequence.tokens)}")
+        self.covered["parked"] += len(backend.scheduler._waiting._key_of)
+        self._judge_board()
+
+    def _judge_board(self) -> None:
+        board, requests = self.backend.board, self.backend.requests
+        ended = board.requests_finished + board.requests_cancelled + board.requests_expired + board.requests_failed
+        if board.requests_accepted != ended + requests.num_open:
+            raise Violation(f"{board.requests_accepted} accepted, {ended} ended, {requests.num_open} open")
+        if board.pages_used > self.setup.num_pages or board.pages_used + board.pages_idle > self.setup.num_pages:
+            raise Violation(f"{board.pages_used} pages used and {board.pages_idle} idle")
+
+    def _judge_rest(self) -> None:
+        backend = self.backend
+        scheduler, board = backend.scheduler, backend.board
+        if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.num_open:
+            raise Violation("something is left over")
+        if len(backend.requests._coalescer) or scheduler._computing or backend.executor.is_busy:
+            raise Violation("something is still remembered")
+        for ask in self.asks:
+            if ask.ended in (Finish.STOP, Finish.LENGTH) and ask.got != ask.expected:
+                raise Violation(f"{ask} got {ask.got}, was to get {ask.expected}")
+        self.covered["preempted"] += board.preemptions
+        self.covered["tokens"] += board.generated_tokens
+        self.covered["steps"] += board.steps
+        self.covered["requests"] += len(self.asks)
+
+
+def run_seed(seed: int, log: Callable[[str], None] | None = None) -> Counter[str]:
+    """What the seed's world met with. Raises Violation, or what the engine raises."""
+    world = World(seed, log)
+    world.run()
+    return world.covered
