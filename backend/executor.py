@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backend.batch_builder import keep_rows
+from backend.sampler import NOT_FINITE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,8 +138,10 @@ def run_step(
         if len(token_ids) != len(sampling_rows):
             raise RuntimeError(f"{len(token_ids)} tokens sampled for {len(sampling_rows)} rows")
     except Exception as error:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
+        for row in rows:
+            row.sequence.stopped_generation = row.generation
         return rows, [], error
     for row, token_id in zip(sampling_rows, token_ids, strict=True):
-        if token_id in row.sequence.common_stop_ids:
+        if token_id == NOT_FINITE or token_id in row.sequence.common_stop_ids:
             row.sequence.stopped_generation = row.generation
     return rows, token_ids, None

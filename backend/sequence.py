@@ -41,7 +41,8 @@ class Sequence:
     """Tokens being computed. `num_computed` catches up with `num_planned`; nothing says prefill or decode.
 
     The main thread alone writes, with one exception: the executor sets `stopped_generation` when a sampled token ends
-    the sequence for all its subscribers, so that a row already planned for it is dropped before the main thread knows.
+    the sequence for all its subscribers, or a fault does, so that a row already planned for it is dropped before the
+    main thread knows.
     """
 
     __slots__ = (
@@ -113,7 +114,7 @@ class Sequence:
         self.generation = 0
         """Counts restarts: what a step brings for an older generation is dropped."""
         self.stopped_generation = -1
-        """The generation in which a token was sampled that ends it for all."""
+        """The generation in which a token was sampled that ends it for all, or a step of it failed."""
         self.ended = False
         """Removed from the scheduler: finished, cancelled, expired or failed."""
 
