@@ -111,6 +111,7 @@ class Engine:
             self._scheduler.note_computed(row)
             if token_id == NOT_FINITE:
                 logger.error("the logits of a row are not finite; its requests fail")
+                self._scheduler.distrust(sequence)
                 self._requests.fail(sequence)
             elif token_id is not None:
                 self._requests.deliver(sequence, token_id)

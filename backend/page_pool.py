@@ -71,6 +71,14 @@ class PagePool:
             self._page_of_key[key] = page
             self._key_of_page[page] = key
 
+    def disown(self, pages: list[int]) -> None:
+        """The content of these held pages is not to be trusted: nobody finds it any more, and its holders stay."""
+        for page in pages:
+            if not self._num_holders[page]:
+                raise ValueError(f"page {page} is disowned but not held")
+            if (key := self._key_of_page.pop(page, None)) is not None:
+                del self._page_of_key[key]
+
     def give_back(self, pages: list[int]) -> None:
         """Raises ValueError for a page that is not held: one given back twice would serve two sequences.
 

@@ -133,6 +133,10 @@ class Scheduler:
         sequence.num_named_pages = num_full
         self._end_computing(sequence, keys)
 
+    def distrust(self, sequence: Sequence) -> None:
+        """A running sequence's logits were bad, and so may be what its pages hold: nobody is to find them."""
+        self._pool.disown(sequence.pages)
+
     def _admit(self, rows: list[Row], budget: int) -> None:
         """Starts waiting sequences in order while budget, slots and pages last."""
         while self._free_slots and budget > 0 and (sequence := self._waiting.head()) is not None:
