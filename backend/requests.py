@@ -150,8 +150,10 @@ class Requests:
         if not subscriber.is_started:
             subscriber.is_started = True
             queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
-            started = Started(subscriber.request_id, sequence.num_cached, queue_s, subscriber.has_joined)
-            self._board.cached_tokens += sequence.num_cached
+            # After a preemption, generated tokens may have been found in the cache as well.
+            num_cached = min(sequence.num_cached, sequence.num_prompt_tokens)
+            started = Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
+            self._board.cached_tokens += num_cached
         finish = subscriber.finish_at(index, token_id)
         if finish is Finish.NONE:
             self._link.push(subscriber.frontend, subscriber.request_id, token_id, started=started)
