@@ -111,7 +111,11 @@ class Requests:
         request_id = submit.request_id
         if self.is_draining:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
-        if self._scheduler.num_waiting >= limits.max_waiting:
+        # Those that a free slot awaits do not wait for long. A stream that goes on after a backend's death was admitted
+        # once: it finds room even if newcomers were quicker, as much as there can have been such streams.
+        is_resumed = len(tokens) > submit.num_prompt_tokens
+        room = self._scheduler.max_running if is_resumed else self._scheduler.num_free_slots
+        if self._scheduler.num_waiting >= limits.max_waiting + room:
             return Failure(request_id, FailureCode.OVERLOADED, limits.max_waiting)
         if request_id in self._open.get(submission.frontend, {}):
             return Failure(request_id, FailureCode.INTERNAL)

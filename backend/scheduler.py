@@ -53,7 +53,7 @@ class Scheduler:
         self._page_size = page_size_tokens
         self._max_batch_tokens = max_batch_tokens
         self._free_slots = list(range(max_running - 1, -1, -1))
-        self._max_running = max_running
+        self.max_running = max_running
         self._waiting = WaitingRoom()
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._computing: dict[bytes, Sequence] = {}
@@ -68,6 +68,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     @property
     def num_pages_held(self) -> int:
@@ -243,7 +247,7 @@ class Scheduler:
         if any(self._pool.num_holders(page) != count for page, count in holders.items()):
             raise RuntimeError("a page's holders are not the sequences that have it")
         slots = {sequence.slot for sequence in self._running}
-        if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self._max_running:
+        if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self.max_running:
             raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self._max_running}")
         for sequence in self._running:
             if sequence.ended or self._pages_for(sequence.num_computed) > len(sequence.pages):

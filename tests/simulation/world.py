@@ -319,7 +319,8 @@ class World:
         self.covered[f"refused {code.name}"] += 1
         match code:
             case FailureCode.OVERLOADED:
-                allowed = backend.scheduler.num_waiting >= self.setup.max_waiting and not ask.got
+                room = self.setup.max_running if ask.got else backend.scheduler.num_free_slots
+                allowed = backend.scheduler.num_waiting >= self.setup.max_waiting + room
             case FailureCode.SHUTTING_DOWN:
                 allowed = backend.is_draining
             case FailureCode.BAD_TOKEN | FailureCode.CONTEXT_TOO_LONG:
