@@ -1,4 +1,4 @@
-"""Options of the contract suite, which a forward pass's author runs against a class of their own, and the simulator's."""
+"""Options of the contract suite, which a forward pass's author runs against their own class, and the simulator's."""
 
 from __future__ import annotations
 

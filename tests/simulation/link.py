@@ -125,7 +125,7 @@ class SimulatedLink:
         yield event
         if self.open.get(key) is heard:
             heard.is_judged = True
-        world.note_submission(key, world.backend.board.requests_coalesced > num_coalesced, heard.next_index)
+        world.note_submission(world.backend.board.requests_coalesced > num_coalesced, heard.next_index)
 
     def push(
         self,

@@ -8,6 +8,7 @@ do. `HashModel` is the fake pass with the real sampler, asked for one sequence a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -44,7 +45,7 @@ class Model(Protocol):
         ...
 
     def new_pass(
-        self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int
+        self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int, /
     ) -> IBatchedForwardPass: ...
 
 
@@ -103,7 +104,7 @@ class ChainModel:
             cell = _mix(cell, token)
         return tokens
 
-    def new_pass(self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int) -> ChainPass:
+    def new_pass(self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int, /) -> ChainPass:
         return ChainPass(self.vocab_size, num_pages, page_size, max_running, max_batch_tokens)
 
 
@@ -170,7 +171,7 @@ class ChainPass:
         return ends
 
     def _check(self, starts: list[int], ids: list[int], slots: list[int], table: list[list[int]]) -> None:
-        lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        lengths = [end - start for start, end in pairwise(starts)]
         if starts[0] != 0 or starts[-1] != len(ids) or min(lengths) < 1:
             raise Violation(f"query_starts {starts} for {len(ids)} tokens")
         if len(ids) > self._max_batch_tokens or len(slots) > self._max_running or len(set(slots)) != len(slots):
@@ -234,7 +235,7 @@ class HashModel:
             new, inits = [token], ()
         return tokens
 
-    def new_pass(self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int) -> FakePass:
+    def new_pass(self, num_pages: int, page_size: int, max_running: int, _max_batch_tokens: int, /) -> FakePass:
         forward_pass = FakePass(self.vocab_size, max_running)
         forward_pass.create_cache(num_pages, page_size, "fp32")
         return forward_pass

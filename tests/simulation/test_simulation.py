@@ -1,4 +1,4 @@
-"""Thousands of worlds, each decided by its number: `pytest tests/simulation --seed N` runs one of them and tells all."""
+"""Thousands of worlds, each decided by its number: `pytest tests/simulation --seed N` runs one and tells all."""
 
 from __future__ import annotations
 

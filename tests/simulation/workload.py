@@ -72,7 +72,7 @@ class Setup:
         context = min(num_pages * page_size, 40)
         longest = max(1, min(14, context - 2))
         stem = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))]
-        prompts = [stem, stem[: len(stem) // 2 + 1] + [rng.randrange(vocab_size)]]
+        prompts = [stem, [*stem[: len(stem) // 2 + 1], rng.randrange(vocab_size)]]
         prompts += [[rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))] for _ in range(2)]
         hot = rng.choice((5.0, 20.0))
         flavours = [
@@ -119,7 +119,7 @@ class Setup:
     def draw_ask(self, rng: Random, number: int) -> Ask:
         prompt = list(rng.choice(self.prompts))
         if rng.random() < 0.3:
-            prompt = prompt[: self.context - 2] + [rng.randrange(self.model.vocab_size)]
+            prompt = [*prompt[: self.context - 2], rng.randrange(self.model.vocab_size)]
         num_stops = rng.choice((0, 0, 1, 2))
         sampling = rng.choice(self.flavours)
         max_tokens = rng.choice((1, 4, 8, 12))

@@ -162,7 +162,7 @@ class World:
             while frontend.inbox:
                 frontend.read()
 
-    def _submit(self, ask: Ask, timeout_ms: int | None = None) -> None:
+    def _submit(self, ask: Ask) -> None:
         frontend = self.rng.choice(list(self.frontends.values()))
         self.asks.append(ask)
         self._note(
@@ -285,7 +285,7 @@ class World:
     def ask_of(self, epoch: int, request_id: int) -> Ask:
         return self._names[epoch, request_id]
 
-    def note_submission(self, key: tuple[int, int], has_joined: bool, num_had: int) -> None:
+    def note_submission(self, has_joined: bool, num_had: int) -> None:
         if has_joined:
             self.covered["joined"] += 1
             self.covered["joined late"] += num_had > 0
@@ -372,6 +372,8 @@ class World:
     def _judge_rest(self) -> None:
         backend = self.backend
         scheduler, board = backend.scheduler, backend.board
+        if self.covered["rewound"] > self.covered["joined"]:
+            raise Violation("tokens were computed again though nobody had joined")
         if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.num_open:
             raise Violation("something is left over")
         if len(backend.requests._coalescer) or scheduler._computing or backend.executor.is_busy:
