@@ -115,7 +115,7 @@ class Engine:
                 self._requests.fail(sequence)
             elif token_id is not None:
                 self._requests.deliver(sequence, token_id)
-                if not sequence.ended and sequence.stopped_generation == row.generation:
+                if row.stops and not sequence.ended:
                     # Who came while the executor saw the others' end wants more: rows planned since were dropped.
                     sequence.rewind(row.start + row.num_tokens)
 

@@ -143,5 +143,6 @@ def run_step(
         return rows, [], error
     for row, token_id in zip(sampling_rows, token_ids, strict=True):
         if token_id == NOT_FINITE or token_id in row.sequence.common_stop_ids:
+            row.stops = True
             row.sequence.stopped_generation = row.generation
     return rows, token_ids, None

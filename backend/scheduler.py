@@ -30,6 +30,8 @@ class Row:
     """The row reaches the sequence's last token, so the step samples the next one."""
     takes_slot: bool
     """The first row since the sequence was given its slot, or since the slot's state ran ahead of it."""
+    stops: bool = False
+    """Set by the executor: the token sampled for it ends the sequence, as far as its listeners then wished."""
 
     @property
     def is_stale(self) -> bool:
