@@ -30,8 +30,8 @@ class SimulatedExecutor:
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self._salts: dict[int, bytes] = {}  # of each page, whose tokens it holds
-        self.faulty: set[tuple[Sequence, int]] = set()
-        """(sequence, generation) of rows in steps that failed, or whose logits were not finite."""
+        self.faulty: dict[tuple[Sequence, int], bool] = {}
+        """(sequence, generation) of rows in steps that failed, False, or whose logits were not finite, True."""
 
     @property
     def has_room(self) -> bool:
@@ -90,7 +90,7 @@ class SimulatedExecutor:
         for row in rows:
             self._judge(row)
             if error is not None or (row.samples and next(tokens) < 0):
-                self.faulty.add((row.sequence, row.generation))
+                self.faulty[row.sequence, row.generation] = error is None
         # The executor's thread has compared, and not yet said what it found: others may subscribe just now.
         stopped = [(s, s.stopped_generation) for s, generation in before if s.stopped_generation != generation]
         for sequence, generation in before:

@@ -40,8 +40,8 @@ class Model(Protocol):
 
     vocab_size: int
 
-    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, stop_ids: tuple[int, ...]) -> list[int]:
-        """The tokens after the prompt, up to the first of stop_ids or count of them."""
+    def stream(self, prompt: list[int], sampling: SamplingParams, count: int) -> list[int]:
+        """The count tokens after the prompt."""
         ...
 
     def new_pass(
@@ -90,7 +90,7 @@ class _Slot:
 class ChainModel:
     vocab_size: int
 
-    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, stop_ids: tuple[int, ...]) -> list[int]:
+    def stream(self, prompt: list[int], sampling: SamplingParams, count: int) -> list[int]:
         cell = _ROOT
         for token in prompt:
             cell = _mix(cell, token)
@@ -99,8 +99,6 @@ class ChainModel:
         while len(tokens) < count:
             token = slot.choose(cell, len(prompt) + len(tokens), self.vocab_size)
             tokens.append(token)
-            if token in stop_ids:
-                break
             cell = _mix(cell, token)
         return tokens
 
@@ -201,10 +199,11 @@ class ChainPass:
             tokens.append(0)
         return np.array(tokens, np.int32)
 
-    def poison_in(self, pages: list[int]) -> set[tuple[int, int]]:
-        """(fault number, page) of each poisoned page."""
+    def poison_in(self, pages: list[int], num_tokens: int) -> set[tuple[int, int]]:
+        """(fault number, page) of each page with something poisoned among num_tokens tokens."""
         size = self._page_size
-        return {(-c, page) for page in pages for c in self.cells[page * size : (page + 1) * size] if c < 0}
+        places = [(pages[i // size], i % size) for i in range(num_tokens)]
+        return {(-cell, page) for page, place in places if (cell := self.cells[page * size + place]) < 0}
 
 
 @dataclass
@@ -213,7 +212,7 @@ class HashModel:
 
     vocab_size: int
 
-    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, stop_ids: tuple[int, ...]) -> list[int]:
+    def stream(self, prompt: list[int], sampling: SamplingParams, count: int) -> list[int]:
         alone = self.new_pass(1, len(prompt) + count + 1, 1, 1 << 16)
         new, context, tokens = list(prompt), 0, list[int]()
         inits = (SlotInit(0, sampling, np.array(prompt, np.int32), len(prompt)),)
@@ -229,8 +228,6 @@ class HashModel:
             )
             token = int(alone.sample(alone.forward(batch), batch)[0])
             tokens.append(token)
-            if token in stop_ids:
-                break
             context += len(new)
             new, inits = [token], ()
         return tokens

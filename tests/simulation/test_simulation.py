@@ -23,7 +23,7 @@ _MUST_OCCUR = {
     "joined late": 20,
     "prefix found": 5,
     "parked": 20,
-    "rewound": 50,
+    "rewound": 1000,
     "rows bound late": 5,
     "credit spent": 20,
     "resumed": 50,
@@ -47,11 +47,11 @@ _MUST_OCCUR = {
     "cancel of nothing open": 20,
     "cancel of a shared sequence": 50,
     "cancel while waiting": 20,
-    "cancel while parked": 200,
+    "cancel while parked": 1000,
     "cancel in prefill": 20,
     "cancel in decode": 20,
-    "cancel while preempted": 200,
-    "cancel while finishing": 100,
+    "cancel while preempted": 1000,
+    "cancel while finishing": 200,
 }
 
 

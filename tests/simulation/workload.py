@@ -92,13 +92,14 @@ class Setup:
             max_running=rng.randint(1, 6),
             max_batch_tokens=rng.choice((1, 3, 6, 12, 24)),
             capacity=rng.randint(0, 4),
-            max_waiting=rng.choice((1, 3, 100, 100)),
+            max_waiting=rng.choice((1, 3, 100, 100, 100)),
             priority_step_s=rng.choice((0.0, 0.0, 3.0)),
             context=context,
             credit=rng.choice((1, 2, 8)),
-            num_asks=rng.choice((4, 10, 16)),
+            num_asks=rng.choice((6, 16, 30)),
             rates={
                 "submit": rng.choice((0.3, 0.8)),
+                "alike": rng.choice((0.1, 0.7)),
                 "burst": rng.choice((0.0, 0.3)),
                 "cancel": rng.choice((0.0, often)),
                 "storm": seldom,
@@ -116,28 +117,35 @@ class Setup:
             flavours=flavours[: rng.randint(1, 4)],
         )
 
-    def draw_ask(self, rng: Random, number: int) -> Ask:
+    def draw_ask(self, rng: Random, number: int, like: Ask | None = None) -> Ask:
+        """With its own limits and ends in any case; all else may be as in another ask."""
         prompt = list(rng.choice(self.prompts))
         if rng.random() < 0.3:
             prompt = [*prompt[: self.context - 2], rng.randrange(self.model.vocab_size)]
-        num_stops = rng.choice((0, 0, 1, 2))
-        sampling = rng.choice(self.flavours)
+        sampling, salt, may_share = rng.choice(self.flavours), rng.choice((b"", b"", b"other")), rng.random() < 0.7
+        if like is not None and like.finish is not Finish.REJECTED:
+            prompt, sampling, salt, may_share = list(like.prompt), like.sampling, like.salt, like.may_share
         max_tokens = rng.choice((1, 4, 8, 12))
-        stop_ids = tuple(rng.randrange(self.model.vocab_size) for _ in range(num_stops))
         count = max(0, min(max_tokens, self.context - len(prompt)))
-        expected = self.model.stream(prompt, params_of(sampling), count, stop_ids)
+        expected = self.model.stream(prompt, params_of(sampling), count)
+        stop_ids = tuple(rng.choice(expected or [0]) for _ in range(rng.choice((0, 0, 1, 2))))
+        if stop_ids and rng.random() < 0.2:
+            stop_ids = (rng.randrange(self.model.vocab_size),)
+        stops = [index for index, token in enumerate(expected) if token in stop_ids]
+        if stops:
+            del expected[stops[0] + 1 :]
         return Ask(
             number=number,
             prompt=prompt,
             max_tokens=max_tokens,
             sampling=sampling,
             stop_ids=stop_ids,
-            salt=rng.choice((b"", b"", b"other")),
-            may_share=rng.random() < 0.7,
+            salt=salt,
+            may_share=may_share,
             priority=rng.randint(-2, 2),
             timeout_ms=rng.choice((0, 0, 0, 1000 * rng.randint(1, 25))),
             expected=expected,
-            finish=Finish.STOP if expected and expected[-1] in stop_ids else Finish.LENGTH,
+            finish=Finish.STOP if stops else Finish.LENGTH,
         )
 
 

@@ -138,7 +138,7 @@ class World:
         if rng.random() < rates["submit"]:
             burst = rng.randint(2, 6) if rng.random() < rates["burst"] else 1
             for _ in range(burst):
-                self._submit(self.setup.draw_ask(rng, len(self.asks)))
+                self._submit(self._draw_ask())
         if rng.random() < rates["bad request"]:
             self._submit_badly()
         if rng.random() < rates["cancel"]:
@@ -162,6 +162,10 @@ class World:
             while frontend.inbox:
                 frontend.read()
 
+    def _draw_ask(self) -> Ask:
+        alike = self.asks and self.rng.random() < self.setup.rates["alike"]
+        return self.setup.draw_ask(self.rng, len(self.asks), self.rng.choice(self.asks[-4:]) if alike else None)
+
     def _submit(self, ask: Ask) -> None:
         frontend = self.rng.choice(list(self.frontends.values()))
         self.asks.append(ask)
@@ -177,7 +181,7 @@ class World:
         frontend.submit(ask, request_id, timeout_ms)
 
     def _submit_badly(self) -> None:
-        ask = self.setup.draw_ask(self.rng, len(self.asks))
+        ask = self._draw_ask()
         if self.rng.random() < 0.5:
             ask.prompt = [0] * (self.setup.context + 1)
         else:
@@ -204,7 +208,7 @@ class World:
                 frontend.cancel(request_id)
                 self.covered["dropped in a storm"] += 1
         if newcomer_comes:
-            self._submit(self.setup.draw_ask(self.rng, len(self.asks)))
+            self._submit(self._draw_ask())
 
     def _welcome(self) -> Frontend:
         self._num_epochs += 1
@@ -335,9 +339,10 @@ class World:
         sequence = backend.requests._open[key[0]][key[1]][0]
         if (sequence, sequence.generation) not in backend.executor.faulty:
             raise Violation(f"{heard.ask} fails without a fault")
-        if not isinstance(backend.forward_pass, ChainPass):
+        was_bad = backend.executor.faulty[sequence, sequence.generation]
+        if not was_bad or not isinstance(backend.forward_pass, ChainPass):
             return
-        poison = backend.forward_pass.poison_in(sequence.pages)
+        poison = backend.forward_pass.poison_in(sequence.pages, len(sequence.tokens))
         if any(backend.burnt.get(pair, self.tick) < heard.since_tick for pair in poison):
             raise Violation(f"{heard.ask} fails for a page that others had failed for before it came")
         for pair in poison:
