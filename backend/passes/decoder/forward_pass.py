@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from backend.passes.decoder.config import DecoderConfig
-    from backend.passes.decoder.heap import freed_memory_returns
-from backend.passes.decoder.model import Weights
+    from backend.passes.decoder.model import Weights
 
 
 SPIN_S = 50e-6
