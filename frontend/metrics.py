@@ -30,6 +30,8 @@ _BACKEND_COUNTERS = (
     ("prompt_tokens_total", "Prompt tokens of sequences; a request that joined brings none.", "prompt_tokens"),
     ("cached_tokens_total", "Prompt tokens that requests got from kept pages.", "cached_tokens"),
     ("generated_tokens_total", "Tokens sampled; one for all that share a sequence.", "generated_tokens"),
+    ("computed_tokens_total", "Tokens of prompts and answers in all steps, repeated work included.", "computed_tokens"),
+    ("wasted_tokens_total", "Computed tokens that nobody wanted any more when they were there.", "wasted_tokens"),
 )
 _BACKEND_OUTCOMES = ("finished", "cancelled", "rejected", "failed", "expired")
 _WORKER_OUTCOMES = ("stop", "length", "cancelled", "rejected", "failed", "expired")
