@@ -76,9 +76,10 @@ def _cancel_to_free(board: Counters) -> list[str]:
     name = "penstock_cancel_to_free_seconds"
     count = board["cancel_to_free_count"]
     lines = _head(name, "histogram", "From noticing that a client has gone to its pages being free.")
+    in_bucket = 0
     for limit_ms in _CANCEL_BUCKETS_MS:
-        # Never above the count, which is written first and read first.
-        in_bucket = min(count, board[f"cancel_to_free_le_{limit_ms}ms"])
+        # The board may be written while it is read; buckets must never fall, nor be above the count.
+        in_bucket = min(count, max(in_bucket, board[f"cancel_to_free_le_{limit_ms}ms"]))
         lines.append(f'{name}_bucket{{le="{limit_ms / 1000:g}"}} {in_bucket}')
     lines.append(f'{name}_bucket{{le="+Inf"}} {count}')
     lines.append(f"{name}_sum {board['cancel_to_free_sum_us'] / 1e6}")
