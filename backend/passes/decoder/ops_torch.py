@@ -33,7 +33,11 @@ class TorchStep:
     """One step's tokens as tensors."""
 
     input_ids: Tensor
-    cache_slots: Tensor
+    pages: Tensor
+    """[T] the page of each token, and its place there."""
+    places: Tensor
+    fresh_pages: Tensor
+    """Pages whose first place this step writes."""
     cos: Tensor
     """[T, 1, rotary_dim / 2], and so sin."""
     sin: Tensor
@@ -53,7 +57,7 @@ class TorchOps:
         self._dtype = dtype
         self._page_size_tokens = 0
         self.keys: list[Tensor] = []
-        """Of each layer, [num_pages, page_size, num_kv_heads, head_dim]."""
+        """Of each layer, [num_kv_heads, num_pages, page_size, head_dim], and so values."""
         self.values: list[Tensor] = []
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -73,7 +77,7 @@ class TorchOps:
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._page_size_tokens = page_size_tokens
-        shape = (num_pages, page_size_tokens, self._heads.num_kv_heads, self._heads.head_dim)
+        shape = (self._heads.num_kv_heads, num_pages, page_size_tokens, self._heads.head_dim)
         self.keys = [torch.zeros(shape, dtype=KV_DTYPES[kv_dtype]) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=KV_DTYPES[kv_dtype]) for _ in range(num_layers)]
 
@@ -82,11 +86,14 @@ class TorchOps:
         rows = np.repeat(np.arange(batch.num_rows), lengths)
         positions = np.arange(batch.num_tokens) - np.repeat(batch.query_starts[:-1] - batch.context_lens, lengths)
         queries = QueryTiles(rows, positions, cut_rows(batch.query_starts), batch.page_table, self._page_size_tokens)
+        pages, places = queries.cache_places()
         rope = self._rope_table.cover(int(positions.max()) + 1)[torch.from_numpy(positions)].unsqueeze(1)
         cos, sin = rope.chunk(2, dim=-1)
         return TorchStep(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
-            cache_slots=queries.cache_slots(),
+            pages=pages,
+            places=places,
+            fresh_pages=pages[places == 0],
             cos=cos,
             sin=sin,
             queries=queries,
@@ -120,22 +127,28 @@ class TorchOps:
                 x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
                 rotated = torch.cat([x * step.cos - y * step.sin, y * step.cos + x * step.sin], dim=-1)
                 part[..., : self._rotary_dim] = rotated
-        keys, values = self._cache(layer)
-        keys[step.cache_slots] = heads[:, num_heads:-num_kv_heads].to(keys.dtype)
-        values[step.cache_slots] = heads[:, -num_kv_heads:].to(values.dtype)
+        keys, values = self.keys[layer.index], self.values[layer.index]
+        # What no token has been written to is masked by a weight of 0, which a NaN left there would survive.
+        values[:, step.fresh_pages] = 0
+        keys[:, step.pages, step.places] = heads[:, num_heads:-num_kv_heads].transpose(0, 1).to(keys.dtype)
+        values[:, step.pages, step.places] = heads[:, -num_kv_heads:].transpose(0, 1).to(values.dtype)
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
         shape = self._heads
         queries = qkv[:, : shape.output_size].view(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
         output = torch.empty(len(qkv), shape.num_kv_heads, queries.shape[2], shape.head_dim, dtype=self._dtype)
-        keys, values = self._cache(layer)
         for group in step.queries.groups(layer.window_tokens):
-            q = queries[group.tokens].float().permute(0, 2, 3, 1, 4)
-            k = keys[group.cache_slots].float().permute(0, 2, 3, 1).unsqueeze(2)
-            v = values[group.cache_slots].float().transpose(1, 2).unsqueeze(2)
-            scores = torch.matmul(q, k).mul_(shape.head_dim**-0.5).masked_fill_(~group.visible, -torch.inf)
-            attended = torch.matmul(torch.softmax(scores, dim=-1), v)
-            output[group.tokens] = attended.permute(0, 3, 1, 2, 4).to(self._dtype)
+            num_tiles, width = group.tokens.shape
+            batch = (shape.num_kv_heads, num_tiles)
+            keys, values = (
+                cache[layer.index][:, group.pages].view(*batch, -1, shape.head_dim).float()
+                for cache in (self.keys, self.values)
+            )
+            q = queries[group.tokens].float().permute(2, 0, 3, 1, 4).reshape(*batch, -1, shape.head_dim)
+            scores = torch.matmul(q, keys.transpose(2, 3)).mul_(shape.head_dim**-0.5)
+            scores.view(*batch, -1, width, keys.shape[2]).masked_fill_(~group.visible, -torch.inf)
+            attended = torch.matmul(torch.softmax(scores, dim=-1), values).view(*batch, -1, width, shape.head_dim)
+            output[group.tokens] = attended.permute(1, 3, 0, 2, 4).to(self._dtype)
         return output.view(len(qkv), shape.output_size)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
@@ -148,10 +161,6 @@ class TorchOps:
 
     def close(self) -> None:
         self.keys, self.values = [], []
-
-    def _cache(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
-        """[num_pages * page_size, num_kv_heads, head_dim] each."""
-        return self.keys[layer.index].flatten(0, 1), self.values[layer.index].flatten(0, 1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self._eps) * weight

@@ -24,10 +24,10 @@ class TileGroup:
 
     tokens: Tensor
     """[n, w] token indices; padding repeats the tile's last token."""
-    cache_slots: Tensor
-    """[n, k] places in the cache; padding repeats the tile's first, so that nothing unowned is read."""
+    pages: Tensor
+    """[n, p] pages whose places are the k keys; padding repeats the tile's first, so that nothing unowned is read."""
     visible: Tensor
-    """[n, 1, 1, w, k] whether a query sees a key."""
+    """[n, 1, w, k] whether a query sees a key."""
 
 
 class QueryTiles:
@@ -54,11 +54,10 @@ class QueryTiles:
         tiles = np.stack([np.arange(len(tokens)), np.ones(len(tokens), np.int64)], axis=1)
         return QueryTiles(self._rows[tokens], self._positions[tokens], tiles, self._page_table, self._page_size_tokens)
 
-    def cache_slots(self) -> Tensor:
-        """[T] where each token's key and value go: page * page size + place."""
-        size = self._page_size_tokens
-        pages = self._page_table[self._rows, self._positions // size].astype(np.int64)
-        return torch.from_numpy(pages * size + self._positions % size)
+    def cache_places(self) -> tuple[Tensor, Tensor]:
+        """[T] the page that each token's key and value go to, and the place in it."""
+        pages = self._page_table[self._rows, self._positions // self._page_size_tokens].astype(np.int64)
+        return torch.from_numpy(pages), torch.from_numpy(self._positions % self._page_size_tokens)
 
     def groups(self, window_tokens: int | None) -> list[TileGroup]:
         if window_tokens not in self._groups:
@@ -70,33 +69,34 @@ class QueryTiles:
             tiles = self._tiles[(self._tiles[:, 1] == 1) == (width == 1)]
             width_used = int(tiles[:, 1].max(initial=1))
             first_positions = self._positions[tiles[:, 0]]
-            key_starts = np.zeros_like(first_positions)
+            first_pages = np.zeros_like(first_positions)
             if window_tokens is not None:
-                key_starts = np.maximum(first_positions - window_tokens + 1, 0)
-            num_keys = first_positions + tiles[:, 1] - key_starts
-            order = np.argsort(num_keys, kind="stable")
+                first_pages = np.maximum(first_positions - window_tokens + 1, 0) // self._page_size_tokens
+            num_pages = (first_positions + tiles[:, 1] - 1) // self._page_size_tokens + 1 - first_pages
+            order = np.argsort(num_pages, kind="stable")
             while len(order):
-                fitting = (np.arange(len(order)) + 1) * width_used * num_keys[order] <= _MAX_GROUP_SCORES
-                count = max(1, int(np.argmin(fitting)) if not fitting.all() else len(order))
+                scores = (np.arange(len(order)) + 1) * width_used * num_pages[order] * self._page_size_tokens
+                count = max(1, int(np.searchsorted(scores, _MAX_GROUP_SCORES, side="right")))
                 chosen, order = order[:count], order[count:]
-                yield self._make_group(tiles[chosen], key_starts[chosen], int(num_keys[chosen].max()), window_tokens)
+                yield self._make_group(tiles[chosen], first_pages[chosen], int(num_pages[chosen].max()), window_tokens)
 
     def _make_group(
-        self, tiles: NDArray[np.int64], key_starts: NDArray[np.int64], num_keys: int, window_tokens: int | None
+        self, tiles: NDArray[np.int64], first_pages: NDArray[np.int64], num_pages: int, window_tokens: int | None
     ) -> TileGroup:
+        size = self._page_size_tokens
         width = int(tiles[:, 1].max())
         tokens = tiles[:, :1] + np.minimum(np.arange(width), tiles[:, 1:] - 1)
         positions = self._positions[tokens]
-        keys = key_starts[:, None] + np.arange(num_keys)
-        keys_read = np.where(keys <= positions[:, -1:], keys, key_starts[:, None])
-        pages = self._page_table[self._rows[tiles[:, :1]], keys_read // self._page_size_tokens].astype(np.int64)
+        pages = first_pages[:, None] + np.arange(num_pages)
+        owned = np.where(pages <= positions[:, -1:] // size, pages, first_pages[:, None])
+        keys = first_pages[:, None] * size + np.arange(num_pages * size)
         visible = keys[:, None, :] <= positions[:, :, None]
         if window_tokens is not None:
             visible &= keys[:, None, :] > positions[:, :, None] - window_tokens
         return TileGroup(
             tokens=torch.from_numpy(tokens),
-            cache_slots=torch.from_numpy(pages * self._page_size_tokens + keys_read % self._page_size_tokens),
-            visible=torch.from_numpy(visible)[:, None, None],
+            pages=torch.from_numpy(self._page_table[self._rows[tiles[:, :1]], owned].astype(np.int64)),
+            visible=torch.from_numpy(visible)[:, None],
         )
 
 
