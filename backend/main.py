@@ -24,6 +24,7 @@ from backend.forward_pass import PassOptions
 from backend.kv_plan import KvPlan, plan_kv
 from backend.options import BackendOptions
 from backend.page_pool import PagePool
+from backend.passes.decoder.threads import prepare_threads
 from backend.plugins import find_forward_pass
 from backend.requests import Limits, Requests
 from backend.scheduler import Scheduler
@@ -49,6 +50,7 @@ app = make_app("backend", "Runs a model: owns the device and serves any number o
 
 @app.default
 def run(options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
+    prepare_threads()
     log = set_up_logging(options.log_level, as_json=options.log_json)
     try:
         serve(options)
