@@ -250,7 +250,7 @@ class Scheduler:
             raise RuntimeError("a page's holders are not the sequences that have it")
         slots = {sequence.slot for sequence in self._running}
         if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self.max_running:
-            raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self._max_running}")
+            raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self.max_running}")
         for sequence in self._running:
             if sequence.ended or self._pages_for(sequence.num_computed) > len(sequence.pages):
                 raise RuntimeError("a running sequence has ended or computed more than its pages hold")
