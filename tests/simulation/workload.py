@@ -98,13 +98,13 @@ class Setup:
             credit=rng.choice((1, 2, 8)),
             num_asks=rng.choice((6, 16, 30)),
             rates={
-                "submit": rng.choice((0.3, 0.8)),
-                "alike": rng.choice((0.1, 0.7)),
+                "submit": rng.choice((0.2, 0.4, 0.8)),
+                "alike": rng.choice((0.1, 0.8)),
                 "burst": rng.choice((0.0, 0.3)),
                 "cancel": rng.choice((0.0, often)),
                 "storm": seldom,
                 "frontend death": seldom,
-                "restart": rng.choice((0.0, 0.0, 0.03)),
+                "restart": rng.choice((0.0, 0.03, 0.06)),
                 "drain": rng.choice((0.0, 0.0, 0.0, 0.03)),
                 "fault": 0.0 if is_real else rng.choice((0.0, 0.0, 0.03, 0.1)),
                 "bad request": seldom,
@@ -125,10 +125,10 @@ class Setup:
         sampling, salt, may_share = rng.choice(self.flavours), rng.choice((b"", b"", b"other")), rng.random() < 0.7
         if like is not None and like.finish is not Finish.REJECTED:
             prompt, sampling, salt, may_share = list(like.prompt), like.sampling, like.salt, like.may_share
-        max_tokens = rng.choice((1, 4, 8, 12))
+        max_tokens = rng.choice((1, 5, 10, 16))
         count = max(0, min(max_tokens, self.context - len(prompt)))
         expected = self.model.stream(prompt, params_of(sampling), count)
-        stop_ids = tuple(rng.choice(expected or [0]) for _ in range(rng.choice((0, 0, 1, 2))))
+        stop_ids = tuple(rng.choice(expected or [0]) for _ in range(rng.choice((0, 0, 0, 1, 2))))
         if stop_ids and rng.random() < 0.2:
             stop_ids = (rng.randrange(self.model.vocab_size),)
         stops = [index for index, token in enumerate(expected) if token in stop_ids]

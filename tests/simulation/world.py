@@ -163,8 +163,12 @@ class World:
                 frontend.read()
 
     def _draw_ask(self) -> Ask:
-        alike = self.asks and self.rng.random() < self.setup.rates["alike"]
-        return self.setup.draw_ask(self.rng, len(self.asks), self.rng.choice(self.asks[-4:]) if alike else None)
+        """A newcomer, that may ask for what others are just being told."""
+        like = None
+        if self.rng.random() < self.setup.rates["alike"]:
+            models = [ask for ask in self.asks if ask.ended is None] or self.asks[-4:]
+            like = self.rng.choice(models) if models else None
+        return self.setup.draw_ask(self.rng, len(self.asks), like)
 
     def _submit(self, ask: Ask) -> None:
         frontend = self.rng.choice(list(self.frontends.values()))
@@ -257,9 +261,9 @@ class World:
             count = 2
         else:
             if self.setup.pace == "changing" and self.rng.random() < 0.1:
-                self._device_rate = self.rng.choice((0.2, 0.6, 0.9))
+                self._device_rate = self.rng.choice((0.2, 0.7, 0.9))
             elif self.setup.pace != "changing":
-                self._device_rate = {"slow": 0.3, "even": 0.65, "fast": 0.9}[self.setup.pace]
+                self._device_rate = {"slow": 0.45, "even": 0.75, "fast": 0.9}[self.setup.pace]
             count = 0
             while self.rng.random() < self._device_rate:
                 count += 1
@@ -313,6 +317,10 @@ class World:
 
     def note_plan(self, rows: list[Row]) -> None:
         for row in rows:
+            listeners = [self._names[s.frontend, s.request_id] for s in row.sequence.subscribers]
+            wanted = max(len(ask.prompt) + ask.max_tokens for ask in listeners)
+            if row.start + row.num_tokens >= min(wanted, self.setup.context):
+                raise Violation(f"{[str(ask) for ask in listeners]} do not want what is planned")
             if row.takes_slot and row.start > row.sequence.num_cached:
                 self.covered["rewound"] += 1
             elif row.takes_slot and row.sequence.generation:
