@@ -1,0 +1,132 @@
+"""The page pool against a model of plain dicts: any order of taking, naming, finding, sharing and giving back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from backend.page_pool import PagePool
+
+KEYS = [bytes([number]) * 16 for number in range(12)]
+
+
+class PagePoolMachine(RuleBasedStateMachine):
+    """Holdings stand for sequences: lists of pages, each given back as a whole."""
+
+    @initialize(num_pages=st.integers(1, 12))
+    def start(self, num_pages: int) -> None:
+        self.pool = PagePool(num_pages)
+        self.num_pages = num_pages
+        self.holdings: list[list[int]] = []
+        self.key_of: dict[int, bytes] = {}
+        self.idle: list[int] = []
+        """Least recently given back first."""
+
+    def held(self) -> set[int]:
+        return {page for holding in self.holdings for page in holding}
+
+    @rule(count=st.integers(0, 14))
+    def take(self, count: int) -> None:
+        free = self.num_pages - len(self.held()) - len(self.idle)
+        if count > free + len(self.idle):
+            before = (self.pool.num_available, self.pool.num_idle)
+            with pytest.raises(MemoryError):
+                self.pool.take(count)
+            assert (self.pool.num_available, self.pool.num_idle) == before
+            return
+        evicted, self.idle = self.idle[: max(0, count - free)], self.idle[max(0, count - free) :]
+        for page in evicted:
+            del self.key_of[page]
+        pages = self.pool.take(count)
+        assert len(set(pages)) == count
+        assert not self.held() & set(pages)
+        assert not set(pages) & set(self.idle)
+        self.holdings.append(pages)
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def name(self, data: st.DataObject, key: bytes) -> None:
+        holding = data.draw(st.sampled_from(self.holdings))
+        if not holding:
+            return
+        page = data.draw(st.sampled_from(holding))
+        self.pool.name(page, key)
+        if page not in self.key_of and key not in self.key_of.values():
+            self.key_of[page] = key
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
+    def find_and_hold(self, keys: list[bytes]) -> None:
+        pages = [page for key in keys if (page := self.pool.find(key)) is not None]
+        assert pages == [page for key in keys for page, known in self.key_of.items() if known == key]
+        for page in pages:
+            assert self.pool.is_idle(page) == (page in self.idle)
+            self.pool.hold(page)
+            if page in self.idle:
+                self.idle.remove(page)
+        self.holdings.append(pages)
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        holding = data.draw(st.sampled_from(self.holdings))
+        self.holdings = [other for other in self.holdings if other is not holding]
+        self.pool.give_back(holding)
+        still_held = self.held()
+        self.idle += [page for page in reversed(holding) if page in self.key_of and page not in still_held]
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data())
+    def disown(self, data: st.DataObject) -> None:
+        holding = data.draw(st.sampled_from(self.holdings))
+        self.pool.disown(holding)
+        for page in holding:
+            self.key_of.pop(page, None)
+
+    @rule(page=st.integers(0, 11))
+    def misuse(self, page: int) -> None:
+        """What is not held can be neither given back nor named nor disowned; what has no key cannot be shared."""
+        if page >= self.num_pages:
+            return
+        if page not in self.held():
+            with pytest.raises(ValueError, match=f"page {page} is given back"):
+                self.pool.give_back([page])
+            with pytest.raises(ValueError, match=f"page {page} is named"):
+                self.pool.name(page, KEYS[0])
+            with pytest.raises(ValueError, match=f"page {page} is disowned"):
+                self.pool.disown([page])
+        if page not in self.key_of:
+            with pytest.raises(ValueError, match=f"page {page} has no known content"):
+                self.pool.hold(page)
+
+    @invariant()
+    def it_agrees_with_the_model(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        held = self.held()
+        assert self.pool.num_held == len(held)
+        assert self.pool.num_idle == len(self.idle)
+        assert self.pool.num_available == self.num_pages - len(held)
+        for page in range(self.num_pages):
+            assert self.pool.num_holders(page) == sum(holding.count(page) for holding in self.holdings)
+        found = {self.pool.find(key): key for key in KEYS if self.pool.find(key) is not None}
+        assert found == self.key_of
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            for holding in self.holdings:
+                self.pool.give_back(holding)
+            assert self.pool.num_held == 0
+            assert len(self.pool.take(self.num_pages)) == self.num_pages
+
+
+TestPagePoolMachine = PagePoolMachine.TestCase
+TestPagePoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("num_pages", [0, -1])
+def test_a_pool_has_pages(num_pages: int) -> None:
+    with pytest.raises(ValueError, match=f"num_pages is {num_pages}"):
+        PagePool(num_pages)
