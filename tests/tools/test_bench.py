@@ -1,81 +1,172 @@
-"""`penstock bench` as it is typed, on a server of its own over the fake pass."""
+"""`penstock bench` as it is typed, on servers over the fake pass."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from shm.supervisor import module_argv
+from tools.bench import channel_sweep, context
+from tools.bench.context import Bench
 from tools.bench.processes import descendants, process_use, runs_module
 from tools.bench.report import Report
+from tools.bench.server import OwnServer, own_server
+from tools.main import app
+from tools.serve import ServeOptions
 
 
-def bench(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    path = tmp_path / "report.json"
-    process = subprocess.run(
-        module_argv("tools.main", ["bench", "--forward-pass", "fake", "--json", str(path), *arguments]),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
-        check=False,
-    )
-    return process, msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+@dataclass(frozen=True)
+class Run:
+    status: int
+    output: str
+    errors: str
+    report: dict[str, Any]
 
 
-def test_a_row_for_each_concurrency_with_the_machine_beside_it(tmp_path: Path) -> None:
+Command = Callable[..., Run]
+Servers = Callable[[ServeOptions], AbstractContextManager[OwnServer]]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    """The benchmark's own servers, but tests that ask for the same options get the same one."""
+    started: dict[ServeOptions, OwnServer] = {}
+    with ExitStack() as stack:
+
+        @contextmanager
+        def server(options: ServeOptions) -> Iterator[OwnServer]:
+            if options not in started:
+                started[options] = stack.enter_context(own_server(options))
+            yield started[options]
+
+        yield server
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """The command in this process."""
+    monkeypatch.setattr(context, "own_server", servers)
+
+    def bench(*arguments: str) -> Run:
+        path = tmp_path / "report.json"
+        with pytest.raises(SystemExit) as exited:
+            app(["bench", "--forward-pass", "fake", "--json", str(path), *arguments])
+        assert isinstance(exited.value.code, int)
+        captured = capsys.readouterr()
+        report = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        return Run(exited.value.code, captured.out, captured.err, report)
+
+    return bench
+
+
+def test_a_row_for_each_concurrency_with_the_machine_beside_it(bench: Command) -> None:
     arguments = ["--concurrency", "1,3", "--prompt-tokens", "4:9", "--output-tokens", "5", "--duplicates", "0.5"]
-    process, report = bench(tmp_path, *arguments)
-    assert process.returncode == 0, process.stderr
-    assert [(row["load"], row["requests"], row["completed"]) for row in report["rows"]] == [
+    run = bench(*arguments)
+    assert run.status == 0, run.errors
+    assert [(row["load"], row["requests"], row["completed"]) for row in run.report["rows"]] == [
         ("c=1", 4, 4),
         ("c=3", 12, 12),
     ]
-    assert [row["output_tokens"] for row in report["rows"]] == [20, 60]
-    assert report["machine"]["cpu"]
-    assert "c=3" in process.stdout
+    assert [row["output_tokens"] for row in run.report["rows"]] == [20, 60]
+    assert run.report["machine"]["cpu"]
+    assert "c=3" in run.output
 
 
-def test_a_storm_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_storm_leaves_nothing_behind(bench: Command) -> None:
     arguments = ["--storm", "--requests", "60", "--concurrency", "16", "--endpoint", "chat", "--output-tokens", "24"]
-    process, report = bench(tmp_path, *arguments)
-    assert process.returncode == 0, process.stdout + process.stderr
-    (row,) = report["rows"]
+    run = bench(*arguments)
+    assert run.status == 0, run.output + run.errors
+    (row,) = run.report["rows"]
     assert (row["completed"], row["dropped"], row["failed"]) == (30, 30, 0)
-    aftermath = report["sections"]["aftermath"]
+    aftermath = run.report["sections"]["aftermath"]
     assert (aftermath["running"], aftermath["waiting"], aftermath["pages_used"]) == (0, 0, 0)
 
 
-def test_continuous_and_static_run_the_same_requests(tmp_path: Path) -> None:
+def test_continuous_and_static_run_the_same_requests(bench: Command) -> None:
     arguments = ["--compare", "static", "--stagger-s", "0.001", "--prompt-tokens", "3:9", "--output-tokens", "4:6"]
-    process, report = bench(tmp_path, *arguments)
-    assert process.returncode == 0, process.stderr
-    comparison = report["sections"]["compare_static"]
+    run = bench(*arguments)
+    assert run.status == 0, run.errors
+    comparison = run.report["sections"]["compare_static"]
     assert comparison["requests"] == 8
     assert len(comparison["rounds"]) == 3
-    assert [aim["limit"] for aim in report["aims"]] == [0.95, 4.0]
+    assert [aim["limit"] for aim in run.report["aims"]] == [0.95, 4.0]
 
 
-def test_the_cost_of_a_token_is_told_for_each_process(tmp_path: Path) -> None:
-    process, report = bench(tmp_path, "--frontend-cost")
-    assert process.returncode == 0, process.stderr
-    cost = report["sections"]["frontend_cost"]
-    assert cost["output_tokens"] == report["rows"][0]["output_tokens"] > 0
+def test_the_cost_of_a_token_is_told_for_each_process(bench: Command) -> None:
+    run = bench("--frontend-cost", "--requests", "64")
+    assert run.status == 0, run.errors
+    cost = run.report["sections"]["frontend_cost"]
+    assert cost["output_tokens"] == run.report["rows"][0]["output_tokens"] > 0
     assert cost["frontend_cpu_us_per_token"] > 0
     assert cost["backend_cpu_us_per_token"] > 0
 
 
-def test_a_server_that_does_not_start_is_one_line_and_its_own_words(tmp_path: Path) -> None:
-    process, report = bench(tmp_path, "--model", str(tmp_path / "nowhere"))
-    assert process.returncode == 1
-    assert "nowhere" in process.stderr
-    assert "Traceback" not in process.stderr
-    assert not report
+def test_identical_streams_are_computed_once_while_they_run_together(bench: Command) -> None:
+    run = bench("--coalescing", "--prompt-tokens", "9", "--output-tokens", "6")
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["coalescing"]
+    for side in found["alone"]:
+        assert (side["output_tokens"], side["generated_tokens"], side["computed_tokens"]) == (6, 6, 9 + 5)
+    for side in found["identical"]:
+        # One that comes when the others have ended is computed again.
+        num_computed = 8 - side["requests_coalesced"]
+        assert (side["output_tokens"], side["generated_tokens"]) == (8 * 6, num_computed * 6)
+    assert "8 identical" in run.output
+
+
+def test_a_shared_prefix_is_computed_once_but_for_its_last_part_of_a_page(bench: Command) -> None:
+    lengths = ["--prefix-tokens", "70", "--suffix-tokens", "3", "--output-tokens", "2", "--page-size", "32"]
+    # A seed of its own: the server has kept pages of what other tests drew.
+    run = bench("--shared-prefix", "--requests", "5", "--seed", "7", *lengths)
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["shared_prefix"]
+    assert (found["distinct_tokens"], found["least_tokens"]) == (70 + 5 * 3, 64 + 5 * (6 + 3))
+    for entry in found["rounds"]:
+        assert (entry["prefill_tokens"], entry["cached_tokens"]) == (found["least_tokens"], 4 * 64)
+
+
+def test_gaps_of_running_streams_are_measured_while_prompts_arrive(bench: Command) -> None:
+    sizes = ["--prompt-tokens", "4", "--long-prompt-tokens", "100", "--max-batch-tokens", "20"]
+    run = bench("--interference", *sizes)
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["interference"]
+    assert (found["long_prompt_tokens"], found["step_tokens"], len(found["rounds"])) == (100, 20, 3)
+    for entry in found["rounds"]:
+        assert 0 < entry["itl_p50_ms"] <= entry["itl_p99_ms"] <= entry["itl_max_ms"]
+        assert entry["full_step_ms"] > 0
+
+
+def test_a_sweep_sends_each_capacity_the_same_load(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_sweep, "CAPACITIES", (0, 1))
+    monkeypatch.setattr(Bench, "num_rounds", 1)
+    lengths = ["--prompt-tokens", "5", "--output-tokens", "9"]
+    run = bench("--channel-sweep", "--concurrency", "4", "--requests", "12", *lengths)
+    assert run.status == 0, run.errors
+    sweep = run.report["sections"]["channel_sweep"]
+    assert [row["capacity"] for row in sweep["rows"]] == [0, 1]
+    for (entry,) in sweep["rounds"].values():
+        assert entry["steady"]["output_tokens"] == 12 * 9
+        assert entry["drops"]["computed_tokens"] >= entry["drops"]["wasted_tokens"]
+        assert 0 < entry["spike"]["first_ms"] <= entry["spike"]["p99_ms"]
+    assert "Capacity 0 against 1" in run.output
+
+
+def test_a_server_that_does_not_start_is_one_line_and_its_own_words(bench: Command, tmp_path: Path) -> None:
+    run = bench("--model", str(tmp_path / "nowhere"))
+    assert run.status == 1
+    assert "nowhere" in run.errors
+    assert "Traceback" not in run.errors
+    assert not run.report
 
 
 @pytest.mark.parametrize(
@@ -83,13 +174,15 @@ def test_a_server_that_does_not_start_is_one_line_and_its_own_words(tmp_path: Pa
     [
         (["--url", "nonsense"], "address"),
         (["--url", "http://127.0.0.1:1"], "no connection"),
+        (["--url", "http://127.0.0.1:1", "--coalescing"], "leave --url out"),
+        (["--interference", "--max-running", "8"], "--max-running is 8"),
         (["--storm", "--floor"], "choose one"),
     ],
 )
-def test_what_cannot_be_measured_is_said_in_one_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
-    process, _ = bench(tmp_path, *arguments)
-    assert process.returncode == 1
-    (line,) = process.stderr.strip().splitlines()
+def test_what_cannot_be_measured_is_said_in_one_line(bench: Command, arguments: list[str], reason: str) -> None:
+    run = bench(*arguments)
+    assert run.status == 1
+    (line,) = run.errors.strip().splitlines()
     assert reason in line
 
 

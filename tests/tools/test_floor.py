@@ -41,7 +41,7 @@ def test_the_ratio_is_to_the_bare_work() -> None:
 
 
 def test_the_bare_work_of_the_demo_model_is_products_and_attention() -> None:
-    small, large = measure_floor(BackendOptions(gpu="none"), (1, 3), context_tokens=40)
+    small, large = measure_floor(BackendOptions(gpu="none"), (1, 3), context_tokens=40, num_steps=2)
     assert (small.batch_size, large.batch_size) == (1, 3)
     for step in (small, large):
         assert step.linear_ms > 0

@@ -10,10 +10,12 @@ import msgspec
 import pytest
 
 from tools.bench.client import ConnectionBroken, HttpClient
+from tools.bench.interference import running_streams
 from tools.bench.load import (
     BenchError,
     Target,
     measure,
+    run_all,
     run_closed_loop,
     run_open_loop,
     send_one,
@@ -206,6 +208,36 @@ async def test_a_dropped_request_closes_its_connection_in_the_middle(after_event
         await noticed.wait()
     assert record.outcome is Outcome.DROPPED
     assert record.output_tokens == sent
+
+
+async def test_a_cancelled_client_hangs_up() -> None:
+    noticed = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        writer.write(STREAM_HEAD + chunk(token("a")))
+        try:
+            await reader.readexactly(1)
+        finally:
+            noticed.set()
+
+    async with serving(handler) as target:
+        async with running_streams(target, [ONE_TOKEN] * 2) as records:
+            assert [len(record.event_times_s) for record in records] == [1, 1]
+        await noticed.wait()
+
+
+async def test_running_streams_must_run() -> None:
+    async with serving(streams(USAGE, DONE)) as target:
+        with pytest.raises(BenchError, match="ended too soon"):
+            async with running_streams(target, [ONE_TOKEN]):
+                pytest.fail("no stream runs")
+
+
+async def test_all_must_be_answered_in_full_length() -> None:
+    async with serving(streams(token("a"), USAGE, DONE)) as target:
+        await run_all(target, [ONE_TOKEN])
+        with pytest.raises(BenchError, match="3 tokens instead of 4"):
+            await run_all(target, [PlannedRequest("hello", 4)])
 
 
 async def test_a_stream_that_ends_before_its_client_would_go_still_counts_as_dropped() -> None:

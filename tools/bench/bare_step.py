@@ -82,15 +82,17 @@ class Decoder:
         self.forward_pass.sample(self.forward_pass.forward(batch), batch)
         return self.ops.seconds["linears"], self.ops.seconds["attention"], time.perf_counter() - started_s
 
-    def measure(self, batch_size: int, context_tokens: int, page_size_tokens: int) -> tuple[float, float, float]:
+    def measure(
+        self, batch_size: int, context_tokens: int, page_size_tokens: int, num_steps: int
+    ) -> tuple[float, float, float]:
         """Medians over steps of batch_size sequences at this context, in seconds as `step` gives them."""
-        steps = decode_steps(batch_size, context_tokens, page_size_tokens)
+        steps = decode_steps(batch_size, context_tokens, page_size_tokens, _WARM_UP_STEPS + num_steps)
         times = [self.step(batch) for batch in steps][_WARM_UP_STEPS:]
         linears, attention, whole = (statistics.median(column) for column in zip(*times, strict=True))
         return linears, attention, whole
 
 
-def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int) -> Iterator[StepBatch]:
+def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int, num_steps: int) -> Iterator[StepBatch]:
     """The same step again and again: row r owns the pages from r * pages_per_row, whatever they hold."""
     pages_per_row = -(-(context_tokens + 1) // page_size_tokens)
     rows = np.arange(batch_size, dtype=np.int32)
@@ -98,7 +100,7 @@ def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int) ->
     prompt = np.ones(context_tokens, np.int32)
     greedy = SamplingParams(temperature=0.0)
     inits = tuple(SlotInit(slot, greedy, prompt, context_tokens) for slot in range(batch_size))
-    for index in range(_WARM_UP_STEPS + _STEPS):
+    for index in range(num_steps):
         yield StepBatch(
             input_ids=rows + 1,
             query_starts=np.arange(batch_size + 1, dtype=np.int32),
@@ -137,13 +139,15 @@ def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> li
     return decoders
 
 
-def measure_floor(options: BackendOptions, batch_sizes: tuple[int, ...], context_tokens: int) -> list[BareStep]:
+def measure_floor(
+    options: BackendOptions, batch_sizes: tuple[int, ...], context_tokens: int, num_steps: int = _STEPS
+) -> list[BareStep]:
     """Raises StartupError."""
     pages_per_row = -(-(context_tokens + 1) // options.page_size)
     decoders = load_decoders(options, max(batch_sizes), max(batch_sizes) * pages_per_row)
     found = []
     for batch_size in batch_sizes:
-        times = [decoder.measure(batch_size, context_tokens, options.page_size) for decoder in decoders]
+        times = [decoder.measure(batch_size, context_tokens, options.page_size, num_steps) for decoder in decoders]
         linear_ms = 1000 * min(linears for linears, _, _ in times)
         attention_ms = 1000 * min(attention for _, attention, _ in times)
         found.append(BareStep(batch_size, linear_ms, attention_ms, linear_ms + attention_ms, 1000 * times[0][2]))

@@ -128,12 +128,11 @@ def run_channel_sweep(bench: Bench, console: Console) -> bool:
 async def _measure_capacity(bench: Bench, own: OwnServer, index: int) -> CapacityRound:
     """Each capacity is sent the same requests in the same round. Raises BenchError where one fails."""
     options = bench.options
-    target = await bench.target(own.url)
-    workload = bench.plain_workload(target)
     concurrency = options.concurrency[-1]
     num_requests = options.requests or 4 * concurrency
     seed = options.seed + 10_000 * index
-    async with backend_counters(own) as counters:
+    async with bench.target(own.url) as target, backend_counters(own) as counters:
+        workload = bench.plain_workload(target)
         await warm_up(target, workload, max(options.warmup, concurrency), concurrency, seed)
         steady = await measure(target, workload, num_requests, concurrency, seed)
         if steady.failed:

@@ -78,8 +78,7 @@ def run_coalescing(bench: Bench, console: Console) -> bool:
 
 
 async def _on(bench: Bench, own: OwnServer) -> Coalescing:
-    target = await bench.target(own.url)
-    async with backend_counters(own) as counters:
+    async with bench.target(own.url) as target, backend_counters(own) as counters:
         with bench.progress.status("one stream and eight identical ones, in turns"):
             return await measure_coalescing(
                 target,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -46,10 +46,15 @@ class Bench:
                 own = stack.enter_context(own_server(server or self.server))
             yield own
 
-    async def target(self, url: str) -> Target:
-        api_key = self.server.api_key[0] if self.server.api_key else None
+    @contextlib.asynccontextmanager
+    async def target(self, url: str) -> AsyncIterator[Target]:
+        """Its idle connections are closed with the context. Raises BenchError."""
+        http = HttpClient(url, self.server.api_key[0] if self.server.api_key else None)
         model = self.server.model if self.options.url is not None else None
-        return await Target.discover(HttpClient(url, api_key), self.options.endpoint, model)
+        try:
+            yield await Target.discover(http, self.options.endpoint, model)
+        finally:
+            http.close()
 
     def workload(self, target: Target) -> Workload:
         """Prompts of token ids where the endpoint takes them and the vocabulary is known. Raises BenchError."""

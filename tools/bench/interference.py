@@ -87,19 +87,16 @@ def run_interference(bench: Bench, console: Console) -> bool:
 
 
 async def _on(bench: Bench, own: OwnServer) -> Interference:
-    target = await bench.target(own.url)
     async with backend_counters(own) as counters:
         max_context_tokens = counters.max_context_tokens
-    load = InterferenceLoad(
-        bench.plain_workload(target),
-        step_tokens=bench.server.max_batch_tokens,
-        long_prompt_tokens=min(bench.options.long_prompt_tokens, max_context_tokens - 1),
-        max_context_tokens=max_context_tokens,
-    )
-    found = Interference(NUM_STREAMS, load.long_prompt_tokens, load.step_tokens, [])
-    for index in range(bench.num_rounds):
-        with bench.progress.status(f"a long prompt among {NUM_STREAMS} streams, round {index + 1}"):
-            found.rounds.append(await measure_round(target, load, bench.options.seed + 10_000 * index))
+    step_tokens = bench.server.max_batch_tokens
+    long_prompt_tokens = min(bench.options.long_prompt_tokens, max_context_tokens - 1)
+    found = Interference(NUM_STREAMS, long_prompt_tokens, step_tokens, [])
+    async with bench.target(own.url) as target:
+        load = InterferenceLoad(bench.plain_workload(target), step_tokens, long_prompt_tokens, max_context_tokens)
+        for index in range(bench.num_rounds):
+            with bench.progress.status(f"a long prompt among {NUM_STREAMS} streams, round {index + 1}"):
+                found.rounds.append(await measure_round(target, load, bench.options.seed + 10_000 * index))
     return found
 
 

@@ -31,13 +31,13 @@ _FRONTEND_COST_REQUESTS = 8 * NUM_STREAMS
 
 
 async def load_rows(bench: Bench, url: str) -> None:
-    target = await bench.target(url)
-    workload = bench.workload(target)
-    if workload.rate_per_s is not None:
-        await bench.row(target, workload, bench.options.requests or _OPEN_LOOP_REQUESTS, 1)
-        return
-    for concurrency in bench.options.concurrency:
-        await bench.row(target, workload, bench.options.requests or 4 * concurrency, concurrency)
+    async with bench.target(url) as target:
+        workload = bench.workload(target)
+        if workload.rate_per_s is not None:
+            await bench.row(target, workload, bench.options.requests or _OPEN_LOOP_REQUESTS, 1)
+            return
+        for concurrency in bench.options.concurrency:
+            await bench.row(target, workload, bench.options.requests or 4 * concurrency, concurrency)
 
 
 def run_load(bench: Bench, _console: Console) -> bool:
@@ -48,12 +48,11 @@ def run_load(bench: Bench, _console: Console) -> bool:
 
 def run_storm(bench: Bench, console: Console) -> bool:
     async def storm(url: str) -> bool:
-        target = await bench.target(url)
-        workload = replace(bench.workload(target), drop=bench.options.drop or 0.5)
-        summary = await bench.row(
-            target, workload, bench.options.requests or _STORM_REQUESTS, max(bench.options.concurrency)
-        )
-        aftermath = await settle(target)
+        num_requests = bench.options.requests or _STORM_REQUESTS
+        async with bench.target(url) as target:
+            workload = replace(bench.workload(target), drop=bench.options.drop or 0.5)
+            summary = await bench.row(target, workload, num_requests, max(bench.options.concurrency))
+            aftermath = await settle(target)
         bench.report.sections["aftermath"] = aftermath
         clean = aftermath.clean_after_s is not None
         when = f"after {1000 * (aftermath.clean_after_s or 0):.0f} ms" if clean else "not even after 10 s"
@@ -70,20 +69,20 @@ def run_storm(bench: Bench, console: Console) -> bool:
 
 def run_compare(bench: Bench, console: Console) -> bool:
     async def compare(url: str) -> None:
-        target = await bench.target(url)
-        workload = bench.plain_workload(target)
-        with (
-            bench.progress.status("static and continuous, in turns"),
-            static_child(bench.server, NUM_REQUESTS, workload) as child,
-        ):
-            comparison = await compare_static(
-                target,
-                child,
-                workload,
-                num_rounds=bench.num_rounds,
-                stagger_s=bench.options.stagger_s,
-                seed=bench.options.seed,
-            )
+        async with bench.target(url) as target:
+            workload = bench.plain_workload(target)
+            with (
+                bench.progress.status("static and continuous, in turns"),
+                static_child(bench.server, NUM_REQUESTS, workload) as child,
+            ):
+                comparison = await compare_static(
+                    target,
+                    child,
+                    workload,
+                    num_rounds=bench.num_rounds,
+                    stagger_s=bench.options.stagger_s,
+                    seed=bench.options.seed,
+                )
         bench.report.sections["compare_static"] = comparison
         bench.report.aims += comparison.aims()
         console.print(comparison_table(comparison))
@@ -99,15 +98,16 @@ def run_floor(bench: Bench, console: Console) -> bool:
     context_tokens = options.prompt_tokens.high + options.output_tokens.high // 2
 
     async def engine(url: str, bare: Sequence[BareStep]) -> list[EngineStep]:
-        target = await bench.target(url)
-        workload = bench.plain_workload(target)
-        await warm_up(target, workload, options.warmup, options.warmup, options.seed)
         steps = []
-        for number, step in enumerate(bare):
-            first_seed = options.seed + 1000 * number
-            seeds = range(first_seed, first_seed + bench.num_rounds)
-            with bench.progress.status(f"the engine's step, batch {step.batch_size}"):
-                steps.append(EngineStep(step, await measure_engine_step_ms(target, workload, step.batch_size, seeds)))
+        async with bench.target(url) as target:
+            workload = bench.plain_workload(target)
+            await warm_up(target, workload, options.warmup, options.warmup, options.seed)
+            for number, step in enumerate(bare):
+                first_seed = options.seed + 1000 * number
+                seeds = range(first_seed, first_seed + bench.num_rounds)
+                with bench.progress.status(f"the engine's step, batch {step.batch_size}"):
+                    engine_ms = await measure_engine_step_ms(target, workload, step.batch_size, seeds)
+                steps.append(EngineStep(step, engine_ms))
         return steps
 
     with bench.progress.status("the bare work of a step"):
@@ -124,9 +124,9 @@ def run_frontend_cost(bench: Bench, console: Console) -> bool:
     num_requests = bench.options.requests or _FRONTEND_COST_REQUESTS
 
     async def cost(own: OwnServer) -> bool:
-        target = await bench.target(own.url)
-        with bench.progress.status("64 streams over the fake pass"):
-            found, summary = await measure_frontend_cost(target, own, num_requests, bench.options.seed)
+        async with bench.target(own.url) as target:
+            with bench.progress.status("64 streams over the fake pass"):
+                found, summary = await measure_frontend_cost(target, own, num_requests, bench.options.seed)
         bench.report.rows.append(summary)
         bench.report.sections["frontend_cost"] = found
         table = make_table(

@@ -113,11 +113,10 @@ def run_shared_prefix(bench: Bench, console: Console) -> bool:
 
 
 async def _on(bench: Bench, own: OwnServer, load: PrefixLoad) -> SharedPrefix:
-    target = await bench.target(own.url)
-    workload = bench.plain_workload(target)
-    await warm_up(target, workload, bench.options.warmup, load.num_requests, bench.options.seed)
     found = SharedPrefix(load, load.distinct_tokens, load.least_tokens, [])
-    async with backend_counters(own) as counters:
+    async with bench.target(own.url) as target, backend_counters(own) as counters:
+        workload = bench.plain_workload(target)
+        await warm_up(target, workload, bench.options.warmup, load.num_requests, bench.options.seed)
         for index in range(bench.num_rounds):
             with bench.progress.status(f"{load.num_requests} requests with one prefix, round {index + 1}"):
                 requests = load.draw(workload, bench.options.seed + index)

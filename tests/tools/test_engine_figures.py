@@ -1,0 +1,82 @@
+"""What the engine's measurements make of what they saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tools.bench.channel_sweep import CapacityRound, CapacityRow, Drops, Spike, against_default
+from tools.bench.coalescing import Coalescing, Side
+from tools.bench.interference import Interference, InterferenceRound, gaps_s
+from tools.bench.load import BenchError
+from tools.bench.shared_prefix import PrefixLoad
+from tools.bench.stats import Outcome, RequestRecord, summarize
+from tools.bench.workload import Lengths, Workload
+
+
+def test_the_gaps_of_a_span_are_those_that_reach_into_it() -> None:
+    record = RequestRecord(0.0, [1.0, 2.0, 4.0, 4.5, 7.0, 7.25])
+    assert gaps_s(record, 3.0, 5.0) == [2.0, 0.5, 2.5]
+    assert gaps_s(record, 2.0, 4.0) == [2.0]
+
+
+def test_interference_is_the_median_of_the_rounds_ratios() -> None:
+    rounds = [
+        InterferenceRound(1.0, full, 5.0, p99, p99, 9.0) for full, p99 in ((10.0, 30.0), (10.0, 11.0), (8.0, 12.0))
+    ]
+    aim = Interference(8, 2048, 512, rounds).aim()
+    assert aim.value == pytest.approx(1.5)
+    assert aim.reached
+
+
+def test_eight_streams_are_compared_with_one_round_by_round() -> None:
+    alone = [Side(wall_s, 64, 64, 191, 0) for wall_s in (1.0, 2.0, 4.0)]
+    identical = [Side(wall_s, 512, 64, 191, 7) for wall_s in (1.5, 2.0, 4.4)]
+    found = Coalescing(8, alone, identical)
+    assert found.wall_ratio == pytest.approx(1.1)
+    assert found.computed_ratio == 1.0
+    assert [aim.reached for aim in found.aims()] == [False, True]
+
+
+@pytest.mark.parametrize(("page_size", "least"), [(1, 1000 + 64 * 32), (8, 1000 + 64 * 32), (32, 992 + 64 * 40)])
+def test_whole_pages_leave_the_prefixs_end_to_everyone(page_size: int, least: int) -> None:
+    load = PrefixLoad(64, prefix_tokens=1000, suffix_tokens=32, page_size_tokens=page_size)
+    assert load.distinct_tokens == 1000 + 64 * 32
+    assert load.least_tokens == least
+    assert load.sent_tokens == 64 * 1032
+
+
+def test_prompts_with_one_prefix_have_it_in_common_and_no_more() -> None:
+    load = PrefixLoad(6, prefix_tokens=20, suffix_tokens=12, page_size_tokens=8)
+    workload = Workload(Lengths(1, 1), Lengths(4, 4), vocab_size=4096)
+    requests, others = load.draw(workload, seed=1), load.draw(workload, seed=2)
+    prompts = [request.prompt for request in requests]
+    assert {len(prompt) for prompt in prompts} == {32}
+    assert len({prompt[:20] for prompt in prompts}) == 1
+    assert len({prompt[20:] for prompt in prompts}) == 6
+    assert prompts[0][:20] != others[0].prompt[:20]
+    with pytest.raises(BenchError, match="token ids"):
+        load.draw(replace(workload, vocab_size=None), seed=1)
+
+
+def capacity_round(tokens_per_s: int, wasted: int, first_ms: float) -> CapacityRound:
+    record = RequestRecord(0.0, [0.5, 1.0], 1.0, 4, tokens_per_s, Outcome.COMPLETED)
+    steady = summarize("c=1", [record], generator_cpu_s=0.0)
+    return CapacityRound(steady, Drops(1000, wasted, 0.5), Spike(first_ms, 2 * first_ms, 3 * first_ms))
+
+
+def test_a_capacity_is_the_medians_of_its_rounds() -> None:
+    row = CapacityRow.of(
+        2, [capacity_round(90, 10, 30.0), capacity_round(100, 40, 10.0), capacity_round(300, 20, 20.0)]
+    )
+    assert (row.capacity, row.output_tokens_per_s, row.ttft_p50_ms) == (2, 100, 500)
+    assert (row.wasted_tokens, row.wasted_share) == (20, 0.02)
+    assert (row.spike_first_ms, row.spike_p50_ms, row.spike_p99_ms) == (20, 40, 60)
+
+
+def test_capacities_are_told_against_the_default() -> None:
+    rows = [CapacityRow.of(capacity, [capacity_round(100 + 50 * capacity, 0, 8.0)]) for capacity in (0, 1, 4)]
+    none_ahead, four_ahead = against_default(rows)
+    assert none_ahead.startswith("Capacity 0 against 1: 0.67 × the throughput, 1.00 ×")
+    assert four_ahead.startswith("Capacity 4 against 1: 2.00 × the throughput")
