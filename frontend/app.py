@@ -31,6 +31,7 @@ _log = logging.getLogger("penstock.app")
 
 _BODY_TIMEOUT_S = 30.0
 _SWEEP_S = 1.0
+_READY_PATH = "/ready"
 _READ_ONLY = ("GET", "HEAD")
 _SHOWN_COUNTERS = ("running", "waiting", "pages_used", "pages_total")
 _JSON_TYPES = (b"application/json", b"text/json")
@@ -59,7 +60,7 @@ class App:
         reading = dict.fromkeys(_READ_ONLY, Route(self._list_models))
         self._routes: dict[str, dict[str, Route]] = {
             "/health": dict.fromkeys(_READ_ONLY, Route(self._health, needs_key=False)),
-            "/ready": dict.fromkeys(_READ_ONLY, Route(self._ready, needs_key=False)),
+            _READY_PATH: dict.fromkeys(_READ_ONLY, Route(self._ready, needs_key=False)),
             "/metrics": dict.fromkeys(_READ_ONLY, Route(self._metrics, needs_key=False)),
             "/v1/models": reading,
             "/v1/chat/completions": {"POST": Route(self._chat_completion)},
@@ -122,8 +123,14 @@ class App:
                 _log.error("%s failed after its answer began: %s", exchange.request_id, error.message)
                 exchange.drop()
                 return
-            _log.info(
-                "refused %s: %d %s %s", exchange.request_id, error.kind.status, error.kind.name, error.param or ""
+            _log.log(
+                # Probes ask many times a second while the backend loads.
+                logging.DEBUG if exchange.path == _READY_PATH else logging.INFO,
+                "refused %s: %d %s %s",
+                exchange.request_id,
+                error.kind.status,
+                error.kind.name,
+                error.param or "",
             )
             await exchange.respond_error(error)
         except ClientGoneError:
