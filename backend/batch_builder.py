@@ -21,10 +21,8 @@ class BatchBuilder:
 
     def build(self, rows: list[Row]) -> StepBatch:
         """Arrays for rows, which come in the order that `StepBatch` promises; later steps do not change them."""
-        num_rows = len(rows)
-        slots = np.empty(num_rows, np.int32)
-        context_lens = np.empty(num_rows, np.int32)
-        query_starts = np.zeros(num_rows + 1, np.int32)
+        slots: list[int] = []
+        query_starts = [0]
         input_ids: list[int] = []
         logit_rows: list[int] = []
         slot_inits: list[SlotInit] = []
@@ -34,36 +32,35 @@ class BatchBuilder:
             slot = sequence.slot
             if slot is None:
                 raise RuntimeError("a planned sequence has no slot; this is a bug")
+            slots.append(slot)
             if row.takes_slot:
+                # A former owner's pages.
+                self._page_table[slot, : self._num_pages[slot]] = 0
                 self._num_pages[slot] = 0
                 tokens = np.array(sequence.tokens, np.int32)
                 slot_inits.append(SlotInit(slot, sequence.sampling, tokens, sequence.num_prompt_tokens))
             pages = sequence.pages
-            known = self._num_pages[slot]
-            if known < len(pages):
-                self._page_table[slot, known : len(pages)] = pages[known:]
-                self._num_pages[slot] = len(pages)
-            widest = max(widest, len(pages))
-            slots[index] = slot
-            context_lens[index] = row.start
+            num_pages = len(pages)
+            if (known := self._num_pages[slot]) < num_pages:
+                self._page_table[slot, known:num_pages] = pages[known:]
+                self._num_pages[slot] = num_pages
+            if num_pages > widest:
+                widest = num_pages
             end = row.start + row.num_tokens
-            if end <= len(sequence.tokens):
-                input_ids.extend(sequence.tokens[row.start : end])
-            else:
+            if end > len(sequence.tokens):
                 input_ids.append(FROM_SLOT)
-            query_starts[index + 1] = len(input_ids)
+            else:
+                input_ids.extend(sequence.tokens[row.start : end])
+            query_starts.append(len(input_ids))
             if row.samples:
                 logit_rows.append(index)
-        page_table = self._page_table[slots, :widest]
-        # A slot's row may still hold a former owner's pages beyond its own.
-        page_counts = np.array([len(row.sequence.pages) for row in rows])
-        page_table[np.arange(widest) >= page_counts[:, None]] = 0
+        slot_ids = np.array(slots, np.int32)
         return StepBatch(
             input_ids=np.array(input_ids, np.int32),
-            query_starts=query_starts,
-            context_lens=context_lens,
-            page_table=page_table,
-            slots=slots,
+            query_starts=np.array(query_starts, np.int32),
+            context_lens=np.array([row.start for row in rows], np.int32),
+            page_table=self._page_table[slot_ids, :widest],
+            slots=slot_ids,
             logit_rows=np.array(logit_rows, np.int32),
             slot_inits=tuple(slot_inits),
         )

@@ -97,10 +97,11 @@ class Engine:
         self._board.steps += 1
         if result.error is not None:
             logger.error("a step of %d rows failed", len(result.rows), exc_info=result.error)
-        token_ids = iter(result.token_ids)
-        self._board.computed_tokens += sum(row.num_tokens for row in result.rows)
+        token_ids = iter(result.token_ids if result.error is None else ())
+        num_computed = num_generated = 0
         for row in result.rows:
-            token_id = next(token_ids) if row.samples and result.error is None else None
+            num_computed += row.num_tokens
+            token_id = next(token_ids, None) if row.samples else None
             sequence = row.sequence
             if sequence.ended or sequence.generation != row.generation:
                 self._board.wasted_tokens += row.num_tokens
@@ -114,10 +115,13 @@ class Engine:
                 self._scheduler.distrust(sequence)
                 self._requests.fail(sequence)
             elif token_id is not None:
+                num_generated += 1
                 self._requests.deliver(sequence, token_id)
                 if row.stops and not sequence.ended:
                     # Who came while the executor saw the others' end wants more: rows planned since were dropped.
                     sequence.rewind(row.start + row.num_tokens)
+        self._board.computed_tokens += num_computed
+        self._board.generated_tokens += num_generated
 
     def _show_on_board(self) -> None:
         board = self._board

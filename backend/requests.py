@@ -140,10 +140,9 @@ class Requests:
         sequence.num_pending -= 1
         index = len(sequence.tokens)
         sequence.tokens.append(token_id)
-        self._board.generated_tokens += 1
-        done = [s for s in sequence.subscribers if self._give(sequence, s, index, token_id)]
-        for subscriber in done:
-            self._leave(sequence, subscriber)
+        for subscriber in tuple(sequence.subscribers):
+            if self._give(sequence, subscriber, index, token_id):
+                self._leave(sequence, subscriber)
 
     def _give(self, sequence: Sequence, subscriber: Subscriber, index: int, token_id: int) -> bool:
         """True where this token ends the subscriber's stream."""
@@ -158,11 +157,13 @@ class Requests:
             num_cached = min(sequence.num_cached, sequence.num_prompt_tokens)
             started = Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
             self._board.cached_tokens += num_cached
-        finish = subscriber.finish_at(index, token_id)
-        if finish is Finish.NONE:
+        if token_id in subscriber.stop_token_ids:
+            self._end(subscriber, token_id, Finish.STOP, started=started)
+        elif index + 1 >= subscriber.max_total_tokens:
+            self._end(subscriber, token_id, Finish.LENGTH, started=started)
+        else:
             self._link.push(subscriber.frontend, subscriber.request_id, token_id, started=started)
             return False
-        self._end(subscriber, token_id, finish, started=started)
         return True
 
     # Leaving

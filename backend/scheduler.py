@@ -102,26 +102,28 @@ class Scheduler:
         single, several = [], []
         for sequence in self._running:
             if (num_tokens := sequence.num_to_compute) == 1:
-                single.append(sequence)
+                single.append((sequence, 1))
             elif num_tokens > 1:
-                several.append(sequence)
+                several.append((sequence, num_tokens))
         rows: list[Row] = []
         budget = self._max_batch_tokens
         num_preemptions = self.num_preemptions
-        for sequence in single + several:
+        for sequence, num_wanted in single + several:
             if budget == 0:
                 break
             if sequence.slot is None:  # preempted for one before it
                 continue
-            num_tokens = min(sequence.num_to_compute, budget)
-            if self._find_pages(sequence, sequence.num_computed + num_tokens):
+            num_tokens = num_wanted if num_wanted < budget else budget
+            end = sequence.num_computed + num_tokens
+            if end <= len(sequence.pages) * self._page_size or self._find_pages(sequence, end):
                 rows.append(self._advance(sequence, num_tokens))
                 budget -= num_tokens
         if self.num_preemptions != num_preemptions:
             rows = [row for row in rows if not row.is_stale]
         else:
             self._admit(rows, budget)
-        rows.sort(key=lambda row: row.num_tokens > 1)
+        if several or len(rows) > len(single):
+            rows.sort(key=lambda row: row.num_tokens > 1)
         return rows
 
     def note_computed(self, row: Row) -> None:
@@ -204,7 +206,7 @@ class Scheduler:
         start = sequence.num_computed
         sequence.num_computed += num_tokens
         takes_slot, sequence.needs_slot_init = sequence.needs_slot_init, False
-        samples = sequence.num_computed == sequence.num_planned
+        samples = sequence.num_computed == len(sequence.tokens) + sequence.num_pending
         if samples:
             sequence.num_pending += 1
         return Row(sequence, sequence.generation, start, num_tokens, samples, takes_slot)

@@ -6,8 +6,6 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shm.wire import Finish
-
 if TYPE_CHECKING:
     from backend.forward_pass import SamplingParams
 
@@ -30,15 +28,9 @@ class Subscriber:
     is_started: bool = False
     """It has had its first token."""
 
-    def finish_at(self, index: int, token_id: int) -> Finish:
-        """How token_id at this index of the sequence leaves it."""
-        if token_id in self.stop_token_ids:
-            return Finish.STOP
-        return Finish.LENGTH if index + 1 >= self.max_total_tokens else Finish.NONE
-
 
 class Sequence:
-    """Tokens being computed. `num_computed` catches up with `num_planned`; nothing says prefill or decode.
+    """Tokens being computed. `num_computed` catches up with `tokens` and those pending; nothing says prefill or decode.
 
     The main thread alone writes, with one exception: the executor sets `stopped_generation` when a sampled token ends
     the sequence for all its subscribers, or a fault does, so that a row already planned for it is dropped before the
@@ -132,14 +124,11 @@ class Sequence:
         self.common_stop_ids = frozenset.intersection(*(s.stop_token_ids for s in self.subscribers))
 
     @property
-    def num_planned(self) -> int:
-        """Tokens known or about to be."""
-        return len(self.tokens) + self.num_pending
-
-    @property
     def num_to_compute(self) -> int:
         """Tokens that the next step may compute. The last token of all is never computed: nothing follows it."""
-        return min(len(self.tokens) + self.num_pending, self.max_total_tokens - 1) - self.num_computed
+        num_known = len(self.tokens) + self.num_pending
+        num_wanted = self.max_total_tokens - 1
+        return (num_known if num_known < num_wanted else num_wanted) - self.num_computed
 
     def restart(self) -> None:
         """After preemption: pages are found again or computed again; steps in flight no longer count."""
