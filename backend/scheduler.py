@@ -146,8 +146,16 @@ class Scheduler:
         self._pool.disown(sequence.pages)
 
     def _admit(self, rows: list[Row], budget: int) -> None:
-        """Starts waiting sequences in order while budget, slots and pages last."""
-        while self._free_slots and budget > 0 and (sequence := self._waiting.head()) is not None:
+        """Starts waiting sequences in order while budget, slots and pages last.
+
+        A slot is kept for each one that is parked: it came first, and a thousand of one prefix are not looked at in one
+        plan.
+        """
+        while (
+            len(self._free_slots) > self._waiting.num_parked
+            and budget > 0
+            and (sequence := self._waiting.head()) is not None
+        ):
             # All its known tokens and the next must fit now, so that it is not preempted before it makes progress.
             num_pages = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens))
             if num_pages > self._pool.num_available:

@@ -23,6 +23,10 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._queue) - self._num_gone + len(self._key_of)
 
+    @property
+    def num_parked(self) -> int:
+        return len(self._key_of)
+
     def put(self, sequence: Sequence) -> None:
         """In the order of (rank, order); what was preempted comes back with the rank it had."""
         heapq.heappush(self._queue, (sequence.rank, sequence.order, sequence))
