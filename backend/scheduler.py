@@ -156,15 +156,12 @@ class Scheduler:
             and budget > 0
             and (sequence := self._waiting.head()) is not None
         ):
-            # All its known tokens and the next must fit now, so that it is not preempted before it makes progress.
-            num_pages = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens))
-            if num_pages > self._pool.num_available:
-                return
             found, key = self._find_prefix(sequence)
             if key is not None:
                 self._waiting.park_head(key)
                 continue
-            num_new = num_pages - len(found)
+            # All its known tokens and the next must fit now, so that it is not preempted before it makes progress.
+            num_new = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens)) - len(found)
             if num_new + sum(self._pool.is_idle(page) for page in found) > self._pool.num_available:
                 return
             self._waiting.take_head()

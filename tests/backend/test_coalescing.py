@@ -283,6 +283,18 @@ def test_a_shared_prefix_that_arrives_together_is_computed_once() -> None:
         assert bench.received(request_id).token_ids == expected
 
 
+def test_pages_that_others_hold_are_no_bar_to_who_shares_them() -> None:
+    bench = Bench(num_pages=14, page_size=4, max_batch_tokens=64)
+    bench.submit(PREFIX, 4)
+    bench.turn()
+    bench.turn()
+    bench.submit([*PREFIX, 1], 3, request_id=1)
+    bench.turn()
+    assert bench.scheduler.num_running == 2
+    bench.run_dry()
+    assert bench.received(1).token_ids == expected_tokens([*PREFIX, 1], 3, bench.vocab_size)
+
+
 @pytest.mark.parametrize("turns", range(5))
 def test_who_waits_for_a_prefix_goes_on_when_the_one_computing_it_is_cancelled(turns: int) -> None:
     bench = Bench(page_size=4, max_batch_tokens=8)
