@@ -121,11 +121,10 @@ class SimulatedLink:
         deadline_s = world.now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
         heard = Open(ask, len(event.tokens) // 4 - submit.num_prompt_tokens, deadline_s, world.tick)
         self.open[key] = heard
-        num_coalesced = world.backend.board.requests_coalesced
         yield event
         if self.open.get(key) is heard:
             heard.is_judged = True
-        world.note_submission(world.backend.board.requests_coalesced > num_coalesced, heard.next_index)
+        world.note_submission(key, ask, heard.next_index)
 
     def push(
         self,

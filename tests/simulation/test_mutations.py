@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from backend import scheduler as scheduler_module
@@ -174,6 +175,11 @@ def _drops_one_request_of_a_dead_frontend(_: Any, requests: Requests, frontend: 
         requests._board.requests_cancelled += 1
 
 
+def _goes_to_the_head_of_the_queue(put: Any, room: WaitingRoom, sequence: Sequence) -> None:
+    sequence.rank = -sequence.order
+    put(room, sequence)
+
+
 def _a_bad_row_spoils_the_step(apply: Any, engine: Engine, result: StepResult) -> None:
     if NOT_FINITE in result.token_ids:
         result = replace(result, token_ids=[NOT_FINITE] * len(result.token_ids))
@@ -206,6 +212,13 @@ PLANTED: dict[str, Plant] = {
     "a sequence that goes on after a stop is not rewound": _wrap(Sequence, "rewind", _rewinds_only_restarts),
     "the slot is not told of a restart": _wrap(Sequence, "rewind", _slot_is_not_told_of_a_restart),
     "steps in flight count after a restart": _wrap(Sequence, "rewind", _steps_in_flight_still_count),
+    "priorities are turned round": _wrap(
+        Requests,
+        "submit",
+        lambda submit, requests, event: submit(
+            requests, replace(event, submit=msgspec.structs.replace(event.submit, priority=-event.submit.priority))
+        ),
+    ),
     "waiting requests never expire": _wrap(Requests, "expire", _waiting_requests_never_expire),
     "a replay leaves out the first token": _wrap(Requests, "_replay", _replays_one_too_few),
     "a resumed stream begins again": _wrap(Requests, "_give", _repeats_what_was_brought),
@@ -216,6 +229,7 @@ PLANTED: dict[str, Plant] = {
         BatchBuilder, "build", _page_table_keeps_a_former_owners_pages
     ),
     "a dead frontend's requests live on": _wrap(Requests, "drop_frontend", _drops_one_request_of_a_dead_frontend),
+    "the last one to come goes first": _wrap(WaitingRoom, "put", _goes_to_the_head_of_the_queue),
     "membership is bound when planned": lambda patch: patch.setattr(Row, "is_stale", False),
     "bad logits fail the whole step": _wrap(Engine, "_apply", _a_bad_row_spoils_the_step),
     "bad logits leave their pages behind": lambda patch: patch.setattr(

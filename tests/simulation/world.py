@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from backend.scheduler import Row
+    from backend.sequence import Sequence
 
 _MAX_ARRIVAL_TICKS = 80
+_SUSPEND_RATE = 0.001
 _FAULTS = ("raise", "raise late", "nan", "poison", "miscount")
 
 
@@ -53,6 +55,9 @@ class Backend:
             world.clock,
         )
         self.is_draining = False
+        self.num_joined = 0
+        self.places: dict[Sequence, tuple[float, int]] = {}
+        """When each sequence's turn is, by the policy: lower is sooner."""
         self.burnt: dict[tuple[int, int], int] = {}
         """(fault, page) → the tick in which a request failed for what the fault had left in the page."""
 
@@ -114,6 +119,9 @@ class World:
     def _tick(self, happen: Callable[[], None]) -> None:
         self.tick += 1
         self.now_s += self.rng.random() * 2
+        if self.rng.random() < _SUSPEND_RATE:  # nobody ran for a while
+            self.now_s += 100
+            self.covered["suspended"] += 1
         if self.log is not None:
             self.log(f"{self.tick}: {self.now_s:.2f} s")
         happen()
@@ -293,10 +301,18 @@ class World:
     def ask_of(self, epoch: int, request_id: int) -> Ask:
         return self._names[epoch, request_id]
 
-    def note_submission(self, has_joined: bool, num_had: int) -> None:
-        if has_joined:
+    def note_submission(self, key: tuple[int, int], ask: Ask, num_had: int) -> None:
+        """The engine has seen to it."""
+        backend = self.backend
+        sequence, _ = backend.requests._open.get(key[0], {}).get(key[1], (None, None))
+        if backend.board.requests_coalesced > backend.num_joined:
+            backend.num_joined += 1
             self.covered["joined"] += 1
             self.covered["joined late"] += num_had > 0
+        elif sequence is not None:
+            step_s = self.setup.priority_step_s
+            rank = self.now_s + ask.priority * step_s if step_s else 0.0
+            backend.places[sequence] = rank, len(backend.places)
 
     def note_cancel(self, heard: Open | None, epoch: int, request_id: int) -> None:
         """In which state it meets its request."""
@@ -316,6 +332,13 @@ class World:
         self.covered[f"cancel {state}"] += 1
 
     def note_plan(self, rows: list[Row]) -> None:
+        """Whose turn it is, and how far they go."""
+        places, waiting = self.backend.places, self.backend.scheduler._waiting
+        admitted = [row.sequence for row in rows if row.takes_slot and row.start == row.sequence.num_cached]
+        if admitted:
+            queue = [places[sequence] for sequence in waiting.sequences() if sequence not in waiting._key_of]
+            if queue and max(places[sequence] for sequence in admitted) > min(queue):
+                raise Violation("somebody is admitted before their turn")
         for row in rows:
             listeners = [self._names[s.frontend, s.request_id] for s in row.sequence.subscribers]
             wanted = max(len(ask.prompt) + ask.max_tokens for ask in listeners)
@@ -392,7 +415,8 @@ class World:
         if len(backend.requests._coalescer) or scheduler._computing or backend.executor.is_busy:
             raise Violation("something is still remembered")
         for ask in self.asks:
-            if ask.ended in (Finish.STOP, Finish.LENGTH) and ask.got != ask.expected:
+            whole = ask.ended in (Finish.STOP, Finish.LENGTH)
+            if ask.got != (ask.expected if whole else ask.expected[: len(ask.got)]):
                 raise Violation(f"{ask} got {ask.got}, was to get {ask.expected}")
         self.covered["preempted"] += board.preemptions
         self.covered["tokens"] += board.generated_tokens
