@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shm.supervisor import module_argv
 from tools.bench import channel_sweep, context
 from tools.bench.context import Bench
 from tools.bench.processes import descendants, process_use, runs_module
@@ -159,6 +161,18 @@ def test_a_sweep_sends_each_capacity_the_same_load(bench: Command, monkeypatch: 
         assert entry["drops"]["computed_tokens"] >= entry["drops"]["wasted_tokens"]
         assert 0 < entry["spike"]["first_ms"] <= entry["spike"]["p99_ms"]
     assert "Capacity 0 against 1" in run.output
+
+
+def test_a_benchmark_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
+    argv = module_argv("tools.main", ["bench", "--forward-pass", "fake", "--requests", "1000000"])
+    process = subprocess.Popen(argv, stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(tmp_path)})
+    while not (servers := [pid for pid in descendants(process.pid) if runs_module(pid, "backend.main")]):
+        assert process.poll() is None
+    server = os.pidfd_open(servers[0])
+    process.kill()
+    process.wait()
+    assert select.select([server], [], [], 60)[0]
+    os.close(server)
 
 
 def test_a_server_that_does_not_start_is_one_line_and_its_own_words(bench: Command, tmp_path: Path) -> None:

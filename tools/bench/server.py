@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import subprocess
 import tempfile
@@ -18,6 +19,7 @@ from tools.bench.load import BenchError
 from tools.bench.processes import descendants, runs_module
 from tools.serve import ServeOptions, free_port, is_ready, split_keys
 
+_PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 60.0
 
@@ -59,6 +61,7 @@ def own_server(options: ServeOptions) -> Iterator[OwnServer]:
             stderr=log,
             env=environment,
             process_group=0,  # Ctrl-C reaches it through us, once
+            preexec_fn=_stop_with_parent,
         )
         try:
             _wait_until_ready(process, options, log)
@@ -67,6 +70,11 @@ def own_server(options: ServeOptions) -> Iterator[OwnServer]:
                 raise BenchError(f"the server ended with status {process.returncode} during the run\n{_tail(log)}")
         finally:
             _stop(process)
+
+
+def _stop_with_parent() -> None:
+    """In the child, before exec: a benchmark that is killed leaves no server behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], options: ServeOptions, log: IO[bytes]) -> None:
