@@ -30,18 +30,21 @@ GREEDY = SamplingParams(temperature=0.0)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pass_name" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--forward-pass")
-        metafunc.parametrize("pass_name", [chosen] if chosen else ["fake", "decoder"], scope="module")
+        passes = [(chosen, None)] if chosen else [("fake", None), ("decoder", None), ("decoder", "q8_0")]
+        metafunc.parametrize(("pass_name", "kv_dtype"), passes, scope="module")
 
 
 @pytest.fixture(scope="module")
-def forward_pass(pass_name: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def forward_pass(
+    pass_name: str, kv_dtype: str | None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     model_dir: Path | None = request.config.getoption("--model")
     if pass_name == "decoder" and model_dir is None:
-        model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"))
+        model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"), head_dim=32)
     options = PassOptions(dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=MAX_BATCH_TOKENS)
     loaded = find_forward_pass(pass_name).load(model_dir, options)
     kv_dtypes = list(loaded.spec.kv_bytes_per_token)
-    loaded.create_cache(NUM_PAGES, PAGE_SIZE, "fp32" if "fp32" in kv_dtypes else kv_dtypes[0])
+    loaded.create_cache(NUM_PAGES, PAGE_SIZE, kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0]))
     yield loaded
     loaded.close()
 

@@ -1,4 +1,4 @@
-"""Both implementations of the decoder's operations on the CPU, so that every test can run on each."""
+"""All implementations of the decoder's operations on the CPU, so that every test can run on each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from backend.passes.decoder.native_library import load_library
+from backend.passes.decoder.native_library import (
+    AVX2_ONLY,
+    LibraryUnavailableError,
+    cache_dir,
+    find_compiler,
+    load_library,
+    open_library,
+)
 from backend.passes.decoder.ops import HeadShape, Ops
 from backend.passes.decoder.ops_native import NativeOps, native_serves
 from backend.passes.decoder.ops_torch import TorchOps
@@ -32,6 +39,24 @@ def make_native_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, n
     return NativeOps(library, config, dtype, max_batch_tokens=8, num_threads=num_threads, spin_s=20e-6)
 
 
-@pytest.fixture(params=["torch", "native"])
+def make_avx2_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
+    """The kernels as a machine without AVX-512 has them."""
+    try:
+        library = open_library(cache_dir(), find_compiler(), AVX2_ONLY)
+    except LibraryUnavailableError as error:
+        pytest.skip(f"this machine has no AVX2 kernels: {error}")
+    return NativeOps(library, config, dtype, max_batch_tokens=8, num_threads=num_threads, spin_s=20e-6)
+
+
+NATIVE = {"native": make_native_ops, "avx2": make_avx2_ops}
+ALL: dict[str, MakeOps] = {"torch": make_torch_ops, **NATIVE}
+
+
+@pytest.fixture(params=ALL)
 def make_ops(request: pytest.FixtureRequest) -> MakeOps:
-    return make_torch_ops if request.param == "torch" else make_native_ops
+    return ALL[request.param]
+
+
+@pytest.fixture(params=NATIVE)
+def make_kernels(request: pytest.FixtureRequest) -> MakeOps:
+    return NATIVE[request.param]

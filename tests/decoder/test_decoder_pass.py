@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from backend.checkpoint.config_json import read_decoder_config
 from backend.checkpoint.weights import open_weights
+from backend.errors import StartupError
+from backend.forward_pass import PassOptions
+from backend.kv_plan import plan_kv
 from backend.passes.decoder import forward_pass
 from backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
 from backend.passes.decoder.ops_torch import TorchOps
@@ -23,6 +26,8 @@ from tests.decoder.conftest import MakeOps, make_native_ops
 from tests.decoder.driver import Driver
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 Prompt = tuple[int, ...]
@@ -31,11 +36,15 @@ Prompt = tuple[int, ...]
 # transformers does for a prompt that long.
 LENGTHS = {"phi3-longrope": (65, 70, 81)}
 RAGGED = (1, 7, 16, 17, 45, 70)
+KV_DTYPES = ("fp32", "bf16", "q8_0")
 
 
 @cache
 def checkpoint(architecture: str) -> Path:
-    return make_checkpoint(architecture, Path(mkdtemp()))
+    """Of a preset; "mistral/32" has heads of 32, as q8_0 needs them, where the preset's are smaller."""
+    preset, _, head_dim = architecture.partition("/")
+    overrides = {"head_dim": int(head_dim)} if head_dim else {}
+    return make_checkpoint(preset, Path(mkdtemp()), **overrides)
 
 
 @cache
@@ -104,17 +113,63 @@ def test_64_greedy_tokens_are_those_of_transformers(architecture: str, make_ops:
         assert len(generated) == 64
 
 
-@pytest.mark.parametrize("architecture", ["llama3", "mistral", "qwen3", "smollm3-window"])
-def test_a_native_row_is_the_same_bits_alone_and_among_strangers(architecture: str) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama3/32", "mistral/32", "qwen3", "smollm3-window/32"])
+def test_a_native_row_is_the_same_bits_alone_and_among_strangers(
+    architecture: str, dtype: torch.dtype, kv_dtype: str, make_kernels: MakeOps
+) -> None:
+    check_company(lambda: make_pass(architecture, make_kernels, dtype), kv_dtype)
+
+
+def check_company(load: Callable[[], DecoderPass], kv_dtype: str) -> None:
+    """A row alone and among 15 others, at prefill and at decode, in pages of other numbers: the same bits."""
     prompt, *strangers = prompts((37, *range(1, 60, 4)), seed=2)
-    alone = Driver(make_pass(architecture, make_native_ops), num_pages=64, page_size=16)
-    crowd = Driver(make_pass(architecture, make_native_ops), num_pages=64, page_size=16, seed=9)
+    alone = Driver(load(), num_pages=64, page_size=16, kv_dtype=kv_dtype)
+    crowd = Driver(load(), num_pages=64, page_size=16, kv_dtype=kv_dtype, seed=9)
     expected = run_prompts(alone, [prompt])[0]
     found = run_prompts(crowd, [*strangers[:7], prompt, *strangers[7:]])[7]
     np.testing.assert_array_equal(found, expected)
-    alone.decode(20)
-    crowd.decode(20)
-    assert crowd.rows[7].tokens == alone.rows[0].tokens
+    for _ in range(20):
+        expected = alone.step([(alone.rows[0], 1)])[0]
+        np.testing.assert_array_equal(crowd.step([(row, 1) for row in crowd.rows])[7], expected)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_logits_are_the_same_bits_in_any_chunks(
+    dtype: torch.dtype, kv_dtype: str, make_kernels: MakeOps
+) -> None:
+    check_chunks(lambda: make_pass("mistral/32", make_kernels, dtype), kv_dtype)
+
+
+def check_chunks(load: Callable[[], DecoderPass], kv_dtype: str) -> None:
+    """Prompts together in chunks of 1, 7 and 64, and each whole by itself, in pages of other numbers: the same bits."""
+    batch = prompts((90, 64, 65, 3), seed=3)
+    whole = [run_prompts(Driver(load(), 8, 16, kv_dtype, seed=1), [prompt])[0] for prompt in batch]
+    for chunk in (1, 7, 64):
+        cut = run_prompts(Driver(load(), 32, 16, kv_dtype, seed=chunk), batch, chunk)
+        np.testing.assert_array_equal(cut, whole)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_logits_behind_found_pages_are_the_same_bits(
+    dtype: torch.dtype, kv_dtype: str, make_kernels: MakeOps
+) -> None:
+    check_found_pages(lambda: make_pass("qwen3", make_kernels, dtype), kv_dtype)
+
+
+def check_found_pages(load: Callable[[], DecoderPass], kv_dtype: str) -> None:
+    """A prompt whose first pages another sequence has computed, in another company, gives the bits it gives alone."""
+    prompt, stranger = prompts((45, 50), seed=8)
+    alone = run_prompts(Driver(load(), 8, 16, kv_dtype), [prompt])[0]
+    driver = Driver(load(), 32, 16, kv_dtype, seed=5)
+    first, _ = driver.add(prompt), driver.add(stranger)
+    driver.prefill(chunk=13)
+    second = driver.add(prompt)
+    second.pages, second.computed = first.pages[:2], 32
+    np.testing.assert_array_equal(driver.step([(second, 13)])[second.slot], alone)
 
 
 def test_a_torch_row_has_the_same_tokens_alone_and_among_strangers(make_ops: MakeOps) -> None:
@@ -133,31 +188,32 @@ def test_a_torch_row_has_the_same_tokens_alone_and_among_strangers(make_ops: Mak
 def test_native_logits_are_the_same_bits_however_a_prompt_is_cut(data: st.DataObject) -> None:
     prompt = prompts((90,), seed=3)[0]
     page_size = data.draw(st.sampled_from([1, 5, 16, 32, 48, 64]), label="page size")
-    driver = Driver(make_pass("mistral", make_native_ops), num_pages=200, page_size=page_size, seed=4)
+    kv_dtype = data.draw(st.sampled_from(KV_DTYPES), label="KV dtype")
+    driver = Driver(make_pass("mistral/32", make_native_ops), 200, page_size, kv_dtype, seed=4)
     row = driver.add(prompt)
     logits: dict[int, NDArray[np.float32]] = {}
     while row.computed < len(prompt):
         left = len(prompt) - row.computed
         logits = driver.step([(row, data.draw(st.integers(1, left), label="chunk"))])
-    np.testing.assert_array_equal(logits[row.slot], whole_prompt_logits(prompt))
+    np.testing.assert_array_equal(logits[row.slot], whole_prompt_logits(prompt, kv_dtype))
 
 
 @cache
-def whole_prompt_logits(prompt: Prompt) -> NDArray[np.float32]:
-    return run_prompts(Driver(make_pass("mistral", make_native_ops), num_pages=8, page_size=16), [prompt])[0]
+def whole_prompt_logits(prompt: Prompt, kv_dtype: str) -> NDArray[np.float32]:
+    return run_prompts(Driver(make_pass("mistral/32", make_native_ops), 8, 16, kv_dtype), [prompt])[0]
 
 
 @pytest.mark.parametrize("page_size", [8, 16])
-@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_what_is_not_the_sequences_own_is_never_read(page_size: int, kv_dtype: str, make_ops: MakeOps) -> None:
     """Every place of the cache that no token was written to holds NaN."""
     batch = prompts((1, 15, 16, 17, 40), seed=5)
     results = []
-    for poison in (0.0, float("nan")):
-        decoder = make_pass("mistral", make_ops)
+    for poisoned in (False, True):
+        decoder = make_pass("mistral/32", make_ops)
         driver = Driver(decoder, num_pages=64, page_size=page_size, kv_dtype=kv_dtype)
-        for tensor in cache_tensors(decoder):
-            tensor.fill_(poison)
+        if poisoned:
+            poison(decoder)
         logits = run_prompts(driver, batch, chunk=7)
         driver.decode(18)
         results.append((logits, [row.tokens for row in driver.rows]))
@@ -167,15 +223,31 @@ def test_what_is_not_the_sequences_own_is_never_read(page_size: int, kv_dtype: s
 
 def cache_tensors(decoder: DecoderPass) -> list[torch.Tensor]:
     ops: Any = decoder._ops
-    return [*ops.keys, *ops.values] if isinstance(ops, TorchOps) else ops.cache
+    if isinstance(ops, TorchOps):
+        return [tensor for heads in (*ops.keys, *ops.values) for tensor in heads.tensors]
+    tensors: list[torch.Tensor] = ops.cache
+    return tensors
+
+
+def poison(decoder: DecoderPass) -> None:
+    """NaN in every number of the cache that can be one: all bits set are a NaN in fp32, bf16 and binary16."""
+    for tensor in cache_tensors(decoder):
+        tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 0xFF if tensor.dtype is torch.uint8 else -1)
 
 
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "bound"),
-    [(torch.float32, "bf16", 0.02), (torch.bfloat16, "fp32", 0.06), (torch.bfloat16, "bf16", 0.06)],
+    [
+        (torch.float32, "bf16", 0.02),
+        (torch.float32, "q8_0", 0.03),
+        (torch.bfloat16, "fp32", 0.06),
+        (torch.bfloat16, "bf16", 0.06),
+        (torch.bfloat16, "q8_0", 0.06),
+    ],
 )
-def test_bf16_stays_near_fp32(dtype: torch.dtype, kv_dtype: str, bound: float, make_ops: MakeOps) -> None:
-    """Root mean square of the difference, relative to that of the logits; bf16 itself rounds to 0.004."""
+def test_narrower_numbers_stay_near_fp32(dtype: torch.dtype, kv_dtype: str, bound: float, make_ops: MakeOps) -> None:
+    """Root mean square of the difference, relative to that of the logits; bf16 itself rounds to 0.004, q8_0 to as
+    much of a block's largest."""
     batch = prompts(seed=6)
     driver = Driver(make_pass("qwen3", make_ops, dtype), num_pages=64, page_size=16, kv_dtype=kv_dtype)
     for prompt, logits in zip(batch, run_prompts(driver, batch), strict=True):
@@ -184,12 +256,31 @@ def test_bf16_stays_near_fp32(dtype: torch.dtype, kv_dtype: str, bound: float, m
 
 
 def test_a_cache_has_exactly_the_bytes_that_were_announced(make_ops: MakeOps) -> None:
-    for kv_dtype in ("fp32", "bf16"):
-        decoder = make_pass("llama3", make_ops)
+    for kv_dtype in KV_DTYPES:
+        decoder = make_pass("qwen3", make_ops)
         decoder.create_cache(num_pages=7, page_size_tokens=16, kv_dtype=kv_dtype)
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(decoder))
         assert num_bytes == 7 * 16 * decoder.spec.kv_bytes_per_token[kv_dtype]
         decoder.close()
+
+
+def test_kv_dtypes_are_offered_from_the_weights_own_down_and_wider_ones_last() -> None:
+    def offered(dtype: str) -> dict[str, int]:
+        return dict(DecoderPass.describe(checkpoint("qwen3"), PassOptions(dtype=dtype)).kv_bytes_per_token)
+
+    values = 2 * 3 * 2 * 32
+    sizes = {"fp32": 4 * values, "bf16": 2 * values, "q8_0": values * 34 // 32}
+    assert offered("fp32") == offered("bf16") == sizes
+    assert list(offered("fp32")) == ["fp32", "bf16", "q8_0"]
+    assert list(offered("bf16")) == ["bf16", "q8_0", "fp32"]
+
+
+def test_heads_that_fill_no_blocks_have_no_q8_0() -> None:
+    spec = DecoderPass.describe(checkpoint("llama3"), PassOptions())
+    assert set(spec.kv_bytes_per_token) == {"fp32", "bf16"}
+    settings = {"page_size_tokens": 16, "max_context_tokens": None, "max_running": 4, "budget_bytes": 1 << 30}
+    with pytest.raises(StartupError, match="--kv-dtype is q8_0; this forward pass has fp32, bf16"):
+        plan_kv(spec, kv_dtype="q8_0", **settings)
 
 
 def test_a_step_without_logit_rows_gives_none_and_still_writes_its_keys(make_ops: MakeOps) -> None:

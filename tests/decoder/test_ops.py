@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backend.forward_pass import StepBatch
 from backend.passes.decoder.config import DecoderConfig, RopeConfig
+from backend.passes.decoder.kv_torch import Q8Heads
 from backend.passes.decoder.ops import AttentionLayer
 from backend.passes.decoder.ops_native import NativeOps
 from tests.decoder.conftest import MakeOps, make_native_ops
@@ -84,10 +85,10 @@ class Bench:
         return torch.as_tensor(getattr(self.ops, name).rows[:num_rows]).clone()
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, tolerance: float = 1e-5) -> None:
     """bf16 results may be off by a rounding or two of their own size."""
     scale = float(expected.abs().max())
-    tolerance = 1e-5 if dtype is FP32 else 1.2e-2
+    tolerance = tolerance if dtype is FP32 else 1.2e-2
     torch.testing.assert_close(found.double(), expected.double(), atol=tolerance * scale, rtol=tolerance)
 
 
@@ -183,11 +184,86 @@ def attend_exactly(q: Tensor, k: Tensor, v: Tensor, position: int, window: int |
     return torch.einsum("hn,nhd->hd", weights, values)
 
 
+def quantise_exactly(x: Tensor) -> tuple[Tensor, Tensor]:
+    """GGML's q8_0 of x [..., dim]: int8 [..., dim] and binary16 [..., dim / 32], each operation in fp32 as there."""
+    blocks = x.float().numpy().reshape(*x.shape[:-1], -1, 32)
+    scale = (np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    scaled = (blocks * inverse).astype(np.float64)
+    numbers = (np.sign(scaled) * np.floor(np.abs(scaled) + 0.5)).astype(np.int8)
+    return torch.from_numpy(numbers.reshape(x.shape)), torch.from_numpy(scale[..., 0].astype(np.float16))
+
+
+def as_cached(x: Tensor, kv_dtype: str) -> Tensor:
+    """What a cache of kv_dtype makes of x, in float64."""
+    if kv_dtype != "q8_0":
+        return x.to(FP32 if kv_dtype == "fp32" else BF16).double()
+    numbers, scales = quantise_exactly(x)
+    return numbers.double() * scales.double().repeat_interleave(32, dim=-1)
+
+
+def stored_blocks(ops: Any, page_size: int) -> list[tuple[Tensor, Tensor]]:
+    """Of keys and of values, int8 [pages, page_size, kv_heads, dim] and scales, as many for 32 dimensions each."""
+    if not isinstance(ops, NativeOps):
+        heads: list[Q8Heads] = [ops.keys[0], ops.values[0]]
+        return [
+            (side.numbers.flatten(3).permute(1, 2, 0, 3), side.scales.squeeze(4).permute(1, 2, 0, 3)) for side in heads
+        ]
+    dim, num_scales, lanes = BASE.head_dim, BASE.head_dim // 32, 2
+    raw = ops.cache[0].view(len(ops.cache[0]), BASE.num_kv_heads, -1)
+    size = page_size * dim
+    keys, values = raw[..., : 2 * size].view(torch.int8).chunk(2, dim=-1)
+    if page_size % 16 == 0:
+        keys = keys.reshape(*raw.shape[:2], dim // lanes, page_size, lanes).transpose(2, 3)
+        values = values.reshape(*raw.shape[:2], page_size // lanes, dim, lanes).transpose(3, 4)
+    numbers = [side.reshape(len(raw), -1, page_size, dim).transpose(1, 2) for side in (keys, values)]
+    halves = raw[..., 2 * size :].contiguous().view(torch.float16).view(*raw.shape[:2], 2, num_scales, page_size)
+    return list(zip(numbers, halves.permute(2, 0, 4, 1, 3), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("page_size", [5, 16, 48])
+def test_q8_0_stores_the_bytes_of_ggml(page_size: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    bench = Bench(make_ops(BASE, dtype), 20, page_size, "q8_0")
+    batch = step_batch([0], [67], page_size)
+    qkv = randn(67, 8, 32, seed=3) * torch.logspace(-12, 4, 67)[:, None, None]
+    ties = torch.arange(32) + 0.5
+    qkv[0], qkv[1], qkv[2] = 0.0, torch.where(ties < 31, ties, 127.0), -torch.where(ties < 31, ties, 127.0)
+    qkv[3, :, 5], qkv[4, :, 31] = 1e6, -3e-5
+    qkv = qkv.to(dtype)
+    step = bench.ops.begin_step(batch, batch.input_ids)
+    bench.ops.rotate_and_store(bench.put("_qkv", qkv.flatten(1)), step, PLAIN)
+    places = torch.arange(67)
+    pages = torch.from_numpy(batch.page_table[0].astype(np.int64))[places // page_size]
+    sides = zip(stored_blocks(bench.ops, page_size), qkv[:, 4:].chunk(2, dim=1), strict=True)
+    for (numbers, scales), exact in sides:
+        expected_numbers, expected_scales = quantise_exactly(exact)
+        assert torch.equal(scales[pages, places % page_size], expected_scales)
+        assert torch.equal(numbers[pages, places % page_size], expected_numbers)
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_not_lost_in_q8_0(bad: float, side: str, make_ops: MakeOps) -> None:
+    bench = Bench(make_ops(BASE), 8, 16, "q8_0")
+    batch = step_batch([0, 0], [40, 40], 16)
+    qkv = randn(80, 8, 32, seed=3)
+    qkv[5, 4 if side == "key" else 6, 7] = bad
+    step = bench.ops.begin_step(batch, batch.input_ids)
+    array = bench.put("_qkv", qkv.flatten(1))
+    bench.ops.rotate_and_store(array, step, PLAIN)
+    attended = bench.get("_attended", bench.ops.attention(array, step, PLAIN), 80).view(80, 4, 32)
+    spoilt = attended.isnan().any(dim=2)
+    assert spoilt[5:40, :2].all()
+    assert not spoilt[40:].any()
+    assert not spoilt[:, 2:].any()
+
+
 def check_attention(
     bench: Bench,
     config: DecoderConfig,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_dtype: str,
     contexts: list[int],
     lengths: list[int],
     page_size: int,
@@ -216,25 +292,26 @@ def check_attention(
     exact = []
     for row, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
         own = qkv[whole.query_starts[row] : ends[row]].view(-1, num_heads + 2 * kv_heads, dim)
-        k, v = (x.to(kv_dtype) for x in own[:, num_heads:].chunk(2, dim=1))
+        k, v = (as_cached(x, kv_dtype) for x in own[:, num_heads:].chunk(2, dim=1))
         exact += [attend_exactly(own[p, :num_heads], k, v, p, window) for p in range(context, context + length)]
-    close(found.view(-1, num_heads, dim), torch.stack(exact), BF16 if BF16 in (dtype, kv_dtype) else FP32)
+    # The kernels multiply a q8_0 cache with queries and weights of 16 bits.
+    tolerance = 1e-4 if kv_dtype == "q8_0" else 1e-5
+    rounded = BF16 if dtype is BF16 or kv_dtype == "bf16" else FP32
+    close(found.view(-1, num_heads, dim), torch.stack(exact), rounded, tolerance)
 
 
-DTYPES = [(FP32, FP32), (FP32, BF16), (BF16, BF16), (BF16, FP32)]
+DTYPES = [(dtype, kv_dtype) for dtype in (FP32, BF16) for kv_dtype in ("fp32", "bf16", "q8_0")]
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
 @pytest.mark.parametrize("page_size", [1, 5, 16, 32, 48, 64, 80])
-def test_attention_over_pages_of_any_size(
-    page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, make_ops: MakeOps
-) -> None:
+def test_attention_over_pages_of_any_size(page_size: int, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps) -> None:
     """Decode and prefill rows in one step, with lengths about a page and about a block of 64."""
     near = [max(n + page_size * k - 1, 0) for k in (0, 1, 2) for n in (0, 1, 2)]
     contexts = [*near, 0, 62, 63, 64, 65, 130, 3]
     lengths = [*([1] * len(near)), 1, 1, 1, 2, 30, 7, 70]
     for window in (None, 9):
-        bench = Bench(make_ops(BASE, dtype), 700, page_size, "bf16" if kv_dtype is BF16 else "fp32")
+        bench = Bench(make_ops(BASE, dtype), 700, page_size, kv_dtype)
         check_attention(bench, BASE, dtype, kv_dtype, contexts, lengths, page_size, window)
 
 
@@ -242,10 +319,12 @@ def test_attention_over_pages_of_any_size(
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 32])
 def test_attention_of_any_shape_of_heads(
-    group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, make_ops: MakeOps
+    group: int, head_dim: int, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps
 ) -> None:
+    if kv_dtype == "q8_0":
+        head_dim = -(-head_dim // 32) * 32
     config = replace(BASE, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
-    bench = Bench(make_ops(config, dtype), 64, 16, "bf16" if kv_dtype is BF16 else "fp32")
+    bench = Bench(make_ops(config, dtype), 64, 16, kv_dtype)
     check_attention(bench, config, dtype, kv_dtype, [0, 5, 100, 70, 12], [1, 1, 1, 20, 33], 16)
 
 

@@ -15,9 +15,9 @@ from backend.forward_pass import PassOptions, PassSpec, StepBatch
 from backend.passes.decoder.heap import freed_memory_returns
 from backend.passes.decoder.model import DecoderModel
 from backend.passes.decoder.native_library import load_library
-from backend.passes.decoder.ops import HeadShape, Ops
+from backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, HeadShape, Ops, quantisable
 from backend.passes.decoder.ops_native import NativeOps, native_serves
-from backend.passes.decoder.ops_torch import KV_DTYPES, TorchOps
+from backend.passes.decoder.ops_torch import TorchOps
 from backend.passes.decoder.threads import usable_cores
 from backend.sampler import HostSampling
 
@@ -96,14 +96,13 @@ def _needed(model_dir: Path | None) -> Path:
 def make_spec(config: DecoderConfig, dtype: torch.dtype) -> PassSpec:
     """The spec of a model whose weights are of dtype; a KV cache wider than the weights is there for those who ask."""
     values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    kv_bytes = {name: values_per_token * kv_dtype.itemsize for name, kv_dtype in KV_DTYPES.items()}
-    wider = [name for name, kv_dtype in KV_DTYPES.items() if kv_dtype.itemsize > dtype.itemsize]
-    order = [name for name in kv_bytes if name not in wider] + wider
+    widths = {name: size for name, size in KV_BLOCK_BYTES.items() if name != "q8_0" or quantisable(config.head_dim)}
+    order = sorted(widths, key=lambda name: (widths[name] > KV_BLOCK_VALUES * dtype.itemsize, -widths[name]))
     num_weights = sum(math.prod(tensor.shape) for tensor in expected_tensors(config))
     return PassSpec(
         config.vocab_size,
         config.max_context_tokens,
-        {name: kv_bytes[name] for name in order},
+        {name: values_per_token * widths[name] // KV_BLOCK_VALUES for name in order},
         num_weights * dtype.itemsize,
     )
 

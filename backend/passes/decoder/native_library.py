@@ -1,4 +1,5 @@
-"""kernels/cpu.cpp as a loaded library: compiled with the machine's own compiler at first use, and kept.
+"""The kernels (kernels/cpu.cpp and its headers) as a loaded library: compiled with the machine's own compiler at first
+use, and kept.
 
 Never required: without a compiler, or on a CPU that the kernels do not serve, `load_library` logs one line and returns
 None. The library lies in a private directory, under a name that hashes source, flags and CPU, and appears there whole.
@@ -20,9 +21,12 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
-ABI = 1
+ABI = 2
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
+AVX2_ONLY = ("-mno-avx512f", "-mavx2", "-mfma", "-mf16c")
+"""Flags for the kernels of a machine without AVX-512, to be tried on one that has it."""
+
 _COMPILE_TIMEOUT_S = 120.0
 
 
@@ -51,16 +55,16 @@ def find_compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def open_library(directory: Path, compiler: str | None) -> ctypes.CDLL:
+def open_library(directory: Path, compiler: str | None, more_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Loads the library from directory, compiling it first where it is not there.
 
     Raises LibraryUnavailableError for a missing compiler, a failed compilation, or a directory that others may write.
     """
     try:
-        path = directory / f"cpu-{_fingerprint()}.so"
+        path = directory / f"cpu-{_fingerprint(more_flags)}.so"
         _make_private(directory)
         if not path.exists():
-            _compile(path, compiler)
+            _compile(path, compiler, more_flags)
         _check_owner(path)
         library = ctypes.CDLL(str(path))
         if library.ps_abi() != ABI:
@@ -70,10 +74,11 @@ def open_library(directory: Path, compiler: str | None) -> ctypes.CDLL:
     return library
 
 
-def _fingerprint() -> str:
-    """Of all that decides the code: source, flags, CPU."""
+def _fingerprint(more_flags: tuple[str, ...]) -> str:
+    """Of all that decides the code: sources, flags, CPU."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model", "flags"))]
-    parts = (SOURCE.read_bytes(), " ".join(_FLAGS).encode(), "\n".join(sorted(set(cpu))).encode())
+    sources = [part for path in sorted(SOURCE.parent.iterdir()) for part in (path.name.encode(), path.read_bytes())]
+    parts = (*sources, " ".join(_FLAGS + more_flags).encode(), "\n".join(sorted(set(cpu))).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
@@ -88,14 +93,14 @@ def _check_owner(path: Path) -> None:
         raise LibraryUnavailableError(f"{path} is not ours alone to write")
 
 
-def _compile(path: Path, compiler: str | None) -> None:
+def _compile(path: Path, compiler: str | None, more_flags: tuple[str, ...]) -> None:
     if compiler is None:
         raise LibraryUnavailableError("no C++ compiler (g++, c++ or clang++; set CXX to name another)")
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
         logger.info("Compiling the CPU kernels, once for this machine")
-        command = [compiler, *_FLAGS, "-o", temporary, str(SOURCE)]
+        command = [compiler, *_FLAGS, *more_flags, "-o", temporary, str(SOURCE)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
         if result.returncode != 0:
             errors = [line for line in result.stderr.splitlines() if "error" in line]

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
     from backend.forward_pass import StepBatch
 
+KV_BLOCK_VALUES = 32
+KV_BLOCK_BYTES = {"fp32": 128, "bf16": 64, "q8_0": 34}
+"""Of each KV dtype, the bytes of 32 values. q8_0 is GGML's: int8, and one binary16 scale for 32 values of a head."""
+
+
+def quantisable(head_dim: int) -> bool:
+    """Whether a head's values fill whole blocks, as q8_0 asks."""
+    return head_dim % KV_BLOCK_VALUES == 0
+
+
 Array: TypeAlias = Any
 """A tensor on the device, of the library that the implementation uses."""
 Linear: TypeAlias = Any

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from backend.passes.decoder.ops_torch import KV_DTYPES
+from backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from backend.passes.decoder.rope import RopeTable
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from backend.passes.decoder.ops import AttentionLayer
 
 _STORE, _STORE_FLOAT, _ADD, _GATED = range(4)
+_CACHE_FORMS = {"fp32": 0, "bf16": 1, "q8_0": 2}
 
 _CHUNK_BYTES = 64 << 20
 
@@ -40,7 +41,7 @@ class _Shape(Structure):
         ("rotary_dim", c_int64),
         ("page_size", c_int64),
         ("act_bf16", c_int64),
-        ("cache_bf16", c_int64),
+        ("cache_form", c_int64),
         ("eps", c_float),
     )
 
@@ -183,7 +184,7 @@ class NativeOps:
             rotary_dim=config.rope.rotary_dim,
             page_size=16,
             act_bf16=dtype is torch.bfloat16,
-            cache_bf16=dtype is torch.bfloat16,
+            cache_form=_CACHE_FORMS["fp32"],
             eps=config.rms_norm_eps,
         )
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
@@ -192,7 +193,7 @@ class NativeOps:
         self._num_rows = 0  # tokens of the step in progress, or its logit rows once it is narrowed
         self._rope_address = 0
         self.cache: list[Tensor] = []
-        """Of each layer, [num_pages, …] in the kernels' layout."""
+        """Of each layer, [num_pages, bytes of a page] in the kernels' layout, uint8."""
 
         attention_width = config.num_heads * config.head_dim
         self._residual = _Buffer(config.hidden_size, torch.float32)
@@ -234,12 +235,12 @@ class NativeOps:
         return _Table(lm_head.weight.data_ptr(), True, lm_head.weight)
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        dtype = KV_DTYPES[kv_dtype]
-        per_page = 2 * self._num_kv_heads * page_size_tokens * self._head_dim
-        memory = map_memory(num_layers * num_pages * per_page * dtype.itemsize)
-        self.cache = list(torch.frombuffer(memory, dtype=dtype).view(num_layers, num_pages, per_page))
+        values_per_page = 2 * self._num_kv_heads * page_size_tokens * self._head_dim
+        page_bytes = values_per_page * KV_BLOCK_BYTES[kv_dtype] // KV_BLOCK_VALUES
+        memory = map_memory(num_layers * num_pages * page_bytes)
+        self.cache = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_layers, num_pages, page_bytes))
         self._layers.clear()
-        self._library.ps_set_cache(self._engine, page_size_tokens, dtype is torch.bfloat16)
+        self._library.ps_set_cache(self._engine, page_size_tokens, _CACHE_FORMS[kv_dtype])
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> _Step:
         ends = batch.context_lens + batch.query_starts[1:] - batch.query_starts[:-1]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from backend.passes.decoder.kv_torch import PagedHeads, make_paged_heads
 from backend.passes.decoder.linears import PackedLinear
 from backend.passes.decoder.query_tiles import QueryTiles, cut_rows
 from backend.passes.decoder.rope import RopeTable
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from backend.forward_pass import StepBatch
     from backend.passes.decoder.config import RopeConfig
     from backend.passes.decoder.ops import AttentionLayer, HeadShape
-
-KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,9 @@ class TorchOps:
         self._eps = rms_norm_eps
         self._dtype = dtype
         self._page_size_tokens = 0
-        self.keys: list[Tensor] = []
-        """Of each layer, [num_kv_heads, num_pages, page_size, head_dim], and so values."""
-        self.values: list[Tensor] = []
+        self.keys: list[PagedHeads] = []
+        """Of each layer, and so values."""
+        self.values: list[PagedHeads] = []
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
@@ -78,8 +77,8 @@ class TorchOps:
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._page_size_tokens = page_size_tokens
         shape = (self._heads.num_kv_heads, num_pages, page_size_tokens, self._heads.head_dim)
-        self.keys = [torch.zeros(shape, dtype=KV_DTYPES[kv_dtype]) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=KV_DTYPES[kv_dtype]) for _ in range(num_layers)]
+        self.keys = [make_paged_heads(shape, kv_dtype) for _ in range(num_layers)]
+        self.values = [make_paged_heads(shape, kv_dtype) for _ in range(num_layers)]
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
         lengths = np.diff(batch.query_starts)
@@ -129,9 +128,9 @@ class TorchOps:
                 part[..., : self._rotary_dim] = rotated
         keys, values = self.keys[layer.index], self.values[layer.index]
         # What no token has been written to is masked by a weight of 0, which a NaN left there would survive.
-        values[:, step.fresh_pages] = 0
-        keys[:, step.pages, step.places] = heads[:, num_heads:-num_kv_heads].transpose(0, 1).to(keys.dtype)
-        values[:, step.pages, step.places] = heads[:, -num_kv_heads:].transpose(0, 1).to(values.dtype)
+        values.clear(step.fresh_pages)
+        keys.write(step.pages, step.places, heads[:, num_heads:-num_kv_heads])
+        values.write(step.pages, step.places, heads[:, -num_kv_heads:])
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
         shape = self._heads
@@ -141,7 +140,7 @@ class TorchOps:
             num_tiles, width = group.tokens.shape
             batch = (shape.num_kv_heads, num_tiles)
             keys, values = (
-                cache[layer.index][:, group.pages].view(*batch, -1, shape.head_dim).float()
+                cache[layer.index].read(group.pages).view(*batch, -1, shape.head_dim)
                 for cache in (self.keys, self.values)
             )
             q = queries[group.tokens].float().permute(2, 0, 3, 1, 4).reshape(*batch, -1, shape.head_dim)

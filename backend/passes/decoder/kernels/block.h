@@ -1,0 +1,165 @@
+// One softmax block of 64 key positions, for the queries of one kv head: scores, their softening, and the mixing of
+// values, where cache and queries are floats. Never reads a place that no token was written to, or multiplies it by 0:
+// it may hold anything, NaN too.
+
+#pragma once
+
+#include "cache.h"
+
+namespace {
+
+// The part of a block that one page holds, as the micro-kernels want it.
+template <class C> struct Segment {
+    const C* keys;             // [head_dim / lane][…][lane], steps of key_stride numbers
+    const C* values;           // [positions / lane][head_dim][lane]
+    const Half* key_scales;    // of Q8 only: [head_dim / 32][…], scale_stride apart; and so value_scales
+    const Half* value_scales;
+    i64 key_stride, scale_stride;
+};
+
+// Memory for one thread's work on one item, handed out piece by piece.
+class Scratch {
+  public:
+    explicit Scratch(std::vector<float>& memory) : next_(memory.data()) {}
+    template <class T> T* take(i64 count) {
+        T* taken = reinterpret_cast<T*>(next_);
+        next_ += (count * i64(sizeof(T)) + 63) / 64 * 16;
+        return taken;
+    }
+
+  private:
+    float* next_;
+};
+
+// Where a block's positions are found: in their pages, or gathered from pages that hold them in another order.
+template <class C> class Finder {
+  public:
+    Finder(const Engine& engine, void* cache, i64 row, Scratch& scratch)
+        : engine_(engine), cache_(cache), pages_(engine.step.page_table + row * engine.step.page_table_width) {
+        if (engine.in_place()) return;
+        const i64 dim = engine.shape.head_dim;
+        keys_ = scratch.take<C>(kBlock * dim);
+        values_ = scratch.take<C>(kBlock * dim);
+        key_scales_ = scratch.take<Half>(kBlock * (dim / kQ8Block));
+        value_scales_ = scratch.take<Half>(kBlock * (dim / kQ8Block));
+    }
+
+    // Positions [first, first + count) of one segment.
+    Segment<C> find(i64 kv_head, i64 first, i64 count) const {
+        const Shape& shape = engine_.shape;
+        const i64 dim = shape.head_dim, size = shape.page_size;
+        constexpr int lane = kLane<C>;
+        if (engine_.in_place()) {
+            const HeadPage<C> page(shape, cache_, pages_[first / size], kv_head);
+            const i64 place = first % size;
+            return {page.keys + place * lane, page.values + place * dim, page.key_scales + place,
+                    page.value_scales + place, size * lane,           size};
+        }
+        for (i64 i = 0; i < count; ++i) {
+            const HeadPage<C> page(shape, cache_, pages_[(first + i) / size], kv_head);
+            const i64 place = (first + i) % size;
+            for (i64 d = 0; d < dim; ++d) {
+                keys_[(d / lane * kBlock + i) * lane + d % lane] = page.keys[place * dim + d];
+                values_[(i / lane * dim + d) * lane + i % lane] = page.values[place * dim + d];
+            }
+            if constexpr (std::is_same_v<C, Q8>) {
+                for (i64 b = 0; b < dim / kQ8Block; ++b) {
+                    key_scales_[b * kBlock + i] = page.key_scales[b * size + place];
+                    value_scales_[b * kBlock + i] = page.value_scales[b * size + place];
+                }
+            }
+        }
+        return {keys_, values_, key_scales_, value_scales_, kBlock * lane, kBlock};
+    }
+
+  private:
+    const Engine& engine_;
+    void* cache_;
+    const std::int32_t* pages_;
+    C* keys_ = nullptr;
+    C* values_ = nullptr;
+    Half* key_scales_ = nullptr;
+    Half* value_scales_ = nullptr;
+};
+
+// One block's share of a query's softmax over positions [from, to) of it: scores become weights, maximum and sum are
+// carried on. Returns the factor for what was accumulated before. At least one position is seen.
+template <class W> float soften(const float* scores, i64 from, i64 to, float scale, float& peak, float& sum, W* weights) {
+    const Floats hidden = all(-std::numeric_limits<float>::infinity());
+    Floats scaled[kBlock / 16];
+    Floats top = hidden;
+    for (i64 v = 0; v < kBlock / 16; ++v) {
+        scaled[v] = select(lanes_between(from - v * 16, to - v * 16), mul(load(scores + v * 16), all(scale)), hidden);
+        top = max(top, scaled[v]);
+    }
+    const float new_peak = std::max(peak, largest(top));
+    Floats total = all(0.0f);
+    for (i64 v = 0; v < kBlock / 16; ++v) {
+        const Floats weight = exp2_negative(sub(scaled[v], all(new_peak)));
+        total = add(total, weight);
+        store(weights + v * 16, weight);
+    }
+    const float factor = std::exp2(peak - new_peak);
+    sum = sum * factor + ::sum(total);
+    peak = new_peak;
+    return factor;
+}
+
+// Queries and weights are rounded to C, which is what multiplies.
+template <class C> class FloatBlock {
+  public:
+    using Number = C;
+
+    FloatBlock(const Engine& engine, const Attention& layer, i64 row, i64 rows, Scratch& scratch)
+        : finder_(engine, layer.cache, row, scratch), dim_(engine.shape.head_dim), segment_(engine.segment()),
+          rows_(rows), weights_(scratch.take<C>(rows * kBlock)), pair_(scratch.take<C>(dim_ * kLane<C>)) {}
+
+    // Returns what the scores of this query are to be multiplied by.
+    template <class T> float take_query(const T* q, C* query) const {
+        for (i64 d = 0; d < dim_; d += 16) store(query + d, load(q + d));
+        return 1.0f;
+    }
+
+    // scores [rows][kBlock] of positions [first, end).
+    void score(i64 kv_head, i64 first, i64 end, const C* queries, float* scores) {
+        count_ = end - first;
+        for (i64 at = 0, i = 0; at < count_; at += segment_, ++i) {
+            found_[i] = finder_.find(kv_head, first + at, std::min(segment_, count_ - at));
+            product(rows_, segment_, queries, dim_, found_[i].keys, found_[i].key_stride, dim_ / kLane<C>, scores + at,
+                    kBlock, false);
+        }
+    }
+
+    float soften(i64 r, float* scores, i64 from, i64 to, float scale, float& peak, float& sum) {
+        return ::soften(scores + r * kBlock, from, to, scale, peak, sum, weights_ + r * kBlock);
+    }
+
+    void ignore(i64 r) { std::memset(weights_ + r * kBlock, 0, kBlock * sizeof(C)); }
+
+    // acc [rows][head_dim] += weights × values
+    void mix(float* acc) {
+        constexpr int lane = kLane<C>;
+        for (i64 at = 0, i = 0; at < count_; at += segment_, ++i) {
+            const i64 count = std::min(segment_, count_ - at), whole = count / lane;
+            const C* weights = weights_ + at;
+            const C* values = found_[i].values;
+            product(rows_, dim_, weights, kBlock, values, dim_ * lane, whole, acc, dim_, true);
+            if (count % lane == 0) continue;
+            for (i64 d = 0; d < dim_; ++d) {  // the last pair's second position is not written yet
+                pair_[d * lane] = values[(whole * dim_ + d) * lane];
+                pair_[d * lane + 1] = 0;
+            }
+            product(rows_, dim_, weights + whole * lane, kBlock, pair_, dim_ * lane, 1, acc, dim_, true);
+        }
+    }
+
+  private:
+    const Finder<C> finder_;
+    const i64 dim_, segment_, rows_;
+    i64 count_ = 0;
+    C* weights_;
+    C* pair_;
+    Segment<C> found_[kBlock / 16];
+};
+
+}  // namespace

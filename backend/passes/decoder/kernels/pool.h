@@ -1,0 +1,135 @@
+// The threads that share a step's work.
+
+#pragma once
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// Workers beside the calling thread. Chunks are claimed one by one, so a worker that the system has taken off its core
+// holds up one chunk and not a fixed share; a worker spins for spin_ns after its last job and then sleeps in the kernel.
+class Pool {
+  public:
+    Pool(int num_threads, i64 spin_ns) : num_threads_(num_threads), spin_ns_(spin_ns) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the process's own threads
+        for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    ~Pool() {
+        stop_.store(true);
+        publish(0);
+        for (auto& worker : workers_) worker.join();
+    }
+
+    int num_threads() const { return num_threads_; }
+
+    // body(chunk, thread) for every chunk in [0, num_chunks), the highest first. Returns when all are done.
+    template <class F> void run(i64 num_chunks, const F& body) {
+        if (num_chunks <= 1 || num_threads_ == 1) {
+            for (i64 chunk = num_chunks - 1; chunk >= 0; --chunk) body(chunk, 0);
+            return;
+        }
+        call_.store([](const void* context, i64 chunk, int thread) { (*static_cast<const F*>(context))(chunk, thread); },
+                    std::memory_order_relaxed);
+        context_.store(&body, std::memory_order_relaxed);
+        done_.store(0, std::memory_order_relaxed);
+        const std::uint32_t epoch = publish(std::uint32_t(num_chunks));
+        claim(epoch, 0);
+        for (int spins = 0; done_.load(std::memory_order_acquire) < num_chunks; ++spins) {
+            if (spins < 4000) _mm_pause();
+            else sched_yield();
+        }
+    }
+
+  private:
+    using Call = void (*)(const void*, i64, int);
+
+    // A ticket is epoch << 32 | unclaimed chunks. Whoever takes a chunk of epoch e knows that job e is not over, and
+    // so that call_ and context_, read since e was seen, are job e's.
+    std::uint32_t publish(std::uint32_t num_chunks) {
+        const std::uint32_t epoch = std::uint32_t(ticket_.load(std::memory_order_relaxed) >> 32) + 1;
+        ticket_.store(std::uint64_t(epoch) << 32 | num_chunks, std::memory_order_seq_cst);
+        signal_.fetch_add(1, std::memory_order_seq_cst);
+        if (sleepers_.load(std::memory_order_seq_cst) > 0)
+            syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&signal_), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+        return epoch;
+    }
+
+    void claim(std::uint32_t epoch, int thread) {
+        const Call call = call_.load(std::memory_order_relaxed);
+        const void* context = context_.load(std::memory_order_relaxed);
+        i64 finished = 0;
+        std::uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        while (std::uint32_t(ticket >> 32) == epoch && std::uint32_t(ticket) > 0) {
+            if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
+            call(context, i64(std::uint32_t(ticket)) - 1, thread);
+            ++finished;
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+        if (finished) done_.fetch_add(finished, std::memory_order_release);
+    }
+
+    void work(int thread) {
+        std::uint32_t seen = 0;
+        while (!stop_.load(std::memory_order_acquire)) {
+            const std::uint32_t epoch = await_job(seen);
+            claim(epoch, thread);
+            seen = epoch;
+        }
+    }
+
+    std::uint32_t current_epoch() const { return std::uint32_t(ticket_.load(std::memory_order_seq_cst) >> 32); }
+
+    std::uint32_t await_job(std::uint32_t seen) {
+        const i64 deadline = now_ns() + spin_ns_;
+        while (now_ns() < deadline)
+            for (int i = 0; i < 32; ++i) {
+                if (const std::uint32_t epoch = current_epoch(); epoch != seen) return epoch;
+                _mm_pause();
+            }
+        for (;;) {
+            const std::uint32_t signal = signal_.load(std::memory_order_seq_cst);
+            sleepers_.fetch_add(1, std::memory_order_seq_cst);
+            if (current_epoch() == seen)
+                syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&signal_), FUTEX_WAIT_PRIVATE, signal, nullptr, nullptr, 0);
+            sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+            if (const std::uint32_t epoch = current_epoch(); epoch != seen) return epoch;
+        }
+    }
+
+    static i64 now_ns() {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return i64(now.tv_sec) * 1000000000 + now.tv_nsec;
+    }
+
+    const int num_threads_;
+    const i64 spin_ns_;
+    alignas(64) std::atomic<std::uint64_t> ticket_{0};
+    std::atomic<Call> call_{nullptr};
+    std::atomic<const void*> context_{nullptr};
+    alignas(64) std::atomic<i64> done_{0};
+    alignas(64) std::atomic<std::uint32_t> signal_{0};
+    std::atomic<int> sleepers_{0};
+    std::atomic<bool> stop_{false};
+    std::vector<std::thread> workers_;
+};
+
+}  // namespace

@@ -1,0 +1,68 @@
+// What is done to each row for itself: embedding, norms, rotary embedding.
+
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "products.h"
+
+namespace {
+
+template <class T> void run_embed(Engine& engine, const T* table, bool packed, const std::int32_t* ids, float* residual) {
+    const i64 hidden = engine.shape.hidden;
+    engine.split(engine.step.num_tokens, 16, [&](i64 first, i64 last, int) {
+        for (i64 t = first; t < last; ++t) {
+            float* out = residual + t * hidden;
+            if (!packed) {
+                for (i64 k = 0; k < hidden; k += 16)
+                    store(out + k, load(table + ids[t] * hidden + k, hidden - k), hidden - k);
+                continue;
+            }
+            const T* source = table + (ids[t] / kPanel * hidden * kPanel) + ids[t] % kPanel * kLane<T>;
+            for (i64 k = 0; k < hidden; k += kLane<T>, source += kPanel * kLane<T>)
+                for (i64 j = 0; j < kLane<T>; ++j) out[k + j] = to_float(source[j]);
+        }
+    });
+}
+
+// 1 / sqrt(mean(x²) + eps)
+template <class T> float inverse_rms(const T* x, i64 n, float eps) {
+    Floats squares = all(0.0f);
+    for (i64 k = 0; k < n; k += 16) {
+        const Floats v = load(x + k, n - k);
+        squares = fmadd(v, v, squares);
+    }
+    return 1.0f / std::sqrt(sum(squares) / float(n) + eps);
+}
+
+template <class T> void run_rms_norm(Engine& engine, const float* residual, const float* weight, i64 rows, T* out) {
+    const i64 hidden = engine.shape.hidden;
+    engine.split(rows, std::max<i64>(1, 32768 / hidden), [&](i64 first, i64 last, int) {
+        for (i64 r = first; r < last; ++r) {
+            const float* x = residual + r * hidden;
+            const Floats scale = all(inverse_rms(x, hidden, engine.shape.eps));
+            for (i64 k = 0; k < hidden; k += 16)
+                store(out + r * hidden + k, mul(mul(load(x + k, hidden - k), scale), load(weight + k, hidden - k)),
+                      hidden - k);
+        }
+    });
+}
+
+template <class T> void norm_and_rotate(const Shape& shape, T* head, const float* norm, const float* cos_sin) {
+    if (norm) {
+        const Floats scale = all(inverse_rms(head, shape.head_dim, shape.eps));
+        for (i64 d = 0; d < shape.head_dim; d += 16) store(head + d, mul(mul(load(head + d), scale), load(norm + d)));
+    }
+    if (!cos_sin) return;
+    const i64 half = shape.rotary_dim / 2;
+    for (i64 d = 0; d < half; d += 16) {
+        const i64 count = half - d;
+        const Floats cosine = load(cos_sin + d, count), sine = load(cos_sin + half + d, count);
+        const Floats x = load(head + d, count), y = load(head + half + d, count);
+        store(head + d, fmsub(x, cosine, mul(y, sine)), count);
+        store(head + half + d, fmadd(y, cosine, mul(x, sine)), count);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,78 @@
+// A step's rows, cut into what threads take on.
+
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+// Nobody takes on more than a share of about a quarter of what one thread has to do: a single token's heads go together
+// if that is less, else one by one, else piece by piece. Cheapest first: the pool takes the last chunk first.
+inline Work share_out(const Engine& engine, const std::vector<Tile>& tiles, i64& num_partials) {
+    const i64 kv_heads = engine.shape.num_kv_heads;
+    const auto cost_of_head = [](const Tile& tile) { return tile.count * (tile.position + tile.count); };
+    i64 total = 0;
+    for (const Tile& tile : tiles) total += cost_of_head(tile) * kv_heads;
+    const i64 share = total / (4 * engine.pool.num_threads());
+    Work work;
+    num_partials = 0;
+    for (const Tile& tile : tiles) {
+        const i64 cost = cost_of_head(tile), num_pieces = tile.position / kPiece + 1;
+        if (tile.count == 1 && cost * kv_heads <= share) {
+            work.items.push_back({tile, 0, kv_heads, 0, -1});
+            continue;
+        }
+        for (i64 h = 0; h < kv_heads; ++h) {
+            if (tile.count > 1 || num_pieces == 1 || cost <= share || engine.pool.num_threads() == 1) {
+                work.items.push_back({tile, h, h + 1, 0, -1});
+                continue;
+            }
+            work.merges.push_back({tile, h, num_pieces, num_partials});
+            for (i64 piece = 0; piece < num_pieces; ++piece) work.items.push_back({tile, h, h + 1, piece, num_partials++});
+        }
+    }
+    const auto cost = [&](const Item& item) {
+        if (item.partial >= 0) return std::min<i64>(kPiece, item.tile.position + 1 - item.piece * kPiece);
+        return cost_of_head(item.tile) * (item.last_head - item.head);
+    };
+    std::stable_sort(work.items.begin(), work.items.end(), [&](const Item& a, const Item& b) { return cost(a) < cost(b); });
+    return work;
+}
+
+inline void plan_step(Engine& engine, const std::int32_t* starts, const std::int32_t* contexts, i64 num_rows,
+                      const std::int32_t* page_table, i64 table_width, const std::int32_t* logit_rows, i64 num_logits) {
+    Step& step = engine.step;
+    const i64 size = engine.shape.page_size;
+    const i64 tile_tokens = engine.tile_rows() / engine.group();
+    step.page_table = page_table;
+    step.page_table_width = table_width;
+    step.num_tokens = starts[num_rows];
+    step.positions.resize(step.num_tokens);
+    step.slots.resize(step.num_tokens);
+    step.last_tokens.clear();
+    std::vector<Tile> tiles, last_tiles;
+    for (i64 row = 0; row < num_rows; ++row) {
+        const i64 length = starts[row + 1] - starts[row];
+        for (i64 i = 0; i < length; ++i) {
+            const i64 position = contexts[row] + i;
+            step.positions[starts[row] + i] = std::int32_t(position);
+            step.slots[starts[row] + i] = page_table[row * table_width + position / size] * size + position % size;
+        }
+        for (i64 i = 0; i < length; i += tile_tokens) {
+            const i64 token = starts[row] + i;
+            tiles.push_back({row, token, std::min(tile_tokens, length - i), contexts[row] + i, token});
+        }
+    }
+    for (i64 i = 0; i < num_logits; ++i) {
+        const i64 row = logit_rows[i], token = starts[row + 1] - 1;
+        step.last_tokens.push_back(token);
+        last_tiles.push_back({row, token, 1, step.positions[token], i});
+    }
+    i64 num_partials = 0, num_last_partials = 0;
+    step.work = share_out(engine, tiles, num_partials);
+    step.last_work = share_out(engine, last_tiles, num_last_partials);
+    const i64 floats = State::floats(engine.group(), engine.shape.head_dim);
+    engine.partials.resize(std::max({i64(engine.partials.size()), num_partials * floats, num_last_partials * floats}));
+}
+
+}  // namespace

@@ -1,0 +1,157 @@
+// The vector layer for AVX2 with FMA and F16C: a vector is two registers. Included by vectors.h.
+
+#pragma once
+
+namespace {
+
+struct Floats {
+    __m256 lo, hi;
+};
+struct Ints {
+    __m256i lo, hi;
+};
+struct Mask {
+    __m256 lo, hi;
+};
+
+// 16 registers: 12 for accumulators where there are many rows, 2 for weights and one for a broadcast.
+constexpr int max_vectors(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+inline Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline Floats div(Floats a, Floats b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Floats fmadd(Floats a, Floats b, Floats c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline Floats fmsub(Floats a, Floats b, Floats c) {
+    return {_mm256_fmsub_ps(a.lo, b.lo, c.lo), _mm256_fmsub_ps(a.hi, b.hi, c.hi)};
+}
+inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline Floats abs(Floats x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.lo), _mm256_andnot_ps(sign, x.hi)};
+}
+inline Floats round_to_even(Floats x) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.lo, mode), _mm256_round_ps(x.hi, mode)};
+}
+inline Floats truncate(Floats x) {
+    constexpr int mode = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.lo, mode), _mm256_round_ps(x.hi, mode)};
+}
+inline __m256 power_of_two(__m256 whole) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+// whole from -126 to 127.
+inline Floats times_power_of_two(Floats x, Floats whole) {
+    return {_mm256_mul_ps(x.lo, power_of_two(whole.lo)), _mm256_mul_ps(x.hi, power_of_two(whole.hi))};
+}
+inline float sum(Floats x) {
+    const __m256 eight = _mm256_add_ps(x.lo, x.hi);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+inline float largest(Floats x) {
+    const __m256 eight = _mm256_max_ps(x.lo, x.hi);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+inline Mask is_below(Floats a, Floats b) {
+    return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
+}
+inline __m256 lanes_between(__m256i lanes, i64 from, i64 to) {
+    const __m256i first = _mm256_set1_epi32(int(std::clamp<i64>(from, 0, 16)) - 1);
+    const __m256i end = _mm256_set1_epi32(int(std::clamp<i64>(to, 0, 16)));
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(lanes, first), _mm256_cmpgt_epi32(end, lanes)));
+}
+inline Mask lanes_between(i64 from, i64 to) {
+    return {lanes_between(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), from, to),
+            lanes_between(_mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15), from, to)};
+}
+inline Floats select(Mask m, Floats if_set, Floats if_clear) {
+    return {_mm256_blendv_ps(if_clear.lo, if_set.lo, m.lo), _mm256_blendv_ps(if_clear.hi, if_set.hi, m.hi)};
+}
+
+inline __m256 widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+inline __m256i round_to_bf16(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan), 16);
+}
+inline const __m128i* eight(const std::uint16_t* p) { return reinterpret_cast<const __m128i*>(p); }
+
+inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Floats load(const bf16* p) {
+    return {widen(_mm_loadu_si128(eight(p))), widen(_mm_loadu_si128(eight(p + 8)))};
+}
+inline Floats load_halves(const Half* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(eight(p))), _mm256_cvtph_ps(_mm_loadu_si128(eight(p + 8)))};
+}
+template <class T> inline Floats load_part(const T* p, i64 count) {
+    T part[16] = {};
+    std::memcpy(part, p, count * sizeof(T));
+    return load(part);
+}
+inline void store(float* p, Floats x) {
+    _mm256_storeu_ps(p, x.lo);
+    _mm256_storeu_ps(p + 8, x.hi);
+}
+inline void store(bf16* p, Floats x) {
+    const __m256i packed = _mm256_packus_epi32(round_to_bf16(x.lo), round_to_bf16(x.hi));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+template <class T> inline void store_part(T* p, Floats x, i64 count) {
+    T part[16];
+    store(part, x);
+    std::memcpy(p, part, count * sizeof(T));
+}
+
+// To the nearest integers, ties to even, saturated.
+inline __m256i to_shorts(Floats x) {
+    const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
+    return _mm256_permute4x64_epi64(packed, 0xd8);
+}
+inline void store_shorts(std::int16_t* p, Floats x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_shorts(x));
+}
+inline void store_bytes(std::int8_t* p, Floats x) {
+    const __m256i shorts = to_shorts(x);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1)));
+}
+
+// acc + a × b of one 32-bit lane: a broadcast, b a vector of lanes.
+inline Floats multiply_add(Floats acc, const float* a, Floats b) { return fmadd(all(*a), b, acc); }
+inline __m256 low_of(__m256 pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16)); }
+inline __m256 high_of(__m256 pairs) {
+    return _mm256_and_ps(pairs, _mm256_castsi256_ps(_mm256_set1_epi32(std::int32_t(0xffff0000))));
+}
+inline Floats multiply_add(Floats acc, const bf16* a, Floats b) {
+    acc = fmadd(all(to_float(a[0])), {low_of(b.lo), low_of(b.hi)}, acc);
+    return fmadd(all(to_float(a[1])), {high_of(b.lo), high_of(b.hi)}, acc);
+}
+
+inline Ints zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
+// 16 pairs of int8 as int16.
+inline Ints load_pairs(const std::int8_t* p) {
+    const __m128i* sixteen = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128(sixteen)), _mm256_cvtepi8_epi16(_mm_loadu_si128(sixteen + 1))};
+}
+inline Ints multiply_add(Ints acc, const std::int16_t* a, Ints b) {
+    std::int32_t pair;
+    std::memcpy(&pair, a, 4);
+    const __m256i both = _mm256_set1_epi32(pair);
+    return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(both, b.lo)),
+            _mm256_add_epi32(acc.hi, _mm256_madd_epi16(both, b.hi))};
+}
+
+}  // namespace

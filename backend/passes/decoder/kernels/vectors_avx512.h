@@ -1,0 +1,105 @@
+// The vector layer for AVX-512 (F, BW, VL), with BF16 and VNNI where the machine has them. Included by vectors.h.
+
+#pragma once
+
+namespace {
+
+using Floats = __m512;
+using Ints = __m512i;
+using Mask = __mmask16;
+
+// 6 rows × 4 vectors of accumulators, 4 of weights and a broadcast fill the 32 registers.
+constexpr int max_vectors(int /*rows*/) { return 4; }
+
+inline Floats all(float x) { return _mm512_set1_ps(x); }
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats fmadd(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats fmsub(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }
+inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats abs(Floats x) { return _mm512_abs_ps(x); }
+inline Floats round_to_even(Floats x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Floats truncate(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+inline Floats times_power_of_two(Floats x, Floats whole) { return _mm512_scalef_ps(x, whole); }
+inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
+
+inline Mask is_below(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline Mask first_lanes(i64 count) { return count >= 16 ? 0xffff : Mask((1u << count) - 1); }
+inline Mask lanes_between(i64 from, i64 to) {
+    return Mask(first_lanes(std::clamp<i64>(to, 0, 16)) & ~first_lanes(std::clamp<i64>(from, 0, 16)));
+}
+inline Floats select(Mask m, Floats if_set, Floats if_clear) { return _mm512_mask_mov_ps(if_clear, m, if_set); }
+
+inline __m256i round_to_bf16(Floats x) {
+#ifdef __AVX512BF16__
+    return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+    const Ints bits = _mm512_castps_si512(x);
+    const Ints odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const Ints rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const Mask nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(
+        _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000)), 16));
+#endif
+}
+inline Floats widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline Floats load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Floats load_halves(const Half* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Floats load_part(const float* p, i64 count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
+inline Floats load_part(const bf16* p, i64 count) { return widen(_mm256_maskz_loadu_epi16(first_lanes(count), p)); }
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+inline void store(bf16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_to_bf16(x)); }
+inline void store_part(float* p, Floats x, i64 count) { _mm512_mask_storeu_ps(p, first_lanes(count), x); }
+inline void store_part(bf16* p, Floats x, i64 count) {
+    _mm256_mask_storeu_epi16(p, first_lanes(count), round_to_bf16(x));
+}
+
+// To the nearest integers, ties to even, saturated.
+inline void store_shorts(std::int16_t* p, Floats x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+inline void store_bytes(std::int8_t* p, Floats x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+
+// acc + a × b of one 32-bit lane: a broadcast, b a vector of lanes.
+inline Floats multiply_add(Floats acc, const float* a, Floats b) { return fmadd(all(*a), b, acc); }
+inline Floats multiply_add(Floats acc, const bf16* a, Floats b) {
+    std::int32_t pair;
+    std::memcpy(&pair, a, 4);
+#ifdef __AVX512BF16__
+    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_castps_si512(b));
+#else
+    const Ints bits = _mm512_castps_si512(b);
+    acc = fmadd(all(to_float(bf16(pair))), _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), acc);
+    return fmadd(all(to_float(bf16(std::uint32_t(pair) >> 16))),
+                 _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(std::int32_t(0xffff0000)))), acc);
+#endif
+}
+
+inline Ints zero_ints() { return _mm512_setzero_si512(); }
+inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+// 16 pairs of int8 as int16.
+inline Ints load_pairs(const std::int8_t* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Ints multiply_add(Ints acc, const std::int16_t* a, Ints b) {
+    std::int32_t pair;
+    std::memcpy(&pair, a, 4);
+#ifdef __AVX512VNNI__
+    return _mm512_dpwssd_epi32(acc, _mm512_set1_epi32(pair), b);
+#else
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_set1_epi32(pair), b));
+#endif
+}
+
+}  // namespace
