@@ -79,7 +79,6 @@ class Open:
     next_index: int
     """Which of the ask's tokens is due."""
     deadline_s: float | None
-    since_tick: int
     is_started: bool = False
     is_judged: bool = False
     """It was neither refused nor ended at once."""
@@ -119,7 +118,7 @@ class SimulatedLink:
         key = event.frontend, event.request_id
         ask = world.ask_of(*key)
         deadline_s = world.now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
-        heard = Open(ask, len(event.tokens) // 4 - submit.num_prompt_tokens, deadline_s, world.tick)
+        heard = Open(ask, len(event.tokens) // 4 - submit.num_prompt_tokens, deadline_s)
         self.open[key] = heard
         yield event
         if self.open.get(key) is heard:

@@ -58,6 +58,8 @@ class Backend:
         self.num_joined = 0
         self.places: dict[Sequence, tuple[float, int]] = {}
         """When each sequence's turn is, by the policy: lower is sooner."""
+        self.since: dict[Sequence, int] = {}
+        """The tick in which each sequence came."""
         self.burnt: dict[tuple[int, int], int] = {}
         """(fault, page) → the tick in which a request failed for what the fault had left in the page."""
 
@@ -313,6 +315,7 @@ class World:
             step_s = self.setup.priority_step_s
             rank = self.now_s + ask.priority * step_s if step_s else 0.0
             backend.places[sequence] = rank, len(backend.places)
+            backend.since[sequence] = self.tick
 
     def note_cancel(self, heard: Open | None, epoch: int, request_id: int) -> None:
         """In which state it meets its request."""
@@ -374,7 +377,7 @@ class World:
         if not was_bad or not isinstance(backend.forward_pass, ChainPass):
             return
         poison = backend.forward_pass.poison_in(sequence.pages, len(sequence.tokens))
-        if any(backend.burnt.get(pair, self.tick) < heard.since_tick for pair in poison):
+        if any(backend.burnt.get(pair, self.tick) < backend.since[sequence] for pair in poison):
             raise Violation(f"{heard.ask} fails for a page that others had failed for before it came")
         for pair in poison:
             backend.burnt.setdefault(pair, self.tick)
