@@ -118,7 +118,7 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const Item& it
 // Floats that one thread needs for any item of attend: of all its rows, of the rows of one head, of a block.
 inline i64 scratch_floats(const Engine& engine) {
     const i64 dim = engine.shape.head_dim, rows = std::max(engine.tile_rows(), engine.shape.num_heads);
-    return rows * (2 * (dim + 2) + dim + 1) + rows * (2 * kBlock + dim + dim / kQ8Block) + 3 * kBlock * dim + 16 * 16;
+    return rows * (2 * (dim + 2) + dim + 1) + rows * (2 * kBlock + dim + dim / kQ8Block) + 4 * kBlock * dim + 16 * 16;
 }
 
 template <class T, class Block> void run_attention(Engine& engine, const T* qkv, const Attention& layer, bool last, T* out) {

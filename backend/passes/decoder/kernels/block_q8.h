@@ -10,13 +10,8 @@ namespace {
 
 constexpr float kShortMax = 32767.0f;
 
-// x[0 … n) as int16; returns the scale. What is all smaller than 1e-30 counts as 0; not finite numbers give NaN.
-inline float to_shorts(const float* x, i64 n, std::int16_t* shorts) {
-    const float top = magnitude(x, n);
-    const Floats inverse = all(top >= 1e-30f ? kShortMax / top : 0.0f);
-    for (i64 k = 0; k < n; k += 16) store_shorts(shorts + k, mul(load(x + k), inverse));
-    return top / kShortMax;
-}
+// What numbers up to top are multiplied by to become int16. What is all smaller than 1e-30 counts as 0.
+inline Floats to_short_range(float top) { return all(top >= 1e-30f ? kShortMax / top : 0.0f); }
 
 // Rows of pairs that follow each other; the next run goes on where the last one's factors ended.
 struct Run {
@@ -55,12 +50,13 @@ class Q8Block {  // as FloatBlock
     Q8Block(const Engine& engine, const Attention& layer, i64 row, i64 rows, Scratch& scratch)
         : finder_(engine, layer.cache, row, scratch), dim_(engine.shape.head_dim), segment_(engine.segment()),
           rows_(rows), parts_(dim_ / kQ8Block), weights_(scratch.take<std::int16_t>(rows * parts_ * kBlock)),
-          weight_scales_(scratch.take<float>(rows * parts_)) {}
+          weight_scales_(scratch.take<float>(rows * parts_)), value_scales_(scratch.take<float>(parts_ * kBlock)) {}
 
     template <class T> float take_query(const T* q, std::int16_t* query) const {
-        float wide[kMaxHeadDim];
-        for (i64 d = 0; d < dim_; d += 16) store(wide + d, load(q + d));
-        return to_shorts(wide, dim_, query);
+        const float top = magnitude(q, dim_);
+        const Floats factor = to_short_range(top);
+        for (i64 d = 0; d < dim_; d += 16) store_shorts(query + d, mul(load(q + d), factor));
+        return top / kShortMax;
     }
 
     void score(i64 kv_head, i64 first, i64 end, const std::int16_t* queries, float* scores) {
@@ -68,6 +64,7 @@ class Q8Block {  // as FloatBlock
         for (i64 at = 0, i = 0; at < count_; at += segment_, ++i) {
             found_[i] = finder_.find(kv_head, first + at, std::min(segment_, count_ - at));
             score_segment(found_[i], queries, scores + at);
+            widen_value_scales(found_[i], at);
         }
     }
 
@@ -75,15 +72,18 @@ class Q8Block {  // as FloatBlock
         float* weights = scores + r * kBlock;
         const float factor = ::soften(weights, from, to, scale, peak, sum, weights);
         for (i64 b = 0; b < parts_; ++b) {
-            float scaled[kBlock] = {};
-            for (i64 at = 0; at < count_; at += 16) {
-                const Segment<Q8>& segment = found_[at / segment_];
-                const Floats x = mul(load(weights + at),
-                                     load_halves(segment.value_scales + b * segment.scale_stride + at % segment_));
-                store(scaled + at, select(lanes_between(from - at, to - at), x, all(0.0f)));
+            Floats scaled[kBlock / 16];
+            Ints top = zero_ints();
+            for (i64 v = 0; v < kBlock / 16; ++v) {
+                scaled[v] = mul(load(weights + v * 16), load(value_scales_ + b * kBlock + v * 16));
+                top = max_bits(top, scaled[v]);
             }
             const i64 part = r * parts_ + b;
-            weight_scales_[part] = to_shorts(scaled, kBlock, weights_ + part * kBlock);
+            const float largest_weight = magnitude(top);
+            const Floats to_range = to_short_range(largest_weight);
+            for (i64 v = 0; v < kBlock / 16; ++v)
+                store_shorts(weights_ + part * kBlock + v * 16, mul(scaled[v], to_range));
+            weight_scales_[part] = largest_weight / kShortMax;
         }
         return factor;
     }
@@ -133,11 +133,24 @@ class Q8Block {  // as FloatBlock
         });
     }
 
+    // Those of places that no token was written to become 0.
+    void widen_value_scales(const Segment<Q8>& segment, i64 at) {
+        for (i64 b = 0; b < parts_; ++b)
+            for (i64 i = 0; i < segment_; i += 16) {
+                const Floats scales = load_halves(segment.value_scales + b * segment.scale_stride + i);
+                store(value_scales_ + b * kBlock + at + i,
+                      select(lanes_between(0, count_ - at - i), scales, all(0.0f)));
+            }
+        for (i64 i = at + segment_; i < kBlock && at + segment_ >= count_; i += 16)
+            for (i64 b = 0; b < parts_; ++b) store(value_scales_ + b * kBlock + i, all(0.0f));
+    }
+
     const Finder<Q8> finder_;
     const i64 dim_, segment_, rows_, parts_;
     i64 count_ = 0;
     std::int16_t* weights_;  // [rows][head_dim / 32][kBlock]
     float* weight_scales_;   // [rows][head_dim / 32]
+    float* value_scales_;    // [head_dim / 32][kBlock]
     Segment<Q8> found_[kBlock / 16];
 };
 

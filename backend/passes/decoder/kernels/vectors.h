@@ -79,15 +79,19 @@ inline Floats silu_mul(Floats gate, Floats up) {
     return mul(mul(gate, sigmoid), up);
 }
 
-// The largest absolute value of x[0 … n), n a multiple of 16; NaN where one is not finite.
+// The largest absolute value, by what max_bits found; NaN where a number is not finite.
+inline float magnitude(Ints top) {
+    const std::int32_t bits = largest(top);
+    float size;
+    std::memcpy(&size, &bits, 4);
+    return size < std::numeric_limits<float>::infinity() ? size : std::numeric_limits<float>::quiet_NaN();
+}
+
+// Of x[0 … n), n a multiple of 16.
 template <class T> float magnitude(const T* x, i64 n) {
-    Floats top = all(0.0f), poison = all(0.0f);
-    for (i64 k = 0; k < n; k += 16) {
-        const Floats v = load(x + k);
-        top = max(top, abs(v));
-        poison = fmadd(v, all(0.0f), poison);
-    }
-    return largest(top) + sum(poison);
+    Ints top = zero_ints();
+    for (i64 k = 0; k < n; k += 16) top = max_bits(top, load(x + k));
+    return magnitude(top);
 }
 
 }  // namespace

@@ -139,6 +139,19 @@ inline Floats multiply_add(Floats acc, const bf16* a, Floats b) {
     return fmadd(all(to_float(a[1])), {high_of(b.lo), high_of(b.hi)}, acc);
 }
 
+// The absolute values' bits, which order finite numbers, infinity and NaN as integers.
+inline Ints max_bits(Ints top, Floats x) {
+    const Floats size = abs(x);
+    return {_mm256_max_epi32(top.lo, _mm256_castps_si256(size.lo)),
+            _mm256_max_epi32(top.hi, _mm256_castps_si256(size.hi))};
+}
+inline std::int32_t largest(Ints x) {
+    const __m256i eight = _mm256_max_epi32(x.lo, x.hi);
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
 inline Ints zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
 // 16 pairs of int8 as int16.

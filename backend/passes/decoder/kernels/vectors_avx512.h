@@ -86,6 +86,10 @@ inline Floats multiply_add(Floats acc, const bf16* a, Floats b) {
 #endif
 }
 
+// The absolute values' bits, which order finite numbers, infinity and NaN as integers.
+inline Ints max_bits(Ints top, Floats x) { return _mm512_max_epi32(top, _mm512_castps_si512(abs(x))); }
+inline std::int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
+
 inline Ints zero_ints() { return _mm512_setzero_si512(); }
 inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 // 16 pairs of int8 as int16.
