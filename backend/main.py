@@ -49,7 +49,7 @@ app = make_app("backend", "Runs a model: owns the device and serves any number o
 
 
 @app.default
-def run(options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
+def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
     prepare_threads()
     log = set_up_logging(options.log_level, as_json=options.log_json)
     try:
@@ -128,7 +128,12 @@ def _load(
 def pass_options(options: BackendOptions) -> PassOptions:
     """What the forward pass is told. Raises StartupError for a device that cannot be named."""
     return PassOptions(
-        choose_device(options.gpu), options.dtype, options.max_running, options.max_batch_tokens, options.max_context
+        choose_device(options.gpu),
+        options.dtype,
+        options.max_running,
+        options.max_batch_tokens,
+        options.max_context,
+        options.deterministic,
     )
 
 

@@ -21,6 +21,8 @@ NOT_FINITE = -1
 
 _CDF_BLOCK = 256
 _NUCLEUS_GUESS = 1024
+_MIN_TEMPERATURE = np.float32(1e-6)
+"""Below it all mass is on the largest logits anyway, and smaller divisors overflow."""
 
 _PHILOX_M = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _PHILOX_W = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -136,7 +138,7 @@ class HostSampling:
         """One token for each row at temperature > 0. logits is a copy of ours, [n, V]; peaks its maxima, [n]."""
         scaled = logits
         scaled -= peaks[:, None]
-        scaled /= self._temperature[slots][:, None]
+        scaled /= np.maximum(self._temperature[slots], _MIN_TEMPERATURE)[:, None]
         floor = np.full(len(slots), -np.inf, np.float32)
         top_k = np.minimum(self._top_k[slots], self._vocab_size)
         limited = np.flatnonzero((top_k > 0) & (top_k < self._vocab_size))

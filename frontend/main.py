@@ -23,7 +23,7 @@ app = make_app("frontend", "Serves the OpenAI API over HTTP for the backend on t
 
 
 @app.default
-def run(options: FrontendOptions = FrontendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
+def run(*, options: FrontendOptions = FrontendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
     sys.exit(serve(options))
 
 

@@ -58,7 +58,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     top_k: I31 = 0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: Annotated[

@@ -208,3 +208,20 @@ def test_uniform_numbers_are_in_the_unit_interval_and_differ_by_seed_and_positio
     assert numbers.max() < 1.0
     assert len(set(numbers.tolist())) == 10_000
     assert abs(numbers.mean() - 0.5) < 0.02
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-40, 1e-300])
+def test_a_temperature_next_to_zero_is_greedy(temperature: float) -> None:
+    logits = np.random.default_rng(4).normal(size=(3, VOCAB)) * 10
+    sampler = HostSampling(VOCAB, 3)
+    inits = tuple(slot_init(slot, temperature=temperature, top_p=0.9, min_p=0.1, seed=slot) for slot in range(3))
+    assert sample(sampler, logits, decode_batch([0, 1, 2], inits=inits)) == logits.argmax(axis=1).tolist()
+
+
+def test_the_strongest_penalties_leave_logits_finite() -> None:
+    logits = np.full((1, VOCAB), 80.0)
+    for repetition_penalty in (0.01, 100.0):
+        sampler = HostSampling(VOCAB, 1)
+        init = slot_init(0, [3, 4], 1, temperature=0.5, repetition_penalty=repetition_penalty, frequency_penalty=2.0)
+        (token,) = sample(sampler, logits, decode_batch([0], inits=(init,)))
+        assert 0 <= token < VOCAB

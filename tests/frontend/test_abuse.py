@@ -70,7 +70,7 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     *(("top_p", value) for value in (0, -0.1, 1.01, HUGE, "1", False)),
     *(("top_k", value) for value in (-2, 2**31, HUGE, 1.5, "1", True)),
     *(("min_p", value) for value in (-0.1, 1.1, "0")),
-    *(("repetition_penalty", value) for value in (0, -1, 101, "1")),
+    *(("repetition_penalty", value) for value in (0, -1, 1e-38, 0.009, 101, "1")),
     *(("presence_penalty", value) for value in (-2.1, 2.1, "0")),
     *(("frequency_penalty", value) for value in (-2.1, 2.1, [])),
     *(("seed", value) for value in (2**63, -(2**63) - 1, HUGE, 0.5, "1", True)),

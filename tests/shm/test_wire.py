@@ -51,7 +51,7 @@ samplings = st.builds(
     top_p=floats(1e-9, 1),
     top_k=i31,
     min_p=floats(0, 1),
-    repetition_penalty=floats(1e-9, 100),
+    repetition_penalty=floats(0.01, 100),
     presence_penalty=floats(-2, 2),
     frequency_penalty=floats(-2, 2),
     logit_bias=st.lists(st.tuples(i31, floats(-100, 100)), max_size=5).map(tuple),
