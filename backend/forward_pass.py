@@ -114,6 +114,10 @@ class PassOptions:
     """Tokens a step can have at most."""
     max_context_tokens: int | None = None
     """The longest sequence that will be served, where the operator has said so."""
+    deterministic: bool = False
+    """A row's logits must be the same bits whatever else is in the step, however its sequence was cut into steps, and
+    in whatever pages and slot it lies: no kernel may be chosen, and no sum be ordered, by the batch. Without the flag
+    equal up to rounding is enough. A pass that cannot hold it ignores it and says so in its documentation."""
 
 
 class IBatchedForwardPass(Protocol):

@@ -41,6 +41,10 @@ class BackendOptions:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the weights; auto takes the checkpoint's."""
 
+    deterministic: bool = False
+    """Equal requests get equal tokens whatever runs beside them. The CPU's native kernels always do; plain torch
+    operations, where those cannot run, are slower for it."""
+
     page_size: Positive = 32
     """Tokens in a page of the KV cache."""
 

@@ -17,6 +17,7 @@ from backend.passes.decoder.native_library import (
     open_library,
 )
 from backend.passes.decoder.ops import HeadShape, Ops
+from backend.passes.decoder.ops_deterministic import DeterministicTorchOps
 from backend.passes.decoder.ops_native import NativeOps, native_serves
 from backend.passes.decoder.ops_torch import TorchOps
 
@@ -29,6 +30,11 @@ MakeOps = Callable[..., Any]
 def make_torch_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Ops:
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     return TorchOps(heads, config.rope, config.rms_norm_eps, dtype)
+
+
+def make_deterministic_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Ops:
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    return DeterministicTorchOps(heads, config.rope, config.rms_norm_eps, dtype)
 
 
 def make_native_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
@@ -60,3 +66,12 @@ def make_ops(request: pytest.FixtureRequest) -> MakeOps:
 @pytest.fixture(params=NATIVE)
 def make_kernels(request: pytest.FixtureRequest) -> MakeOps:
     return NATIVE[request.param]
+
+
+DETERMINISTIC: dict[str, MakeOps] = {**NATIVE, "torch": make_deterministic_ops}
+
+
+@pytest.fixture(params=DETERMINISTIC)
+def make_deterministic(request: pytest.FixtureRequest) -> MakeOps:
+    """Operations that give each row the same bits in any company."""
+    return DETERMINISTIC[request.param]

@@ -113,63 +113,62 @@ def test_64_greedy_tokens_are_those_of_transformers(architecture: str, make_ops:
         assert len(generated) == 64
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["llama3/32", "mistral/32", "qwen3", "smollm3-window/32"])
-def test_a_native_row_is_the_same_bits_alone_and_among_strangers(
-    architecture: str, dtype: torch.dtype, kv_dtype: str, make_kernels: MakeOps
+def bits_kept(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test with weights and caches of every type, for all operations that promise the same bits."""
+    for mark in (
+        pytest.mark.parametrize("kv_dtype", KV_DTYPES),
+        pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"]),
+    ):
+        test = mark(test)
+    return test
+
+
+@bits_kept
+@pytest.mark.parametrize("architecture", ["llama3/32", "mistral/32", "qwen3"])
+def test_a_row_is_the_same_bits_alone_and_among_strangers(
+    architecture: str, dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
 ) -> None:
-    check_company(lambda: make_pass(architecture, make_kernels, dtype), kv_dtype)
-
-
-def check_company(load: Callable[[], DecoderPass], kv_dtype: str) -> None:
-    """A row alone and among 15 others, at prefill and at decode, in pages of other numbers: the same bits."""
+    """At prefill and at decode, in pages of other numbers."""
     prompt, *strangers = prompts((37, *range(1, 60, 4)), seed=2)
-    alone = Driver(load(), num_pages=64, page_size=16, kv_dtype=kv_dtype)
-    crowd = Driver(load(), num_pages=64, page_size=16, kv_dtype=kv_dtype, seed=9)
+    alone, crowd = (
+        Driver(make_pass(architecture, make_deterministic, dtype), 64, 16, kv_dtype, seed=seed) for seed in (0, 9)
+    )
     expected = run_prompts(alone, [prompt])[0]
     found = run_prompts(crowd, [*strangers[:7], prompt, *strangers[7:]])[7]
     np.testing.assert_array_equal(found, expected)
-    for _ in range(20):
+    for _ in range(8):
         expected = alone.step([(alone.rows[0], 1)])[0]
         np.testing.assert_array_equal(crowd.step([(row, 1) for row in crowd.rows])[7], expected)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_logits_are_the_same_bits_in_any_chunks(
-    dtype: torch.dtype, kv_dtype: str, make_kernels: MakeOps
-) -> None:
-    check_chunks(lambda: make_pass("mistral/32", make_kernels, dtype), kv_dtype)
-
-
-def check_chunks(load: Callable[[], DecoderPass], kv_dtype: str) -> None:
-    """Prompts together in chunks of 1, 7 and 64, and each whole by itself, in pages of other numbers: the same bits."""
+@bits_kept
+def test_logits_are_the_same_bits_in_any_chunks(dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps) -> None:
+    """Prompts together in chunks of 1, 7 and 64, and each whole by itself, in pages of other numbers."""
     batch = prompts((90, 64, 65, 3), seed=3)
-    whole = [run_prompts(Driver(load(), 8, 16, kv_dtype, seed=1), [prompt])[0] for prompt in batch]
+
+    def driver(num_pages: int, seed: int) -> Driver:
+        return Driver(make_pass("mistral/32", make_deterministic, dtype), num_pages, 16, kv_dtype, seed)
+
+    whole = [run_prompts(driver(8, seed=0), [prompt])[0] for prompt in batch]
     for chunk in (1, 7, 64):
-        cut = run_prompts(Driver(load(), 32, 16, kv_dtype, seed=chunk), batch, chunk)
-        np.testing.assert_array_equal(cut, whole)
+        np.testing.assert_array_equal(run_prompts(driver(32, seed=chunk), batch, chunk), whole)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_logits_behind_found_pages_are_the_same_bits(
-    dtype: torch.dtype, kv_dtype: str, make_kernels: MakeOps
+@bits_kept
+def test_logits_behind_found_pages_are_the_same_bits(
+    dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
 ) -> None:
-    check_found_pages(lambda: make_pass("qwen3", make_kernels, dtype), kv_dtype)
-
-
-def check_found_pages(load: Callable[[], DecoderPass], kv_dtype: str) -> None:
-    """A prompt whose first pages another sequence has computed, in another company, gives the bits it gives alone."""
+    """A prompt whose first pages another sequence has computed in other company gives what it gives alone."""
     prompt, stranger = prompts((45, 50), seed=8)
-    alone = run_prompts(Driver(load(), 8, 16, kv_dtype), [prompt])[0]
-    driver = Driver(load(), 32, 16, kv_dtype, seed=5)
+    alone, driver = (
+        Driver(make_pass("qwen3", make_deterministic, dtype), 32, 16, kv_dtype, seed=seed) for seed in (0, 5)
+    )
+    expected = run_prompts(alone, [prompt])[0]
     first, _ = driver.add(prompt), driver.add(stranger)
     driver.prefill(chunk=13)
     second = driver.add(prompt)
     second.pages, second.computed = first.pages[:2], 32
-    np.testing.assert_array_equal(driver.step([(second, 13)])[second.slot], alone)
+    np.testing.assert_array_equal(driver.step([(second, 13)])[second.slot], expected)
 
 
 def test_a_torch_row_has_the_same_tokens_alone_and_among_strangers(make_ops: MakeOps) -> None:

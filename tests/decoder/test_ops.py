@@ -175,6 +175,30 @@ def test_embed(tied: bool, dtype: torch.dtype, make_ops: MakeOps) -> None:
     torch.testing.assert_close(bench.get("_residual", found, len(ids)), weight[ids].float(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_rows_are_the_same_bits_in_any_number(dtype: torch.dtype, make_deterministic: MakeOps) -> None:
+    """Sizes at which libraries choose other kernels, and cut arrays for their threads."""
+    config = replace(BASE, hidden_size=520, intermediate_size=1111 * 2)
+    bench = Bench(make_deterministic(config, dtype))
+    ops, x, residual = bench.ops, randn(301, 520, dtype=dtype, seed=1), 3 * randn(301, 520, seed=2)
+    linear, norm = ops.pack_linear(randn(256, 520, dtype=dtype, seed=3), None), ops.vector(randn(520, seed=4))
+    gated = ops.pack_gated(randn(4444, 520, dtype=dtype, seed=5), None)
+
+    def run(first: int, last: int) -> list[Tensor]:
+        rows = last - first
+        bench.begin(rows)
+        return [
+            bench.get("_hidden", ops.rms_norm(bench.put("_residual", residual[first:last]), norm), rows),
+            bench.get("_qkv", ops.linear(bench.put("_hidden", x[first:last]), linear), rows),
+            bench.get("_gated", ops.gated_linear(bench.put("_hidden", x[first:last]), gated), rows),
+        ]
+
+    together = run(0, 301)
+    for first, last in ((0, 1), (77, 78), (300, 301), (5, 22), (64, 160)):
+        for found, expected in zip(run(first, last), together, strict=True):
+            assert torch.equal(found, expected[first:last])
+
+
 def attend_exactly(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -> Tensor:
     """q [heads, dim] at position over k and v [n, kv_heads, dim], in float64."""
     begin = 0 if window is None else max(0, position - window + 1)

@@ -16,6 +16,7 @@ from backend.passes.decoder.heap import freed_memory_returns
 from backend.passes.decoder.model import DecoderModel
 from backend.passes.decoder.native_library import load_library
 from backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, HeadShape, Ops, quantisable
+from backend.passes.decoder.ops_deterministic import DeterministicTorchOps
 from backend.passes.decoder.ops_native import NativeOps, native_serves
 from backend.passes.decoder.ops_torch import TorchOps
 from backend.passes.decoder.threads import usable_cores
@@ -60,9 +61,8 @@ class DecoderPass(HostSampling):
         config = read_decoder_config(model_dir, options.max_context_tokens)
         with freed_memory_returns(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype)
-            return cls(
-                config, weights, make_cpu_ops(config, dtype, options.max_batch_tokens), dtype, options.max_running
-            )
+            ops = make_cpu_ops(config, dtype, options.max_batch_tokens, deterministic=options.deterministic)
+            return cls(config, weights, ops, dtype, options.max_running)
 
     @property
     def spec(self) -> PassSpec:
@@ -107,10 +107,13 @@ def make_spec(config: DecoderConfig, dtype: torch.dtype) -> PassSpec:
     )
 
 
-def make_cpu_ops(config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: int) -> Ops:
-    """The fastest operations that this machine offers for the model."""
+def make_cpu_ops(
+    config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: int, *, deterministic: bool = False
+) -> Ops:
+    """The fastest operations that this machine offers for the model; the native ones are always deterministic."""
     library = load_library() if native_serves(config) else None
     if library is not None:
         return NativeOps(library, config, dtype, max_batch_tokens, usable_cores(), SPIN_S)
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    return TorchOps(heads, config.rope, config.rms_norm_eps, dtype)
+    kind = DeterministicTorchOps if deterministic else TorchOps
+    return kind(heads, config.rope, config.rms_norm_eps, dtype)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from backend.passes.decoder.kv_torch import PagedHeads, make_paged_heads
 from backend.passes.decoder.linears import PackedLinear
-from backend.passes.decoder.query_tiles import QueryTiles, cut_rows
+from backend.passes.decoder.query_tiles import QueryTiles, TileLimits, cut_rows
 from backend.passes.decoder.rope import RopeTable
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class TorchStep:
 
 class TorchOps:
     """See `Ops`. dtype is the weights' and activations': torch.float32 or torch.bfloat16."""
+
+    tile_limits = TileLimits()
 
     def __init__(self, heads: HeadShape, rope: RopeConfig, rms_norm_eps: float, dtype: torch.dtype) -> None:
         self._heads = heads
@@ -84,7 +86,8 @@ class TorchOps:
         lengths = np.diff(batch.query_starts)
         rows = np.repeat(np.arange(batch.num_rows), lengths)
         positions = np.arange(batch.num_tokens) - np.repeat(batch.query_starts[:-1] - batch.context_lens, lengths)
-        queries = QueryTiles(rows, positions, cut_rows(batch.query_starts), batch.page_table, self._page_size_tokens)
+        tiles = cut_rows(batch.query_starts, self.tile_limits.tile_tokens)
+        queries = QueryTiles(rows, positions, tiles, batch.page_table, self._page_size_tokens, self.tile_limits)
         pages, places = queries.cache_places()
         rope = self._rope_table.cover(int(positions.max()) + 1)[torch.from_numpy(positions)].unsqueeze(1)
         cos, sin = rope.chunk(2, dim=-1)
@@ -105,15 +108,23 @@ class TorchOps:
     def rms_norm(self, residual: Tensor, weight: Tensor) -> Tensor:
         return self._norm(residual, weight).to(self._dtype)
 
-    def linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
+    def product(self, x: Tensor, weights: PackedLinear) -> Tensor:
+        """What all linear layers are made of."""
         return weights(x)
 
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, fp32; may write into its arguments."""
+        return functional.silu(gate).mul_(up)
+
+    def linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
+        return self.product(x, weights)
+
     def linear_add(self, x: Tensor, weights: PackedLinear, residual: Tensor) -> None:
-        residual.add_(weights(x))
+        residual.add_(self.product(x, weights))
 
     def gated_linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
-        gate, up = weights(x).float().chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up).to(self._dtype)
+        gate, up = self.product(x, weights).float().chunk(2, dim=-1)
+        return self.silu_mul(gate, up).to(self._dtype)
 
     def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
         heads = qkv.view(len(qkv), -1, self._heads.head_dim)
@@ -155,7 +166,7 @@ class TorchOps:
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
 
     def logits(self, x: Tensor, weights: PackedLinear) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = weights(x).float().numpy()
+        logits: NDArray[np.float32] = self.product(x, weights).float().numpy()
         return logits
 
     def close(self) -> None:

@@ -13,9 +13,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-_TILE_TOKENS = 32
-_MAX_GROUP_SCORES = 1 << 16
-"""Query tokens × key positions, both padded, that one attention call handles: bounds its memory."""
+
+@dataclass(frozen=True, slots=True)
+class TileLimits:
+    """How much attends together. One token alone in every call is what makes it the same bits in any company."""
+
+    tile_tokens: int = 32
+    """Of one row."""
+    group_scores: int = 1 << 16
+    """Query tokens × key positions, both padded, that one call handles: bounds its memory. A tile always fits."""
+
+
+ONE_BY_ONE = TileLimits(1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +49,10 @@ class QueryTiles:
         tiles: NDArray[np.int64],
         page_table: NDArray[np.int32],
         page_size_tokens: int,
+        limits: TileLimits,
     ) -> None:
         """rows and positions: [T], of each token; tiles: [n, 2], first token and length of each piece."""
+        self._limits = limits
         self._rows = rows
         self._positions = positions
         self._tiles = tiles
@@ -52,7 +63,8 @@ class QueryTiles:
     def single(self, tokens: NDArray[np.int64]) -> QueryTiles:
         """Only these tokens, each a tile of its own."""
         tiles = np.stack([np.arange(len(tokens)), np.ones(len(tokens), np.int64)], axis=1)
-        return QueryTiles(self._rows[tokens], self._positions[tokens], tiles, self._page_table, self._page_size_tokens)
+        rows, positions = self._rows[tokens], self._positions[tokens]
+        return QueryTiles(rows, positions, tiles, self._page_table, self._page_size_tokens, self._limits)
 
     def cache_places(self) -> tuple[Tensor, Tensor]:
         """[T] the page that each token's key and value go to, and the place in it."""
@@ -65,8 +77,8 @@ class QueryTiles:
         return self._groups[window_tokens]
 
     def _make_groups(self, window_tokens: int | None) -> Iterator[TileGroup]:
-        for width in (1, _TILE_TOKENS):
-            tiles = self._tiles[(self._tiles[:, 1] == 1) == (width == 1)]
+        for is_single in (True, False):
+            tiles = self._tiles[(self._tiles[:, 1] == 1) == is_single]
             width_used = int(tiles[:, 1].max(initial=1))
             first_positions = self._positions[tiles[:, 0]]
             first_pages = np.zeros_like(first_positions)
@@ -76,7 +88,7 @@ class QueryTiles:
             order = np.argsort(num_pages, kind="stable")
             while len(order):
                 scores = (np.arange(len(order)) + 1) * width_used * num_pages[order] * self._page_size_tokens
-                count = max(1, int(np.searchsorted(scores, _MAX_GROUP_SCORES, side="right")))
+                count = max(1, int(np.searchsorted(scores, self._limits.group_scores, side="right")))
                 chosen, order = order[:count], order[count:]
                 yield self._make_group(tiles[chosen], first_pages[chosen], int(num_pages[chosen].max()), window_tokens)
 
@@ -100,11 +112,11 @@ class QueryTiles:
         )
 
 
-def cut_rows(query_starts: NDArray[np.int32]) -> NDArray[np.int64]:
-    """[n, 2] first token and length of pieces of at most _TILE_TOKENS, none across rows."""
+def cut_rows(query_starts: NDArray[np.int32], tile_tokens: int) -> NDArray[np.int64]:
+    """[n, 2] first token and length of pieces of at most tile_tokens, none across rows."""
     lengths = np.diff(query_starts).astype(np.int64)
-    counts = -(-lengths // _TILE_TOKENS)
+    counts = -(-lengths // tile_tokens)
     piece = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    offsets = piece * _TILE_TOKENS
+    offsets = piece * tile_tokens
     starts = np.repeat(query_starts[:-1].astype(np.int64), counts) + offsets
-    return np.stack([starts, np.minimum(np.repeat(lengths, counts) - offsets, _TILE_TOKENS)], axis=1)
+    return np.stack([starts, np.minimum(np.repeat(lengths, counts) - offsets, tile_tokens)], axis=1)
