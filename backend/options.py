@@ -51,7 +51,7 @@ class BackendOptions:
     max_context: Positive | None = None
     """Tokens of one sequence, prompt and output. Default: the model's own limit, as far as the KV budget holds it."""
 
-    max_batch_tokens: Positive = 512
+    max_batch_tokens: Positive = 192
     """Tokens that one step may compute; long prompts are prefilled in pieces beside running decodes."""
 
     max_running: Positive = 64
