@@ -35,9 +35,7 @@ def serve(options: FrontendOptions) -> int:
     """Runs until told to stop; returns the exit status."""
     if len(os.fsencode(options.socket)) > _LONGEST_SOCKET_PATH_BYTES:
         fail("frontend", f"--socket {options.socket} is longer than the {_LONGEST_SOCKET_PATH_BYTES} bytes of a path")
-    listening = listen(options.host, options.port)
-    host, port = listening.getsockname()[:2]
-    shown_host = f"[{host}]" if ":" in host else host
+    listening = listening_socket(options, "frontend")
     settings = WorkerSettings(
         listen_fd=listening.fileno(),
         socket_path=str(options.socket),
@@ -57,7 +55,10 @@ def serve(options: FrontendOptions) -> int:
         ChildSpec(f"worker {number}", argv, pass_fds=(listening.fileno(),), env=environment)
         for number in range(options.workers)
     ]
-    _log(f"listening on http://{shown_host}:{port} with {options.workers} worker(s)")
+    if options.listen_fd is None:  # otherwise who handed it over says so
+        host, port = listening.getsockname()[:2]
+        shown_host = f"[{host}]" if ":" in host else host
+        _log(f"listening on http://{shown_host}:{port} with {options.workers} worker(s)")
     supervisor = Supervisor(
         workers,
         log=_log,
@@ -68,16 +69,33 @@ def serve(options: FrontendOptions) -> int:
     return supervisor.run()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket in which connections wait while workers start or restart. Exits with one line where it cannot be had."""
+def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
+    """A socket in which connections wait while workers start or restart: the inherited one, or one of our own.
+
+    Exits with one line, in the name of the command, where it cannot be had.
+    """
+    if options.listen_fd is not None:
+        return _inherited(options.listen_fd, command)
+    host, port = options.host, options.port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except socket.gaierror:
-        fail("frontend", f'--host "{host}" is not an address of this machine')
+        fail(command, f'--host "{host}" is not an address of this machine')
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-        fail("frontend", f"port {port} on {host} {reason}")
+        fail(command, f"port {port} on {host} {reason}")
+
+
+def _inherited(fd: int, command: str) -> socket.socket:
+    try:
+        inherited = socket.socket(fileno=fd)
+    except OSError as error:
+        fail(command, f"--listen-fd {fd} is no socket: {error.strerror}")
+    is_listening = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if inherited.family not in (socket.AF_INET, socket.AF_INET6) or not is_listening:
+        fail(command, f"--listen-fd {fd} is not a socket that listens on a port")
+    return inherited
 
 
 def _log(message: str) -> None:

@@ -35,13 +35,16 @@ class FrontendOptions:
     port: Port = 8000
     """Port to listen on; 0 takes a free one."""
 
+    listen_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
+    """A listening socket that was inherited takes the place of host and port: `penstock serve` hands its own over."""
+
     workers: Positive = 1
     """Processes that share the port."""
 
     socket: Path = field(default_factory=default_socket_path)
     """Unix socket on which the backend is found."""
 
-    api_key: Annotated[tuple[str, ...], Parameter(converter=_split_keys, consume_multiple=False)] = ()
+    api_key: Annotated[tuple[str, ...], Parameter(converter=_split_keys, consume_multiple=False, negative="")] = ()
     """Key that clients must send (Authorization: Bearer KEY); may be repeated, or several with commas between. Better
     given by the environment, where other users of the machine do not see it. Without one, all may ask."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -15,10 +17,13 @@ from typing import Any, TypeVar, get_type_hints
 from cyclopts import Parameter
 
 from backend.options import BackendOptions
+from frontend.main import listening_socket
 from frontend.options import FrontendOptions
-from shm.cli import ENV_PREFIX, default_socket_path, to_argv
+from shm.cli import ENV_PREFIX, default_socket_path, fail, to_argv
+from shm.rendezvous import AddressInUse, CannotListen, check_free
 from shm.supervisor import ChildSpec, Supervisor, module_argv
 
+_COMMAND = "penstock serve"
 _STOP_MARGIN_S = 10.0
 """What a child may take beyond the drain time-out before it is killed."""
 _PROBE_TIMEOUT_S = 0.5
@@ -63,12 +68,6 @@ def is_ready(host: str, port: int) -> bool:
         connection.close()
 
 
-def free_port(host: str) -> int:
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
     """The options without API keys, and an environment with them: other users of a machine can read command lines."""
     environment = dict(os.environ)
@@ -83,34 +82,70 @@ def serve(options: ServeOptions) -> int:
         return subprocess.run(
             module_argv("backend.main", to_argv(part(options, BackendOptions))), check=False
         ).returncode
-    if options.port == 0:
-        # Chosen here, so that a frontend that is restarted comes back on the same one.
-        options = dataclasses.replace(options, port=free_port(options.host))
-    told, environment = split_keys(options)
+    with listening_socket(options, _COMMAND) as listening, _backend_socket(options.socket):
+        return _supervise(options, listening)
+
+
+@contextlib.contextmanager
+def _backend_socket(path: Path) -> Iterator[None]:
+    """Exits with one line where another backend has it. One of this server's own leaves no files behind."""
+    is_private = path == private_socket_path()
+    try:
+        check_free(path)
+        if is_private:
+            _remove_leftovers(path.parent)
+        yield
+    except CannotListen as error:
+        fail(_COMMAND, str(error))
+    finally:
+        if is_private:
+            _remove_socket(path)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """The sockets of servers that were killed."""
+    for lock in directory.glob("serve-*.sock.lock"):
+        path = lock.with_suffix("")
+        if not Path("/proc", path.stem.removeprefix("serve-")).exists():
+            with contextlib.suppress(AddressInUse):  # its backend lives for a moment longer than the server
+                check_free(path)
+                _remove_socket(path)
+
+
+def _remove_socket(path: Path) -> None:
+    for name in ("", ".zmq", ".lock"):  # the lock last: by it what is left over is found
+        path.with_name(path.name + name).unlink(missing_ok=True)
+
+
+def _supervise(options: ServeOptions, listening: socket.socket) -> int:
+    """The frontend takes over the socket that listens: whoever answers there is ours, also where it is restarted."""
+    host, port = listening.getsockname()[:2]
+    told, environment = split_keys(dataclasses.replace(options, listen_fd=listening.fileno()))
     backend_argv = module_argv("backend.main", to_argv(part(told, BackendOptions)))
     frontend_argv = module_argv("frontend.main", to_argv(part(told, FrontendOptions)))
     children = (
         ChildSpec("backend", backend_argv, stage=0),
-        ChildSpec("frontend", frontend_argv, env=environment, stage=1),
+        ChildSpec("frontend", frontend_argv, pass_fds=(listening.fileno(),), env=environment, stage=1),
     )
 
     def announce_when_up() -> bool:
-        if not is_ready(options.host, options.port):
+        if not is_ready(host, port):
             return False
-        print(_welcome(options), flush=True)
+        print(_welcome(dataclasses.replace(options, port=port)), flush=True)
         return True
 
-    stop_timeout_s = options.drain_timeout_s + _STOP_MARGIN_S
-    try:
-        return Supervisor(children, log=_log, stop_timeout_s=stop_timeout_s, is_up=announce_when_up).run()
-    finally:
-        if options.socket == private_socket_path():
-            for path in options.socket.parent.glob(f"{options.socket.name}*"):  # the socket and its lock
-                path.unlink(missing_ok=True)
+    return Supervisor(
+        children,
+        log=_log,
+        stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
+        is_up=announce_when_up,
+        # The frontend closes its own; as long as one is open, clients connect and wait for nobody.
+        on_stop=listening.close,
+    ).run()
 
 
 def _log(message: str) -> None:
-    print(f"penstock serve: {message}", file=sys.stderr, flush=True)
+    print(f"{_COMMAND}: {message}", file=sys.stderr, flush=True)
 
 
 def _welcome(options: ServeOptions) -> str:

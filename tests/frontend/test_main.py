@@ -109,6 +109,20 @@ def test_workers_share_the_port_and_one_that_is_killed_is_replaced(
     assert frontend.end() == 0
 
 
+def test_a_worker_that_is_restarted_refuses_nobody_while_its_backend_is_there(
+    scripted: BackendProcess, start: Callable[..., Frontend]
+) -> None:
+    frontend = start()
+    frontend.wait_for("serving scripted")
+    for _ in range(3):
+        (worker,) = frontend.workers()
+        worker.kill()
+        worker.wait()
+        # It waits in the listening socket, and is the first thing that the new worker sees.
+        answer = httpx.post(frontend.client.base_url.join("/v1/completions"), json=BODY, timeout=30)
+        assert answer.status_code == 200
+
+
 def test_a_worker_is_light(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
     frontend = start()
     frontend.wait_for("serving scripted")
@@ -210,6 +224,8 @@ def test_a_busy_port_is_one_line_and_status_1(directory: Path) -> None:
         (("--no-such-option",), "no-such-option"),
         (("--socket", "/tmp/" + "x" * 200), "107 bytes"),  # noqa: S108 - never made
         (("--api-key", ""), "api-key"),
+        (("--empty-api-key",), "empty-api-key"),
+        (("--listen-fd", "0"), "--listen-fd 0"),
     ],
 )
 def test_a_wrong_option_is_named(directory: Path, options: tuple[str, ...], named: str) -> None:

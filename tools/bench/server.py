@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -17,9 +19,10 @@ from shm.cli import to_argv
 from shm.supervisor import module_argv
 from tools.bench.load import BenchError
 from tools.bench.processes import descendants, runs_module
-from tools.serve import ServeOptions, free_port, is_ready, split_keys
+from tools.serve import ServeOptions, split_keys
 
 _PR_SET_PDEATHSIG = 1
+_READY = re.compile(r"^Ready: (http://\S+)/v1$", re.MULTILINE)
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 60.0
 
@@ -50,9 +53,7 @@ class OwnServer:
 def own_server(options: ServeOptions) -> Iterator[OwnServer]:
     """Serves on a free port and socket of its own while the context lasts. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory, tempfile.TemporaryFile() as log:
-        options = replace(
-            options, host="127.0.0.1", port=free_port("127.0.0.1"), socket=Path(directory) / "backend.sock"
-        )
+        options = replace(options, host="127.0.0.1", port=0, socket=Path(directory) / "backend.sock")
         told, environment = split_keys(options)
         process = subprocess.Popen(
             module_argv("tools.main", ["serve", *to_argv(told)]),
@@ -64,8 +65,7 @@ def own_server(options: ServeOptions) -> Iterator[OwnServer]:
             preexec_fn=_stop_with_parent,
         )
         try:
-            _wait_until_ready(process, options, log)
-            yield OwnServer(f"http://{options.host}:{options.port}", process.pid, options.socket)
+            yield OwnServer(_wait_until_ready(process, log), process.pid, options.socket)
             if process.poll() is not None:
                 raise BenchError(f"the server ended with status {process.returncode} during the run\n{_tail(log)}")
         finally:
@@ -77,14 +77,16 @@ def _stop_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], options: ServeOptions, log: IO[bytes]) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
+    """The address, as the server itself says it. Raises BenchError."""
     deadline_s = time.monotonic() + _START_TIMEOUT_S
-    while not is_ready(options.host, options.port):
+    while (ready := _READY.search(_text(log))) is None:
         if process.poll() is not None:
             raise BenchError(f"the server did not start, status {process.returncode}\n{_tail(log)}")
         if time.monotonic() > deadline_s:
             raise BenchError(f"the server was not ready in {_START_TIMEOUT_S:g} s\n{_tail(log)}")
         time.sleep(0.05)
+    return ready[1]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -98,6 +100,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def _text(log: IO[bytes]) -> str:
+    # By pread: the server writes at the position that both share.
+    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode(errors="replace")
+
+
 def _tail(log: IO[bytes]) -> str:
-    log.seek(0)
-    return "\n".join(log.read().decode(errors="replace").splitlines()[-12:])
+    return "\n".join(_text(log).splitlines()[-12:])
