@@ -267,7 +267,7 @@ def _explain(message: str, data: bytes) -> ApiError:
         return ApiError(ErrorKind.INVALID_VALUE, f"the body must be a JSON object: {expected}")
     if of_key:
         expected = f"a key is wrong: {expected}"
-    elif (value := _value_at(path, data)) is not None:
+    elif (value := _value_at(path, data)) is not None and not expected.endswith(f", got {value}"):
         expected = f"{expected}, got {value}" if ", got " not in expected else f"{expected} {value}"
     return ApiError(ErrorKind.INVALID_VALUE, f"{path}: {expected}", param=path)
 

@@ -326,6 +326,19 @@ async def test_wrong_prompts(connection: Connection, prompt: Any, param: str) ->
     assert (await refused(connection, COMPLETIONS, {"prompt": prompt}))["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (None, "prompt: expected str | array, got null"),
+        ([None], "prompt[0]: expected int | str | array, got null"),
+        (True, "prompt: expected str | array, got bool true"),
+        ([1.5], "prompt[0]: expected int | str | array, got float 1.5"),
+    ],
+)
+async def test_a_wrong_type_is_told_with_its_value(connection: Connection, prompt: Any, told: str) -> None:
+    assert (await refused(connection, COMPLETIONS, {"prompt": prompt}))["message"] == told
+
+
 async def test_missing_fields_are_named(connection: Connection) -> None:
     for path, field in ((CHAT, "messages"), (COMPLETIONS, "prompt")):
         error = await refused(connection, path, {})

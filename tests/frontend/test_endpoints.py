@@ -266,6 +266,7 @@ async def test_models_are_listed_and_described(connection: Connection) -> None:
     assert model["id"] == "test/model"
     assert (await connection.request("GET", "/v1/models/test/model")).json() == model
     assert (await connection.request("GET", "/v1/models/test%2Fmodel")).json() == model
+    assert (await connection.request("GET", "/v1/models/test%252Fmodel")).status == 404
     missing = await connection.request("GET", "/v1/models/other")
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
