@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
 import msgspec
 
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock.app")
 
 _BODY_TIMEOUT_S = 30.0
+_DRAINED_BODY_TIMEOUT_S = 1.0
+"""What a body gets that is on its way when the server is told to stop."""
+_MODEL_TIMEOUT_S = 2.0
+"""How long a request waits for a model that is about to be there."""
 _SWEEP_S = 1.0
 _READY_PATH = "/ready"
 _READ_ONLY = ("GET", "HEAD")
@@ -88,8 +91,14 @@ class App:
         return len(self._open)
 
     def start_draining(self) -> None:
-        """From now on /ready and new requests are answered 503; what runs goes on."""
+        """From now on /ready and new requests are answered 503, bodies must be there soon; what runs goes on."""
         self._draining = True
+        asyncio.get_running_loop().call_later(_DRAINED_BODY_TIMEOUT_S, self._end_unread)
+
+    def _end_unread(self) -> None:
+        for exchange in list(self._open):
+            if exchange.is_reading:
+                exchange.abort(shutting_down())
 
     def end_all(self) -> None:
         """Every open request ends now with an error that says the server is shutting down."""
@@ -192,12 +201,12 @@ class App:
         await exchange.respond(200, page, content_type=metrics.CONTENT_TYPE)
 
     async def _list_models(self, exchange: Exchange) -> None:
-        body = {"object": "list", "data": [_describe(self._served())]}
+        body = {"object": "list", "data": [_describe(await self._served_soon(exchange))]}
         await exchange.respond(200, msgspec.json.encode(body))
 
     async def _describe_model(self, exchange: Exchange) -> None:
-        served = self._served()
-        asked = unquote(exchange.path.removeprefix("/v1/models/"))
+        served = await self._served_soon(exchange)
+        asked = exchange.path.removeprefix("/v1/models/")
         if asked != served.card.model_id:
             message = f"model: {shorten(asked)} does not exist; this server has {shorten(served.card.model_id)}"
             raise ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
@@ -205,11 +214,11 @@ class App:
 
     async def _chat_completion(self, exchange: Exchange) -> None:
         data = await self._admit(exchange)
-        await completions.chat_completion(exchange, data, self._served(), self._backend)
+        await completions.chat_completion(exchange, data, await self._served_soon(exchange), self._backend)
 
     async def _completion(self, exchange: Exchange) -> None:
         data = await self._admit(exchange)
-        await completions.completion(exchange, data, self._served(), self._backend)
+        await completions.completion(exchange, data, await self._served_soon(exchange), self._backend)
 
     async def _admit(self, exchange: Exchange) -> bytes:
         """The body of a request that may run. All that can be refused is refused before the body is read."""
@@ -217,12 +226,16 @@ class App:
             raise shutting_down()
         if len(self._open) > self._limits.max_open_requests:
             raise retry_later(ErrorKind.OVERLOADED, "too many open requests", 1)
-        self._served()
+        if self._models.settled.is_set():
+            self._served()
         _check_content_type(exchange)
-        data = await exchange.read_body(max_bytes=self._limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
-        if exchange.ending is not None:
-            raise exchange.ending
-        return data
+        return await exchange.read_body(max_bytes=self._limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+
+    async def _served_soon(self, exchange: Exchange) -> ServedModel:
+        """Waits where there will be a model in a moment, as in a worker that has just started."""
+        if self._models.current is None:
+            await exchange.wait_for(self._models.settled, _MODEL_TIMEOUT_S)
+        return self._served()
 
     def _served(self) -> ServedModel:
         served = self._models.current

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import string
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from frontend.errors import ApiError, ErrorKind, error_body
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     Scope = dict[str, Any]
     Message = dict[str, Any]
@@ -28,6 +29,8 @@ _REQUEST_ID_BYTES = (string.ascii_letters + string.digits + "-_.:").encode()
 _SMALL_BODY_BYTES = 64 << 10
 _MAX_DISCARDED_BYTES = 16 << 20
 _DISCARD_TIMEOUT_S = 5.0
+_LAST_DISCARD_TIMEOUT_S = 1.0
+"""The same where we end the request, and somebody waits for its end."""
 
 
 class ClientGoneError(Exception):
@@ -58,6 +61,8 @@ class Exchange:
         self._drop_connection: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT_EXTENSION)
         self._receive = receive
         self._send = send
+        self.is_reading = False
+        """Whether the body is being read."""
         self._body_read = self.header(b"content-length") in (None, b"0") and self.header(b"transfer-encoding") is None
         self._watcher: asyncio.Task[None] | None = None
         self._on_abort: Callable[[], None] | None = None
@@ -75,14 +80,16 @@ class Exchange:
         return None
 
     async def read_body(self, *, max_bytes: int, timeout_s: float) -> bytes:
-        """Raises ApiError beyond the limits, ClientGoneError when the client leaves before the body is complete."""
+        """Raises ApiError beyond the limits, ClientGoneError when the client leaves before the body is complete, and
+        what `abort` was given."""
         declared = self.header(b"content-length")
         if declared is not None and int(declared) > max_bytes:
             raise _too_large(max_bytes)
         parts: list[bytes] = []
         num_bytes = 0
+        self.is_reading = True
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._limited(timeout_s):
                 while not self._body_read:
                     part = await self._receive_part()
                     num_bytes += len(part)
@@ -91,7 +98,31 @@ class Exchange:
                     parts.append(part)
         except TimeoutError:
             raise ApiError(ErrorKind.TOO_SLOW, f"the body was not complete after {timeout_s:g} s") from None
+        finally:
+            self.is_reading = False
         return b"".join(parts)
+
+    async def wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
+        """Returns when the event is set or time is up. Raises what ended the exchange before. For after the body."""
+        with contextlib.suppress(TimeoutError):
+            async with self._limited(timeout_s):
+                self._watch_for_disconnect()
+                await event.wait()
+
+    @contextlib.asynccontextmanager
+    async def _limited(self, timeout_s: float) -> AsyncIterator[None]:
+        """Raises TimeoutError when time is up, and what `abort` was given at once."""
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                self._set_on_abort(lambda: None if limit.expired() else limit.reschedule(0.0))
+                yield
+        except TimeoutError:
+            if self.ending is None:
+                raise
+        finally:
+            self._on_abort = None
+        if self.ending is not None:
+            raise self.ending
 
     async def _receive_part(self) -> bytes:
         message = await self._receive()
@@ -103,8 +134,15 @@ class Exchange:
 
     def watch(self, on_abort: Callable[[], None]) -> None:
         """From here on a client that leaves is noticed. Call it when the body has been read."""
+        self._watch_for_disconnect()
+        self._set_on_abort(on_abort)
+
+    def _watch_for_disconnect(self) -> None:
+        if self._watcher is None:
+            self._watcher = asyncio.ensure_future(self._wait_for_disconnect())
+
+    def _set_on_abort(self, on_abort: Callable[[], None]) -> None:
         self._on_abort = on_abort
-        self._watcher = asyncio.ensure_future(self._wait_for_disconnect())
         if self.ending is not None:
             on_abort()
 
@@ -182,7 +220,7 @@ class Exchange:
     async def _discard_body(self) -> None:
         num_bytes = 0
         try:
-            async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+            async with asyncio.timeout(_DISCARD_TIMEOUT_S if self.ending is None else _LAST_DISCARD_TIMEOUT_S):
                 while not self._body_read and num_bytes < _MAX_DISCARDED_BYTES:
                     num_bytes += len(await self._receive_part())
         except (TimeoutError, ClientGoneError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,8 @@ _log = logging.getLogger("penstock.model")
 
 _POLL_S = 0.02
 _RELOAD_POLL_S = 1.0
-_PATIENCE_S = 1.0
+_PATIENCE_S = 2.0
+"""How long after the start a backend may take to be found before requests are told that there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,16 @@ class ModelKeeper:
         self._backend = backend
         self._unusable: ModelCard | None = None
         self.current: ServedModel | None = None
+        self.settled = asyncio.Event()
+        """Unset while `current` may change in a moment: a model loads, or this is the start and no backend is found."""
 
     async def watch(self) -> None:
         """Runs until it is cancelled."""
-        num_polls = 0
+        patient_until_s = time.monotonic() + _PATIENCE_S
         while True:
             card = self._backend.model
-            num_polls += 1
-            if card is None and num_polls * _POLL_S == _PATIENCE_S:
+            if card is None and not self.settled.is_set() and time.monotonic() >= patient_until_s:
+                self.settled.set()
                 _log.info("no backend yet; waiting for one")
             loaded = None if self.current is None else self.current.card
             if card is not None and card not in (loaded, self._unusable):
@@ -49,6 +53,7 @@ class ModelKeeper:
             await asyncio.sleep(_POLL_S if card is None else _RELOAD_POLL_S)
 
     async def _load(self, card: ModelCard) -> None:
+        self.settled.clear()
         try:
             tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(card.model_dir))
         except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
@@ -58,3 +63,4 @@ class ModelKeeper:
         else:
             self.current = ServedModel(card, tokenizer)
             _log.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)
+        self.settled.set()

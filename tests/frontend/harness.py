@@ -168,11 +168,17 @@ class FakeBackend:
         return self.streams[-1].request
 
 
+def served_model(card: ModelCard) -> ServedModel:
+    return ServedModel(card, ModelTokenizer(TOKENIZER, ChatTemplate(CHAT_TEMPLATE, {})))
+
+
 def make_app(backend: FakeBackend, **options: Any) -> App:
-    """An app whose model is loaded. options: api_keys, or those of Limits."""
-    keeper = ModelKeeper(backend)  # type: ignore[arg-type]
-    if backend.model is not None:
-        keeper.current = ServedModel(backend.model, ModelTokenizer(TOKENIZER, ChatTemplate(CHAT_TEMPLATE, {})))
+    """An app whose model is loaded, if there is one. options: keeper, api_keys, or those of Limits."""
+    keeper = options.pop("keeper", None)
+    if keeper is None:
+        keeper = ModelKeeper(backend)  # type: ignore[arg-type]
+        keeper.current = None if backend.model is None else served_model(backend.model)
+        keeper.settled.set()
     api_keys = options.pop("api_keys", ())
     return App(backend, keeper, api_keys=api_keys, limits=Limits(**options))  # type: ignore[arg-type]
 

@@ -184,6 +184,22 @@ async def test_draining_refuses_what_is_new_and_lets_the_rest_finish(backend: Fa
         await connection.end()
 
 
+@pytest.mark.parametrize("num_bytes", [50, 1 << 20])
+async def test_draining_does_not_wait_for_a_body_that_does_not_come(
+    connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr(app_module, "_DRAINED_BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("frontend.exchange._LAST_DISCARD_TIMEOUT_S", 0.01)
+    connection.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n{" % num_bytes)
+    await asyncio.sleep(0)
+    connection.protocol.app.start_draining()
+    response = await connection.response()
+    assert (response.status, response.error["code"]) == (503, "shutting_down")
+    assert "retry-after" in response.headers
+    await connection.idle()
+    assert not backend.streams
+
+
 @pytest.mark.parametrize("stage", ["whole", "stream not started", "stream started"])
 async def test_what_the_drain_ends_is_told_so(connection: Connection, backend: FakeBackend, stage: str) -> None:
     backend.script = silent

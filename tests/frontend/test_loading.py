@@ -1,0 +1,168 @@
+"""Before there is a model: who waits for it, for how long, and who does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from frontend import app as app_module
+from frontend import model as model_module
+from frontend.app import App
+from frontend.model import ModelKeeper
+from tests.frontend.harness import (
+    Connection,
+    FakeBackend,
+    make_app,
+    model_card,
+    request_bytes,
+    save_model_files,
+    served_model,
+)
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def keeper(backend: FakeBackend) -> ModelKeeper:
+    """As it is when its worker has just started."""
+    return ModelKeeper(backend)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def app(backend: FakeBackend, keeper: ModelKeeper) -> App:
+    return make_app(backend, keeper=keeper, max_open_requests=1)
+
+
+@pytest.fixture
+async def connect(app: App) -> AsyncIterator[Callable[[], Connection]]:
+    connections: list[Connection] = []
+
+    def connect() -> Connection:
+        connections.append(Connection(app))
+        return connections[-1]
+
+    yield connect
+    for connection in connections:
+        await connection.end()
+
+
+def load(keeper: ModelKeeper) -> None:
+    keeper.current = served_model(model_card())
+    keeper.settled.set()
+
+
+async def waiting(connection: Connection, method: str = "POST", path: str = CHAT) -> None:
+    """A request that waits for the model now."""
+    connection.send(request_bytes(method, path, BODY if method == "POST" else None))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not connection.transport.output
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/models/test/model")])
+async def test_a_request_waits_for_a_model_that_loads(
+    connect: Callable[[], Connection], keeper: ModelKeeper, method: str, path: str
+) -> None:
+    connection, other = connect(), connect()
+    await waiting(connection, method, path)
+    assert (await other.request("GET", "/ready")).status == 503
+    load(keeper)
+    assert (await connection.response()).status == 200
+    assert (await other.request("GET", "/ready")).status == 200
+
+
+async def test_no_more_than_the_limit_wait(connect: Callable[[], Connection], keeper: ModelKeeper) -> None:
+    first, second = connect(), connect()
+    await waiting(first)
+    assert (await second.request("POST", CHAT, BODY)).status == 429
+    load(keeper)
+    assert (await first.response()).status == 200
+
+
+async def test_it_does_not_wait_for_ever(
+    connect: Callable[[], Connection], app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "_MODEL_TIMEOUT_S", 0.01)
+    response = await connect().post(CHAT, BODY)
+    assert (response.status, response.error["code"]) == (503, "backend_unavailable")
+
+
+async def test_a_client_that_leaves_while_it_waits_is_noticed(
+    connect: Callable[[], Connection], app: App, backend: FakeBackend, keeper: ModelKeeper
+) -> None:
+    connection = connect()
+    await waiting(connection)
+    connection.transport.reset()
+    await connection.idle()
+    assert app.num_open == 0
+    load(keeper)
+    assert not backend.streams
+
+
+async def test_what_waits_when_the_drain_ends_is_told_so(connect: Callable[[], Connection], app: App) -> None:
+    connection = connect()
+    await waiting(connection)
+    app.end_all()
+    response = await connection.response()
+    assert (response.status, response.error["code"]) == (503, "shutting_down")
+
+
+async def test_a_client_that_leaves_after_it_has_waited_is_noticed(
+    connect: Callable[[], Connection], backend: FakeBackend, keeper: ModelKeeper
+) -> None:
+    backend.script = lambda request: []
+    connection = connect()
+    await waiting(connection)
+    load(keeper)
+    await backend.submitted.wait()
+    connection.transport.reset()
+    await connection.idle()
+    assert backend.streams[0].cancelled.is_set()
+
+
+@asynccontextmanager
+async def watching(keeper: ModelKeeper) -> AsyncIterator[None]:
+    task = asyncio.create_task(keeper.watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_without_a_backend_waiting_ends_soon_after_the_start_and_with_one_it_begins_anew(
+    backend: FakeBackend, keeper: ModelKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module, "_PATIENCE_S", 0.01)
+    backend.model = None
+    save_model_files(tmp_path)
+    began_to_load = []
+    load_tokenizer = model_module.ModelTokenizer.load
+
+    def load(directory: Path) -> object:
+        began_to_load.append(keeper.settled.is_set())
+        return load_tokenizer(directory)
+
+    monkeypatch.setattr(model_module.ModelTokenizer, "load", load)
+    async with asyncio.timeout(10), watching(keeper):
+        await keeper.settled.wait()
+        assert keeper.current is None
+        backend.model = model_card(model_dir=str(tmp_path))
+        while keeper.current is None:
+            await asyncio.sleep(0.001)
+    assert began_to_load == [False]
+    assert keeper.settled.is_set()
+
+
+async def test_nobody_waits_for_a_model_that_cannot_be_loaded(
+    backend: FakeBackend, keeper: ModelKeeper, tmp_path: Path
+) -> None:
+    backend.model = model_card(model_dir=str(tmp_path))
+    async with asyncio.timeout(10), watching(keeper):
+        await keeper.settled.wait()
+    assert keeper.current is None
