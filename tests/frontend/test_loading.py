@@ -21,6 +21,7 @@ from tests.frontend.harness import (
     request_bytes,
     save_model_files,
     served_model,
+    silent,
 )
 
 CHAT = "/v1/chat/completions"
@@ -115,7 +116,7 @@ async def test_what_waits_when_the_drain_ends_is_told_so(connect: Callable[[], C
 async def test_a_client_that_leaves_after_it_has_waited_is_noticed(
     connect: Callable[[], Connection], backend: FakeBackend, keeper: ModelKeeper
 ) -> None:
-    backend.script = lambda request: []
+    backend.script = silent
     connection = connect()
     await waiting(connection)
     load(keeper)
@@ -141,11 +142,13 @@ async def test_without_a_backend_waiting_ends_soon_after_the_start_and_with_one_
     monkeypatch.setattr(model_module, "_PATIENCE_S", 0.01)
     backend.model = None
     save_model_files(tmp_path)
-    began_to_load = []
+    loading = asyncio.Event()
+    loop = asyncio.get_running_loop()
     load_tokenizer = model_module.ModelTokenizer.load
 
     def load(directory: Path) -> object:
-        began_to_load.append(keeper.settled.is_set())
+        assert not keeper.settled.is_set()
+        loop.call_soon_threadsafe(loading.set)
         return load_tokenizer(directory)
 
     monkeypatch.setattr(model_module.ModelTokenizer, "load", load)
@@ -153,10 +156,9 @@ async def test_without_a_backend_waiting_ends_soon_after_the_start_and_with_one_
         await keeper.settled.wait()
         assert keeper.current is None
         backend.model = model_card(model_dir=str(tmp_path))
-        while keeper.current is None:
-            await asyncio.sleep(0.001)
-    assert began_to_load == [False]
-    assert keeper.settled.is_set()
+        await loading.wait()
+        await keeper.settled.wait()
+    assert keeper.current is not None
 
 
 async def test_nobody_waits_for_a_model_that_cannot_be_loaded(
