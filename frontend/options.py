@@ -44,7 +44,9 @@ class FrontendOptions:
     socket: Path = field(default_factory=default_socket_path)
     """Unix socket on which the backend is found."""
 
-    api_key: Annotated[tuple[str, ...], Parameter(converter=_split_keys, consume_multiple=False, negative="")] = ()
+    api_key: Annotated[
+        tuple[str, ...], Parameter(converter=_split_keys, consume_multiple=False, negative="", show_default=False)
+    ] = ()
     """Key that clients must send (Authorization: Bearer KEY); may be repeated, or several with commas between. Better
     given by the environment, where other users of the machine do not see it. Without one, all may ask."""
 

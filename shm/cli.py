@@ -49,7 +49,7 @@ def _convert_size(_type: Any, tokens: Sequence[Token]) -> int:
     return parse_size(tokens[0].value)
 
 
-ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=format_size)]
+ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=format_size, metavar="SIZE")]
 """An option in bytes, written 6GB or 512MiB."""
 
 ENV_PREFIX = "PENSTOCK_"

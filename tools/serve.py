@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter
 
@@ -41,7 +41,7 @@ def private_socket_path() -> Path:
 class ServeOptions(FrontendOptions, BackendOptions):
     """Backend and frontend together: all options of both."""
 
-    socket: Path = field(default_factory=private_socket_path)
+    socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=private_socket_path)
     """Unix socket between the two. Default: one of this server's own."""
 
 

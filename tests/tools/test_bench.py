@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import msgspec
 import pytest
 
 from shm.supervisor import module_argv
-from tools.bench import channel_sweep, context
+from tools.bench import channel_sweep, context, ipc, scheduling
 from tools.bench.context import Bench
 from tools.bench.processes import descendants, process_use, runs_module
-from tools.bench.report import Report
+from tools.bench.report import Report, check_can_write
 from tools.bench.server import OwnServer, own_server
 from tools.main import app
 from tools.serve import ServeOptions
@@ -94,6 +95,13 @@ def test_a_storm_leaves_nothing_behind(bench: Command) -> None:
     assert (aftermath["running"], aftermath["waiting"], aftermath["pages_used"]) == (0, 0, 0)
 
 
+def test_a_storm_in_which_nobody_hangs_up_is_one(bench: Command) -> None:
+    run = bench("--storm", "--drop", "0", "--requests", "6", "--concurrency", "3", "--output-tokens", "4")
+    assert run.status == 0, run.output + run.errors
+    (row,) = run.report["rows"]
+    assert (row["completed"], row["dropped"]) == (6, 0)
+
+
 def test_continuous_and_static_run_the_same_requests(bench: Command) -> None:
     arguments = ["--compare", "static", "--stagger-s", "0.001", "--prompt-tokens", "3:9", "--output-tokens", "4:6"]
     run = bench(*arguments)
@@ -144,7 +152,7 @@ def test_gaps_of_running_streams_are_measured_while_prompts_arrive(bench: Comman
     found = run.report["sections"]["interference"]
     assert (found["long_prompt_tokens"], found["step_tokens"], len(found["rounds"])) == (100, 20, 3)
     for entry in found["rounds"]:
-        assert 0 < entry["itl_p50_ms"] <= entry["itl_p99_ms"] <= entry["itl_max_ms"]
+        assert 0 <= entry["itl_p50_ms"] <= entry["itl_p99_ms"] <= entry["itl_max_ms"]
         assert entry["full_step_ms"] > 0
 
 
@@ -161,6 +169,32 @@ def test_a_sweep_sends_each_capacity_the_same_load(bench: Command, monkeypatch: 
         assert entry["drops"]["computed_tokens"] >= entry["drops"]["wasted_tokens"]
         assert 0 < entry["spike"]["first_ms"] <= entry["spike"]["p99_ms"]
     assert "Capacity 0 against 1" in run.output
+
+
+def test_a_turn_of_the_loop_is_measured_with_and_without_a_queue(
+    bench: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "measure_scheduling", partial(scheduling.measure_scheduling, 8, 20, 50))
+    run = bench("--scheduling")
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["scheduling"]
+    for name, waiting in (("alone", 0), ("crowded", 20)):
+        turn = found[name]
+        assert (turn["running"], turn["waiting"], turn["turns"]) == (8, waiting, 50)
+        assert 0 < turn["p50_ms"] <= turn["p99_ms"] <= turn["worst_ms"]
+    assert [aim["limit"] for aim in run.report["aims"]] == [0.25, 1.0, 0.1]
+    assert "scheduling pass of 8 sequences" in run.output
+
+
+def test_the_link_alone_costs_both_sides_something(bench: Command) -> None:
+    run = bench("--ipc", "--concurrency", "3")
+    assert run.status == 0, run.errors
+    (cost,) = run.report["sections"]["ipc"]
+    assert (cost["streams"], cost["events"]) == (3, 3 * ipc.NUM_STEPS)
+    assert 1 <= cost["events_per_message"] <= 3
+    assert cost["backend_cpu_us_per_event"] > 0
+    assert cost["client_cpu_us_per_event"] > 0
+    assert "frontend CPU" in run.output
 
 
 def test_a_benchmark_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
@@ -190,6 +224,7 @@ def test_a_server_that_does_not_start_is_one_line_and_its_own_words(bench: Comma
         (["--url", "http://127.0.0.1:1"], "no connection"),
         (["--url", "http://127.0.0.1:1", "--coalescing"], "leave --url out"),
         (["--interference", "--max-running", "8"], "--max-running is 8"),
+        (["--scheduling", "--url", "http://127.0.0.1:1"], "leave --url out"),
         (["--storm", "--floor"], "choose one"),
     ],
 )
@@ -198,6 +233,37 @@ def test_what_cannot_be_measured_is_said_in_one_line(bench: Command, arguments: 
     assert run.status == 1
     (line,) = run.errors.strip().splitlines()
     assert reason in line
+
+
+@pytest.mark.parametrize(("name", "reason"), [("missing/x.json", "No such file or directory"), (".", "Is a directory")])
+def test_a_report_that_cannot_be_written_is_said_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, reason: str
+) -> None:
+    monkeypatch.setattr(scheduling, "measure_scheduling", partial(pytest.fail, "it was measured"))
+    path = tmp_path / name
+    with pytest.raises(SystemExit) as exited:
+        app(["bench", "--scheduling", "--json", str(path)])
+    assert exited.value.code == 1
+    assert capsys.readouterr().err == f"penstock bench: --json {path} cannot be written: {reason}\n"
+
+
+def test_the_place_of_a_report_is_asked_for_and_left_as_it_was(tmp_path: Path) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("kept")
+    for path in (new, old):
+        check_can_write(path)
+    assert not new.exists()
+    assert old.read_text() == "kept"
+
+
+def test_help_shows_sizes_and_counts_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app(["bench", "--help"])
+    shown = capsys.readouterr().out
+    for text in ("--kv-budget SIZE", "--concurrency COUNTS", "1,4,16,32]", "2.00 GB]"):
+        assert text in shown
+    for text in ("--empty-", f"serve-{os.getpid()}", "[default: ()]"):
+        assert text not in shown
 
 
 def test_a_report_can_be_read_back(tmp_path: Path) -> None:

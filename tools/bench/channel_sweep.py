@@ -137,7 +137,7 @@ async def _measure_capacity(bench: Bench, own: OwnServer, index: int) -> Capacit
         steady = await measure(target, workload, num_requests, concurrency, seed)
         if steady.failed:
             raise BenchError(f"a request of the steady load failed: {steady.first_error}")
-        dropping = replace(workload, drop=options.drop or 0.5)
+        dropping = replace(workload, drop=bench.drop_or(0.5))
         drops = await measure_drops(target, dropping, counters, num_requests, concurrency, seed + 1)
         spike = await measure_spikes(target, workload, num_requests, concurrency, steady.duration_s, seed + 2)
     return CapacityRound(steady, drops, spike)

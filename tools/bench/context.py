@@ -39,12 +39,20 @@ class Bench:
     @contextlib.contextmanager
     def own_server(self, server: ServeOptions | None = None) -> Iterator[OwnServer]:
         """For what can only be measured on a server that we start. Raises BenchError where --url names another."""
-        if self.options.url is not None:
-            raise BenchError("this measurement runs on a server of its own: leave --url out")
+        self.refuse_url()
         with contextlib.ExitStack() as stack:
             with self.progress.status("starting penstock serve"):
                 own = stack.enter_context(own_server(server or self.server))
             yield own
+
+    def refuse_url(self) -> None:
+        """Raises BenchError where --url names a server."""
+        if self.options.url is not None:
+            raise BenchError("this measurement runs on processes of its own: leave --url out")
+
+    def drop_or(self, share: float) -> float:
+        """What --drop says, 0 too."""
+        return share if self.options.drop is None else self.options.drop
 
     @contextlib.asynccontextmanager
     async def target(self, url: str) -> AsyncIterator[Target]:
@@ -68,7 +76,7 @@ class Bench:
             output_tokens=options.output_tokens,
             vocab_size=vocab_size if takes_tokens and options.prompt_kind != "text" else None,
             duplicates=options.duplicates,
-            drop=options.drop,
+            drop=self.drop_or(0.0),
             rate_per_s=options.rate,
         )
 

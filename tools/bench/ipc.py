@@ -17,11 +17,20 @@ from shm.board import BackendBoard
 from shm.client import BackendClient, GenerationRequest
 from shm.link import BackendLink, Submission
 from shm.wire import Finish, ModelCard, Sampling, Started
+from tools.bench.load import BenchError
+from tools.bench.processes import stop_with_parent
+from tools.bench.report import make_table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+    from rich.console import Console
+    from rich.table import Table
 
     from shm.client import TokenStream
+    from tools.bench.context import Bench
 
 STEP_S = 0.004
 NUM_STEPS = 500
@@ -40,17 +49,35 @@ class IpcCost:
     client_cpu_us_per_message: float
 
 
+def run_ipc(bench: Bench, console: Console) -> bool:
+    bench.refuse_url()
+    costs = []
+    for num_streams in bench.options.concurrency:
+        with bench.progress.status(f"{num_streams} streams over the link alone"):
+            costs.append(measure_ipc(num_streams))
+    bench.report.sections["ipc"] = costs
+    console.print(ipc_table(costs))
+    return True
+
+
 def measure_ipc(num_streams: int) -> IpcCost:
-    """num_streams streams for NUM_STEPS steps, one every STEP_S: no queue builds up, so each step is a message."""
+    """num_streams streams for NUM_STEPS steps, one every STEP_S: no queue builds up, so each step is a message.
+
+    Raises BenchError where the backend's process ends before it has served them.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="penstock-ipc-") as directory:
         socket_path = Path(directory) / "backend.sock"
-        backend = context.Process(target=_serve, args=(socket_path, num_streams, theirs))
+        backend = context.Process(target=_serve, args=(socket_path, num_streams, theirs), daemon=True)
         backend.start()
+        theirs.close()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            client_cpu_s = runner.run(_stream(socket_path, num_streams))
-        backend_cpu_s, num_messages = ours.recv()
+            client_cpu_s = runner.run(_stream(socket_path, num_streams, backend))
+        try:
+            backend_cpu_s, num_messages = ours.recv()
+        except EOFError:
+            raise BenchError("the link's other process ended during the run") from None
         backend.join()
     events = num_streams * NUM_STEPS
     return IpcCost(
@@ -64,6 +91,7 @@ def measure_ipc(num_streams: int) -> IpcCost:
 
 
 def _serve(socket_path: Path, num_streams: int, report: Connection) -> None:
+    stop_with_parent()
     card = ModelCard("ipc", "", 0, _VOCAB_SIZE, 4096, num_streams)
     board = BackendBoard.create()
     link = BackendLink(socket_path, card, board)
@@ -93,11 +121,13 @@ def _serve(socket_path: Path, num_streams: int, report: Connection) -> None:
     board.close()
 
 
-async def _stream(socket_path: Path, num_streams: int) -> float:
+async def _stream(socket_path: Path, num_streams: int, backend: BaseProcess) -> float:
     """CPU seconds from the first stream's first token to the last stream's end."""
     client = BackendClient(socket_path)
     await client.start()
-    while not client.ready:  # noqa: ASYNC110 - a process that starts
+    while not client.ready:
+        if not backend.is_alive():
+            raise BenchError("the link's other process did not start")
         await asyncio.sleep(0.01)
     streams = [client.submit(GenerationRequest([1], NUM_STEPS, Sampling())) for _ in range(num_streams)]
     await asyncio.gather(*(anext(stream) for stream in streams))
@@ -113,15 +143,16 @@ async def _read(stream: TokenStream) -> None:
         pass
 
 
-def main() -> None:
-    print("streams  events/message  backend µs/event  client µs/event  client µs/message")
-    for num_streams in (1, 4, 16, 64, 256):
-        cost = measure_ipc(num_streams)
-        print(
-            f"{cost.streams:7}  {cost.events_per_message:14.1f}  {cost.backend_cpu_us_per_event:16.2f}"
-            f"  {cost.client_cpu_us_per_event:15.2f}  {cost.client_cpu_us_per_message:17.1f}"
+def ipc_table(costs: Sequence[IpcCost]) -> Table:
+    columns = ("streams", "events /\nmessage", "backend CPU\nµs / event", "frontend CPU\nµs / event")
+    title = f"A token from the backend's loop to a frontend's stream, a step every {1000 * STEP_S:g} ms"
+    table = make_table(title, *columns, "frontend CPU\nµs / message")
+    for cost in costs:
+        table.add_row(
+            str(cost.streams),
+            f"{cost.events_per_message:.1f}",
+            f"{cost.backend_cpu_us_per_event:.2f}",
+            f"{cost.client_cpu_us_per_event:.2f}",
+            f"{cost.client_cpu_us_per_message:.1f}",
         )
-
-
-if __name__ == "__main__":
-    main()
+    return table

@@ -30,8 +30,17 @@ def _convert_counts(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
     return parse_counts(tokens[0].value)
 
 
+def _show_counts(counts: tuple[int, ...]) -> str:
+    return ",".join(map(str, counts))
+
+
 LengthRange = Annotated[Lengths, Parameter(converter=_convert_lengths, n_tokens=1, accepts_keys=False)]
-Counts = Annotated[tuple[int, ...], Parameter(converter=_convert_counts, n_tokens=1, negative="")]
+Counts = Annotated[
+    tuple[int, ...],
+    Parameter(converter=_convert_counts, n_tokens=1, negative="", metavar="COUNTS", show_default=_show_counts),
+]
+Mode = Annotated[bool, Parameter(negative="", show_default=False)]
+"""A measurement of its own, chosen by its name."""
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
 NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
@@ -63,8 +72,9 @@ class BenchOptions:
     duplicates: Share = 0.0
     """Share of requests that repeat an earlier prompt of their row."""
 
-    drop: Share = 0.0
-    """Share of requests whose client hangs up at a random moment."""
+    drop: Share | None = None
+    """Share of requests whose client hangs up at a random moment. Default: none; one half in a storm and in the drops
+    of a channel sweep."""
 
     endpoint: Endpoint = "completions"
     """Which of the two endpoints."""
@@ -90,22 +100,22 @@ class BenchOptions:
     stagger_s: Annotated[float, Parameter(validator=Number(gt=0))] = 0.1
     """Seconds between arrivals in the comparison of time to first token."""
 
-    floor: Annotated[bool, Parameter(negative="")] = False
+    floor: Mode = False
     """The engine's decode step beside the bare work of the step: products and attention alone."""
 
-    frontend_cost: Annotated[bool, Parameter(negative="")] = False
+    frontend_cost: Mode = False
     """Tokens a second through one frontend over a model that costs nothing, and CPU time of each streamed token."""
 
-    storm: Annotated[bool, Parameter(negative="")] = False
-    """Many requests of which a share (default one half) is dropped; then every page must be free again."""
+    storm: Mode = False
+    """Many requests of which a share (--drop, here one half) is dropped; then every page must be free again."""
 
-    channel_sweep: Annotated[bool, Parameter(negative="")] = False
+    channel_sweep: Mode = False
     """The same load for 0, 1, 2 and 4 plans prepared ahead: throughput, waste under drops, answer to a spike."""
 
-    coalescing: Annotated[bool, Parameter(negative="")] = False
+    coalescing: Mode = False
     """Eight identical greedy streams against one alone: wall time, and tokens computed."""
 
-    shared_prefix: Annotated[bool, Parameter(negative="")] = False
+    shared_prefix: Mode = False
     """64 requests (--requests) with one prefix arrive together: prompt tokens computed by distinct ones."""
 
     prefix_tokens: AtLeastOne = 1000
@@ -114,11 +124,18 @@ class BenchOptions:
     suffix_tokens: AtLeastOne = 32
     """What each has of its own after it."""
 
-    interference: Annotated[bool, Parameter(negative="")] = False
+    interference: Mode = False
     """Gaps between the tokens of running streams while a long prompt arrives."""
 
     long_prompt_tokens: AtLeastOne = 2048
     """That prompt's length; less where the context is shorter."""
+
+    scheduling: Mode = False
+    """What a turn of the backend's loop costs without a device: 256 sequences run, 10,000 wait. No server."""
+
+    ipc: Mode = False
+    """CPU time that carries a token from the backend to a frontend, for each --concurrency of streams. No server, no
+    HTTP."""
 
     json: Path | None = None
     """Also writes everything here."""

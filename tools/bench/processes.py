@@ -1,11 +1,14 @@
-"""CPU time of processes, from /proc."""
+"""Processes of a benchmark: their CPU time, from /proc, and their end."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -44,6 +47,11 @@ def descendants(pid: int) -> list[int]:
     for parent in found:
         found += children.get(parent, [])
     return found[1:]
+
+
+def stop_with_parent() -> None:
+    """In a child, as it starts: a benchmark that is killed leaves no process behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def runs_module(pid: int, module: str) -> bool:

@@ -12,11 +12,27 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tools.bench.load import BenchError
 from tools.bench.machine import Machine, this_machine
 from tools.bench.stats import Aim, Spread, Summary
 
 MIN_WIDTH = 120
 """Columns of the widest table; a narrower terminal wraps its lines rather than losing its figures."""
+
+
+def check_can_write(path: Path) -> None:
+    """To be asked before a long run. Changes nothing; raises BenchError."""
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> BenchError:
+    return BenchError(f"--json {path} cannot be written: {error.strerror}")
 
 
 def make_console() -> Console:
@@ -34,7 +50,11 @@ class Report:
     aims: list[Aim] = field(default_factory=list)
 
     def write_json(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        """Raises BenchError."""
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        except OSError as error:
+            raise _cannot_write(path, error) from None
 
     def print(self, console: Console) -> None:
         console.print(self.machine.describe(), style="dim", highlight=False, soft_wrap=True)

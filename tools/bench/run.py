@@ -17,9 +17,11 @@ from tools.bench.context import Bench
 from tools.bench.floor import BareStep, EngineStep, floor_table, measure_bare_steps, measure_engine_step_ms
 from tools.bench.frontend_cost import NUM_STREAMS, measure_frontend_cost
 from tools.bench.interference import run_interference
+from tools.bench.ipc import run_ipc
 from tools.bench.load import BenchError, warm_up
 from tools.bench.options import BenchOptions
-from tools.bench.report import Report, make_console, make_table
+from tools.bench.report import Report, check_can_write, make_console, make_table
+from tools.bench.scheduling import run_scheduling
 from tools.bench.server import OwnServer
 from tools.bench.shared_prefix import run_shared_prefix
 from tools.bench.storm import settle
@@ -50,7 +52,7 @@ def run_storm(bench: Bench, console: Console) -> bool:
     async def storm(url: str) -> bool:
         num_requests = bench.options.requests or _STORM_REQUESTS
         async with bench.target(url) as target:
-            workload = replace(bench.workload(target), drop=bench.options.drop or 0.5)
+            workload = replace(bench.workload(target), drop=bench.drop_or(0.5))
             summary = await bench.row(target, workload, num_requests, max(bench.options.concurrency))
             aftermath = await settle(target)
         bench.report.sections["aftermath"] = aftermath
@@ -155,12 +157,15 @@ def run_bench(options: BenchOptions, server: ServeOptions) -> int:
     console = make_console()
     bench = Bench(options, server, Report(["penstock", *sys.argv[1:]]), Console(stderr=True))
     try:
-        is_good = _choose_mode(options)(bench, console)
+        run = _choose_mode(options)
+        if options.json is not None:
+            check_can_write(options.json)
+        is_good = run(bench, console)
+        bench.report.print(console)
+        if options.json is not None:
+            bench.report.write_json(options.json)
     except (BenchError, ValueError) as error:
         fail("penstock bench", str(error))
-    bench.report.print(console)
-    if options.json is not None:
-        bench.report.write_json(options.json)
     return 0 if is_good else 1
 
 
@@ -174,6 +179,8 @@ def _choose_mode(options: BenchOptions) -> Callable[[Bench, Console], bool]:
         "--coalescing": (options.coalescing, run_coalescing),
         "--shared-prefix": (options.shared_prefix, run_shared_prefix),
         "--interference": (options.interference, run_interference),
+        "--scheduling": (options.scheduling, run_scheduling),
+        "--ipc": (options.ipc, run_ipc),
     }
     chosen = {name: run for name, (is_chosen, run) in modes.items() if is_chosen}
     if len(chosen) > 1:

@@ -23,13 +23,18 @@ from shm.board import BackendBoard
 from shm.link import Submission
 from shm.peer import Peer
 from shm.wire import Failure, Finish, Sampling, Started, Submit, encode
+from tools.bench.report import make_table
 from tools.bench.stats import Aim
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from backend.forward_pass import StepBatch
     from backend.scheduler import Row
     from shm.events import Event
     from shm.rendezvous import Connection
+    from tools.bench.context import Bench
 
 _NUM_FRONTENDS = 4
 _PAGE_SIZE_TOKENS = 32
@@ -201,6 +206,19 @@ class _Loop:
         self._board.close()
 
 
+def run_scheduling(bench: Bench, console: Console) -> bool:
+    bench.refuse_url()
+    with bench.progress.status("turns of the loop without a device"):
+        rounds = [measure_scheduling() for _ in range(bench.num_rounds)]
+    rounds.sort(key=lambda cost: cost.alone.p50_ms)
+    cost = rounds[len(rounds) // 2]
+    bench.report.sections["scheduling"] = cost
+    bench.report.aims += cost.aims()
+    console.print(scheduling_table(cost))
+    console.print(f"Taking in {cost.crowded.waiting:,} that came at once: {cost.arrival_ms:.3f} ms of a turn for each.")
+    return True
+
+
 def measure_scheduling(num_running: int = 256, num_waiting: int = 10_000, num_turns: int = 1000) -> SchedulingCost:
     """Twice num_turns and the warm-up must fit the context: at most 1,900 turns."""
     loop = _Loop(num_running)
@@ -217,3 +235,11 @@ def measure_scheduling(num_running: int = 256, num_waiting: int = 10_000, num_tu
     finally:
         loop.close()
         gc.unfreeze()
+
+
+def scheduling_table(cost: SchedulingCost) -> Table:
+    table = make_table("A turn of the loop, without the device", "running", "waiting", "p50 ms", "p99 ms", "worst ms")
+    for turn in (cost.alone, cost.crowded):
+        times = (turn.p50_ms, turn.p99_ms, turn.worst_ms)
+        table.add_row(str(turn.running), f"{turn.waiting:,}", *(f"{time_ms:.3f}" for time_ms in times))
+    return table

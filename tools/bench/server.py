@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -18,10 +17,9 @@ from typing import IO
 from shm.cli import to_argv
 from shm.supervisor import module_argv
 from tools.bench.load import BenchError
-from tools.bench.processes import descendants, runs_module
+from tools.bench.processes import descendants, runs_module, stop_with_parent
 from tools.serve import ServeOptions, split_keys
 
-_PR_SET_PDEATHSIG = 1
 _READY = re.compile(r"^Ready: (http://\S+)/v1$", re.MULTILINE)
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 60.0
@@ -62,7 +60,7 @@ def own_server(options: ServeOptions) -> Iterator[OwnServer]:
             stderr=log,
             env=environment,
             process_group=0,  # Ctrl-C reaches it through us, once
-            preexec_fn=_stop_with_parent,
+            preexec_fn=stop_with_parent,
         )
         try:
             yield OwnServer(_wait_until_ready(process, log), process.pid, options.socket)
@@ -70,11 +68,6 @@ def own_server(options: ServeOptions) -> Iterator[OwnServer]:
                 raise BenchError(f"the server ended with status {process.returncode} during the run\n{_tail(log)}")
         finally:
             _stop(process)
-
-
-def _stop_with_parent() -> None:
-    """In the child, before exec: a benchmark that is killed leaves no server behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
