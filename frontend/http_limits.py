@@ -12,18 +12,20 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from frontend.errors import ApiError, ErrorKind, error_body
+from frontend.errors import ApiError, ErrorKind, error_body, retry_later
 from frontend.exchange import ABORT_EXTENSION
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Mapping
+
+    from frontend.connections import Connections
 
 MAX_HEAD_BYTES = 32 << 10
 """Request line and headers; also whatever else brings no body: chunk extensions, trailers."""
 MAX_HEADER_LINES = 100
-MAX_CONNECTIONS = 8192
 HEAD_TIMEOUT_S = 10.0
 UNREAD_BODY_TIMEOUT_S = 10.0
 """How long the rest of a body may take that nobody wants: its request has been answered."""
@@ -37,11 +39,12 @@ class _RefusedError(Exception):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection, one of `crowd`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, crowd: Connections, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
         # Connection state
+        self._crowd = crowd
         self._closed_to_input = False
         self._deadline: asyncio.TimerHandle | None = None
         # Request state
@@ -57,12 +60,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
+        if not self._crowd.add(self, self.loop.time()):
+            self._refuse(retry_later(ErrorKind.OVERLOADED, "too many connections", 1))
+            return
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._crowd.remove(self)
         # uvicorn keeps its timer when the connection was reset, and with it the whole connection.
         self._unset_keepalive_if_required()
         self._unset_deadline()
@@ -74,7 +79,17 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
+    def close_idle(self) -> None:
+        """Called for an idle connection, to make room for another."""
+        self.timeout_keep_alive_handler()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._crowd.set_idle(self, self.loop.time())
+
     def data_received(self, data: bytes) -> None:
+        self._crowd.set_busy(self)
         start = 0
         while start < len(data) and not self._closed_to_input and not self.transport.is_closing():
             # Never more at a time than the limit allows, so that the parser cannot collect more either.
@@ -139,6 +154,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._wants_upgrade:
             return  # the parser stops here: see _unsupported_upgrade_warning
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
         self._head_complete = True
         self._num_fruitless_bytes = 0
 
@@ -198,11 +215,9 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.transport.abort()
                 return
         body = error_body(error)
-        self.transport.write(
-            STATUS_LINE[error.kind.status]
-            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            + body
-        )
+        headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error.headers)
+        lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
+        self.transport.write(b"".join([STATUS_LINE[error.kind.status], *lines, b"\r\n", body]))
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -221,6 +236,30 @@ class LimitedProtocol(HttpToolsProtocol):
         super().data_received(b"\r\n".join([*lines, b"", b""]))
         if rest and not self._closed_to_input:
             super().data_received(rest)
+
+
+class _UnchunkedSend:
+    """In place of a cycle's `send`, for HTTP/1.0: it has no chunks, and what has no length ends with the connection.
+
+    uvicorn counts the bytes of what is not chunked. Each part is announced to it just before it comes.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._has_length = True
+
+    async def __call__(self, message: Mapping[str, Any]) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            self._has_length = any(name == b"content-length" for name, _ in message["headers"])
+            if not self._has_length:
+                cycle.chunked_encoding = False
+        elif not self._has_length:
+            # What uvicorn would do after the announcement, when another part's could come between.
+            while cycle.flow.write_paused and not cycle.disconnected:
+                await cycle.flow.drain()
+            cycle.expected_content_length = len(message["body"])
+        await RequestResponseCycle.send(cycle, message)  # type: ignore[arg-type]
 
 
 def _bad_http(message: str) -> ApiError:

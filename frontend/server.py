@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
 
+from frontend.connections import MAX_CONNECTIONS, Connections
 from frontend.http_limits import LimitedProtocol
 
 if TYPE_CHECKING:
@@ -30,11 +32,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def server_config(app: App) -> uvicorn.Config:
+def server_config(app: App, *, max_connections: int = MAX_CONNECTIONS) -> uvicorn.Config:
     """How uvicorn runs the app."""
     return uvicorn.Config(
         app,
-        http=LimitedProtocol,
+        http=partial(LimitedProtocol, Connections(max_connections)),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -49,11 +51,13 @@ def server_config(app: App) -> uvicorn.Config:
 class HttpServer:
     """Serves the app on a socket that listens already."""
 
-    def __init__(self, app: App, listening: socket.socket, *, drain_timeout_s: float) -> None:
+    def __init__(
+        self, app: App, listening: socket.socket, *, drain_timeout_s: float, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
         self._app = app
         self._listening = listening
         self._drain_timeout_s = drain_timeout_s
-        self._server = _Server(server_config(app))
+        self._server = _Server(server_config(app, max_connections=max_connections))
         self._stop = asyncio.Event()
         self._hasten = asyncio.Event()
 

@@ -14,6 +14,7 @@ import msgspec
 import uvloop
 
 from frontend.app import App
+from frontend.connections import raise_fd_limit
 from frontend.model import ModelKeeper
 from frontend.server import HttpServer
 from frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
@@ -24,13 +25,15 @@ from shm.log import set_up_logging
 async def serve(settings: WorkerSettings) -> None:
     """Runs until a signal, drains, returns."""
     listening = socket.socket(fileno=settings.listen_fd)
+    max_connections = raise_fd_limit()
     backend = BackendClient(Path(settings.socket_path))
     await backend.start()
     models = ModelKeeper(backend)
     app = App(backend, models, api_keys=settings.api_keys, limits=settings.limits)
     keeper = asyncio.create_task(models.watch())
     try:
-        await HttpServer(app, listening, drain_timeout_s=settings.drain_timeout_s).run()
+        server = HttpServer(app, listening, drain_timeout_s=settings.drain_timeout_s, max_connections=max_connections)
+        await server.run()
     finally:
         keeper.cancel()
         await backend.close()

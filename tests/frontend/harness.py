@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httptools
+import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from uvicorn.server import ServerState
 
 from frontend.app import App
 from frontend.chat_template import ChatTemplate
-from frontend.http_limits import LimitedProtocol
 from frontend.model import ModelKeeper, ServedModel
 from frontend.server import server_config
 from frontend.settings import Limits
@@ -288,12 +288,19 @@ class _ResponseReader:
 class Connection:
     """A client's connection to the app."""
 
-    def __init__(self, app: App) -> None:
-        config = server_config(app)
-        config.load()
+    def __init__(self, app: App, config: uvicorn.Config | None = None, loop: Any = None) -> None:
+        """Connections of one config are counted together. loop is what the protocol takes for the event loop."""
+        config = config or server_config(app)
+        if not config.loaded:
+            config.load()
         self.state = ServerState()
         self.transport = MockTransport()
-        self.protocol = LimitedProtocol(config, self.state, {}, asyncio.get_running_loop())
+        self.protocol: Any = config.http_protocol_class(
+            config=config,  # type: ignore[call-arg]
+            server_state=self.state,
+            app_state={},
+            _loop=loop or asyncio.get_running_loop(),
+        )
         self.transport.protocol = self.protocol
         self.protocol.connection_made(self.transport)
         self._reader = _ResponseReader()

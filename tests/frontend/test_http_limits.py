@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
 from frontend import http_limits
-from frontend.http_limits import MAX_HEAD_BYTES, MAX_HEADER_LINES
-from tests.frontend.harness import Connection, FakeBackend, request_bytes, silent
+from frontend.connections import LEAST_IDLE_S
+from frontend.http_limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADER_LINES
+from frontend.server import server_config
+from shm.wire import Finish
+from tests.frontend.harness import Connection, FakeBackend, make_app, request_bytes, silent, token_ids
 
 GET = b"GET /health HTTP/1.1\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
@@ -78,6 +85,59 @@ async def test_what_is_not_http_is_400_and_the_end_of_the_connection(connection:
     await connection.closed()
     await connection.idle()
     assert connection.transport.output.count(b"content-length: ") == 1
+
+
+PLAIN_POST = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b"
+
+
+async def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(connection: Connection) -> None:
+    body = b'{"prompt":"x","stream":true}'
+    connection.send(PLAIN_POST % (len(body), body))
+    await connection.closed()
+    head, _, events = bytes(connection.transport.output).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"\r\nconnection: close" in head
+    assert b"transfer-encoding" not in head
+    assert b"content-length" not in head
+    *blocks, end = events.split(b"\n\n")
+    assert blocks[-1] == b"data: [DONE]"
+    assert all(block.startswith(b"data: ") for block in blocks)
+    assert not end
+    whole = "".join(json.loads(block[6:])["choices"][0]["text"] for block in blocks[:-1])
+    assert whole == "Hello, world!"
+
+
+async def test_parts_that_wait_for_a_slow_client_of_http_1_0_do_not_disturb_each_other(
+    connection: Connection, backend: FakeBackend
+) -> None:
+    backend.script = silent
+    body = b'{"prompt":"x","stream":true}'
+    connection.send(PLAIN_POST % (len(body), body))
+    await backend.submitted.wait()
+    backend.streams[0].push(*token_ids("the"))
+    await connection.output(b'"text":"the"')
+    app = connection.protocol.app
+    connection.transport.block()
+    app.sweep(time.monotonic() + 11)  # a comment
+    for _ in range(5):
+        await asyncio.sleep(0)
+    backend.streams[0].push(*token_ids(" cat"), finish=Finish.LENGTH)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    connection.protocol.resume_writing()
+    await connection.closed()
+    output = bytes(connection.transport.output)
+    assert output.endswith(b"data: [DONE]\n\n")
+    assert output.count(b": keep-alive\n\n") == 1
+    assert b'"text":" cat"' in output
+
+
+@pytest.mark.parametrize("body", [b'{"prompt":"x"}', b"{"])
+async def test_what_has_a_length_has_it_over_http_1_0_too(connection: Connection, body: bytes) -> None:
+    connection.send(PLAIN_POST % (len(body), body))
+    response = await connection.response()
+    assert int(response.headers["content-length"]) == len(response.body) > 0
+    await connection.closed()
 
 
 async def test_http_1_0_is_served_and_closed(connection: Connection) -> None:
@@ -150,15 +210,50 @@ async def test_slow_headers_are_408(connection: Connection, monkeypatch: pytest.
     await connection.closed()
 
 
-async def test_the_time_for_headers_is_for_each_request_anew(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.02)
+class Clock:
+    """The loop as a protocol sees it, whose time passes when it is told to."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._now_s = 1000.0
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        self._timers.append(asyncio.TimerHandle(self._now_s + delay_s, callback, args, self._loop))
+        return self._timers[-1]
+
+    def advance(self, duration_s: float) -> None:
+        self._now_s += duration_s
+        due = [timer for timer in self._timers if timer.when() <= self._now_s]
+        self._timers = [timer for timer in self._timers if timer not in due]
+        for timer in due:
+            if not timer.cancelled():
+                timer._run()
+
+
+@pytest.fixture
+async def clock() -> Clock:
+    return Clock()
+
+
+async def test_the_time_for_headers_is_for_each_request_anew(backend: FakeBackend, clock: Clock) -> None:
+    connection = Connection(make_app(backend), loop=clock)
     for _ in range(3):
         connection.send(GET)
+        clock.advance(HEAD_TIMEOUT_S - 1)
         connection.send(b"host: a\r\n\r\n")
         assert (await connection.response()).status == 200
-        await asyncio.sleep(0.03)
+        clock.advance(HEAD_TIMEOUT_S + 1)
+    connection.send(GET)
+    clock.advance(HEAD_TIMEOUT_S)
+    assert (await connection.response()).status == 408
+    await connection.end()
 
 
 async def test_a_body_that_nobody_wants_may_not_drip_for_ever(
@@ -175,8 +270,6 @@ async def test_a_body_that_nobody_wants_may_not_drip_for_ever(
 
 
 async def test_a_connection_that_says_nothing_is_closed(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.frontend.harness import make_app
-
     monkeypatch.setattr("frontend.server.KEEP_ALIVE_TIMEOUT_S", 0.01)
     connection = Connection(make_app(backend))
     await connection.closed()
@@ -233,3 +326,67 @@ async def test_garbage_after_a_running_stream_ends_only_that_connection(
     backend.streams[0].cancel() if connection.transport.closed else connection.transport.reset()
     await connection.idle()
     assert backend.streams[0].cancelled.is_set()
+
+
+@pytest.fixture
+async def crowd(backend: FakeBackend, clock: Clock) -> AsyncIterator[Callable[[], Connection]]:
+    """Opens connections to a worker that takes three."""
+    app = make_app(backend)
+    config = server_config(app, max_connections=3)
+    connections: list[Connection] = []
+
+    def connect() -> Connection:
+        connections.append(Connection(app, config, clock))
+        return connections[-1]
+
+    yield connect
+    for connection in connections:
+        await connection.end()
+
+
+async def serves(connection: Connection) -> bool:
+    return (await connection.request("GET", "/health")).status == 200
+
+
+async def test_the_connection_that_was_idle_for_longest_makes_room(
+    crowd: Callable[[], Connection], clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, third = crowd(), crowd(), crowd()
+    for connection in (second, first, third):
+        assert await serves(connection)
+        clock.advance(LEAST_IDLE_S)
+    fourth = crowd()
+    await second.closed()
+    fifth = crowd()
+    await first.closed()
+    for connection in (third, fourth, fifth):
+        assert await serves(connection)
+    assert caplog.text.count("3 connections") == 1
+
+
+async def test_one_that_is_answered_makes_no_room_and_the_newcomer_is_told(
+    crowd: Callable[[], Connection], backend: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend.script = silent
+    busy = [crowd() for _ in range(3)]
+    for connection in busy:
+        connection.send(request_bytes("POST", "/v1/completions", {"prompt": "x", "stream": True}))
+    for _ in range(5):
+        refused = crowd()
+        response = await refused.response()
+        assert (response.status, response.error["code"]) == (429, "overloaded")
+        assert "retry-after" in response.headers
+        await refused.closed()
+        await asyncio.sleep(0)
+    assert caplog.text.count("3 connections") == 1
+    busy[0].transport.reset()
+    assert await serves(crowd())
+    assert (await crowd().response()).status == 429
+    assert caplog.text.count("3 connections") == 2
+
+
+async def test_one_that_has_only_just_come_makes_no_room(crowd: Callable[[], Connection]) -> None:
+    there = [crowd() for _ in range(3)]
+    assert (await crowd().response()).status == 429
+    for connection in there:
+        assert await serves(connection)

@@ -27,8 +27,9 @@ BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
 class Frontend:
     """`frontend` on a free port; its standard error is kept."""
 
-    def __init__(self, socket_path: Path, *options: str) -> None:
-        argv = [sys.executable, "-P", "-m", "frontend.main", "--socket", str(socket_path), "--port", "0", *options]
+    def __init__(self, socket_path: Path, *options: str, max_fds: int | None = None) -> None:
+        argv = [] if max_fds is None else ["sh", "-c", f'ulimit -n {max_fds}; exec "$@"', "sh"]
+        argv += [sys.executable, "-P", "-m", "frontend.main", "--socket", str(socket_path), "--port", "0", *options]
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         self.log = ""
         address = self.wait_for(r"listening on (http://\S+)")
@@ -78,8 +79,8 @@ def scripted(directory: Path) -> Iterator[BackendProcess]:
 def start(directory: Path) -> Iterator[Callable[..., Frontend]]:
     with contextlib.ExitStack() as stack:
 
-        def start(*options: str) -> Frontend:
-            frontend = Frontend(directory / "b.sock", *options)
+        def start(*options: str, max_fds: int | None = None) -> Frontend:
+            frontend = Frontend(directory / "b.sock", *options, max_fds=max_fds)
             stack.callback(frontend.end)
             stack.callback(frontend.process.kill)
             stack.callback(frontend.client.close)
@@ -165,6 +166,32 @@ def test_a_second_sigterm_ends_streams_with_an_error_event(
         last = [line for line in lines if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
     assert frontend.end() == 0
+
+
+def test_with_few_file_descriptors_idle_connections_make_room(
+    scripted: BackendProcess, start: Callable[..., Frontend]
+) -> None:
+    frontend = start(max_fds=64)
+    frontend.wait_for("serving scripted")
+    address = (frontend.client.base_url.host, frontend.client.base_url.port)
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(address))
+        frontend.wait_for(r"\d+ connections, all that this worker takes")
+        answers = []
+        while not answers or answers[-1] != 200:
+            answers.append(httpx.post(frontend.client.base_url.join("/v1/completions"), json=BODY).status_code)
+        assert set(answers) <= {200, 429}
+
+
+@pytest.mark.parametrize(("soft", "hard", "allowed"), [(64, 256, 216), (64, 64, 24), (20, 20, 1), (64, 16384, 8192)])
+def test_a_worker_takes_what_the_hard_limit_of_file_descriptors_allows(soft: int, hard: int, allowed: int) -> None:
+    code = "import resource as r; from frontend.connections import raise_fd_limit as f"
+    code += "; print(f(), *r.getrlimit(r.RLIMIT_NOFILE))"
+    limited = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"'
+    argv = ["sh", "-c", limited, "sh", sys.executable, "-c", code]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split() == [str(allowed), str(hard), str(hard)]
 
 
 def test_without_a_backend_it_is_live_and_not_ready_and_becomes_ready(
