@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from backend.executor import ExecutorFailed
 from backend.sampler import NOT_FINITE
 from shm.link import Cancellation, FrontendDeath, Submission
 
@@ -25,6 +26,10 @@ _IDLE_TURN_S = 0.5
 """The loop turns at least this often, so that its heartbeat on the board stays fresh."""
 _HUNG_STEP_S = 60.0
 """A step that runs longer is taken for hung: the heartbeat stops, and frontends turn not ready."""
+_DEAD_STEP_S = 300.0
+"""A step that runs longer will not end: the process does, to be restarted."""
+_MAX_FAILED_STEPS = 16
+"""So many failed steps in a row are not a request's fault."""
 
 
 class Engine:
@@ -48,9 +53,11 @@ class Engine:
         self._board = board
         self._clock = clock
         self._drain_deadline_s: float | None = None
+        self._num_failed_steps = 0
+        """In a row."""
 
     def run(self) -> None:
-        """Serves until `drain` was called and nothing runs, or its time is up."""
+        """Serves until `drain` was called and nothing runs, or its time is up. Raises ExecutorFailed."""
         while not self._is_drained():
             self.turn()
             self._link.wait(self._requests.next_due_s(_IDLE_TURN_S), self._executor.wake_fd)
@@ -61,7 +68,7 @@ class Engine:
         for event in self._link.receive():
             match event:
                 case Submission():
-                    self._requests.submit(event)
+                    self._submit(event)
                 case Cancellation(frontend, request_id, noticed_ns):
                     self._requests.cancel(frontend, request_id, noticed_ns)
                 case FrontendDeath(frontend):
@@ -74,6 +81,13 @@ class Engine:
             self._executor.launch(rows, self._builder.build(rows))
         self._link.flush()
         self._show_on_board()
+
+    def _submit(self, submission: Submission) -> None:
+        try:
+            self._requests.submit(submission)
+        except Exception:
+            logger.exception("a submission failed; the other requests go on")
+            self._requests.abandon(submission.frontend, submission.request_id)
 
     def drain(self, timeout_s: float) -> None:
         """No new requests from now on; `run` returns when all ended, or after timeout_s. Safe in a signal handler."""
@@ -90,13 +104,18 @@ class Engine:
         now_s = self._clock()
         for row in rows:
             if row.takes_slot and row.sequence.queue_s is None:
-                row.sequence.queue_s = now_s - row.sequence.subscribers[0].arrived_s
+                row.sequence.queue_s = now_s - next(iter(row.sequence.subscribers)).arrived_s
 
     def _apply(self, result: StepResult) -> None:
         """Each sampled token goes to its subscribers; a failed step ends the requests that were in it, no others."""
         self._board.steps += 1
         if result.error is not None:
             logger.error("a step of %d rows failed", len(result.rows), exc_info=result.error)
+            self._num_failed_steps += 1
+            if self._num_failed_steps >= _MAX_FAILED_STEPS:
+                raise ExecutorFailed(f"{self._num_failed_steps} steps in a row have failed") from result.error
+        elif result.rows:
+            self._num_failed_steps = 0
         token_ids = iter(result.token_ids if result.error is None else ())
         num_computed = num_generated = 0
         for row in result.rows:
@@ -131,7 +150,10 @@ class Engine:
         board.pages_idle = self._scheduler.num_pages_idle
         board.preemptions = self._scheduler.num_preemptions
         board.draining = int(self._drain_deadline_s is not None)
-        if self._executor.running_s() < _HUNG_STEP_S:
+        running_s = self._executor.running_s()
+        if running_s >= _DEAD_STEP_S:
+            raise ExecutorFailed(f"the running step has not ended in {running_s:.0f} s")
+        if running_s < _HUNG_STEP_S:
             board.heartbeat_ns = time.monotonic_ns()
 
     def check_integrity(self) -> None:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from backend.forward_pass import IBatchedForwardPass, StepBatch
     from backend.scheduler import Row
 
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class ExecutorFailed(Exception):
+    """The device's thread has died, hangs, or fails every step: this process can serve no more, only be restarted."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -48,6 +54,8 @@ class Executor:
         self._pass: IBatchedForwardPass | None = None
         self._load_error: BaseException | None = None
         self._loaded = threading.Event()
+        self._closing = False
+        self._fatal: BaseException | None = None
 
     def start(self, load: Callable[[], IBatchedForwardPass]) -> IBatchedForwardPass:
         """Loads the pass on the thread that will run it, and waits for that. Raises what load raises."""
@@ -79,7 +87,9 @@ class Executor:
         self._plans.put((rows, batch))
 
     def results(self) -> list[StepResult]:
-        """The results since the last call, in the order of launching."""
+        """The results since the last call, in the order of launching. Raises ExecutorFailed if the thread has died."""
+        if self._fatal is not None:
+            raise ExecutorFailed("the thread that runs the forward pass has died") from self._fatal
         results = []
         while self._results:
             results.append(self._results.popleft())
@@ -98,11 +108,18 @@ class Executor:
         os.eventfd_write(self.wake_fd, 1)
 
     def close(self) -> None:
-        """Ends the thread after the steps already launched, and closes the pass."""
+        """Ends the thread after the running step, and closes the pass. Raises ExecutorFailed if that does not end well.
+
+        wake_fd stays open: a late signal may still write to it.
+        """
+        self._closing = True
         self._plans.put(None)
         if self._thread is not None:
-            self._thread.join()
-        os.close(self.wake_fd)
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise ExecutorFailed(f"the running step has not ended in {_CLOSE_TIMEOUT_S:g} s")
+        if self._fatal is not None:
+            raise ExecutorFailed("the thread that runs the forward pass has died") from self._fatal
 
     def _run(self, load: Callable[[], IBatchedForwardPass]) -> None:
         try:
@@ -112,13 +129,19 @@ class Executor:
             return
         finally:
             self._loaded.set()
-        while (plan := self._plans.get()) is not None:
-            self._step_started_s = started_s = time.monotonic()
-            rows, token_ids, fault = run_step(self._pass, *plan)
-            self._step_started_s = None
-            self._results.append(StepResult(rows, token_ids, time.monotonic() - started_s, fault))
+        try:
+            while (plan := self._plans.get()) is not None:
+                if self._closing:
+                    continue
+                self._step_started_s = started_s = time.monotonic()
+                rows, token_ids, fault = run_step(self._pass, *plan)
+                self._step_started_s = None
+                self._results.append(StepResult(rows, token_ids, time.monotonic() - started_s, fault))
+                self.wake()
+            self._pass.close()
+        except BaseException as error:  # noqa: BLE001 - raised again in the loop, by results() or close()
+            self._fatal = error
             self.wake()
-        self._pass.close()
 
 
 def run_step(

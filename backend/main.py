@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import os
 import signal
@@ -15,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from backend.batch_builder import BatchBuilder
-from backend.checkpoint.generation_config import read_generation_defaults
 from backend.checkpoint.hub import resolve_model
 from backend.engine import Engine
 from backend.errors import StartupError
-from backend.executor import Executor
+from backend.executor import Executor, ExecutorFailed
 from backend.forward_pass import PassOptions
 from backend.kv_plan import KvPlan, plan_kv
+from backend.model_card import make_card
 from backend.options import BackendOptions
 from backend.page_pool import PagePool
 from backend.passes.decoder.threads import prepare_threads
@@ -29,11 +28,10 @@ from backend.plugins import find_forward_pass
 from backend.requests import Limits, Requests
 from backend.scheduler import Scheduler
 from shm.board import BackendBoard
-from shm.cli import fail, make_app
+from shm.cli import fail, format_size, make_app
 from shm.link import BackendLink
 from shm.log import set_up_logging
 from shm.rendezvous import CannotListen, check_free
-from shm.wire import ModelCard
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -57,6 +55,10 @@ def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - 
     except (StartupError, CannotListen) as error:
         log.close()
         fail("backend", str(error))
+    except ExecutorFailed:
+        logger.critical("the backend ends, to be restarted", exc_info=True)
+        log.close()
+        os._exit(1)  # the device's thread may never return
     finally:
         log.close()
 
@@ -69,24 +71,35 @@ def serve(options: BackendOptions) -> None:
     """Runs until a signal and returns after draining. Raises StartupError or CannotListen when it cannot start."""
     started_s = time.monotonic()
     pass_class = find_forward_pass(options.forward_pass)
+    settings = pass_options(options)
+    if not options.dry_run:
+        check_free(options.socket)
     model_dir = locate_model(options)
-    plan = plan_cache(options, pass_class.describe(model_dir, pass_options(options)))
+    plan = plan_cache(options, pass_class.describe(model_dir, settings))
     if options.dry_run:
         print_plan(plan)
         return
-    check_free(options.socket)
+    if settings.device == "cpu":
+        _check_memory(plan)
     logger.info(plan.describe())
     executor = Executor(options.batch_channel_capacity)
-    forward_pass = _load(options, pass_class, model_dir, plan, executor)
+    forward_pass = _load(settings, pass_class, model_dir, plan, executor)
     board = BackendBoard.create()
     board.pid = os.getpid()
     board.pages_total = plan.num_pages
     board.max_waiting = options.max_waiting
-    card = _model_card(options, model_dir, forward_pass, plan)
+    numerics = f"{options.forward_pass} {options.dtype} {options.deterministic}"
+    card = make_card(options.model_id(), model_dir, forward_pass.spec, plan, options.max_waiting, numerics)
     link = BackendLink(options.socket, card, board)
     pool = PagePool(plan.num_pages)
     scheduler = Scheduler(pool, plan.page_size_tokens, options.max_running, options.max_batch_tokens)
-    limits = Limits(card.vocab_size, plan.max_context_tokens, options.max_waiting, options.priority_step_s)
+    limits = Limits(
+        card.vocab_size,
+        plan.max_context_tokens,
+        options.max_waiting,
+        max_open=options.max_waiting + 16 * options.max_running,
+        priority_step_s=options.priority_step_s,
+    )
     engine = Engine(
         link,
         executor,
@@ -108,8 +121,17 @@ def serve(options: BackendOptions) -> None:
     logger.info("drained after %d steps", board.steps)
 
 
+def _check_memory(plan: KvPlan) -> None:
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if plan.num_bytes + plan.weight_bytes > machine_bytes:
+        raise StartupError(
+            f"a KV cache of {format_size(plan.num_bytes)} and weights of {format_size(plan.weight_bytes)} are more "
+            f"than the machine's {format_size(machine_bytes)}: lower --kv-budget"
+        )
+
+
 def _load(
-    options: BackendOptions,
+    settings: PassOptions,
     pass_class: type[IBatchedForwardPass],
     model_dir: Path,
     plan: KvPlan,
@@ -118,8 +140,13 @@ def _load(
     """Loads weights and allocates the KV cache on the executor's thread, which alone calls the pass from then on."""
 
     def load() -> IBatchedForwardPass:
-        forward_pass = pass_class.load(model_dir, pass_options(options))
-        forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
+        forward_pass = pass_class.load(model_dir, settings)
+        try:
+            forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
+        except (MemoryError, OSError, RuntimeError) as error:  # torch says it with a RuntimeError
+            raise StartupError(
+                f"the KV cache of {format_size(plan.num_bytes)} cannot be allocated: lower --kv-budget"
+            ) from error
         return forward_pass
 
     return executor.start(load)
@@ -168,32 +195,6 @@ def choose_device(gpu: str) -> str:
             raise StartupError(f'--gpu is "{gpu}"; write a CUDA device index such as 0, "none" or "auto"')
         logger.warning("--gpu %s: the decoder has no CUDA pass yet; serving on the CPU", gpu)
     return "cpu"
-
-
-def _model_card(options: BackendOptions, model_dir: Path, forward_pass: IBatchedForwardPass, plan: KvPlan) -> ModelCard:
-    generation = read_generation_defaults(model_dir)
-    return ModelCard(
-        model_id=options.model_id(),
-        model_dir=str(model_dir.resolve()),
-        created=int((model_dir / "config.json").stat().st_mtime),
-        vocab_size=forward_pass.spec.vocab_size,
-        max_context_tokens=plan.max_context_tokens,
-        max_waiting=options.max_waiting,
-        eos_token_ids=generation.eos_token_ids,
-        default_sampling=generation.sampling,
-        fingerprint=_fingerprint(options, model_dir),
-    )
-
-
-def _fingerprint(options: BackendOptions, model_dir: Path) -> str:
-    """Equal for equal weights, settings and pass: what must hold for a seed to give the same text again."""
-    digest = hashlib.sha256(f"{options.forward_pass} {options.dtype} {options.kv_dtype}".encode())
-    for path in sorted(model_dir.iterdir()):
-        if path.suffix in (".json", ".safetensors") and path.is_file():
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-            if path.name == "config.json":
-                digest.update(path.read_bytes())
-    return "fp_" + digest.hexdigest()[:12]
 
 
 def _drain_on_signals(engine: Engine) -> None:

@@ -11,7 +11,8 @@ from cyclopts.validators import Number
 
 from shm.cli import ByteSize, default_socket_path
 
-Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+Positive = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
+Rows = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 
 
 @Parameter(name="*")
@@ -45,16 +46,16 @@ class BackendOptions:
     """Equal requests get equal tokens whatever runs beside them. The CPU's native kernels always do; plain torch
     operations, where those cannot run, are slower for it."""
 
-    page_size: Positive = 32
+    page_size: Rows = 32
     """Tokens in a page of the KV cache."""
 
     max_context: Positive | None = None
     """Tokens of one sequence, prompt and output. Default: the model's own limit, as far as the KV budget holds it."""
 
-    max_batch_tokens: Positive = 192
+    max_batch_tokens: Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 16))] = 192
     """Tokens that one step may compute; long prompts are prefilled in pieces beside running decodes."""
 
-    max_running: Positive = 64
+    max_running: Rows = 64
     """Sequences that may run at once; more wait."""
 
     max_waiting: Positive = 1024

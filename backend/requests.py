@@ -33,6 +33,8 @@ class Limits:
     max_waiting: int
     priority_step_s: float = 0.0
     """A request of the next lower priority number goes before those that came this much earlier; 0 is strict FIFO."""
+    max_open: int = 1 << 16
+    """Requests that may be open at once, those that listen to another's sequence among them."""
 
 
 class Requests:
@@ -63,8 +65,7 @@ class Requests:
         """A new request: refused, or listening to a sequence in flight, or with one of its own."""
         submit, frontend, now_s = submission.submit, submission.frontend, self._clock()
         if (failure := self._refusal(submission)) is not None:
-            self._link.push(frontend, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
-            self._board.requests_rejected += 1
+            self._reject(submission, failure)
             return
         num_tokens = len(submission.tokens) // 4
         subscriber = Subscriber(
@@ -76,27 +77,34 @@ class Requests:
             now_s,
             now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None,
         )
-        self._board.requests_accepted += 1
         if num_tokens >= subscriber.max_total_tokens:
+            self._board.requests_accepted += 1
             self._end(subscriber, NO_TOKEN, Finish.LENGTH)
             return
         sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
         prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
         key = ShareKey.of(submit.salt, prompt, sampling) if submit.may_share else None
+        rank = now_s + submit.priority * self._limits.priority_step_s if self._limits.priority_step_s else 0.0
         sequence = self._coalescer.find(key) if key is not None else None
+        if sequence is not None and sequence.slot is None and rank < sequence.rank:
+            sequence = None  # it would wait behind others that it is to go before
         if sequence is None:
-            rank = now_s + submit.priority * self._limits.priority_step_s if self._limits.priority_step_s else 0.0
+            if self._is_full(num_tokens > submit.num_prompt_tokens):
+                self._reject(submission, Failure(submit.request_id, FailureCode.OVERLOADED, self._limits.max_waiting))
+                return
             sequence = Sequence(
                 subscriber, submission.tokens, submit.num_prompt_tokens, sampling, salt=submit.salt, rank=rank
             )
             self._scheduler.add(sequence)
             self._board.prompt_tokens += submit.num_prompt_tokens
-            if key is not None:
+            if key is not None and num_tokens == submit.num_prompt_tokens:
+                # Tokens that a frontend brings along are its own word: nobody else is to be told them.
                 self._coalescer.offer(key, sequence)
         else:
             subscriber.has_joined = True
             sequence.subscribe(subscriber)
             self._board.requests_coalesced += 1
+        self._board.requests_accepted += 1
         self._open.setdefault(frontend, {})[submit.request_id] = sequence, subscriber
         self.num_open += 1
         if subscriber.deadline_s is not None:
@@ -111,12 +119,8 @@ class Requests:
         request_id = submit.request_id
         if self.is_draining:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
-        # Those that a free slot awaits do not wait for long. A stream that goes on after a backend's death was admitted
-        # once: it finds room even if newcomers were quicker, as much as there can have been such streams.
-        is_resumed = len(tokens) > submit.num_prompt_tokens
-        room = self._scheduler.max_running if is_resumed else self._scheduler.num_free_slots
-        if self._scheduler.num_waiting >= limits.max_waiting + room:
-            return Failure(request_id, FailureCode.OVERLOADED, limits.max_waiting)
+        if self.num_open >= limits.max_open:
+            return Failure(request_id, FailureCode.OVERLOADED, limits.max_open)
         if request_id in self._open.get(submission.frontend, {}):
             return Failure(request_id, FailureCode.INTERNAL)
         if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > limits.max_context_tokens:
@@ -125,6 +129,19 @@ class Requests:
         if tokens.min() < 0 or max(int(tokens.max()), *bias_ids, 0) >= limits.vocab_size:
             return Failure(request_id, FailureCode.BAD_TOKEN, limits.vocab_size)
         return None
+
+    def _is_full(self, is_resumed: bool) -> bool:
+        """Whether a new sequence finds no place in the queue.
+
+        Those that a free slot awaits do not wait for long. A stream that goes on after a backend's death was admitted
+        once: it finds room even if newcomers were quicker, as much as there can have been such streams.
+        """
+        room = self._scheduler.max_running if is_resumed else self._scheduler.num_free_slots
+        return self._scheduler.num_waiting >= self._limits.max_waiting + room
+
+    def _reject(self, submission: Submission, failure: Failure) -> None:
+        self._link.push(submission.frontend, failure.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
+        self._board.requests_rejected += 1
 
     def _replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
         """All tokens so far at once, for one who came late; its own limit may lie among them."""
@@ -156,7 +173,8 @@ class Requests:
             # After a preemption, generated tokens may have been found in the cache as well.
             num_cached = min(sequence.num_cached, sequence.num_prompt_tokens)
             started = Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
-            self._board.cached_tokens += num_cached
+            if not subscriber.has_joined:
+                self._board.cached_tokens += num_cached
         if token_id in subscriber.stop_token_ids:
             self._end(subscriber, token_id, Finish.STOP, started=started)
         elif index + 1 >= subscriber.max_total_tokens:
@@ -176,7 +194,7 @@ class Requests:
         if (found := self._open.get(frontend, {}).get(request_id)) is not None:
             self._leave(*found)
             self._board.requests_cancelled += 1
-            if noticed_ns:
+            if noticed_ns and found[0].ended:
                 self._board.observe_cancel(max(0, time.monotonic_ns() - noticed_ns) // 1000)
 
     def drop_frontend(self, frontend: int) -> None:
@@ -218,6 +236,14 @@ class Requests:
             failure = Failure(subscriber.request_id, FailureCode.INTERNAL)
             self._end(subscriber, NO_TOKEN, Finish.FAILED, failure=failure)
             self._leave(sequence, subscriber)
+
+    def abandon(self, frontend: int, request_id: int) -> None:
+        """A fault of ours in taking a request on: it fails alone."""
+        failure = Failure(request_id, FailureCode.INTERNAL)
+        self._link.push(frontend, request_id, NO_TOKEN, Finish.FAILED, failure=failure)
+        self._board.requests_failed += 1
+        if (found := self._open.get(frontend, {}).get(request_id)) is not None:
+            self._leave(*found)
 
     def _end(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_totals",
         "common_stop_ids",
         "ended",
         "generation",
@@ -86,7 +88,9 @@ class Sequence:
         self.queue_s: float | None = None
         """Seconds from arrival to its first plan."""
         # As subscribers come and go.
-        self.subscribers: list[Subscriber] = []
+        self.subscribers: dict[Subscriber, None] = {}
+        """In order of arrival."""
+        self._totals: Counter[int] = Counter()
         self.max_total_tokens = 0
         self.common_stop_ids: frozenset[int] = frozenset()
         self.subscribe(subscriber)
@@ -111,17 +115,21 @@ class Sequence:
         """Removed from the scheduler: finished, cancelled, expired or failed."""
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        self.subscribers.append(subscriber)
-        self._weigh_subscribers()
+        self.common_stop_ids = (
+            self.common_stop_ids & subscriber.stop_token_ids if self.subscribers else subscriber.stop_token_ids
+        )
+        self.subscribers[subscriber] = None
+        self._totals[subscriber.max_total_tokens] += 1
+        self.max_total_tokens = max(self.max_total_tokens, subscriber.max_total_tokens)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        self.subscribers.remove(subscriber)
-        if self.subscribers:
-            self._weigh_subscribers()
-
-    def _weigh_subscribers(self) -> None:
-        self.max_total_tokens = max(subscriber.max_total_tokens for subscriber in self.subscribers)
-        self.common_stop_ids = frozenset.intersection(*(s.stop_token_ids for s in self.subscribers))
+        """What is common to those that stay may be more than is noted: that may cost a row, never a token."""
+        del self.subscribers[subscriber]
+        self._totals[subscriber.max_total_tokens] -= 1
+        if not self._totals[subscriber.max_total_tokens]:
+            del self._totals[subscriber.max_total_tokens]
+            if self._totals:
+                self.max_total_tokens = max(self._totals)
 
     @property
     def num_to_compute(self) -> int:

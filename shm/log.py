@@ -32,6 +32,8 @@ class LineHandler(logging.Handler):
             self._lines.put_nowait(self._line(record))
         except queue.Full:
             self.num_dropped += 1
+        except Exception:  # noqa: BLE001 - a log line that cannot be formatted must not end what logs it
+            self.handleError(record)
 
     def close(self) -> None:
         """Gives the waiting lines a second to be written."""

@@ -84,7 +84,10 @@ def _remove_socket(path: Path) -> None:
 
 def _lock(path: Path) -> int:
     """The fd of the lock file, held until it is closed or the process dies."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UnsafeDirectory(f"{path} cannot be made: {error.strerror}") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -98,8 +101,16 @@ def _lock(path: Path) -> int:
 
 def check_free(socket_path: Path) -> None:
     """Raises CannotListen where a backend serves this socket now: to be asked before long work, such as loading."""
-    _private_directory(socket_path.parent)
+    _check_path(socket_path)
     os.close(_lock(_lock_path(socket_path)))
+
+
+def _check_path(socket_path: Path) -> None:
+    if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
+        raise UnsafeDirectory(f"{socket_path} is longer than {MAX_PATH_BYTES} bytes")
+    _private_directory(socket_path.parent)
+    if socket_path.exists() and not socket_path.is_socket():
+        raise UnsafeDirectory(f"{socket_path} exists and is not a socket")
 
 
 def _lock_path(socket_path: Path) -> Path:
@@ -133,9 +144,7 @@ class Rendezvous:
         self._accept_again_s: float | None = None
         self.refused = 0
         """Connections turned away: too many, another user's, no proper Hello, no Hello in time, no memory."""
-        if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
-            raise UnsafeDirectory(f"{socket_path} is longer than {MAX_PATH_BYTES} bytes")
-        _private_directory(socket_path.parent)
+        _check_path(socket_path)
         self._lock_fd = _lock(_lock_path(socket_path))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._epoll = select.epoll()

@@ -22,3 +22,24 @@ class PacedFakePass(FakePass):
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         time.sleep(self.STEP_S)
         return super().forward(batch)
+
+
+class DyingFakePass(FakePass):
+    """Its first step ends the thread that runs it, as a fault below Python would."""
+
+    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        raise SystemExit("planted")
+
+
+class FailingFakePass(FakePass):
+    """Every step fails."""
+
+    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        raise RuntimeError("planted")
+
+
+class UnclosableFakePass(FakePass):
+    """Serves, but cannot be closed."""
+
+    def close(self) -> None:
+        raise RuntimeError("planted")

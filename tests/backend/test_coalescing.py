@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -397,3 +398,60 @@ def test_the_lowest_priority_is_preempted_first() -> None:
     bench.run_dry()
     for request_id, token in ((0, 1), (1, 2)):
         assert bench.received(request_id).token_ids == expected_tokens([token] * 9, 14, bench.vocab_size)
+
+
+def test_tokens_that_a_frontend_brings_along_are_told_to_nobody_else() -> None:
+    bench = Bench()
+    forged = [66, 66, 66]
+    share(bench, 0, 12, frontend=1, prompt=PROMPT + forged, num_prompt_tokens=3)
+    bench.turn()
+    share(bench, 0, 12, frontend=2)
+    bench.run_dry()
+    assert bench.received(0, 2).token_ids == expected_tokens(PROMPT, 12, bench.vocab_size)
+
+
+def test_an_urgent_duplicate_does_not_wait_behind_a_patient_one() -> None:
+    bench = Bench(max_running=1, priority_step_s=10.0)
+    bench.submit([1], 6, request_id=0)
+    bench.turn()
+    share(bench, 1, 4, priority=100)
+    bench.submit([2], 4, request_id=2)
+    share(bench, 3, 4, priority=-100)
+    assert first_of(bench, range(4)) == [0, 3, 2, 1]
+
+
+def test_a_duplicate_of_a_running_request_is_taken_on_though_the_queue_is_full() -> None:
+    bench = Bench(max_running=1, max_waiting=1)
+    share(bench, 0, 30)
+    bench.turn()
+    bench.submit([1], 3, request_id=1)
+    bench.submit([2], 3, request_id=2)
+    share(bench, 3, 30)
+    bench.run_dry()
+    assert bench.received(2).finishes == [Finish.REJECTED]
+    assert bench.received(3).token_ids == expected_tokens(PROMPT, 30, bench.vocab_size)
+
+
+def test_listeners_are_bounded_and_their_number_costs_no_more_than_itself() -> None:
+    bench = Bench()
+    bench.requests._limits = replace(bench.requests._limits, max_open=3000)
+    for request_id in range(3100):
+        share(bench, request_id, 5 + request_id % 7)
+    bench.run_dry()
+    rejected = [i for i in range(3100) if bench.received(i).finishes == [Finish.REJECTED]]
+    assert rejected == list(range(3000, 3100))
+    assert bench.received(6).token_ids == expected_tokens(PROMPT, 11, bench.vocab_size)
+    assert bench.executor.num_rows_run == rows_for(PROMPT, 11)
+
+
+def test_a_fault_in_taking_one_request_on_fails_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.submit([1, 2], 8, request_id=0)
+    bench.turn()
+    with monkeypatch.context() as planted:
+        planted.setattr(bench.requests, "_refusal", lambda _submission: 1 / 0)
+        bench.submit([3], 8, request_id=1)
+        bench.engine.turn()
+    bench.run_dry()
+    assert bench.received(1).finishes == [Finish.FAILED]
+    assert bench.received(0).token_ids == expected_tokens([1, 2], 8, bench.vocab_size)

@@ -239,3 +239,30 @@ def test_a_frontend_is_light() -> None:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["DyingFakePass", "FailingFakePass"])
+async def test_a_backend_that_can_serve_no_more_ends_with_a_status_that_says_so(name: str, tmp_path: Path) -> None:
+    socket = tmp_path / "private" / "backend.sock"
+    backend = start_backend(socket, "--forward-pass", f"tests.passes:{name}")
+    frontend = Frontend(socket)
+    with running(frontend, backend):
+        await asyncio.to_thread(frontend.wait_ready)
+        async with client() as http:
+            for number in range(20):
+                if backend.process.poll() is not None:
+                    break
+                request = http.post(f"{frontend.url}/v1/completions", json=body([number], 4, stream=False))
+                asking = asyncio.create_task(request)
+                ended = asyncio.create_task(asyncio.to_thread(backend.process.wait))
+                await asyncio.wait({asking, ended}, return_when=asyncio.FIRST_COMPLETED)
+                asking.cancel()
+        assert await asyncio.to_thread(backend.status) == 1
+        assert "planted" in backend.output
+
+
+def test_a_pass_that_cannot_be_closed_is_told_by_the_exit_status(tmp_path: Path) -> None:
+    backend = start_backend(tmp_path / "private" / "b.sock", "--forward-pass", "tests.passes:UnclosableFakePass")
+    with running(backend):
+        assert backend.terminate() == 1
+        assert "planted" in backend.output

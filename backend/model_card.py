@@ -1,0 +1,65 @@
+"""What frontends are told of the model, and the fingerprint that tells one model from another."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from backend.checkpoint.generation_config import read_generation_defaults
+from backend.errors import StartupError
+from shm.wire import ModelCard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from backend.forward_pass import PassSpec
+    from backend.kv_plan import KvPlan
+
+_SAMPLE_BYTES = 4096
+_NUM_SAMPLES = 256
+
+
+def make_card(
+    model_id: str, model_dir: Path, spec: PassSpec, plan: KvPlan, max_waiting: int, settings: str
+) -> ModelCard:
+    """settings is all else that decides the numbers: the pass, dtypes. Raises StartupError where a bound is broken."""
+    generation = read_generation_defaults(model_dir)
+    card = ModelCard(
+        model_id=model_id,
+        model_dir=str(model_dir.resolve()),
+        created=max(0, int((model_dir / "config.json").stat().st_mtime)),
+        vocab_size=spec.vocab_size,
+        max_context_tokens=plan.max_context_tokens,
+        max_waiting=max_waiting,
+        eos_token_ids=generation.eos_token_ids,
+        default_sampling=generation.sampling,
+        fingerprint=fingerprint(model_dir, f"{settings} {plan.kv_dtype}"),
+    )
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=ModelCard)
+    except msgspec.ValidationError as error:
+        raise StartupError(f"the model cannot be announced to frontends: {error}") from None
+
+
+def fingerprint(model_dir: Path, settings: str) -> str:
+    """Differs where the text for a seed may differ: other settings, other configuration, other weights.
+
+    Small files count whole; of a weight file its size, its beginning (which holds all names and shapes) and 256 samples
+    spread over it, so that a model of any size takes milliseconds.
+    """
+    digest = hashlib.sha256(settings.encode())
+    for path in sorted(model_dir.iterdir()):
+        if path.suffix not in (".json", ".jinja", ".safetensors") or not path.is_file():
+            continue
+        num_bytes = path.stat().st_size
+        digest.update(f"\0{path.name} {num_bytes}\0".encode())
+        with path.open("rb") as file:
+            if path.suffix != ".safetensors":
+                digest.update(file.read())
+                continue
+            for sample in range(_NUM_SAMPLES):
+                file.seek(max(0, num_bytes - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return "fp_" + digest.hexdigest()[:12]
