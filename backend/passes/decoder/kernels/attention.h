@@ -42,7 +42,8 @@ struct State {
 };
 
 // Of one kv head, state's rows from first_row on: [token][query head of its group].
-template <class T> void write_rows(const Engine& engine, const State& state, i64 first_row, const Tile& tile, i64 kv_head, T* out) {
+template <class T>
+void write_rows(const Engine& engine, const State& state, i64 first_row, const Tile& tile, i64 kv_head, T* out) {
     const i64 dim = engine.shape.head_dim, group = engine.group();
     for (i64 r = 0; r < tile.count * group; ++r) {
         const Floats norm = all(1.0f / state.sums[first_row + r]);
@@ -121,7 +122,8 @@ inline i64 scratch_floats(const Engine& engine) {
     return rows * (2 * (dim + 2) + dim + 1) + rows * (2 * kBlock + dim + dim / kQ8Block) + 4 * kBlock * dim + 16 * 16;
 }
 
-template <class T, class Block> void run_attention(Engine& engine, const T* qkv, const Attention& layer, bool last, T* out) {
+template <class T, class Block>
+void run_attention(Engine& engine, const T* qkv, const Attention& layer, bool last, T* out) {
     const Work& work = last ? engine.step.last_work : engine.step.work;
     engine.pool.run(i64(work.items.size()), [&](i64 chunk, int thread) {
         attend<T, Block>(engine, qkv, layer, work.items[chunk], out, engine.scratch[thread]);

@@ -82,9 +82,15 @@ template <class C> class Finder {
     Half* value_scales_ = nullptr;
 };
 
+struct Softened {
+    float factor;  // for what was accumulated before
+    float top;     // about the largest weight of this block
+};
+
 // One block's share of a query's softmax over positions [from, to) of it: scores become weights, maximum and sum are
-// carried on. Returns the factor for what was accumulated before. At least one position is seen.
-template <class W> float soften(const float* scores, i64 from, i64 to, float scale, float& peak, float& sum, W* weights) {
+// carried on. At least one position is seen.
+template <class W>
+Softened soften(const float* scores, i64 from, i64 to, float scale, float& peak, float& sum, W* weights) {
     const Floats hidden = all(-std::numeric_limits<float>::infinity());
     Floats scaled[kBlock / 16];
     Floats top = hidden;
@@ -92,17 +98,18 @@ template <class W> float soften(const float* scores, i64 from, i64 to, float sca
         scaled[v] = select(lanes_between(from - v * 16, to - v * 16), mul(load(scores + v * 16), all(scale)), hidden);
         top = max(top, scaled[v]);
     }
-    const float new_peak = std::max(peak, largest(top));
+    const float block_peak = largest(top), new_peak = std::max(peak, block_peak);
     Floats total = all(0.0f);
     for (i64 v = 0; v < kBlock / 16; ++v) {
         const Floats weight = exp2_negative(sub(scaled[v], all(new_peak)));
         total = add(total, weight);
         store(weights + v * 16, weight);
     }
-    const float factor = std::exp2(peak - new_peak);
-    sum = sum * factor + ::sum(total);
+    const Softened softened{peak == new_peak ? 1.0f : std::exp2(peak - new_peak),
+                            block_peak == new_peak ? 1.0f : std::exp2(block_peak - new_peak)};
+    sum = sum * softened.factor + ::sum(total);
     peak = new_peak;
-    return factor;
+    return softened;
 }
 
 // Queries and weights are rounded to C, which is what multiplies.
@@ -130,8 +137,9 @@ template <class C> class FloatBlock {
         }
     }
 
+    // Returns the factor for what was accumulated before.
     float soften(i64 r, float* scores, i64 from, i64 to, float scale, float& peak, float& sum) {
-        return ::soften(scores + r * kBlock, from, to, scale, peak, sum, weights_ + r * kBlock);
+        return ::soften(scores + r * kBlock, from, to, scale, peak, sum, weights_ + r * kBlock).factor;
     }
 
     void ignore(i64 r) { std::memset(weights_ + r * kBlock, 0, kBlock * sizeof(C)); }

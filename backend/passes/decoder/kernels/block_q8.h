@@ -1,6 +1,7 @@
-// A softmax block over a q8_0 cache. Queries and weights become int16 with a scale of their own (of each query and head,
-// and of each query, block and 32 dimensions), so that all products are of integers, whose sums are exact; each sum is
-// scaled once for 32 dimensions or 64 positions. Reads half the bytes of bf16 and never writes a wide copy of them.
+// A softmax block over a q8_0 cache. Queries and weights become int16, so that all products are of integers, whose sums
+// are exact; each sum is scaled once for 32 dimensions or 64 positions. A query's scale is that of its largest number, a
+// block's weights have one for 32 dimensions, of the largest weight times the largest value scale. Reads half the bytes
+// of bf16 and never writes a wide copy of them.
 
 #pragma once
 
@@ -50,7 +51,8 @@ class Q8Block {  // as FloatBlock
     Q8Block(const Engine& engine, const Attention& layer, i64 row, i64 rows, Scratch& scratch)
         : finder_(engine, layer.cache, row, scratch), dim_(engine.shape.head_dim), segment_(engine.segment()),
           rows_(rows), parts_(dim_ / kQ8Block), weights_(scratch.take<std::int16_t>(rows * parts_ * kBlock)),
-          weight_scales_(scratch.take<float>(rows * parts_)), value_scales_(scratch.take<float>(parts_ * kBlock)) {}
+          weight_scales_(scratch.take<float>(rows * parts_)),
+          value_scales_(scratch.take<float>(parts_ * kBlock)), top_scales_(scratch.take<float>(parts_)) {}
 
     template <class T> float take_query(const T* q, std::int16_t* query) const {
         const float top = magnitude(q, dim_);
@@ -66,26 +68,24 @@ class Q8Block {  // as FloatBlock
             score_segment(found_[i], queries, scores + at);
             widen_value_scales(found_[i], at);
         }
+        for (i64 b = 0; b < parts_; ++b) top_scales_[b] = top_of(value_scales_ + b * kBlock, kBlock);
     }
 
     float soften(i64 r, float* scores, i64 from, i64 to, float scale, float& peak, float& sum) {
         float* weights = scores + r * kBlock;
-        const float factor = ::soften(weights, from, to, scale, peak, sum, weights);
+        const Softened softened = ::soften(weights, from, to, scale, peak, sum, weights);
+        const float to_one = softened.top < 1e-20f ? 0.0f : 1.0f / softened.top;
         for (i64 b = 0; b < parts_; ++b) {
-            Floats scaled[kBlock / 16];
-            Ints top = zero_ints();
-            for (i64 v = 0; v < kBlock / 16; ++v) {
-                scaled[v] = mul(load(weights + v * 16), load(value_scales_ + b * kBlock + v * 16));
-                top = max_bits(top, scaled[v]);
-            }
-            const i64 part = r * parts_ + b;
-            const float largest_weight = magnitude(top);
-            const Floats to_range = to_short_range(largest_weight);
-            for (i64 v = 0; v < kBlock / 16; ++v)
-                store_shorts(weights_ + part * kBlock + v * 16, mul(scaled[v], to_range));
-            weight_scales_[part] = largest_weight / kShortMax;
+            // Which positions the tile's other queries see must not matter: the scale is that of those up to `to`.
+            const float* scales = value_scales_ + b * kBlock;
+            const float top_scale = to == kBlock ? top_scales_[b] : top_of(scales, to);
+            const Floats range = mul(to_short_range(top_scale), all(to_one));
+            std::int16_t* shorts = weights_ + (r * parts_ + b) * kBlock;
+            for (i64 i = 0; i < kBlock; i += 16)
+                store_shorts(shorts + i, mul(mul(load(weights + i), load(scales + i)), range));
+            weight_scales_[r * parts_ + b] = top_scale * softened.top * (1.0f / kShortMax);
         }
-        return factor;
+        return softened.factor;
     }
 
     void ignore(i64 r) {
@@ -98,7 +98,8 @@ class Q8Block {  // as FloatBlock
         for (i64 b = 0; b < parts_; ++b)
             by_rows(rows_, [&](i64 row, auto num_rows) {
                 constexpr int R = decltype(num_rows)::value;
-                by_columns<R, std::min(2, max_vectors(R))>(b * kQ8Block, (b + 1) * kQ8Block, [&](i64 column, auto num_vectors) {
+                constexpr int most = std::min(2, max_vectors(R));
+                by_columns<R, most>(b * kQ8Block, (b + 1) * kQ8Block, [&](i64 column, auto num_vectors) {
                     constexpr int V = decltype(num_vectors)::value;
                     Run runs[kBlock / 16];
                     for (i64 i = 0; i < num_runs; ++i)
@@ -133,6 +134,13 @@ class Q8Block {  // as FloatBlock
         });
     }
 
+    static float top_of(const float* scales, i64 count) {
+        Ints top = zero_ints();
+        for (i64 i = 0; i < count; i += 16)
+            top = max_bits(top, select(lanes_between(0, count - i), load(scales + i), all(0.0f)));
+        return magnitude(top);
+    }
+
     // Those of places that no token was written to become 0.
     void widen_value_scales(const Segment<Q8>& segment, i64 at) {
         for (i64 b = 0; b < parts_; ++b)
@@ -150,7 +158,8 @@ class Q8Block {  // as FloatBlock
     i64 count_ = 0;
     std::int16_t* weights_;  // [rows][head_dim / 32][kBlock]
     float* weight_scales_;   // [rows][head_dim / 32]
-    float* value_scales_;    // [head_dim / 32][kBlock]
+    float* value_scales_;    // [head_dim / 32][kBlock], and the largest of each
+    float* top_scales_;
     Segment<Q8> found_[kBlock / 16];
 };
 

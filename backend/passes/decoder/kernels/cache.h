@@ -92,7 +92,8 @@ void store_token(const Engine& engine, const T* key, const T* value, i64 slot, i
     for (i64 d = 0; d < dim; ++d) v_place[d * lane] = v[d];
 }
 
-template <class T, class C> void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer, const float* rope) {
+template <class T, class C>
+void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer, const float* rope) {
     const Shape& shape = engine.shape;
     const i64 dim = shape.head_dim, heads = shape.num_heads, kv_heads = shape.num_kv_heads;
     engine.split(engine.step.num_tokens, 2, [&](i64 first, i64 last, int) {

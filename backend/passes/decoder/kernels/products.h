@@ -13,23 +13,22 @@ namespace {
 constexpr int kPanel = 64;         // outputs of a packed panel: 4 vectors
 constexpr int kPanelRows = 96;     // rows of a product that go through a panel together
 constexpr int kPanelSteps = 1024;  // steps of a panel that stay in the second-level cache meanwhile
-constexpr int kMaxRows = 6;        // of a micro-kernel
 
 template <int N> using Count = std::integral_constant<int, N>;
+
+// body(Count<n>), n from 1 to Max.
+template <int Max, class F> inline void with_count(i64 n, const F& body) {
+    if constexpr (Max > 1)
+        if (n < Max) return with_count<Max - 1>(n, body);
+    body(Count<Max>{});
+}
 
 // body(first_row, Count<n>) for tiles of n ≤ kMaxRows rows, as even as may be.
 template <class F> inline void by_rows(i64 rows, const F& body) {
     const i64 tiles = (rows + kMaxRows - 1) / kMaxRows;
     for (i64 tile = 0, row = 0; tile < tiles; ++tile) {
         const i64 count = (rows - row + tiles - tile - 1) / (tiles - tile);
-        switch (count) {
-            case 1: body(row, Count<1>{}); break;
-            case 2: body(row, Count<2>{}); break;
-            case 3: body(row, Count<3>{}); break;
-            case 4: body(row, Count<4>{}); break;
-            case 5: body(row, Count<5>{}); break;
-            default: body(row, Count<6>{});
-        }
+        with_count<kMaxRows>(count, [&](auto exact) { body(row, exact); });
         row += count;
     }
 }

@@ -1,8 +1,8 @@
 // Sixteen numbers at a time, whatever the machine calls them, and the functions that are made of nothing else.
 //
-// A vector layer defines Floats (16 fp32), Ints (16 int32, or 32 int16 in pairs) and Mask (of 16), how many vectors a
-// micro-kernel of so many rows may hold in registers (`max_vectors`), and the functions below it uses by name. Every
-// layer computes the same formulas; their bits may differ between machines, never on one.
+// A vector layer defines Floats (16 fp32), Ints (16 int32, or 32 int16 in pairs) and Mask (of 16), how many rows and
+// vectors a micro-kernel may hold in registers (kMaxRows, max_vectors), and functions on them. Every layer computes the
+// same formulas; their bits may differ between machines, never on one.
 
 #pragma once
 

@@ -14,8 +14,9 @@ struct Mask {
     __m256 lo, hi;
 };
 
-// 16 registers: 12 for accumulators where there are many rows, 2 for weights and one for a broadcast.
-constexpr int max_vectors(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+// Of 16 registers, 3 rows × 2 vectors of accumulators take 12.
+constexpr int kMaxRows = 3;
+constexpr int max_vectors(int rows) { return rows == 1 ? 4 : 2; }
 
 inline Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }

@@ -9,6 +9,7 @@ using Ints = __m512i;
 using Mask = __mmask16;
 
 // 6 rows × 4 vectors of accumulators, 4 of weights and a broadcast fill the 32 registers.
+constexpr int kMaxRows = 6;
 constexpr int max_vectors(int /*rows*/) { return 4; }
 
 inline Floats all(float x) { return _mm512_set1_ps(x); }
