@@ -13,6 +13,7 @@ from torch import Tensor
 from backend.forward_pass import StepBatch
 from backend.passes.decoder.config import DecoderConfig, RopeConfig
 from backend.passes.decoder.kv_torch import Q8Heads
+from backend.passes.decoder.linears import PackedLinear
 from backend.passes.decoder.ops import AttentionLayer
 from backend.passes.decoder.ops_native import NativeOps
 from tests.decoder.conftest import MakeOps, make_native_ops
@@ -199,6 +200,14 @@ def test_rows_are_the_same_bits_in_any_number(dtype: torch.dtype, make_determini
             assert torch.equal(found, expected[first:last])
 
 
+def test_bf16_products_where_the_cpu_has_no_packed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    x, weight, bias = randn(7, 48, dtype=BF16), randn(100, 48, dtype=BF16, seed=1), randn(100, dtype=BF16, seed=2)
+    linear = PackedLinear.pack(weight, bias)
+    assert linear.weight is weight
+    close(linear(x), x.double() @ weight.double().T + bias.double(), BF16)
+
+
 def attend_exactly(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -> Tensor:
     """q [heads, dim] at position over k and v [n, kv_heads, dim], in float64."""
     begin = 0 if window is None else max(0, position - window + 1)
@@ -350,6 +359,49 @@ def test_attention_of_any_shape_of_heads(
     config = replace(BASE, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
     bench = Bench(make_ops(config, dtype), 64, 16, kv_dtype)
     check_attention(bench, config, dtype, kv_dtype, [0, 5, 100, 70, 12], [1, 1, 1, 20, 33], 16)
+
+
+@pytest.mark.parametrize("window", [None, 300, 700])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(FP32, "fp32"), (FP32, "q8_0"), (BF16, "bf16"), (BF16, "q8_0")])
+def test_attention_over_long_contexts(dtype: torch.dtype, kv_dtype: str, window: int | None, make_ops: MakeOps) -> None:
+    """So long that the kernels begin softmax anew on the way, and let several threads take one row."""
+    for contexts, lengths in (([1500], [1]), ([2047, 3, 512], [1, 1, 1]), ([511, 1000, 0], [1, 40, 600])):
+        bench = Bench(make_ops(BASE, dtype), 160, 32, kv_dtype)
+        check_attention(bench, BASE, dtype, kv_dtype, contexts, lengths, 32, window)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
+def test_a_long_row_is_the_same_bits_whoever_takes_its_pieces(
+    kv_dtype: str, window: int | None, make_kernels: MakeOps
+) -> None:
+    """By one thread or many, alone or beside a row so long that its own is not worth cutting, prefilled or decoded."""
+    layer = replace(PLAIN, window_tokens=window)
+    qkv = randn(1300 + 6000, 8 * 32, dtype=BF16)
+    found = []
+    for num_threads in (1, 2, 7):
+        bench = Bench(make_kernels(BASE, BF16, num_threads), 300, 32, kv_dtype)
+        whole = step_batch([0, 0], [1300, 6000], 32)
+        step = bench.ops.begin_step(whole, whole.input_ids)
+        array = bench.put("_qkv", qkv)
+        bench.ops.rotate_and_store(array, step, layer)
+        found.append(bench.get("_attended", bench.ops.attention(array, step, layer), 1300)[1299])
+        for rows in ([0], [0, 1]):
+            ends = whole.query_starts[1:][rows]
+            batch = replace(
+                whole,
+                input_ids=np.zeros(len(rows), np.int32),
+                query_starts=np.arange(len(rows) + 1, dtype=np.int32),
+                context_lens=np.array([1299, 5999], np.int32)[rows],
+                page_table=whole.page_table[rows],
+                logit_rows=np.arange(len(rows), dtype=np.int32),
+            )
+            step = bench.ops.begin_step(batch, batch.input_ids)
+            array = bench.put("_qkv", qkv[ends - 1])
+            found.append(bench.get("_attended", bench.ops.attention(array, step, layer), 1)[0])
+        bench.ops.close()
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -20,11 +20,13 @@ _BATCH_HINT = 32
 fp32, while hints far above it make small fp32 batches 30 times slower."""
 
 
-def _has_packing() -> bool:
+def _has_packing(dtype: torch.dtype) -> bool:
+    """oneDNN packs bf16 only on CPUs whose vector unit knows it: not on those with AVX2 alone."""
     return (
         bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and (dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
     )
 
 
@@ -38,7 +40,7 @@ class PackedLinear:
 
     @staticmethod
     def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        if not _has_packing():
+        if not _has_packing(weight.dtype):
             return PackedLinear(weight.contiguous(), bias, False)
         reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BATCH_HINT)
         return PackedLinear(reordered, bias, True)
