@@ -45,6 +45,16 @@ def test_what_was_compiled_once_is_used_without_a_compiler(compiled: Path) -> No
     assert [path.suffix for path in compiled.iterdir()] == [".so"]
 
 
+def test_a_change_in_any_source_file_means_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = shutil.copytree(native_library.SOURCE.parent, tmp_path / "kernels")
+    monkeypatch.setattr(native_library, "SOURCE", kernels / "cpu.cpp")
+    found = {native_library._fingerprint(()), native_library._fingerprint(native_library.AVX2_ONLY)}
+    for path in kernels.iterdir():
+        path.write_text(path.read_text() + "\n")
+        found.add(native_library._fingerprint(()))
+    assert len(found) == 2 + len(list(kernels.iterdir()))
+
+
 def test_the_directory_is_private(compiled: Path) -> None:
     assert compiled.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o077 == 0 for path in compiled.iterdir())
