@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frontend.schemas import ChatMessage
@@ -23,6 +25,7 @@ from tools.demo_network import Dimensions, Network
 from tools.train_demo_model import (
     BOS_ID,
     END_ID,
+    LONG_WINDOW,
     MODEL_DIR,
     SPECIAL_TOKENS,
     Options,
@@ -30,11 +33,12 @@ from tools.train_demo_model import (
     held_out_loss,
     train,
     train_tokenizer,
+    windows,
     write_checkpoint,
 )
 
 MAX_BYTES = 8_000_000
-MAX_BITS = 2.2
+MAX_BITS = 2.3
 PROMPTS = (
     "Help on function json.dumps:\n\n",
     'The "for" statement',
@@ -180,8 +184,8 @@ def test_the_template_refuses_roles_it_does_not_know(hf_tokenizer: Any) -> None:
         hf_tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
-def test_completions_are_made_of_words_of_the_corpus(
-    tokenizer: Tokenizer, hf_tokenizer: Any, hf_model: Any, corpus: Corpus
+def test_greedy_completions_are_made_of_words_of_the_corpus(
+    tokenizer: Tokenizer, hf_model: Any, corpus: Corpus
 ) -> None:
     known = set(re.findall(r"[a-z]+", "\n".join(corpus.texts).lower()))
     for prompt in PROMPTS:
@@ -189,7 +193,17 @@ def test_completions_are_made_of_words_of_the_corpus(
         words = re.findall(r"[a-z]+", completion.lower())
         assert len(words) >= 8, completion
         assert sum(word in known for word in words) >= 0.8 * len(words), completion
-        assert len(set(words)) >= 0.25 * len(words), completion
+
+
+def test_completions_with_the_default_sampling_do_not_go_round_in_circles(tokenizer: Tokenizer, hf_model: Any) -> None:
+    torch.manual_seed(0)
+    sampled = [
+        hf_model.generate(torch.tensor([tokenizer.encode(prompt).ids]), max_new_tokens=64)[0].tolist()
+        for prompt in PROMPTS * 2
+    ]
+    pairs = [pair for ids in sampled for pair in itertools.pairwise(ids)]
+    assert len(pairs) >= 200
+    assert len(set(pairs)) >= 0.5 * len(pairs)
 
 
 @pytest.mark.parametrize("question", ["Hello!", "What does os.path.join do?", "What is a generator?"])
@@ -206,6 +220,16 @@ def test_held_out_documentation_is_predicted_as_measured(tokenizer: Tokenizer, c
     sample = Corpus(texts=[], chats=[], held_out_texts=corpus.held_out_texts[::5])
     _, bits_per_character = held_out_loss(load_network(MODEL_DIR), sample, tokenizer)
     assert bits_per_character < MAX_BITS
+
+
+def test_late_positions_are_predicted_about_as_well_as_early_ones(tokenizer: Tokenizer, corpus: Corpus) -> None:
+    template = (MODEL_DIR / "chat_template.jinja").read_text(encoding="utf-8")
+    source = windows(encode_documents(corpus, tokenizer, template), LONG_WINDOW, np.random.default_rng(0))
+    ids = torch.from_numpy(np.stack([next(source) for _ in range(6)])).long()
+    with torch.inference_mode():
+        logits = load_network(MODEL_DIR)(ids[:, :-1])
+        losses = functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    assert losses[:, LONG_WINDOW // 2 :].mean() < 1.5 * losses[:, 64:512].mean()
 
 
 def test_held_out_modules_give_no_training_text(corpus: Corpus) -> None:
