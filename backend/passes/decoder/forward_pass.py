@@ -15,7 +15,14 @@ from backend.forward_pass import PassOptions, PassSpec, StepBatch
 from backend.passes.decoder.heap import freed_memory_returns
 from backend.passes.decoder.model import DecoderModel
 from backend.passes.decoder.native_library import load_library
-from backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, HeadShape, Ops, quantisable
+from backend.passes.decoder.ops import (
+    CPU_KV_DTYPES,
+    KV_BLOCK_BYTES,
+    KV_BLOCK_VALUES,
+    HeadShape,
+    Ops,
+    quantisable,
+)
 from backend.passes.decoder.ops_deterministic import DeterministicTorchOps
 from backend.passes.decoder.ops_native import NativeOps, native_serves
 from backend.passes.decoder.ops_torch import TorchOps
@@ -96,7 +103,7 @@ def _needed(model_dir: Path | None) -> Path:
 def make_spec(config: DecoderConfig, dtype: torch.dtype) -> PassSpec:
     """The spec of a model whose weights are of dtype; a KV cache wider than the weights is there for those who ask."""
     values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    widths = {name: size for name, size in KV_BLOCK_BYTES.items() if name != "q8_0" or quantisable(config.head_dim)}
+    widths = {name: KV_BLOCK_BYTES[name] for name in CPU_KV_DTYPES if name != "q8_0" or quantisable(config.head_dim)}
     order = sorted(widths, key=lambda name: (widths[name] > KV_BLOCK_VALUES * dtype.itemsize, -widths[name]))
     num_weights = sum(math.prod(tensor.shape) for tensor in expected_tensors(config))
     return PassSpec(

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from backend.forward_pass import StepBatch
 
 KV_BLOCK_VALUES = 32
-KV_BLOCK_BYTES = {"fp32": 128, "bf16": 64, "q8_0": 34}
-"""Of each KV dtype, the bytes of 32 values. q8_0 is GGML's: int8, and one binary16 scale for 32 values of a head."""
+KV_BLOCK_BYTES = {"fp32": 128, "bf16": 64, "q8_0": 34, "fp8": 32}
+"""Of each KV dtype, the bytes of 32 values. q8_0 is GGML's: int8, and one binary16 scale for 32 values of a head; fp8
+is e4m3 without a scale."""
+CPU_KV_DTYPES = ("fp32", "bf16", "q8_0")
 
 
 def quantisable(head_dim: int) -> bool:
