@@ -1,63 +1,308 @@
-// All inline PTX: each instruction once for the GPU and once, under CUSIM, as the CPU computes it in tests.
+// Every inline PTX instruction of the kernels, each with its emulation for the CPU (#ifdef CUSIM; tests/cuda_emulator).
+//
+// 16-bit floats travel as unsigned short, pairs of them as unsigned with the first in the low half; e4m3 bytes as
+// unsigned char, pairs as unsigned short. A NaN becomes the one NaN that the instruction makes: 0x7fff, or 0x7f in e4m3.
+// What is said of a warp needs all its 32 lanes, at the same call.
 
 #pragma once
 
-// ---------------------------------------------------------------- conversions
-// Pairs have their first number in the lower half. All round to nearest, ties to even.
-
 #ifndef CUSIM
-__device__ __forceinline__ unsigned pack_bf16x2(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
-__device__ __forceinline__ unsigned pack_f16x2(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
+
+// ---- Conversions, to the nearest, ties to even ----
+
+__device__ __forceinline__ unsigned short f32_to_bf16(float x) {
+    unsigned short y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
 }
-__device__ __forceinline__ float f16_to_float(unsigned short bits) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+
+__device__ __forceinline__ unsigned f32_to_bf16x2(float low, float high) {
+    unsigned y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+__device__ __forceinline__ unsigned short f32_to_fp16(float x) {
+    unsigned short y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ unsigned f32_to_fp16x2(float low, float high) {
+    unsigned y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+__device__ __forceinline__ float fp16_to_f32(unsigned short x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+// ---- Products of a warp: acc [16, 8] += a [16, 16] · b [16, 8], in the fragments of mma.m16n8k16 ----
+
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_m16n8k16_fp16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- Matrices of 8 × 8 16-bit values from shared memory, one to a register of each lane ----
+// Lane 8 i + j gives the address of row j of matrix i, a multiple of 16. With x2 the upper lanes' addresses are unused.
+
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// ---- Copies from global to shared memory that do not wait ----
+// Both addresses are multiples of 16. Of source only source_bytes (0 … 16) are read; zeros fill the rest. What a thread
+// copied it sees after its own wait; other threads see it after a barrier that follows that.
+
+__device__ __forceinline__ void cp_async_16(void* shared, const void* source, int source_bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(source),
+                 "r"(source_bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most N of the groups that this thread committed are still under way.
+template <int N> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// ---- Memory that is read or written once: kept out of L1. Addresses are multiples of 16 ----
+
+// The kernel must not write what it reads in this way.
+__device__ __forceinline__ uint4 load_streaming_16(const void* source) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(source));
     return x;
 }
-#else
-inline unsigned pack_bf16x2(float low, float high) { return cusim_f2bf(low) | unsigned(cusim_f2bf(high)) << 16; }
-inline unsigned pack_f16x2(float low, float high) { return cusim_f2h(low) | unsigned(cusim_f2h(high)) << 16; }
-inline float f16_to_float(unsigned short bits) { return cusim_h2f(bits); }
-#endif
+
+__device__ __forceinline__ void store_streaming_16(void* target, uint4 x) {
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(target), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w)
+                 : "memory");
+}
+
+// ---- Approximations of the special function unit: about 2 units in the last place; subnormals count as 0 ----
+
+__device__ __forceinline__ float ex2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float lg2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- Bits ----
+
+// Byte i of the result is the one of {a, b}, 0 … 7, that nibble i of selector names; 8 more repeats its sign bit.
+__device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned selector) {
+    unsigned y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
+    return y;
+}
+
+__device__ __forceinline__ unsigned mul_fp16x2(unsigned a, unsigned b) {
+    unsigned y;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
+#else  // CUSIM
+
+__device__ __forceinline__ unsigned short f32_to_bf16(float x) {
+    const unsigned bits = __float_as_uint(x);
+    if (x != x) return 0x7fff;
+    return static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+__device__ __forceinline__ unsigned f32_to_bf16x2(float low, float high) {
+    return f32_to_bf16(low) | static_cast<unsigned>(f32_to_bf16(high)) << 16;
+}
+
+__device__ __forceinline__ unsigned short f32_to_fp16(float x) { return x != x ? 0x7fff : cusim::float_to_half(x); }
+
+__device__ __forceinline__ unsigned f32_to_fp16x2(float low, float high) {
+    return f32_to_fp16(low) | static_cast<unsigned>(f32_to_fp16(high)) << 16;
+}
+
+__device__ __forceinline__ float fp16_to_f32(unsigned short x) { return cusim::half_to_float(x); }
+
+inline void mma_m16n8k16_bf16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, CUSIM_HERE) {
+    cusim::mma(cusim::Number::kBf16, acc, a, b0, b1, here);
+}
+
+inline void mma_m16n8k16_fp16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, CUSIM_HERE) {
+    cusim::mma(cusim::Number::kFp16, acc, a, b0, b1, here);
+}
+
+inline void ldmatrix_x4(unsigned (&r)[4], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, 4, false, row, here); }
+
+inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, 4, true, row, here); }
+
+inline void ldmatrix_x2(unsigned (&r)[2], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, 2, false, row, here); }
+
+inline void ldmatrix_x2_trans(unsigned (&r)[2], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, 2, true, row, here); }
+
+inline void cp_async_16(void* shared, const void* source, int source_bytes = 16, CUSIM_HERE) {
+    cusim::async_copy(shared, source, 16, source_bytes, here);
+}
+
+inline void cp_async_commit() { cusim::async_commit(); }
+
+template <int N> inline void cp_async_wait() { cusim::async_wait(N); }
+
+__device__ __forceinline__ uint4 load_streaming_16(const void* source) { return *static_cast<const uint4*>(source); }
+
+__device__ __forceinline__ void store_streaming_16(void* target, uint4 x) { *static_cast<uint4*>(target) = x; }
+
+__device__ __forceinline__ float ex2_approx(float x) { return exp2f(x); }
+
+__device__ __forceinline__ float lg2_approx(float x) { return log2f(x); }
+
+__device__ __forceinline__ float rcp_approx(float x) { return 1.0f / x; }
+
+__device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long bytes = a | static_cast<unsigned long long>(b) << 32;
+    unsigned y = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned nibble = selector >> (4 * i) & 15;
+        const unsigned byte = static_cast<unsigned>(bytes >> (8 * (nibble & 7))) & 255;
+        y |= (nibble & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * i);
+    }
+    return y;
+}
+
+__device__ __forceinline__ unsigned mul_fp16x2(unsigned a, unsigned b) {
+    const auto half = [](unsigned x) { return fp16_to_f32(static_cast<unsigned short>(x)); };
+    return f32_to_fp16x2(half(a) * half(b), half(a >> 16) * half(b >> 16));
+}
+
+#endif  // CUSIM
+
+// ---- Without an instruction of their own on some or all GPUs ----
+
+__device__ __forceinline__ float bf16_to_f32(unsigned short x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
+
+__device__ __forceinline__ float2 bf16x2_to_f32(unsigned x) {
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+}
+
+__device__ __forceinline__ float2 fp16x2_to_f32(unsigned x) {
+    return make_float2(fp16_to_f32(static_cast<unsigned short>(x)), fp16_to_f32(static_cast<unsigned short>(x >> 16)));
+}
 
 #if !defined(CUSIM) && __CUDA_ARCH__ >= 890
-// ±448 where it would be more; NaN stays NaN.
-__device__ __forceinline__ unsigned short pack_e4m3x2(float low, float high) {
-    unsigned short pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-    return pair;
+
+// To the nearest e4m3; beyond ±448, infinities too, to ±448.
+__device__ __forceinline__ unsigned short f32_to_e4m3x2(float low, float high) {
+    unsigned short y;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+    return y;
 }
-__device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short pair) {
-    unsigned halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-    return halves;
+
+__device__ __forceinline__ unsigned char f32_to_e4m3(float x) {
+    return static_cast<unsigned char>(f32_to_e4m3x2(x, 0.0f));
 }
-#else  // what sm_80 computes, and the CPU
-__device__ __forceinline__ unsigned float_to_e4m3(float x) {
-    const unsigned bits = __float_as_uint(x), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
-    if (size > 0x7f800000u) return sign | 0x7fu;
-    if (size >= __float_as_uint(448.0f)) return sign | 0x7eu;
-    // Below 2^-6 the step is 2^-9 throughout, the last place of a float near 2^14.
-    if (size < __float_as_uint(0.015625f)) return sign | (__float_as_uint(__uint_as_float(size) + 16384.0f) & 0xfu);
-    return sign | ((size + 0x7ffffu + (size >> 20 & 1u) >> 20) - (120u << 3));
+
+__device__ __forceinline__ unsigned e4m3x2_to_fp16x2(unsigned short x) {
+    unsigned y;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(x));
+    return y;
 }
-__device__ __forceinline__ unsigned short pack_e4m3x2(float low, float high) {
-    return (unsigned short)(float_to_e4m3(low) | float_to_e4m3(high) << 8);
+
+#else
+
+__device__ __forceinline__ unsigned char f32_to_e4m3(float x) {
+    const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    unsigned y;
+    if (magnitude > 0x7f800000) return 0x7f;
+    if (magnitude >= 0x43e00000) {  // 448
+        y = 0x7e;
+    } else if (magnitude < 0x3c800000) {  // 2^-6, the smallest normal number: below it all are multiples of 2^-9
+        y = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - 0x46800000;
+    } else {
+        y = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
+        y -= (127 - 7) << 3;
+    }
+    return static_cast<unsigned char>(sign | y);
 }
-// An e4m3 moved into binary16's place is 2^8 too small; the product is exact.
-__device__ __forceinline__ unsigned e4m3_to_f16(unsigned x) {
-    const unsigned size = x & 0x7fu, sign = (x & 0x80u) << 8;
-    if (size == 0x7fu) return sign | 0x7fffu;
-    return sign | (pack_f16x2(f16_to_float((unsigned short)(size << 7)) * 256.0f, 0.0f) & 0xffffu);
+
+__device__ __forceinline__ unsigned short f32_to_e4m3x2(float low, float high) {
+    return static_cast<unsigned short>(f32_to_e4m3(low) | f32_to_e4m3(high) << 8);
 }
-__device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short pair) {
-    return e4m3_to_f16(pair & 0xffu) | e4m3_to_f16(pair >> 8) << 16;
+
+__device__ __forceinline__ unsigned e4m3x2_to_fp16x2(unsigned short x) {
+    // Moved into place the bits are a half 2^8 too small: the exponents' biases are 7 and 15.
+    const unsigned spread = prmt(x, 0, 0x1404);  // bytes 0 and 1 on top of each half
+    const unsigned y = mul_fp16x2((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), 0x5c005c00u);
+    const unsigned low_nan = (x & 0x7f) == 0x7f ? 0x7fffu : 0, high_nan = (x & 0x7f00) == 0x7f00 ? 0x7fff0000u : 0;
+    return (low_nan ? low_nan : y & 0xffffu) | (high_nan ? high_nan : y & 0xffff0000u);
 }
+
 #endif
+
+__device__ __forceinline__ float2 e4m3x2_to_f32(unsigned short x) { return fp16x2_to_f32(e4m3x2_to_fp16x2(x)); }
+
+__device__ __forceinline__ float e4m3_to_f32(unsigned char x) { return e4m3x2_to_f32(x).x; }
+
+// The next number of a counter in global memory. All that this thread, and those it met at a barrier before, wrote to
+// global memory is seen by the thread that takes a later number, and by those it meets at a barrier afterwards.
+__device__ __forceinline__ unsigned take_ticket(unsigned* counter) {
+    __threadfence();
+    const unsigned ticket = atomicAdd(counter, 1u);
+    __threadfence();
+    return ticket;
+}
