@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from backend.executor import ExecutorFailed
-from backend.sampler import NOT_FINITE
+from backend.forward_pass import NOT_FINITE, DeviceLost
 from shm.link import Cancellation, FrontendDeath, Submission
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ class Engine:
         self._requests.expire()
         for result in self._executor.results():
             self._apply(result)
+            if isinstance(result.error, DeviceLost):
+                self._link.flush()  # who was in that step is told; the others' frontends send them again
+                raise ExecutorFailed("the device is lost") from result.error
         while self._executor.has_room and (rows := self._scheduler.plan()):
             self._note_starts(rows)
             self._executor.launch(rows, self._builder.build(rows))

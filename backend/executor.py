@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backend.batch_builder import keep_rows
-from backend.sampler import NOT_FINITE
+from backend.forward_pass import NOT_FINITE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from backend.forward_pass import IBatchedForwardPass, StepBatch
+    from backend.forward_pass import IBatchedForwardPass, PendingOutput, StepBatch
     from backend.scheduler import Row
 
 _CLOSE_TIMEOUT_S = 10.0
@@ -40,7 +40,9 @@ class Executor:
     """Runs at most one step at a time and holds at most `capacity` plans ready behind it.
 
     Membership is bound late: rows whose sequence ended or was preempted after they were planned are dropped as the step
-    starts. `wake_fd` becomes readable when a result is there.
+    is launched. `wake_fd` becomes readable when a result is there.
+
+    A pass that runs ahead is given the plans as they come, and a second thread waits for what they bring.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -48,7 +50,9 @@ class Executor:
         self._plans: queue.SimpleQueue[tuple[list[Row], StepBatch] | None] = queue.SimpleQueue()
         self._results: deque[StepResult] = deque()
         self._num_in_flight = 0
-        self._step_started_s: float | None = None
+        self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
+        self._step_starts_s: deque[float] = deque()
+        """Of the steps launched and not finished."""
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
         self._pass: IBatchedForwardPass | None = None
@@ -79,8 +83,10 @@ class Executor:
 
     def running_s(self) -> float:
         """Seconds since the running step began; 0 when none runs."""
-        started_s = self._step_started_s
-        return time.monotonic() - started_s if started_s is not None else 0.0
+        try:
+            return time.monotonic() - self._step_starts_s[0]
+        except IndexError:
+            return 0.0
 
     def launch(self, rows: list[Row], batch: StepBatch) -> None:
         self._num_in_flight += 1
@@ -130,42 +136,101 @@ class Executor:
         finally:
             self._loaded.set()
         try:
-            while (plan := self._plans.get()) is not None:
-                if self._closing:
-                    continue
-                self._step_started_s = started_s = time.monotonic()
-                rows, token_ids, fault = run_step(self._pass, *plan)
-                self._step_started_s = None
-                self._results.append(StepResult(rows, token_ids, time.monotonic() - started_s, fault))
-                self.wake()
+            if self._pass.spec.runs_ahead:
+                self._run_ahead(self._pass)
+            else:
+                for step in self._launch_plans(self._pass):
+                    self._finish(step)
             self._pass.close()
         except BaseException as error:  # noqa: BLE001 - raised again in the loop, by results() or close()
             self._fatal = error
             self.wake()
+
+    def _launch_plans(self, forward_pass: IBatchedForwardPass) -> Iterator[LaunchedStep]:
+        """Launches the plans as they come, until the executor is closed."""
+        while (plan := self._plans.get()) is not None:
+            if not self._closing:
+                self._step_starts_s.append(time.monotonic())
+                yield launch_step(forward_pass, *plan)
+
+    def _run_ahead(self, forward_pass: IBatchedForwardPass) -> None:
+        collector = threading.Thread(target=self._collect, name="collector", daemon=True)
+        collector.start()
+        try:
+            for step in self._launch_plans(forward_pass):
+                self._launched.put(step)
+        finally:
+            self._launched.put(None)
+            collector.join()
+
+    def _collect(self) -> None:
+        try:
+            while (step := self._launched.get()) is not None:
+                self._finish(step)
+        except BaseException as error:  # noqa: BLE001 - as in `_run`
+            self._fatal = error
+            self.wake()
+
+    def _finish(self, step: LaunchedStep) -> None:
+        token_ids, fault = step.finish()
+        now_s = time.monotonic()
+        started_s = self._step_starts_s.popleft()
+        if self._step_starts_s:  # launched while this one ran; it begins now
+            self._step_starts_s[0] = now_s
+        self._results.append(StepResult(step.rows, token_ids, now_s - started_s, fault))
+        self.wake()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device has been given: the rows that run, and what will come of it or why nothing will."""
+
+    rows: list[Row]
+    output: PendingOutput | None
+    """None where no row samples, or after an error."""
+    error: Exception | None = None
+
+    def finish(self) -> tuple[list[int], Exception | None]:
+        """Waits for the tokens of the rows that sample, or gives the fault. Marks the rows that are their sequence's
+        last, so that plans made meanwhile drop them."""
+        sampling_rows = [row for row in self.rows if row.samples]
+        error, token_ids = self.error, []
+        if self.output is not None:
+            try:
+                token_ids = self.output.wait().token_ids.tolist()
+                if len(token_ids) != len(sampling_rows):
+                    raise RuntimeError(f"{len(token_ids)} tokens sampled for {len(sampling_rows)} rows")
+            except Exception as fault:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
+                error, token_ids = fault, []
+        if error is not None:
+            for row in self.rows:
+                row.sequence.stopped_generation = row.generation
+            return [], error
+        for row, token_id in zip(sampling_rows, token_ids, strict=True):
+            if token_id == NOT_FINITE or token_id in row.sequence.common_stop_ids:
+                row.stops = True
+                row.sequence.stopped_generation = row.generation
+        return token_ids, None
+
+
+def launch_step(forward_pass: IBatchedForwardPass, rows: list[Row], batch: StepBatch) -> LaunchedStep:
+    """Gives the device one plan, without the rows that no longer count."""
+    kept = [index for index, row in enumerate(rows) if not row.is_stale]
+    if len(kept) < len(rows):
+        rows = [rows[index] for index in kept]
+        batch = keep_rows(batch, kept)
+    if not rows:
+        return LaunchedStep([], None)
+    try:
+        logits = forward_pass.forward(batch)
+        return LaunchedStep(rows, forward_pass.sample(logits, batch) if len(batch.logit_rows) else None)
+    except Exception as error:  # noqa: BLE001 - as in `finish`
+        return LaunchedStep(rows, None, error)
 
 
 def run_step(
     forward_pass: IBatchedForwardPass, rows: list[Row], batch: StepBatch
 ) -> tuple[list[Row], list[int], Exception | None]:
     """Runs one plan: the rows that still count, the tokens of those that sample, and the fault if there was one."""
-    kept = [index for index, row in enumerate(rows) if not row.is_stale]
-    if len(kept) < len(rows):
-        rows = [rows[index] for index in kept]
-        batch = keep_rows(batch, kept)
-    if not rows:
-        return [], [], None
-    sampling_rows = [row for row in rows if row.samples]
-    try:
-        logits = forward_pass.forward(batch)
-        token_ids = forward_pass.sample(logits, batch).tolist() if sampling_rows else []
-        if len(token_ids) != len(sampling_rows):
-            raise RuntimeError(f"{len(token_ids)} tokens sampled for {len(sampling_rows)} rows")
-    except Exception as error:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
-        for row in rows:
-            row.sequence.stopped_generation = row.generation
-        return rows, [], error
-    for row, token_id in zip(sampling_rows, token_ids, strict=True):
-        if token_id == NOT_FINITE or token_id in row.sequence.common_stop_ids:
-            row.stops = True
-            row.sequence.stopped_generation = row.generation
-    return rows, token_ids, None
+    step = launch_step(forward_pass, rows, batch)
+    return step.rows, *step.finish()

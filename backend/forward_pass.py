@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 FROM_SLOT = -1
 """In `StepBatch.input_ids`: the token last sampled for the row's slot, which the host may not know yet."""
+NOT_FINITE = -1
+"""In `StepOutput.token_ids`: no token, for the row's logits are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,9 @@ class StepBatch:
     logit_rows: NDArray[np.int32]
     """[L] ascending row indices whose last token wants logits, and so a sampled token."""
     slot_inits: tuple[SlotInit, ...] = ()
+    page_copies: tuple[tuple[int, int], ...] = ()
+    """(source, destination) pages: what the source holds, over all layers, is copied before the step writes anything.
+    No page is both, and none is a destination twice."""
 
     @property
     def num_rows(self) -> int:
@@ -87,6 +92,30 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step sampled."""
+
+    token_ids: NDArray[np.int32]
+    """[L], one for each of batch.logit_rows; NOT_FINITE for a row whose logits hold a NaN or nothing finite."""
+
+    def wait(self) -> StepOutput:
+        """A `PendingOutput` that is already there."""
+        return self
+
+
+class PendingOutput(Protocol):
+    """What `sample` returns: tokens that the device may still be computing."""
+
+    def wait(self) -> StepOutput:
+        """Blocks until the step is computed. May be called from another thread than the pass's. Raises DeviceLost."""
+        ...
+
+
+class DeviceLost(Exception):
+    """The device can compute no more in this process: a fault has poisoned its context. The process must end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +129,9 @@ class PassSpec:
     them: first the one that loses nothing the weights have, then narrower ones, and wider ones last."""
     weight_bytes: int = 0
     """Memory for the weights, as loaded."""
+    runs_ahead: bool = False
+    """`forward` and `sample` return before the device has computed: the next step is launched behind the running one,
+    whose tokens the device alone knows yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +178,13 @@ class IBatchedForwardPass(Protocol):
     def forward(self, batch: StepBatch) -> Any:
         """Runs one step and returns logits of batch.logit_rows, [L, vocab_size], as a handle for `sample`.
 
-        Writes the KV of all T tokens. A row's result must not depend on the other rows.
+        Copies batch.page_copies, then writes the KV of all T tokens. A row's result must not depend on the other rows.
+        Raises DeviceLost, here or in `sample`, when no later step can succeed either.
         """
         ...
 
-    def sample(self, logits: Any, batch: StepBatch) -> NDArray[np.int32]:
-        """Samples one token for each of batch.logit_rows, [L] int32, and remembers it as its slot's last token.
+    def sample(self, logits: Any, batch: StepBatch) -> PendingOutput:
+        """Samples one token for each of batch.logit_rows and remembers it as its slot's last token.
 
         A function of (logits, the slot's SamplingParams, its tokens, the position) only.
         """

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch
+from backend.forward_pass import FROM_SLOT, NOT_FINITE, SamplingParams, SlotInit, StepBatch, StepOutput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-NOT_FINITE = -1
-"""Returned instead of a token id for a row whose logits hold a NaN or nothing finite."""
 
 _CDF_BLOCK = 256
 _NUCLEUS_GUESS = 1024
@@ -75,8 +72,8 @@ class HostSampling:
         input_ids[unknown] = self._last_tokens[batch.slots[rows]]
         return input_ids
 
-    def sample(self, logits: NDArray[np.float32], batch: StepBatch) -> NDArray[np.int32]:
-        """See `IBatchedForwardPass.sample`; a row without a finite maximum gives NOT_FINITE."""
+    def sample(self, logits: NDArray[np.float32], batch: StepBatch) -> StepOutput:
+        """See `IBatchedForwardPass.sample`."""
         rows = batch.logit_rows
         slots = batch.slots[rows]
         positions = (batch.context_lens + np.diff(batch.query_starts))[rows].astype(np.int64)
@@ -94,7 +91,7 @@ class HostSampling:
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             if slot in self._penalties and token >= 0:
                 self._penalties[slot].count(token)
-        return tokens
+        return StepOutput(tokens)
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         return logits

@@ -91,7 +91,7 @@ class Run:
         )
         logits = self.forward_pass.forward(batch)
         host = np.array(self.forward_pass.host_logits(logits), np.float32)
-        tokens = np.array(self.forward_pass.sample(logits, batch))
+        tokens = np.array(self.forward_pass.sample(logits, batch).wait().token_ids)
         back = np.argsort([order[row] for row in batch.logit_rows])
         return host[back], tokens[back]
 

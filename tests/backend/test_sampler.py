@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch
-from backend.sampler import NOT_FINITE, HostSampling, philox_uniform
+from backend.forward_pass import FROM_SLOT, NOT_FINITE, SamplingParams, SlotInit, StepBatch
+from backend.sampler import HostSampling, philox_uniform
 
 VOCAB = 700
 
@@ -33,7 +33,7 @@ def slot_init(slot: int, tokens: list[int] | None = None, num_prompt_tokens: int
 
 def sample(sampler: HostSampling, logits: np.ndarray, batch: StepBatch) -> list[int]:
     sampler.begin_step(batch)
-    return sampler.sample(logits.astype(np.float32), batch).tolist()
+    return sampler.sample(logits.astype(np.float32), batch).token_ids.tolist()
 
 
 def kept_by_reference(logits: np.ndarray, params: SamplingParams) -> set[int]:

@@ -85,7 +85,7 @@ class Driver:
         ordered = sorted(parts, key=lambda part: part[1] != 1)
         logits = self.forward_pass.forward(batch)
         host = np.array(self.forward_pass.host_logits(logits))
-        sampled = self.forward_pass.sample(logits, batch)
+        sampled = self.forward_pass.sample(logits, batch).wait().token_ids
         for row, count in ordered:
             row.computed += count
         for index, token in zip(batch.logit_rows.tolist(), sampled.tolist(), strict=True):

@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from backend.forward_pass import FROM_SLOT, PassSpec, SamplingParams, SlotInit, StepBatch
+from backend.forward_pass import FROM_SLOT, NOT_FINITE, PassSpec, SamplingParams, SlotInit, StepBatch, StepOutput
 from backend.passes.fake import FakePass
-from backend.sampler import NOT_FINITE
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from backend.forward_pass import IBatchedForwardPass
 
 _MASK = (1 << 64) - 1
@@ -184,7 +181,7 @@ class ChainPass:
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = _Slot(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
 
-    def sample(self, logits: list[int], batch: StepBatch) -> NDArray[np.int32]:
+    def sample(self, logits: list[int], batch: StepBatch) -> StepOutput:
         fault = self.fault
         if fault is not None and fault.kind == "raise late":
             raise PlantedFault("after the cache was written")
@@ -197,7 +194,7 @@ class ChainPass:
             tokens.append(token)
         if fault is not None and fault.kind == "miscount":
             tokens.append(0)
-        return np.array(tokens, np.int32)
+        return StepOutput(np.array(tokens, np.int32))
 
     def poison_in(self, pages: list[int], num_tokens: int) -> set[tuple[int, int]]:
         """(fault number, page) of each page with something poisoned among num_tokens tokens."""
@@ -226,7 +223,7 @@ class HashModel:
                 logit_rows=np.zeros(1, np.int32),
                 slot_inits=inits,
             )
-            token = int(alone.sample(alone.forward(batch), batch)[0])
+            token = int(alone.sample(alone.forward(batch), batch).token_ids[0])
             tokens.append(token)
             context += len(new)
             new, inits = [token], ()

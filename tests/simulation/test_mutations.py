@@ -15,9 +15,9 @@ from backend.batch_builder import BatchBuilder
 from backend.coalescer import Coalescer, ShareKey
 from backend.engine import Engine
 from backend.executor import StepResult
+from backend.forward_pass import NOT_FINITE
 from backend.page_pool import PagePool
 from backend.requests import Requests
-from backend.sampler import NOT_FINITE
 from backend.scheduler import Row, Scheduler
 from backend.sequence import Sequence, Subscriber
 from backend.waiting_room import WaitingRoom

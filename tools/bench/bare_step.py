@@ -79,7 +79,7 @@ class Decoder:
         """Seconds of linears, attention and the whole step with its sampling."""
         self.ops.seconds = {"linears": 0.0, "attention": 0.0}
         started_s = time.perf_counter()
-        self.forward_pass.sample(self.forward_pass.forward(batch), batch)
+        self.forward_pass.sample(self.forward_pass.forward(batch), batch).wait()
         return self.ops.seconds["linears"], self.ops.seconds["attention"], time.perf_counter() - started_s
 
     def measure(

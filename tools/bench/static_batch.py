@@ -91,7 +91,7 @@ class StaticBatch:
             logit_rows=rows,
             slot_inits=slot_inits,
         )
-        self.forward_pass.sample(self.forward_pass.forward(batch), batch)
+        self.forward_pass.sample(self.forward_pass.forward(batch), batch).wait()
 
 
 def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tokens: int) -> StaticBatch:
