@@ -14,31 +14,31 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 // ---- Conversions, to the nearest, ties to even ----
 
-__device__ __forceinline__ unsigned short f32_to_bf16(float x) {
+__device__ __forceinline__ unsigned short float_to_bf16(float x) {
     unsigned short y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
 }
 
-__device__ __forceinline__ unsigned f32_to_bf16x2(float low, float high) {
+__device__ __forceinline__ unsigned pack_bf16x2(float low, float high) {
     unsigned y;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
 
-__device__ __forceinline__ unsigned short f32_to_fp16(float x) {
+__device__ __forceinline__ unsigned short float_to_f16(float x) {
     unsigned short y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
 }
 
-__device__ __forceinline__ unsigned f32_to_fp16x2(float low, float high) {
+__device__ __forceinline__ unsigned pack_f16x2(float low, float high) {
     unsigned y;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
 
-__device__ __forceinline__ float fp16_to_f32(unsigned short x) {
+__device__ __forceinline__ float f16_to_float(unsigned short x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&acc)[4], const unsigne
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void mma_m16n8k16_fp16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
@@ -154,7 +154,7 @@ __device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned select
     return y;
 }
 
-__device__ __forceinline__ unsigned mul_fp16x2(unsigned a, unsigned b) {
+__device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
     unsigned y;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
@@ -162,29 +162,29 @@ __device__ __forceinline__ unsigned mul_fp16x2(unsigned a, unsigned b) {
 
 #else  // CUSIM
 
-__device__ __forceinline__ unsigned short f32_to_bf16(float x) {
+__device__ __forceinline__ unsigned short float_to_bf16(float x) {
     const unsigned bits = __float_as_uint(x);
     if (x != x) return 0x7fff;
     return static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-__device__ __forceinline__ unsigned f32_to_bf16x2(float low, float high) {
-    return f32_to_bf16(low) | static_cast<unsigned>(f32_to_bf16(high)) << 16;
+__device__ __forceinline__ unsigned pack_bf16x2(float low, float high) {
+    return float_to_bf16(low) | static_cast<unsigned>(float_to_bf16(high)) << 16;
 }
 
-__device__ __forceinline__ unsigned short f32_to_fp16(float x) { return x != x ? 0x7fff : cusim::float_to_half(x); }
+__device__ __forceinline__ unsigned short float_to_f16(float x) { return x != x ? 0x7fff : cusim::float_to_half(x); }
 
-__device__ __forceinline__ unsigned f32_to_fp16x2(float low, float high) {
-    return f32_to_fp16(low) | static_cast<unsigned>(f32_to_fp16(high)) << 16;
+__device__ __forceinline__ unsigned pack_f16x2(float low, float high) {
+    return float_to_f16(low) | static_cast<unsigned>(float_to_f16(high)) << 16;
 }
 
-__device__ __forceinline__ float fp16_to_f32(unsigned short x) { return cusim::half_to_float(x); }
+__device__ __forceinline__ float f16_to_float(unsigned short x) { return cusim::half_to_float(x); }
 
 inline void mma_m16n8k16_bf16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, CUSIM_HERE) {
     cusim::mma(cusim::Number::kBf16, acc, a, b0, b1, here);
 }
 
-inline void mma_m16n8k16_fp16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, CUSIM_HERE) {
+inline void mma_m16n8k16_f16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, CUSIM_HERE) {
     cusim::mma(cusim::Number::kFp16, acc, a, b0, b1, here);
 }
 
@@ -225,39 +225,39 @@ __device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned select
     return y;
 }
 
-__device__ __forceinline__ unsigned mul_fp16x2(unsigned a, unsigned b) {
-    const auto half = [](unsigned x) { return fp16_to_f32(static_cast<unsigned short>(x)); };
-    return f32_to_fp16x2(half(a) * half(b), half(a >> 16) * half(b >> 16));
+__device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
+    const auto half = [](unsigned x) { return f16_to_float(static_cast<unsigned short>(x)); };
+    return pack_f16x2(half(a) * half(b), half(a >> 16) * half(b >> 16));
 }
 
 #endif  // CUSIM
 
 // ---- Without an instruction of their own on some or all GPUs ----
 
-__device__ __forceinline__ float bf16_to_f32(unsigned short x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
+__device__ __forceinline__ float bf16_to_float(unsigned short x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
 
-__device__ __forceinline__ float2 bf16x2_to_f32(unsigned x) {
+__device__ __forceinline__ float2 unpack_bf16x2(unsigned x) {
     return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
 
-__device__ __forceinline__ float2 fp16x2_to_f32(unsigned x) {
-    return make_float2(fp16_to_f32(static_cast<unsigned short>(x)), fp16_to_f32(static_cast<unsigned short>(x >> 16)));
+__device__ __forceinline__ float2 unpack_f16x2(unsigned x) {
+    return make_float2(f16_to_float(static_cast<unsigned short>(x)), f16_to_float(static_cast<unsigned short>(x >> 16)));
 }
 
 #if !defined(CUSIM) && __CUDA_ARCH__ >= 890
 
 // To the nearest e4m3; beyond ±448, infinities too, to ±448.
-__device__ __forceinline__ unsigned short f32_to_e4m3x2(float low, float high) {
+__device__ __forceinline__ unsigned short pack_e4m3x2(float low, float high) {
     unsigned short y;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
     return y;
 }
 
-__device__ __forceinline__ unsigned char f32_to_e4m3(float x) {
-    return static_cast<unsigned char>(f32_to_e4m3x2(x, 0.0f));
+__device__ __forceinline__ unsigned char float_to_e4m3(float x) {
+    return static_cast<unsigned char>(pack_e4m3x2(x, 0.0f));
 }
 
-__device__ __forceinline__ unsigned e4m3x2_to_fp16x2(unsigned short x) {
+__device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short x) {
     unsigned y;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(x));
     return y;
@@ -265,7 +265,7 @@ __device__ __forceinline__ unsigned e4m3x2_to_fp16x2(unsigned short x) {
 
 #else
 
-__device__ __forceinline__ unsigned char f32_to_e4m3(float x) {
+__device__ __forceinline__ unsigned char float_to_e4m3(float x) {
     const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
     unsigned y;
     if (magnitude > 0x7f800000) return 0x7f;
@@ -280,23 +280,23 @@ __device__ __forceinline__ unsigned char f32_to_e4m3(float x) {
     return static_cast<unsigned char>(sign | y);
 }
 
-__device__ __forceinline__ unsigned short f32_to_e4m3x2(float low, float high) {
-    return static_cast<unsigned short>(f32_to_e4m3(low) | f32_to_e4m3(high) << 8);
+__device__ __forceinline__ unsigned short pack_e4m3x2(float low, float high) {
+    return static_cast<unsigned short>(float_to_e4m3(low) | float_to_e4m3(high) << 8);
 }
 
-__device__ __forceinline__ unsigned e4m3x2_to_fp16x2(unsigned short x) {
+__device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short x) {
     // Moved into place the bits are a half 2^8 too small: the exponents' biases are 7 and 15.
     const unsigned spread = prmt(x, 0, 0x1404);  // bytes 0 and 1 on top of each half
-    const unsigned y = mul_fp16x2((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), 0x5c005c00u);
+    const unsigned y = mul_f16x2((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), 0x5c005c00u);
     const unsigned low_nan = (x & 0x7f) == 0x7f ? 0x7fffu : 0, high_nan = (x & 0x7f00) == 0x7f00 ? 0x7fff0000u : 0;
     return (low_nan ? low_nan : y & 0xffffu) | (high_nan ? high_nan : y & 0xffff0000u);
 }
 
 #endif
 
-__device__ __forceinline__ float2 e4m3x2_to_f32(unsigned short x) { return fp16x2_to_f32(e4m3x2_to_fp16x2(x)); }
+__device__ __forceinline__ float2 unpack_e4m3x2(unsigned short x) { return unpack_f16x2(e4m3x2_to_f16x2(x)); }
 
-__device__ __forceinline__ float e4m3_to_f32(unsigned char x) { return e4m3x2_to_f32(x).x; }
+__device__ __forceinline__ float e4m3_to_float(unsigned char x) { return unpack_e4m3x2(x).x; }
 
 // The next number of a counter in global memory. All that this thread, and those it met at a barrier before, wrote to
 // global memory is seen by the thread that takes a later number, and by those it meets at a barrier afterwards.
