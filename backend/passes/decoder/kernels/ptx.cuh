@@ -101,6 +101,13 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* source, in
                  : "memory");
 }
 
+// As cp_async_16, of 4 bytes at multiples of 4.
+__device__ __forceinline__ void cp_async_4(void* shared, const void* source, int source_bytes = 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(source),
+                 "r"(source_bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most N of the groups that this thread committed are still under way.
@@ -154,6 +161,12 @@ __device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned select
     return y;
 }
 
+__device__ __forceinline__ unsigned add_f16x2(unsigned a, unsigned b) {
+    unsigned y;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 __device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
     unsigned y;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
@@ -200,6 +213,10 @@ inline void cp_async_16(void* shared, const void* source, int source_bytes = 16,
     cusim::async_copy(shared, source, 16, source_bytes, here);
 }
 
+inline void cp_async_4(void* shared, const void* source, int source_bytes = 4, CUSIM_HERE) {
+    cusim::async_copy(shared, source, 4, source_bytes, here);
+}
+
 inline void cp_async_commit() { cusim::async_commit(); }
 
 template <int N> inline void cp_async_wait() { cusim::async_wait(N); }
@@ -223,6 +240,11 @@ __device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned select
         y |= (nibble & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * i);
     }
     return y;
+}
+
+__device__ __forceinline__ unsigned add_f16x2(unsigned a, unsigned b) {
+    const auto half = [](unsigned x) { return f16_to_float(static_cast<unsigned short>(x)); };
+    return pack_f16x2(half(a) + half(b), half(a >> 16) + half(b >> 16));
 }
 
 __device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
