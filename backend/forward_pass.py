@@ -29,20 +29,23 @@ NOT_FINITE = -1
 class SamplingParams:
     """All that changes the distribution of a sequence's next token. Bounds are enforced where requests enter.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. Filters apply in the order temperature → top_k →
-    top_p → min_p. Penalties as in the OpenAI API reference (presence, frequency: over generated tokens) and in CTRL,
-    arXiv 1909.05858 (repetition: over prompt and generated tokens).
+    temperature 0 is greedy. top_k 0, top_p 1, typical_p 1 and min_p 0 are off. Filters apply in the order temperature →
+    top_k → typical_p (arXiv 2202.00666) → top_p → min_p. Penalties as in the OpenAI API reference (presence, frequency:
+    over generated tokens) and in CTRL, arXiv 1909.05858 (repetition: over prompt and generated tokens).
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+    num_logprobs: int = -1
+    """Reported beside each token: its own log probability, and this many of the likeliest; -1 is nothing at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,39 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens some rows of a step may sample: what a grammar, or a list of the client's, leaves."""
+
+    rows: NDArray[np.int32]
+    """[M] ascending places in batch.logit_rows."""
+    bits: NDArray[np.uint32]
+    """[M, ceil(vocab_size / 32)] bit i % 32 of word i // 32 is set where token i is allowed; at least one is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the probabilities that the raw logits give, before bias, penalties, masks and filters."""
+
+    rows: NDArray[np.int32]
+    """[K] ascending places in batch.logit_rows: those whose slot's num_logprobs is not -1."""
+    chosen: NDArray[np.float32]
+    """[K] of the sampled token."""
+    ranks: NDArray[np.int32]
+    """[K] how many tokens are at least as likely as the sampled one, itself included."""
+    top_ids: NDArray[np.int32]
+    """[K, N] the likeliest tokens, falling, equal ones by id; N is the largest num_logprobs of the rows."""
+    top: NDArray[np.float32]
+    """[K, N]"""
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step sampled."""
 
     token_ids: NDArray[np.int32]
     """[L], one for each of batch.logit_rows; NOT_FINITE for a row whose logits hold a NaN or nothing finite."""
+    logprobs: TokenLogprobs | None = None
+    """None where no row asks."""
 
     def wait(self) -> StepOutput:
         """A `PendingOutput` that is already there."""
@@ -183,10 +214,10 @@ class IBatchedForwardPass(Protocol):
         """
         ...
 
-    def sample(self, logits: Any, batch: StepBatch) -> PendingOutput:
+    def sample(self, logits: Any, batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
         """Samples one token for each of batch.logit_rows and remembers it as its slot's last token.
 
-        A function of (logits, the slot's SamplingParams, its tokens, the position) only.
+        A function of (logits, the slot's SamplingParams, its tokens, the position, the row's mask) only.
         """
         ...
 

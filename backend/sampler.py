@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backend.forward_pass import FROM_SLOT, NOT_FINITE, SamplingParams, SlotInit, StepBatch, StepOutput
+from backend.forward_pass import (
+    FROM_SLOT,
+    NOT_FINITE,
+    SamplingParams,
+    SlotInit,
+    StepBatch,
+    StepOutput,
+    TokenLogprobs,
+    TokenMasks,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,6 +64,8 @@ class HostSampling:
         self._top_p = np.ones(max_slots, np.float64)
         self._top_k = np.zeros(max_slots, np.int64)
         self._min_p = np.zeros(max_slots, np.float64)
+        self._typical_p = np.ones(max_slots, np.float64)
+        self._num_logprobs = np.full(max_slots, -1, np.int64)
         self._seed = np.zeros(max_slots, np.uint64)
         # Of few slots: those with penalties and those with a bias.
         self._penalties: dict[int, _Penalties] = {}
@@ -72,13 +83,16 @@ class HostSampling:
         input_ids[unknown] = self._last_tokens[batch.slots[rows]]
         return input_ids
 
-    def sample(self, logits: NDArray[np.float32], batch: StepBatch) -> StepOutput:
+    def sample(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None = None) -> StepOutput:
         """See `IBatchedForwardPass.sample`."""
         rows = batch.logit_rows
         slots = batch.slots[rows]
         positions = (batch.context_lens + np.diff(batch.query_starts))[rows].astype(np.int64)
+        raw_logits = logits
         if self._bias or self._penalties:
             logits = self._adjusted(logits, slots)
+        if masks is not None:
+            logits = _masked(logits, masks)
         tokens: NDArray[np.int32] = np.argmax(logits, axis=1).astype(np.int32)
         peaks = logits[np.arange(len(tokens)), tokens]
         random_rows = np.flatnonzero((self._temperature[slots] > 0) & np.isfinite(peaks))
@@ -91,7 +105,11 @@ class HostSampling:
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             if slot in self._penalties and token >= 0:
                 self._penalties[slot].count(token)
-        return StepOutput(tokens)
+        reporting = np.flatnonzero((self._num_logprobs[slots] >= 0) & (tokens >= 0))
+        if not len(reporting):
+            return StepOutput(tokens)
+        width = int(self._num_logprobs[slots[reporting]].max())
+        return StepOutput(tokens, token_logprobs(raw_logits, tokens, reporting, width))
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         return logits
@@ -102,6 +120,8 @@ class HostSampling:
         self._top_p[slot] = params.top_p
         self._top_k[slot] = params.top_k
         self._min_p[slot] = params.min_p
+        self._typical_p[slot] = params.typical_p
+        self._num_logprobs[slot] = params.num_logprobs
         self._seed[slot] = params.seed
         self._bias.pop(slot, None)
         if params.logit_bias:
@@ -141,6 +161,9 @@ class HostSampling:
         limited = np.flatnonzero((top_k > 0) & (top_k < self._vocab_size))
         if len(limited):
             floor[limited] = _kth_largest(scaled[limited], top_k[limited])
+        typical = np.flatnonzero(self._typical_p[slots] < 1.0)
+        for row in typical.tolist():
+            _keep_typical(scaled[row], floor[row], float(self._typical_p[slots[row]]))
         nucleus = np.flatnonzero(self._top_p[slots] < 1.0)
         if len(nucleus):
             floor[nucleus] = _nucleus_floor(scaled[nucleus], floor[nucleus], self._top_p[slots][nucleus])
@@ -184,6 +207,57 @@ def _penalise(logits: NDArray[np.float32], penalties: list[_Penalties]) -> NDArr
     logits = np.where(seen, np.where(logits > 0, logits / repetition, logits * repetition), logits)
     result: NDArray[np.float32] = logits - frequency * generated - presence * (generated > 0)
     return result.astype(np.float32, copy=False)
+
+
+def _masked(logits: NDArray[np.float32], masks: TokenMasks) -> NDArray[np.float32]:
+    """A copy of logits [L, V] whose masked rows are -inf at what is not allowed."""
+    vocab_size = logits.shape[1]
+    allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+    logits = logits.copy()
+    logits[masks.rows] = np.where(allowed, logits[masks.rows], np.float32(-np.inf))
+    return logits
+
+
+def token_logprobs(
+    logits: NDArray[np.float32], tokens: NDArray[np.int32], rows: NDArray[np.int64], width: int
+) -> TokenLogprobs:
+    """For these rows of logits [L, V], whose sampled tokens are tokens [L]."""
+    values = logits[rows].astype(np.float64)
+    peaks = values.max(axis=1, keepdims=True)
+    values -= peaks + np.log(np.exp(values - peaks).sum(axis=1, keepdims=True))
+    chosen = np.take_along_axis(values, tokens[rows, None], axis=1)
+    width = min(width, values.shape[1])
+    # Stable, so that of equal values those of lower ids come first.
+    candidates = np.sort(np.argpartition(-values, max(width - 1, 0), axis=1)[:, :width], axis=1)
+    if width:
+        # argpartition may leave out a lower id that ties with the last of the top.
+        last = np.take_along_axis(values, candidates, axis=1).min(axis=1)
+        for row in np.flatnonzero((values >= last[:, None]).sum(axis=1) > width).tolist():
+            candidates[row] = np.argsort(-values[row], kind="stable")[:width]
+    order = np.argsort(-np.take_along_axis(values, candidates, axis=1), axis=1, kind="stable")
+    top_ids = np.take_along_axis(candidates, order, axis=1)
+    return TokenLogprobs(
+        rows=rows.astype(np.int32),
+        chosen=chosen[:, 0].astype(np.float32),
+        ranks=(values >= chosen).sum(axis=1).astype(np.int32),
+        top_ids=top_ids.astype(np.int32),
+        top=np.take_along_axis(values, top_ids, axis=1).astype(np.float32),
+    )
+
+
+def _keep_typical(scaled: NDArray[np.float32], floor: np.float32, typical_p: float) -> None:
+    """One row, [V], in place: what is not locally typical becomes -inf.
+
+    Kept are the tokens whose surprise is nearest to the distribution's entropy, until their mass reaches typical_p.
+    """
+    weights = np.where(scaled < floor, 0.0, np.exp(scaled.astype(np.float64)))
+    mass = weights / weights.sum()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        surprise = -np.log(mass)
+        entropy = np.sum(np.where(mass > 0, mass * surprise, 0.0))
+    order = np.argsort(np.where(mass > 0, np.abs(surprise - entropy), np.inf), kind="stable")
+    num_kept = int(np.searchsorted(np.cumsum(mass[order]), typical_p)) + 1
+    scaled[order[num_kept:]] = -np.inf
 
 
 def _kth_largest(scaled: NDArray[np.float32], k: NDArray[np.int64]) -> NDArray[np.float32]:

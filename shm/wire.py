@@ -12,12 +12,14 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_CONTEXT_TOKENS = 1 << 24
 MAX_INLINE_PROMPT_TOKENS = 4096
 """Prompts up to this length travel in the message; longer ones in the frontend's arena."""
 MAX_STEP_EVENTS = 1 << 16
+MAX_LOGPROBS = 20
+"""Of the likeliest tokens at one place of a stream."""
 MAX_TO_BACKEND_BYTES = 32 << 10
 """No message to the backend is longer: the longest is a Submit with an inline prompt and a full logit_bias."""
 MAX_TO_FRONTEND_BYTES = 4 << 20
@@ -58,6 +60,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     top_k: I31 = 0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    typical_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
@@ -65,6 +68,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
         tuple[tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=300)
     ] = ()
     seed: U63 = 0
+    num_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
 
 
 class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.forward_pass import FROM_SLOT, NOT_FINITE, SamplingParams, SlotInit, StepBatch
+from backend.forward_pass import FROM_SLOT, NOT_FINITE, SamplingParams, SlotInit, StepBatch, TokenMasks
 from backend.sampler import HostSampling, philox_uniform
 
 VOCAB = 700
@@ -225,3 +226,67 @@ def test_the_strongest_penalties_leave_logits_finite() -> None:
         init = slot_init(0, [3, 4], 1, temperature=0.5, repetition_penalty=repetition_penalty, frequency_penalty=2.0)
         (token,) = sample(sampler, logits, decode_batch([0], inits=(init,)))
         assert 0 <= token < VOCAB
+
+
+def test_a_masked_row_samples_only_what_its_mask_allows_and_the_other_rows_are_as_without() -> None:
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(4, VOCAB)).astype(np.float32)
+    allowed = rng.random((2, VOCAB)) < 0.05
+    packed = np.packbits(np.pad(allowed, ((0, 0), (0, -VOCAB % 32))), axis=1, bitorder="little").view(np.uint32)
+    masks = TokenMasks(np.array([1, 3], np.int32), packed)
+    inits = tuple(slot_init(slot, temperature=float(slot > 1), seed=7) for slot in range(4))
+    free, masked = HostSampling(VOCAB, 4), HostSampling(VOCAB, 4)
+    expected = sample(free, logits, decode_batch([0, 1, 2, 3], inits=inits))
+    batch = decode_batch([0, 1, 2, 3], inits=inits)
+    masked.begin_step(batch)
+    tokens = masked.sample(logits, batch, masks).token_ids.tolist()
+    assert tokens[0] == expected[0]
+    assert tokens[2] == expected[2]
+    assert tokens[1] == int(np.where(allowed[0], logits[1], -np.inf).argmax())
+    assert allowed[1, tokens[3]]
+
+
+def test_logprobs_are_the_log_softmax_of_the_raw_logits_for_the_rows_that_ask() -> None:
+    logits = np.random.default_rng(4).normal(size=(3, VOCAB)).astype(np.float32) * 4
+    logits[2, [5, 9, 40]] = logits[2].max() + 1  # equal ones come by id
+    sampler = HostSampling(VOCAB, 3)
+    bias = ((17, 100.0),)
+    inits = (
+        slot_init(0, temperature=0.0, num_logprobs=0, logit_bias=bias),
+        slot_init(1, temperature=0.0),
+        slot_init(2, temperature=0.0, num_logprobs=4),
+    )
+    batch = decode_batch([0, 1, 2], inits=inits)
+    sampler.begin_step(batch)
+    output = sampler.sample(logits, batch)
+    oracle = torch.log_softmax(torch.from_numpy(logits).double(), dim=-1)
+    assert output.token_ids.tolist() == [17, int(logits[1].argmax()), 5]
+    assert output.logprobs is not None
+    assert output.logprobs.rows.tolist() == [0, 2]
+    np.testing.assert_allclose(output.logprobs.chosen, [oracle[0, 17], oracle[2, 5]], rtol=1e-5)
+    assert output.logprobs.ranks.tolist() == [int((oracle[0] >= oracle[0, 17]).sum()), 3]
+    assert output.logprobs.top_ids[1, :3].tolist() == [5, 9, 40]
+    np.testing.assert_allclose(output.logprobs.top[0], oracle[0].topk(4).values, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_of_tokens_that_tie_for_the_last_place_of_the_top_the_lowest_ids_are_reported(width: int) -> None:
+    logits = np.zeros((1, VOCAB), np.float32)
+    sampler = HostSampling(VOCAB, 1)
+    batch = decode_batch([0], inits=(slot_init(0, temperature=0.0, num_logprobs=width),))
+    sampler.begin_step(batch)
+    output = sampler.sample(logits, batch)
+    assert output.logprobs is not None
+    assert output.logprobs.top_ids.tolist() == [list(range(width))]
+
+
+def test_typical_sampling_keeps_the_tokens_nearest_to_the_entropy() -> None:
+    probabilities = np.array([0.55, 0.25, 0.1, 0.05, 0.05])
+    surprise = -np.log(probabilities)
+    nearest = np.argsort(np.abs(surprise - (probabilities * surprise).sum()))
+    kept = set(nearest[: int(np.searchsorted(np.cumsum(probabilities[nearest]), 0.2)) + 1].tolist())
+    assert 0 not in kept  # the likeliest token is far from typical here
+    sampler = HostSampling(5, 400)
+    inits = tuple(slot_init(slot, temperature=1.0, typical_p=0.2, seed=slot) for slot in range(400))
+    tokens = sample(sampler, np.tile(np.log(probabilities), (400, 1)), decode_batch(list(range(400)), inits=inits))
+    assert set(tokens) == kept
