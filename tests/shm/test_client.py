@@ -19,7 +19,7 @@ import pytest
 import uvloop
 
 from shm.client import BackendClient, BackendUnavailable, GenerationRequest, Overloaded, TokenBatch, TokenStream
-from shm.wire import FailureCode, Finish, Sampling, Submit
+from shm.wire import PROTOCOL_VERSION, FailureCode, Finish, Sampling, Submit
 from tests.shm.scripted_backend import (
     FAILING_TOKEN,
     KILLING_TOKEN,
@@ -617,11 +617,11 @@ async def test_a_request_that_kills_backends_is_given_up_and_others_finish(socke
 async def test_a_backend_of_another_protocol_version_is_refused_and_logged(
     socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("shm.rendezvous.PROTOCOL_VERSION", 2)
+    monkeypatch.setattr("shm.rendezvous.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
     with BackendProcess(socket_path):
         client = BackendClient(socket_path)
         await client.start()
-        await until(lambda: "the backend speaks protocol version 1, the frontend 2" in caplog.text)
+        await until(lambda: f"protocol version {PROTOCOL_VERSION}, the frontend {PROTOCOL_VERSION + 1}" in caplog.text)
         assert not client.ready
         await client.close()
 
