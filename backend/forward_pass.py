@@ -160,6 +160,10 @@ class PassSpec:
     them: first the one that loses nothing the weights have, then narrower ones, and wider ones last."""
     weight_bytes: int = 0
     """Memory for the weights, as loaded."""
+    workspace_bytes: int = 0
+    """Memory for activations, step buffers and what the libraries keep, all allocated before the first step."""
+    graph_bytes: int = 0
+    """Memory for captured work, about."""
     runs_ahead: bool = False
     """`forward` and `sample` return before the device has computed: the next step is launched behind the running one,
     whose tokens the device alone knows yet."""
