@@ -161,6 +161,8 @@ class PassSpec:
     weight_bytes: int = 0
     """Memory for the weights, as loaded."""
     workspace_bytes: int = 0
+    """What the pass holds or may take of the device's memory besides weights and KV cache, for PassOptions's steps."""
+    workspace_bytes: int = 0
     """Memory for activations, step buffers and what the libraries keep, all allocated before the first step."""
     graph_bytes: int = 0
     """Memory for captured work, about."""
