@@ -161,11 +161,10 @@ class PassSpec:
     weight_bytes: int = 0
     """Memory for the weights, as loaded."""
     workspace_bytes: int = 0
-    """What the pass holds or may take of the device's memory besides weights and KV cache, for PassOptions's steps."""
-    workspace_bytes: int = 0
-    """Memory for activations, step buffers and what the libraries keep, all allocated before the first step."""
+    """What the pass holds or may take of the device's memory besides weights and KV cache, for PassOptions's steps:
+    activations, step buffers, what libraries keep, and captured work."""
     graph_bytes: int = 0
-    """Memory for captured work, about."""
+    """How much of workspace_bytes is captured work; an estimate."""
     runs_ahead: bool = False
     """`forward` and `sample` return before the device has computed: the next step is launched behind the running one,
     whose tokens the device alone knows yet."""
