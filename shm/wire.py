@@ -7,12 +7,12 @@ ids as packed little-endian uint64. Decode through `decode_*`, which turns each 
 from __future__ import annotations
 
 import enum
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_CONTEXT_TOKENS = 1 << 24
 MAX_INLINE_PROMPT_TOKENS = 4096
@@ -23,6 +23,10 @@ MAX_LOGPROBS = 20
 MAX_TO_BACKEND_BYTES = 32 << 10
 """No message to the backend is longer: the longest is a Submit with an inline prompt and a full logit_bias."""
 MAX_TO_FRONTEND_BYTES = 4 << 20
+MAX_SHARED_BUFFERS = 64
+"""Of one client."""
+MAX_SHARED_BUFFER_BYTES = 1 << 30
+"""Of one buffer."""
 
 U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 I31 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -45,12 +49,50 @@ class Finish(enum.IntEnum):
     """Its deadline passed, wherever it was then."""
 
 
-class ArenaRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BufferKind(enum.IntEnum):
+    """Where a shared buffer lies."""
+
+    HOST = 0
+    """In a memfd."""
+    CUDA = 1
+    """On the backend's GPU, shared by CUDA IPC handles."""
+
+
+class BufferContent(enum.IntEnum):
+    """What a shared buffer carries, and so which way: the first two to the backend, the others from it."""
+
+    TOKENS = 0
+    """A prompt; a row is one token id."""
+    PROMPT_EMBEDDINGS = 1
+    """A prompt; a row is what the model's embedding gives for one token."""
+    LOGITS = 2
+    """Row i is what generated token i was sampled from, before sampling parameters change it."""
+    HIDDEN_STATES = 3
+    """Row i is the last layer's normed output from which row i of the logits is made."""
+
+    @property
+    def to_backend(self) -> bool:
+        return self in (BufferContent.TOKENS, BufferContent.PROMPT_EMBEDDINGS)
+
+
+class ArenaRef(Struct, frozen=True, array_like=True, tag=20, forbid_unknown_fields=True):
     """A claim about bytes in the sender's arena; nothing is believed until `Arena.read` has checked and copied them."""
 
     slot: Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
     sequence: U63
     num_bytes: Annotated[int, Meta(ge=4, le=4 * MAX_CONTEXT_TOKENS)]
+
+
+class BufferRef(Struct, frozen=True, array_like=True, tag=21, forbid_unknown_fields=True):
+    """A client lends one of its shared buffers to the backend, until the `BufferReturn` of the same generation.
+
+    generation grows with each loan of a buffer, so that nothing said of an earlier one is taken for this one.
+    """
+
+    index: Annotated[int, Meta(ge=0, lt=MAX_SHARED_BUFFERS)]
+    generation: U63
+    content: BufferContent
+    num_rows: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
 
 
 class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -77,7 +119,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """
 
     request_id: U63
-    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_INLINE_PROMPT_TOKENS)] | ArenaRef
+    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_INLINE_PROMPT_TOKENS)] | ArenaRef | BufferRef
     num_prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
     sampling: Sampling
@@ -90,6 +132,8 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """Lower runs sooner, where the backend's policy is priority."""
     timeout_ms: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     """Milliseconds from arrival at the backend after which it ends as EXPIRED; 0 is never."""
+    output: BufferRef | None = None
+    """What else than tokens is wanted, of the first num_rows generated tokens. Such a request joins no other."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
@@ -137,6 +181,17 @@ class FailureCode(enum.IntEnum):
     """Made by the client only: no backend came back in time, or one with another model."""
 
 
+class BufferReturn(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The backend has done with a loan: the buffer is its client's again. The first num_rows rows were written.
+
+    A buffer on a device may be touched once its event has passed.
+    """
+
+    index: Annotated[int, Meta(ge=0, lt=MAX_SHARED_BUFFERS)]
+    generation: U63
+    num_rows: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)]
+
+
 class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
     """Backend → frontend: all that one step brought this frontend, in columns of equal length.
 
@@ -150,12 +205,66 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     finishes: Annotated[bytes, Meta(max_length=MAX_STEP_EVENTS)]
     started: Annotated[tuple[Started, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     failures: Annotated[tuple[Failure, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    returned: Annotated[tuple[BufferReturn, ...], Meta(max_length=MAX_SHARED_BUFFERS)] = ()
+    """Before or with the end of their requests, never behind it."""
+
+
+class BufferWish(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Shared buffers that a client wants for as long as it is connected, and the kinds that it can use."""
+
+    num_buffers: Annotated[int, Meta(ge=1, le=MAX_SHARED_BUFFERS)]
+    num_bytes: Annotated[int, Meta(ge=1, le=MAX_SHARED_BUFFER_BYTES)]
+    """Of each."""
+    kinds: Annotated[tuple[BufferKind, ...], Meta(min_length=1, max_length=2)] = (BufferKind.HOST,)
+
+
+class ContentSpec(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A content that the backend takes or gives: num_values little-endian values a row, of 4 bytes each."""
+
+    content: BufferContent
+    num_values: Annotated[int, Meta(ge=1, le=1 << 24)]
+    dtype: Literal["<i4", "<f4"]
+    """As numpy writes it."""
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.num_values
+
+
+class BufferGrant(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The shared buffers that a client has got. They are the backend's memory: nobody gives it memory to open.
+
+    HOST: one more fd, after the three of the welcome, holds them back to back. CUDA: for each a handle of an allocation
+    and one of an event, on the device with this UUID.
+    """
+
+    kind: BufferKind
+    num_buffers: Annotated[int, Meta(ge=1, le=MAX_SHARED_BUFFERS)]
+    num_bytes: Annotated[int, Meta(ge=1, le=MAX_SHARED_BUFFER_BYTES)]
+    """Of each; never less than was asked for."""
+    contents: Annotated[tuple[ContentSpec, ...], Meta(max_length=8)]
+    device_uuid: Annotated[bytes, Meta(max_length=16)] = b""
+    memory_handles: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=64, max_length=64)], ...], Meta(max_length=MAX_SHARED_BUFFERS)
+    ] = ()
+    event_handles: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=64, max_length=64)], ...], Meta(max_length=MAX_SHARED_BUFFERS)
+    ] = ()
+
+    def spec_of(self, content: BufferContent) -> ContentSpec | None:
+        return next((spec for spec in self.contents if spec.content is content), None)
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
     """Frontend → backend over the rendezvous socket: the first word."""
 
     protocol_version: Annotated[int, Meta(ge=0, le=1 << 16)]
+    buffers: BufferWish | None = None
+
+
+class Farewell(Struct, frozen=True, array_like=True, tag=13, forbid_unknown_fields=True):
+    """Frontend → backend over the rendezvous socket: the last word of one that lives on. It has no device memory of the
+    backend's open any more."""
 
 
 class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -186,6 +295,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_field
     arena_slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)]
     credit: Annotated[int, Meta(ge=1, le=1 << 16)]
     model: ModelCard
+    buffers: BufferGrant | None = None
 
 
 class Goodbye(Struct, frozen=True, array_like=True, tag=12, forbid_unknown_fields=True):
