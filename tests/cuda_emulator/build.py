@@ -1,0 +1,155 @@
+"""Compiles a kernel's source with g++ to a library for the emulator, and keeps it for the next time.
+
+Libraries lie in the user's cache directory under a name that hashes all that decides them, and appear there whole: any
+number of processes may build at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+from backend.passes.decoder.cuda.launcher import KERNELS_DIR, KernelFailed
+from backend.passes.decoder.native_library import cache_dir
+
+RUNTIME_DIR = Path(__file__).parent / "runtime"
+
+_CPU_FLAGS = ("-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions", "-w")
+_KERNEL_FLAGS = {
+    "fast": ("-O2",),
+    # Compiled for sanitizers that are not linked: the runtime has the functions that the code then calls.
+    "check": (
+        "-O1",
+        "-g1",
+        "-fsanitize=thread,bounds,alignment,shift,signed-integer-overflow,integer-divide-by-zero,null",
+        "-fno-sanitize-recover=all",
+    ),
+}
+_COMPILE_TIMEOUT_S = 300.0
+_UNUSED_AFTER_S = 14 * 24 * 3600.0
+
+_DYNAMIC_SHARED = re.compile(
+    r"extern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?(?P<type>\w[\w:\s]*?)\s+(?P<name>\w+)\s*\[\s*\]\s*;"
+)
+_BOUNDS = r"(?:__launch_bounds__\s*\((?P<{}>(?:[^()]|\([^()]*\))*)\)\s*)?"
+_ENTRY = re.compile(
+    r'extern\s+"C"\s+__global__\s+' + _BOUNDS.format("before") + r"void\s+" + _BOUNDS.format("after")
+    + r"(?P<name>\w+)\s*\((?P<parameters>[^()]*)\)"
+)  # fmt: skip
+
+
+def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) -> Path:
+    """The library with all kernels of source, in "fast" or "check" mode. Raises KernelFailed."""
+    flags = (*_CPU_FLAGS, *_KERNEL_FLAGS[mode])
+    defines = ("-DCUSIM", *(f"-D{name}={value}" for name, value in macros))
+    directories = dict.fromkeys((source.parent, KERNELS_DIR))
+    headers = (path for directory in directories for path in sorted(directory.glob("*.cuh")))
+    key = _hash_of(source, *headers, texts=(_runtime_key(), *flags, *defines))
+    path = _directory() / f"{source.stem}-{mode}-{key}.so"
+    if _in_use(path):
+        return path
+    runtime = build_runtime()
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        text = _run(("g++", "-E", *defines, *(f"-I{directory}" for directory in directories), "-xc++", str(source)))
+        kernels, object_file, library = (Path(temporary, name) for name in ("kernels.cpp", "kernels.o", path.name))
+        kernels.write_text(_as_cpp(text, source))
+        _run(("g++", "-c", *flags, "-DCUSIM", f"-I{RUNTIME_DIR}", str(kernels), "-o", str(object_file)))
+        # The static __shared__ variables are all that is in .bss: given a section of their own, they can be found.
+        rename = ("--set-section-flags", ".bss=alloc,load,contents,data", "--rename-section", ".bss=cusim_shared")
+        _run(("objcopy", *rename, str(object_file)))
+        _run(("g++", "-shared", str(object_file), str(runtime), "-o", str(library)))
+        library.rename(path)
+    return path
+
+
+@cache
+def build_runtime() -> Path:
+    """The library that all kernels' libraries share. Raises KernelFailed."""
+    path = _directory() / f"runtime-{_runtime_key()}.so"
+    if not _in_use(path):
+        with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+            library = Path(temporary, path.name)
+            sources = map(str, sorted(RUNTIME_DIR.glob("*.cpp")))
+            _run(("g++", "-shared", "-O3", *_CPU_FLAGS, *sources, "-o", str(library)))
+            library.rename(path)
+    return path
+
+
+def source_lines(library: Path, offsets: list[str]) -> list[str]:
+    """Where in the kernels' sources instructions of a library come from: "inner.cuh:7 in kernel.cu:12"."""
+    found = []
+    for offset in offsets:
+        frames = _run(("addr2line", "-i", "-e", str(library), offset)).split("\n")
+        places = [Path(frame.split(" ")[0]) for frame in frames if frame and not frame.startswith("??")]
+        names = [place.name for place in places if place.parent != RUNTIME_DIR]
+        found.append(" in ".join(names) or f"byte {offset} of the library")
+    return found
+
+
+def _as_cpp(text: str, source: Path) -> str:
+    """Preprocessed CUDA source as C++ that offers its kernels."""
+    text = _DYNAMIC_SHARED.sub(r"\g<type>* const \g<name> = cusim::dynamic_shared<\g<type>>();", text)
+    if "extern __shared__" in text:
+        raise KernelFailed(f"{source.name}: a form of `extern __shared__` that the emulator does not know")
+    entries = []
+    for entry in _ENTRY.finditer(text):
+        names = [re.sub(r".*\W", "", parameter.strip()) for parameter in entry["parameters"].split(",")]
+        bounds = entry["before"] or entry["after"] or "0"
+        entries.append(f'CUSIM_KERNEL({entry["name"]}, "{",".join(names)}", {bounds})')
+    if not entries:
+        raise KernelFailed(f'{source.name} has no extern "C" __global__ function')
+    return "\n".join(('#include "cusim.h"', "namespace {", text, "}", *entries, ""))
+
+
+def _run(command: tuple[str, ...]) -> str:
+    if shutil.which(command[0]) is None:
+        raise KernelFailed(f"the emulator needs {command[0]}, which is not installed")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+    if result.returncode != 0:
+        errors = [line for line in result.stderr.splitlines() if "error" in line or "undefined" in line]
+        raise KernelFailed(f"{command[0]} failed for the emulator: " + "\n".join(errors[:5] or [result.stderr[-500:]]))
+    return result.stdout
+
+
+@cache
+def _runtime_key() -> str:
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
+    texts = (*_CPU_FLAGS, *sorted(set(cpu)), _run(("g++", "--version")), Path(__file__).read_text())
+    return _hash_of(*sorted(RUNTIME_DIR.iterdir()), texts=texts)
+
+
+def _hash_of(*files: Path, texts: tuple[str, ...]) -> str:
+    parts = [part for path in files for part in (path.name.encode(), path.read_bytes())]
+    parts += [text.encode() for text in texts]
+    return hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).hexdigest()[:20]
+
+
+@cache
+def _directory() -> Path:
+    """Where libraries are kept. Forgets those that nobody has used for two weeks."""
+    directory = cache_dir() / "cuda-emulator"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    oldest = time.time() - _UNUSED_AFTER_S
+    for path in directory.glob("*.so"):
+        try:
+            if path.stat().st_mtime < oldest:
+                path.unlink()
+        except FileNotFoundError:  # another process was first
+            continue
+    return directory
+
+
+def _in_use(path: Path) -> bool:
+    """Whether path is there; if so, it is marked as used now."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,248 @@
+// Bounds, alignment, races, and shared memory that is read before it is written, byte by byte.
+
+#include "checker.h"
+
+#include <algorithm>
+#include <memory>
+#include <unordered_map>
+
+#include "order.h"
+#include "scheduler.h"
+
+namespace cusim {
+namespace {
+
+struct Record {
+    Moment moment;
+    uint32_t site;  // as an offset in the library's image
+    bool atomic, under_way;
+};
+
+// What is known of one byte.
+struct Cell {
+    Record write, read;
+    uint32_t more_reads;  // 1 + the place in read_lists, if several threads have read since the write
+    uint32_t launch;      // in which more_reads was meant
+};
+
+constexpr uintptr_t kPageBytes = 4096;
+struct ShadowPage {
+    Cell cells[kPageBytes];
+};
+
+bool enabled = false;
+uint32_t launch = 0;
+Memory memory;
+const Buffer* last_buffer;
+std::unordered_map<uintptr_t, std::unique_ptr<ShadowPage>> pages;
+uintptr_t last_page_number;
+ShadowPage* last_page;
+std::vector<std::vector<Record>> read_lists;
+size_t num_read_lists;
+
+// Which memory an access falls in, as far as the checks differ.
+struct Place {
+    enum Sort { kNone, kShared, kBuffer, kReadOnlyBuffer } sort;
+    const char* name;
+    uintptr_t begin;
+};
+
+bool within(uintptr_t address, size_t bytes, uintptr_t begin, uintptr_t end) {
+    return address >= begin && address + bytes <= end;
+}
+
+uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+
+const Buffer* find_buffer(uintptr_t address, size_t bytes) {
+    if (last_buffer && within(address, bytes, last_buffer->begin, last_buffer->end)) return last_buffer;
+    for (const Buffer& buffer : memory.buffers)
+        if (within(address, bytes, buffer.begin, buffer.end)) return last_buffer = &buffer;
+    return nullptr;
+}
+
+Place find_place(uintptr_t address, size_t bytes) {
+    if (within(address, bytes, memory.dynamic_shared, memory.dynamic_shared_end))
+        return {Place::kShared, "dynamic shared memory", memory.dynamic_shared};
+    if (within(address, bytes, number(memory.module.shared), number(memory.module.shared_end)))
+        return {Place::kShared, "static shared memory", number(memory.module.shared)};
+    if (const Buffer* buffer = find_buffer(address, bytes))
+        return {buffer->read_only ? Place::kReadOnlyBuffer : Place::kBuffer, buffer->name.c_str(), buffer->begin};
+    return {Place::kNone, "", 0};
+}
+
+// The sites of accesses appear in errors as @offset@; whoever shows them looks up the source line.
+uint32_t site_of(const void* address) { return uint32_t(number(address) - 1 - number(memory.module.image)); }
+
+[[noreturn]] void fail_out_of_bounds(uintptr_t address, size_t bytes, const char* verb, uint32_t site) {
+    const char* nearest = "nothing";
+    uintptr_t begin = 0, end = 0, nearest_distance = ~uintptr_t(0);
+    const auto consider = [&](const char* name, uintptr_t its_begin, uintptr_t its_end) {
+        const uintptr_t distance = address < its_begin ? its_begin - address : address - std::min(address, its_end);
+        if (its_begin == its_end || distance >= nearest_distance) return;
+        nearest = name, begin = its_begin, end = its_end, nearest_distance = distance;
+    };
+    for (const Buffer& buffer : memory.buffers) consider(buffer.name.c_str(), buffer.begin, buffer.end);
+    consider("dynamic shared memory", memory.dynamic_shared, memory.dynamic_shared_end);
+    consider("static shared memory", number(memory.module.shared), number(memory.module.shared_end));
+    fail("out-of-bounds %s of %zu bytes at @%x@: at byte %lld of %s, which has %llu", verb, bytes, site,
+         (long long)(address - begin), nearest, (unsigned long long)(end - begin));
+}
+
+Cell* cells_of_page(uintptr_t page_number) {
+    if (page_number == last_page_number && last_page) return last_page->cells;
+    std::unique_ptr<ShadowPage>& page = pages[page_number];
+    if (!page) page = std::make_unique<ShadowPage>();
+    last_page_number = page_number;
+    last_page = page.get();
+    return last_page->cells;
+}
+
+class Check {
+  public:
+    Check(const Thread& thread, Access access, const Place& place, uintptr_t address, const void* site)
+        : thread_(thread.number), access_(access), place_(place), address_(address),
+          mine_{access == Access::kAtomic ? moment_of_atomic(thread.number) : now(thread.number), site_of(site),
+                access == Access::kAtomic, access == Access::kCopyBegins} {}
+
+    void byte(Cell& cell) {
+        if (valid(cell.write)) against_write(cell.write);
+        else if (place_.sort == Place::kShared && access_ == Access::kRead)
+            fail("uninitialised: read of shared memory that this block has not written, at @%x@ (byte %llu of %s)",
+                 mine_.site, offset(), place_.name);
+        if (access_ == Access::kRead) return remember_read(cell);
+        if (valid(cell.read)) against_read(cell.read, "write after read");
+        if (has_more_reads(cell))
+            for (const Record& read : read_lists[cell.more_reads - 1])
+                if (valid(read)) against_read(read, "write after read");
+        cell.write = mine_;
+        cell.read.moment.block = 0;
+        cell.more_reads = 0;
+    }
+
+  private:
+    // Shared memory is new in each block.
+    bool valid(const Record& record) const {
+        if (place_.sort == Place::kShared) return record.moment.block == current_block();
+        return in_this_launch(record.moment);
+    }
+
+    bool has_more_reads(const Cell& cell) const { return cell.more_reads && cell.launch == launch; }
+
+    unsigned long long offset() const { return address_ - place_.begin; }
+
+    void against_write(const Record& write) const {
+        if (write.under_way && access_ != Access::kCopyLands)
+            fail("cp.async not awaited: access at @%x@ to byte %llu of %s, which the copy of thread %d, begun at @%x@, "
+                 "may still be writing", mine_.site, offset(), place_.name, write.moment.thread, write.site);
+        against(write, access_ == Access::kRead ? "read after write" : "write after write");
+    }
+
+    void against_read(const Record& read, const char* kind) const { against(read, kind); }
+
+    void against(const Record& other, const char* kind) const {
+        if ((other.atomic && mine_.atomic) || ordered_before(other.moment, thread_)) return;
+        const bool here = other.moment.block == current_block();
+        fail("race (%s) at @%x@ on byte %llu of %s: thread %d of %s block was at @%x@, and nothing orders the two",
+             kind, mine_.site, offset(), place_.name, other.moment.thread, here ? "this" : "another", other.site);
+    }
+
+    // Keeps only reads that no later write could be told to come after by other means.
+    void remember_read(Cell& cell) {
+        const bool replaces = !valid(cell.read) || cell.read.moment.thread == thread_ ||
+                              ordered_before(cell.read.moment, thread_);
+        if (replaces && !has_more_reads(cell)) {
+            cell.read = mine_;
+            return;
+        }
+        if (!has_more_reads(cell)) {
+            if (num_read_lists == read_lists.size()) read_lists.emplace_back();
+            read_lists[num_read_lists].clear();
+            cell.more_reads = uint32_t(++num_read_lists);
+            cell.launch = launch;
+        }
+        std::vector<Record>& reads = read_lists[cell.more_reads - 1];
+        for (Record& read : reads) {
+            if (valid(read) && !ordered_before(read.moment, thread_)) continue;
+            read = mine_;
+            return;
+        }
+        reads.push_back(mine_);
+    }
+
+    const int thread_;
+    const Access access_;
+    const Place& place_;
+    const uintptr_t address_;
+    const Record mine_;
+};
+
+}  // namespace
+
+void begin_checked_launch(const Memory& its_memory, bool checked) {
+    enabled = checked;
+    memory = its_memory;
+    last_buffer = nullptr;
+    if (!enabled) return;
+    ++launch;
+    num_read_lists = 0;
+    begin_ordered_launch();
+}
+
+void begin_checked_block() {
+    if (enabled) begin_ordered_block(int(threads.size()));
+}
+
+void check_access(const void* address, size_t bytes, Access access, const void* site) {
+    if (!enabled || !current) return;
+    const uintptr_t first = number(address);
+    if (on_a_stack(first) || first - number(&machine) < sizeof machine) return;
+    check_access_of(*current, address, bytes, access, site);
+}
+
+void check_access_of(Thread& thread, const void* address, size_t bytes, Access access, const void* site) {
+    if (!enabled) return;
+    const uintptr_t first = number(address);
+    const Place place = find_place(first, bytes);
+    const char* verb = access == Access::kRead ? "read" : "write";
+    if (place.sort == Place::kNone) {
+        const bool constant = within(first, bytes, number(memory.module.image), number(memory.module.image_end));
+        if (constant && access == Access::kRead) return;
+        fail_out_of_bounds(first, bytes, verb, site_of(site));
+    }
+    if (bytes <= 16 && (bytes & (bytes - 1)) == 0 && first % bytes)
+        fail("misaligned %s of %zu bytes at @%x@: at byte %llu of %s", verb, bytes, site_of(site),
+             (unsigned long long)(first - place.begin), place.name);
+    if (place.sort == Place::kReadOnlyBuffer) {
+        if (access == Access::kRead) return;
+        fail("write at @%x@ to %s, which the kernel takes as const", site_of(site), place.name);
+    }
+    for (uintptr_t byte = first; byte < first + bytes; ++byte)
+        Check(thread, access, place, byte, site).byte(cells_of_page(byte / kPageBytes)[byte % kPageBytes]);
+}
+
+void check_shared(const void* address, size_t bytes, const char* instruction) {
+    const uintptr_t first = number(address);
+    if (within(first, bytes, memory.dynamic_shared, memory.dynamic_shared_end)) return;
+    if (within(first, bytes, number(memory.module.shared), number(memory.module.shared_end))) return;
+    fail("out-of-bounds %s at %s:%d: %zu bytes that are not all in the block's shared memory", instruction,
+         current->here.file, current->here.line, bytes);
+}
+
+void on_block_barrier() {
+    if (enabled) order_block();
+}
+
+void on_warp_barrier(int warp, unsigned mask) {
+    if (enabled) order_warp(warp, mask);
+}
+
+void fence() {
+    if (enabled) order_fence(current->number);
+}
+
+void before_atomic(const void* address, size_t bytes, const void* site) {
+    check_access(address, bytes, Access::kAtomic, site);
+    if (enabled) order_atomic(current->number, number(address));
+}
+
+}  // namespace cusim

@@ -1,0 +1,158 @@
+// The functions that Python calls: one launch of one kernel.
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+
+#include "async_copies.h"
+#include "checker.h"
+#include "scheduler.h"
+#include "waiting.h"
+
+namespace cusim {
+
+// As emulator.py lays them out. dtype_kind and dtype_bytes: of a tensor's elements, 0 where any pointer will do.
+struct Argument {
+    void* value;
+    int kind, bytes;
+    void* tensor;  // null for scalars, and so is tensor_bytes
+    size_t tensor_bytes;
+    int dtype_kind, dtype_bytes;
+};
+
+struct Launch {
+    unsigned grid[3];
+    int num_threads;
+    size_t shared_bytes;
+    int num_arguments;
+    const Argument* arguments;
+    int check;
+    int order;
+    uint64_t seed;
+};
+
+namespace {
+
+constexpr size_t kMaxSharedBytes = 227 << 10;  // of any GPU that is served
+constexpr size_t kSharedAlignment = 1024;
+constexpr int kPoison = 0xff;  // makes a NaN of every float
+
+bool refuse(const char* format, int a, int b = 0, int c = 0) {
+    char text[256];
+    snprintf(text, sizeof text, format, a, b, c);
+    error = text;
+    return false;
+}
+
+bool fits(const Kernel& kernel, const Launch& launch) {
+    if (launch.num_threads < 1 || launch.num_threads > 1024) return refuse("a block of %d threads", launch.num_threads);
+    if (kernel.max_threads && launch.num_threads > kernel.max_threads)
+        return refuse("a block of %d threads, but __launch_bounds__ allows %d", launch.num_threads, kernel.max_threads);
+    if (launch.grid[0] > 0x7fffffffu || launch.grid[1] > 65535 || launch.grid[2] > 65535)
+        return refuse("a grid beyond 2147483647 x 65535 x 65535", 0);
+    const size_t fixed = size_t(kernel.module.shared_end - kernel.module.shared);
+    if (launch.shared_bytes + fixed > kMaxSharedBytes)
+        return refuse("%d bytes of shared memory, of which a GPU has %d at most", int(launch.shared_bytes + fixed),
+                      int(kMaxSharedBytes));
+    if (launch.num_arguments != kernel.num_parameters)
+        return refuse("the kernel takes %d arguments, not %d", kernel.num_parameters, launch.num_arguments);
+    return true;
+}
+
+const char* kind_name(int kind) {
+    const char* names[] = {"pointer", "float", "integer", "structure"};
+    return names[kind];
+}
+
+std::string parameter_name(const Kernel& kernel, int index) {
+    const char* start = kernel.parameter_names;
+    for (int i = 0; i < index; ++i) start = strchr(start, ',') + 1;
+    return std::string(start, strcspn(start, ","));
+}
+
+bool arguments_match(const Kernel& kernel, const Launch& launch) {
+    for (int i = 0; i < launch.num_arguments; ++i) {
+        const Argument& given = launch.arguments[i];
+        const Parameter& wanted = kernel.parameters[i];
+        char text[256] = "";
+        if (given.kind != int(wanted.kind) || given.bytes != wanted.bytes)
+            snprintf(text, sizeof text, "a %s of %d bytes, given a %s of %d", kind_name(int(wanted.kind)), wanted.bytes,
+                     kind_name(given.kind), given.bytes);
+        const bool known = wanted.pointed_kind == Kind::kFloat || wanted.pointed_kind == Kind::kInteger;
+        const bool bytes_alone = wanted.pointed_bytes <= 1 || given.dtype_bytes <= 1;
+        if (given.tensor && known && !bytes_alone &&
+            (given.dtype_kind != int(wanted.pointed_kind) || given.dtype_bytes != wanted.pointed_bytes))
+            snprintf(text, sizeof text, "a pointer to a %s of %d bytes, given one to a %s of %d",
+                     kind_name(int(wanted.pointed_kind)), wanted.pointed_bytes, kind_name(given.dtype_kind),
+                     given.dtype_bytes);
+        if (!*text) continue;
+        error = "argument " + std::to_string(i) + " (" + parameter_name(kernel, i) + "): the kernel takes " + text;
+        return false;
+    }
+    return true;
+}
+
+std::vector<Buffer> buffers_of(const Kernel& kernel, const Launch& launch) {
+    std::vector<Buffer> buffers;
+    for (int i = 0; i < launch.num_arguments; ++i) {
+        const Argument& argument = launch.arguments[i];
+        if (argument.kind != int(Kind::kPointer)) continue;
+        const uintptr_t begin = reinterpret_cast<uintptr_t>(argument.tensor);
+        const std::string name = "argument " + std::to_string(i) + " (" + parameter_name(kernel, i) + ")";
+        buffers.push_back({begin, begin + argument.tensor_bytes, kernel.parameters[i].read_only, name});
+    }
+    for (Buffer& buffer : buffers)
+        for (const Buffer& other : buffers)
+            if (!other.read_only && other.begin < buffer.end && buffer.begin < other.end) buffer.read_only = false;
+    return buffers;
+}
+
+std::vector<uint64_t> blocks_in_order(const Launch& launch) {
+    std::vector<uint64_t> blocks(uint64_t(launch.grid[0]) * launch.grid[1] * launch.grid[2]);
+    for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = i;
+    if (order == Order::kReverse) std::reverse(blocks.begin(), blocks.end());
+    if (order == Order::kRandom)
+        for (size_t i = blocks.size(); i > 1; --i) std::swap(blocks[i - 1], blocks[random_number() % i]);
+    return blocks;
+}
+
+}  // namespace
+}  // namespace cusim
+
+using namespace cusim;
+
+extern "C" const char* cusim_error() { return error.c_str(); }
+
+// Returns whether the launch ran to its end; if not, cusim_error says why.
+extern "C" bool cusim_launch(const Kernel* kernel, const Launch* launch) {
+    error.clear();
+    if (!fits(*kernel, *launch) || !arguments_match(*kernel, *launch)) return false;
+
+    const uint3 block_dim = {unsigned(launch->num_threads), 1, 1};
+    prepare_threads(launch->num_threads, block_dim, Order(launch->order), launch->seed);
+    machine.grid_dim = {launch->grid[0], launch->grid[1], launch->grid[2]};
+    const size_t allocated = (launch->shared_bytes / kSharedAlignment + 1) * kSharedAlignment;
+    machine.dynamic_shared = static_cast<unsigned char*>(aligned_alloc(kSharedAlignment, allocated));
+    const uintptr_t dynamic_shared = reinterpret_cast<uintptr_t>(machine.dynamic_shared);
+    const Module& module = kernel->module;
+    begin_checked_launch({buffers_of(*kernel, *launch), dynamic_shared, dynamic_shared + launch->shared_bytes, module},
+                         launch->check != 0);
+    std::vector<void*> values;
+    for (int i = 0; i < launch->num_arguments; ++i) values.push_back(launch->arguments[i].value);
+
+    for (const uint64_t number : blocks_in_order(*launch)) {
+        const uint64_t x = launch->grid[0], y = launch->grid[1];
+        machine.block_index = {unsigned(number % x), unsigned(number / x % y), unsigned(number / x / y)};
+        memset(machine.dynamic_shared, kPoison, launch->shared_bytes);
+        if (module.shared) memset(module.shared, kPoison, size_t(module.shared_end - module.shared));
+        reset_waiting();
+        reset_copies();
+        begin_checked_block();
+        run_block(*kernel, values.data());
+        if (!error.empty()) break;
+    }
+    free(machine.dynamic_shared);
+    return error.empty();
+}

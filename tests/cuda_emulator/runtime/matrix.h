@@ -1,0 +1,12 @@
+// mma.m16n8k16 and ldmatrix, done for a whole warp once all its lanes have called.
+
+#pragma once
+
+#include "scheduler.h"
+
+namespace cusim {
+
+void multiply(Thread* lanes);
+void load_matrices(Thread* lanes);
+
+}  // namespace cusim

@@ -1,0 +1,94 @@
+// What emulated kernel code calls: one CUDA thread is one fiber, and all of them run on one CPU thread. A fiber runs
+// until it waits for others (a barrier, an operation of its warp) or ends; then the next one that can run does.
+
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct uint3 {
+    unsigned x, y, z;
+};
+
+namespace cusim {
+
+// Where in the kernel's source a call stands.
+struct Here {
+    const char* file;
+    int line;
+};
+
+// The last parameter of a function that is to know its caller.
+#define CUSIM_HERE cusim::Here here = cusim::Here{__builtin_FILE(), __builtin_LINE()}
+
+// What a running thread asks of its surroundings. One for all, as only one thread runs at a time.
+struct Machine {
+    uint3 thread_index;  // of the running thread, and so are the next
+    unsigned lane;
+    uint3 block_index, block_dim, grid_dim;
+    unsigned char* dynamic_shared;
+};
+extern Machine machine;
+
+// ---- Threads that wait for each other ----
+
+enum class Vote { kNone, kOr, kAnd, kCount };
+
+// __syncthreads, and its forms that combine a predicate of all threads.
+int block_barrier(Vote vote, bool predicate, Here here);
+
+enum class WarpCall { kShuffle, kBallot, kAny, kAll, kMatch, kAdd, kMin, kMax, kAnd, kOr, kXor, kSync, kMma, kLdmatrix };
+
+// The lanes of mask exchange values. from_lane is of shuffles: whose value this thread gets.
+uint64_t warp_call(WarpCall call, unsigned mask, uint64_t value, int from_lane, Here here);
+
+enum class Number { kBf16, kFp16 };
+
+// mma.m16n8k16 and ldmatrix (count of its matrices: 2 or 4), in the fragments that the PTX manual gives.
+void mma(Number number, float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Here here);
+void ldmatrix(unsigned* registers, int count, bool transposed, const void* row, Here here);
+
+// ---- cp.async ----
+
+void async_copy(void* shared, const void* source, int bytes, int source_bytes, Here here);
+void async_commit();
+void async_wait(int allowed_groups);
+
+// ---- Memory order, which only the checker cares for ----
+
+void fence();
+// Before an atomic access of the given bytes, which site, an address in the kernel's code, performs.
+void before_atomic(const void* address, size_t bytes, const void* site);
+
+// ---- Numbers ----
+
+uint16_t float_to_half(float x);
+float half_to_float(uint16_t x);
+
+// ---- Kernels as the compiled library offers them ----
+
+enum class Kind : int { kPointer, kFloat, kInteger, kOther };
+
+struct Parameter {
+    Kind kind;
+    int bytes;
+    bool read_only;        // a pointer to const
+    Kind pointed_kind;     // of pointers
+    int pointed_bytes;     // 0: void
+};
+
+struct Module {
+    const char *image, *image_end;    // of the whole library in memory
+    char *shared, *shared_end;        // all static __shared__ variables
+};
+
+struct Kernel {
+    void (*run)(void** arguments);  // one thread of it
+    const Parameter* parameters;
+    int num_parameters;
+    const char* parameter_names;  // comma-separated
+    int max_threads;              // __launch_bounds__, or 0
+    Module module;
+};
+
+}  // namespace cusim

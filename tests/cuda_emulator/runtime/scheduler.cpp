@@ -1,0 +1,221 @@
+#include "scheduler.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <sys/mman.h>
+
+#include <utility>
+
+#include "async_copies.h"
+#include "waiting.h"
+
+// Saves the callee's registers and the stack pointer in *save, and continues where `load` was saved.
+extern "C" void cusim_switch(void** save, void* load);
+
+#if defined(__x86_64__)
+asm(R"(
+.text
+.globl cusim_switch
+.hidden cusim_switch
+cusim_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+constexpr int kSavedRegisters = 6;
+#else
+#error "the emulator switches between threads on x86-64 only"
+#endif
+
+namespace cusim {
+
+Machine machine;
+std::vector<Thread> threads;
+Thread* current;
+int num_alive;
+Order order;
+std::string error;
+
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr size_t kStackBytes = 128 << 10, kGuardBytes = 4096;
+
+char* stacks;  // kMaxThreads of them, each below a page that may not be touched
+void* launcher_stack_pointer;
+const Kernel* running;
+void** running_arguments;
+uint64_t random_state;
+
+// A ring: no thread is in it twice, so it never holds more than kMaxThreads.
+class ReadyQueue {
+  public:
+    void clear() { first_ = count_ = 0; }
+    bool empty() const { return count_ == 0; }
+    void push(int thread) { ring_[(first_ + count_++) % kMaxThreads] = thread; }
+    int pop() {
+        if (order == Order::kRandom) {
+            const size_t chosen = (first_ + random_number() % count_) % kMaxThreads;
+            std::swap(ring_[chosen], ring_[first_]);
+        }
+        const int thread = ring_[first_];
+        first_ = (first_ + 1) % kMaxThreads;
+        --count_;
+        return thread;
+    }
+
+  private:
+    int ring_[kMaxThreads];
+    size_t first_ = 0, count_ = 0;
+};
+
+ReadyQueue ready;
+
+void resume(void** save, Thread& thread) {
+    current = &thread;
+    machine.thread_index = thread.index;
+    machine.lane = unsigned(thread.lane);
+    cusim_switch(save, thread.stack_pointer);
+}
+
+[[noreturn]] void return_to_launcher() {
+    void* never_resumed;
+    cusim_switch(&never_resumed, launcher_stack_pointer);
+    __builtin_unreachable();
+}
+
+[[noreturn]] void fail_deadlocked() {
+    std::string waiting;
+    int num_named = 0;
+    for (const Thread& thread : threads) {
+        if (thread.status == Status::kDone || num_named++ == 4) continue;
+        char line[256];
+        snprintf(line, sizeof line, "; thread %d waits at %s:%d", thread.number, thread.here.file, thread.here.line);
+        waiting += line;
+        if (thread.status == Status::kInWarpCall) {
+            snprintf(line, sizeof line, " for the lanes of mask %08x", thread.mask);
+            waiting += line;
+        }
+    }
+    fail("deadlock: %d threads wait for others that never come%s", num_alive, waiting.c_str());
+}
+
+// Every fiber begins here.
+void thread_main() {
+    running->run(running_arguments);
+    check_copies_awaited();
+    current->status = Status::kDone;
+    --num_alive;
+    check_exit_leaves_no_barrier();
+    if (num_alive == 0) return_to_launcher();
+    wait(Status::kDone);
+    __builtin_unreachable();
+}
+
+char* stack_of(int thread) { return stacks + size_t(thread) * (kStackBytes + kGuardBytes) + kGuardBytes; }
+
+void reset(Thread& thread) {
+    // As cusim_switch leaves a stack: saved registers, then the address to go on at, where a call would have put
+    // another return address.
+    void** top = reinterpret_cast<void**>(stack_of(thread.number) + kStackBytes - 64);
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(thread_main);
+    for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
+    thread.stack_pointer = top;
+    thread.status = Status::kReady;
+}
+
+void map_stacks() {
+    const size_t bytes = kMaxThreads * (kStackBytes + kGuardBytes);
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        fprintf(stderr, "no memory for the stacks of emulated threads\n");
+        abort();
+    }
+    stacks = static_cast<char*>(memory);
+    for (int i = 0; i < kMaxThreads; ++i) mprotect(stack_of(i) - kGuardBytes, kGuardBytes, PROT_NONE);
+}
+
+}  // namespace
+
+void prepare_threads(int num_threads, uint3 block_dim, Order new_order, uint64_t seed) {
+    if (!stacks) map_stacks();
+    order = new_order;
+    random_state = seed * 2 + 1;
+    machine.block_dim = block_dim;
+    threads.assign(size_t(num_threads), Thread{});
+    for (int i = 0; i < num_threads; ++i) {
+        const unsigned number = unsigned(i);
+        Thread& thread = threads[number];
+        thread.number = i;
+        thread.lane = i % 32;
+        thread.warp = i / 32;
+        thread.index = {number % block_dim.x, number / block_dim.x % block_dim.y, number / block_dim.x / block_dim.y};
+    }
+}
+
+uint64_t random_number() {
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return random_state >> 33;
+}
+
+bool on_a_stack(uintptr_t address) {
+    return address - reinterpret_cast<uintptr_t>(stacks) < kMaxThreads * (kStackBytes + kGuardBytes);
+}
+
+void run_block(const Kernel& kernel, void** arguments) {
+    running = &kernel;
+    running_arguments = arguments;
+    ready.clear();
+    num_alive = int(threads.size());
+    for (Thread& thread : threads) reset(thread);
+    for (int i = 0; i < num_alive; ++i) ready.push(order == Order::kReverse ? num_alive - 1 - i : i);
+    resume(&launcher_stack_pointer, threads[size_t(ready.pop())]);
+    current = nullptr;
+}
+
+void make_ready(Thread& thread) {
+    thread.status = Status::kReady;
+    ready.push(thread.number);
+}
+
+void wait(Status status) {
+    Thread* me = current;
+    me->status = status;
+    if (ready.empty()) fail_deadlocked();
+    Thread& next = threads[size_t(ready.pop())];
+    if (&next != me) resume(&me->stack_pointer, next);
+}
+
+void yield_to_ready() {
+    if (order == Order::kForward) return;
+    make_ready(*current);
+    wait(Status::kReady);
+}
+
+void fail(const char* format, ...) {
+    char text[1500];
+    const uint3 block = machine.block_index, thread = machine.thread_index;
+    const int length = snprintf(text, sizeof text, "block (%u,%u,%u) thread (%u,%u,%u): ", block.x, block.y, block.z,
+                                thread.x, thread.y, thread.z);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text + length, sizeof text - size_t(length), format, arguments);
+    va_end(arguments);
+    error = text;
+    return_to_launcher();
+}
+
+}  // namespace cusim
