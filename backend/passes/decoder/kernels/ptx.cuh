@@ -310,8 +310,8 @@ __device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short x) {
     // Moved into place the bits are a half 2^8 too small: the exponents' biases are 7 and 15.
     const unsigned spread = prmt(x, 0, 0x1404);  // bytes 0 and 1 on top of each half
     const unsigned y = mul_f16x2((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), 0x5c005c00u);
-    const unsigned low_nan = (x & 0x7f) == 0x7f ? 0x7fffu : 0, high_nan = (x & 0x7f00) == 0x7f00 ? 0x7fff0000u : 0;
-    return (low_nan ? low_nan : y & 0xffffu) | (high_nan ? high_nan : y & 0xffff0000u);
+    const unsigned nan = ((spread & 0x7f007f00u) + 0x01000100u) & 0x80008000u;
+    return (y | (nan - (nan >> 15))) & ~nan;  // all ones but the sign
 }
 
 #endif
