@@ -1,0 +1,60 @@
+"""One GPU as the pass sees it: torch tensors, kernels, and one stream in whose order everything runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+    from backend.passes.decoder.cuda.launcher import Launcher
+
+
+class Event(Protocol):
+    """A place in the stream. `torch.cuda.Event` is one."""
+
+    def synchronize(self) -> None:
+        """Blocks, without holding the interpreter, until all work up to the event is done. Any thread may call it."""
+        ...
+
+
+class Graph(Protocol):
+    """Captured work. `torch.cuda.CUDAGraph` is one."""
+
+    def replay(self) -> None:
+        """Puts the work into the stream again, on the same addresses."""
+        ...
+
+
+class Device(Protocol):
+    """All calls come from one thread, except where a docstring says otherwise."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def launcher(self) -> Launcher: ...
+
+    def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Page-locked host memory, from and to which copies with non_blocking=True do not wait."""
+        ...
+
+    def record(self) -> Event:
+        """An event behind all work in the stream."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """What `work` puts into the stream, without running it. It may neither allocate nor wait."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for all work in the stream."""
+        ...
+
+    def judge(self, error: Exception, doing: str) -> Exception:
+        """What to raise for an error that came up while `doing`: DeviceLost where the device answers no more, else the
+        error itself. Any thread may call it."""
+        ...

@@ -1,0 +1,226 @@
+"""What the device knows of a step, at addresses that never change, and how it gets there: one copy a step.
+
+The host writes a step into a pinned block, two of them in turn, and one copy brings as much of it as there is into the
+device's block. That begins with arrays of fixed places, which captured graphs read; behind the token ids comes what
+only kernels launched with the step read. Page tables stay on the device: only their changes travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from backend.forward_pass import FROM_SLOT
+from backend.passes.decoder.cuda.launcher import Kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from backend.forward_pass import StepBatch
+    from backend.passes.decoder.cuda.device import Device, Event
+
+    Ints = NDArray[np.int32]
+
+_NUM_BLOCKS = 2
+_TAIL_INTS = 1 << 16
+_CHANGES_AT_ONCE = _TAIL_INTS // 3
+_CHANGE_PAGES = Kernel("step.cu", "change_pages", (), num_threads=128)
+
+
+def kernels() -> Iterator[Kernel]:
+    """All instantiations, see `cuda/manifest.py`."""
+    yield _CHANGE_PAGES
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What steps can be: fixed when the cache is made."""
+
+    max_rows: int
+    max_tokens: int
+    max_pages: int
+    """Of one sequence."""
+    page_size_tokens: int
+    num_pages: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowArrays:
+    """The rows of a step for the kernels: views of the device's block."""
+
+    query_starts: Tensor
+    """int32 [R + 1]"""
+    context_lens: Tensor
+    """int32 [R]"""
+    slots: Tensor
+    """int32 [R]; -1 is padding."""
+
+    def cut(self, num_rows: int) -> RowArrays:
+        return RowArrays(self.query_starts[: num_rows + 1], self.context_lens[:num_rows], self.slots[:num_rows])
+
+
+class HostBlock:
+    """One pinned block, and the event after which the device has read what it held."""
+
+    def __init__(self, device: Device, num_ints: int) -> None:
+        self.tensor = device.pinned(num_ints, torch.int32)
+        self.ints: Ints = self.tensor.numpy()
+        self.read: Event | None = None
+
+
+class StepBuffers:
+    """Owns the device's step block and page table, and their mirror on the host. Used by the pass's thread alone."""
+
+    def __init__(self, device: Device, limits: StepLimits) -> None:
+        self._device = device
+        self._limits = limits
+        rows = limits.max_rows
+        sizes = {"query_starts": rows + 1, "context_lens": rows, "slots": rows}
+        sizes |= {f"logit_{name}": size for name, size in sizes.items()} | {"logit_tokens": rows}
+        self._places: dict[str, slice] = {}
+        start = 0
+        for name, size in sizes.items():
+            self._places[name] = slice(start, start + size)
+            start += _aligned(size)
+        self._ids_start = start
+        self._num_ints = start + _aligned(limits.max_tokens) + _TAIL_INTS
+        self._fixed = np.zeros(start + limits.max_tokens, np.int32)
+        self._hosts = [HostBlock(device, self._num_ints) for _ in range(_NUM_BLOCKS)]
+        self._next = 0
+        self._pages = np.full((rows, limits.max_pages), -1, np.int32)
+        """What the device's page table holds."""
+
+        self.block = torch.zeros(self._num_ints, dtype=torch.int32, device=device.torch_device)
+        self.page_table = torch.zeros(rows, limits.max_pages, dtype=torch.int32, device=device.torch_device)
+        """int32 [max_rows, max_pages], by slot."""
+        self.input_ids = self.block[start : start + limits.max_tokens]
+        self.rows = RowArrays(*(self._view(name) for name in ("query_starts", "context_lens", "slots")))
+        """All rows that a step can have."""
+        self.logit_rows = RowArrays(
+            *(self._view(f"logit_{name}") for name in ("query_starts", "context_lens", "slots"))
+        )
+        """The last tokens of the rows that want logits, as rows of one token each."""
+        self.logit_tokens = self._view("logit_tokens")
+        """Where those tokens lie in the step."""
+
+    @staticmethod
+    def num_bytes(limits: StepLimits) -> int:
+        """Of the device's memory."""
+        fixed = 7 * _aligned(limits.max_rows + 1) + _aligned(limits.max_tokens) + _TAIL_INTS
+        return 4 * (fixed + limits.max_rows * limits.max_pages)
+
+    def load(self, batch: StepBatch, num_padded_rows: int, parts: list[Ints]) -> list[Tensor]:
+        """Brings the step to the device, rows beyond the batch's up to num_padded_rows as padding, and page changes.
+
+        parts travel along; returns where they are, each int32 [n]. A token id FROM_SLOT stays one. Raises ValueError
+        for a batch that breaks its contract.
+        """
+        self._check(batch)
+        used = self._ids_start + max(batch.num_tokens, num_padded_rows)
+        room = self._num_ints - _aligned(used) - sum(_aligned(part.size) for part in parts)
+        if room < 0:
+            raise ValueError(f"the step needs {-room} more than the block's {self._num_ints} ints; this is a bug")
+        changes = self._page_changes(batch)
+        while len(changes) > max(room // 3 - 1, 0):
+            # Only where a step brings very many pages at once: ahead of it, in copies of their own.
+            self._apply(self._send([changes[:_CHANGES_AT_ONCE].ravel()])[0])
+            changes = changes[_CHANGES_AT_ONCE:]
+        self._write_fixed(batch, num_padded_rows)
+        sent = self._send([self._fixed[:used], changes.ravel(), *parts])
+        self._apply(sent[1])
+        return sent[2:]
+
+    def _view(self, name: str) -> Tensor:
+        return self.block[self._places[name]]
+
+    def _check(self, batch: StepBatch) -> None:
+        limits = self._limits
+        if batch.num_tokens > limits.max_tokens or batch.num_rows > limits.max_rows:
+            raise ValueError(
+                f"the step has {batch.num_tokens} tokens in {batch.num_rows} rows; "
+                f"at most {limits.max_tokens} in {limits.max_rows} are allowed"
+            )
+        if batch.slots.min() < 0 or batch.slots.max() >= limits.max_rows:
+            raise ValueError(f"slots are {batch.slots.min()} … {batch.slots.max()}; there are {limits.max_rows}")
+        if batch.input_ids.min() < FROM_SLOT or batch.input_ids.max() >= limits.vocab_size:
+            raise ValueError(
+                f"token ids are {batch.input_ids.min()} … {batch.input_ids.max()}; the vocabulary has "
+                f"{limits.vocab_size}"
+            )
+        last = int((batch.context_lens + np.diff(batch.query_starts)).max())
+        held = min(batch.page_table.shape[1], limits.max_pages) * limits.page_size_tokens
+        if last > held or batch.context_lens.min() < 0:
+            raise ValueError(f"a row ends at {last} tokens; its pages hold {held}")
+
+    def _page_changes(self, batch: StepBatch) -> Ints:
+        """[n, 3] slot, place and page where the batch's pages differ from what the device has. Notes them as done."""
+        limits = self._limits
+        ends = batch.context_lens + np.diff(batch.query_starts)
+        num_pages = -(-ends // limits.page_size_tokens)
+        width = int(num_pages.max())
+        wanted = batch.page_table[:, :width]
+        differs = (wanted != self._pages[batch.slots, :width]) & (np.arange(width) < num_pages[:, None])
+        rows, places = np.nonzero(differs)
+        pages, slots = wanted[rows, places], batch.slots[rows]
+        if len(pages) and (pages.min() < 0 or pages.max() >= limits.num_pages):
+            raise ValueError(f"pages are {pages.min()} … {pages.max()}; there are {limits.num_pages}")
+        self._pages[slots, places] = pages
+        return np.stack([slots, places, pages], axis=1).astype(np.int32)
+
+    def _write_fixed(self, batch: StepBatch, num_padded_rows: int) -> None:
+        fixed, places = self._fixed, self._places
+        num_rows, num_logits = batch.num_rows, len(batch.logit_rows)
+        ids = fixed[self._ids_start :]
+        ids[: batch.num_tokens] = batch.input_ids
+        ids[batch.num_tokens : num_padded_rows] = 0
+        fixed[places["query_starts"]][: num_rows + 1] = batch.query_starts
+        fixed[places["context_lens"]][:num_rows] = batch.context_lens
+        fixed[places["slots"]][:num_rows] = batch.slots
+        ends = batch.query_starts[1:][batch.logit_rows]
+        fixed[places["logit_tokens"]][:num_logits] = ends - 1
+        starts = fixed[places["logit_query_starts"]]
+        starts[:] = np.arange(len(starts))
+        lengths = ends - batch.query_starts[batch.logit_rows]
+        fixed[places["logit_context_lens"]][:num_logits] = batch.context_lens[batch.logit_rows] + lengths - 1
+        fixed[places["logit_slots"]][:num_logits] = batch.slots[batch.logit_rows]
+        if num_padded_rows > num_rows:
+            padding = slice(num_rows, num_padded_rows)
+            fixed[places["query_starts"]][num_rows + 1 : num_padded_rows + 1] = np.arange(num_rows, num_padded_rows) + 1
+            for name in ("context_lens", "logit_context_lens"):
+                fixed[places[name]][padding] = 0
+            for name in ("slots", "logit_slots"):
+                fixed[places[name]][padding] = -1
+            fixed[places["logit_tokens"]][padding] = np.arange(num_rows, num_padded_rows)
+
+    def _send(self, parts: list[Ints]) -> list[Tensor]:
+        """The parts, one behind the other, in one copy to the start of the device's block."""
+        host = self._hosts[self._next]
+        self._next = (self._next + 1) % _NUM_BLOCKS
+        if host.read is not None:
+            host.read.synchronize()
+        spans, start = [], 0
+        for part in parts:
+            spans.append(slice(start, start + part.size))
+            host.ints[spans[-1]] = part
+            start += _aligned(part.size)
+        self.block[:start].copy_(host.tensor[:start], non_blocking=True)
+        host.read = self._device.record()
+        return [self.block[span] for span in spans]
+
+    def _apply(self, changes: Tensor) -> None:
+        n = len(changes) // 3
+        grid = (-(-n // _CHANGE_PAGES.num_threads), 1, 1)
+        max_pages = np.int32(self._limits.max_pages)
+        self._device.launcher.launch(_CHANGE_PAGES, grid, changes, self.page_table, np.int32(n), max_pages)
+
+
+def _aligned(num_ints: int) -> int:
+    """To 16 bytes."""
+    return -(-num_ints // 4) * 4
