@@ -1,0 +1,256 @@
+"""Attention of the rows that have one token each, over their paged keys and values, on the device.
+
+Once a step and window, `plan` lists the chunks into which the rows' contexts are cut; `attend`, once a layer, works
+them off with as many blocks as the device holds at a time. Lengths are read on the device, so one captured graph serves
+all steps of a padded number of rows. What a row becomes depends on nothing but the row (kernels/decode_items.cuh).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
+from backend.passes.decoder.cuda.launcher import Kernel, Launcher
+from backend.passes.decoder.ops import quantisable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_GROUP = 16
+"""Queries that share a KV head."""
+SHORTEST_CHUNK_TOKENS = 256
+_PAGE_SIZES_TOKENS = (16, 32, 64)
+_MAX_CONTEXT_TOKENS = 1 << 24
+_NUM_WARPS = 4
+_PLAN_THREADS = 512
+_BLOCKS_TO_FILL_A_DEVICE = 256
+_FEWEST_CHUNKS = 16
+_RING_TILES = range(2, 9)
+_RESERVED_SHARED_BYTES = 1024
+"""Of each block, by CUDA."""
+_ACTS = {torch.float32: np.int32(0), torch.bfloat16: np.int32(1), torch.float16: np.int32(2)}
+_NUMBER_BYTES = {"fp32": 4, "bf16": 2, "q8_0": 1, "fp8": 1}
+
+PLAN = Kernel("decode_plan.cu", "plan_decode", (("NUM_THREADS", _PLAN_THREADS),), _PLAN_THREADS)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every instantiation, with the least shared memory that it can do with."""
+    yield PLAN
+    for kv_dtype in KV_MACRO:
+        for head_dim in HEAD_DIMS:
+            if kv_dtype != "q8_0" or quantisable(head_dim):
+                yield _attention(kv_dtype, head_dim, _RING_TILES[0])
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Lives as long as the model. One step at a time uses it; its layers follow each other on one stream."""
+
+    items: Tensor
+    """int32 [max_rows * max_chunks, 4]: row, slot, context length, chunk."""
+    num_items: Tensor
+    """int32 [1]."""
+    partial_out: Tensor
+    """fp32 [max_rows, num_heads, max_chunks, head_dim]."""
+    partial_peaks: Tensor
+    """fp32 [max_rows, num_heads, max_chunks, 2]."""
+    tickets: Tensor
+    """int32 [max_rows, num_kv_heads], 0 between launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """Attention of the layers that have the same window.
+
+    scale multiplies q · k; softcap, where not 0, bounds the logits by cap · tanh(logit / cap). A token sees itself and
+    window_tokens - 1 before it, or all with 0. num_sms and shared_bytes_per_sm are the device's. Raises ValueError for
+    what no kernel covers.
+    """
+
+    layout: CacheLayout
+    num_heads: int
+    scale: float
+    max_rows: int
+    max_context_tokens: int
+    num_sms: int
+    shared_bytes_per_sm: int
+    window_tokens: int = 0
+    softcap: float = 0.0
+
+    max_chunks: int = field(init=False)
+    """The most chunks of a row. A row's chunks have 256 tokens, or twice as often as needed for that many."""
+    kernel: Kernel = field(init=False)
+    _num_blocks: int = field(init=False)
+    _plan_scalars: tuple[np.int32, ...] = field(init=False)
+    _scalars: tuple[np.int32 | np.float32, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._check()
+        layout = self.layout
+        longest = self.max_context_tokens
+        if self.window_tokens:
+            longest = min(longest, self.window_tokens + _PAGE_SIZES_TOKENS[0] - 1)
+        wanted = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL_A_DEVICE // layout.num_kv_heads))
+        max_chunks = min(wanted, -(-longest // SHORTEST_CHUNK_TOKENS))
+        ring_tiles, blocks_per_sm = _ring(layout.kv_dtype, layout.head_dim, self.shared_bytes_per_sm)
+        num_blocks = min(self.num_sms * blocks_per_sm, self.max_rows * max_chunks * layout.num_kv_heads)
+        for name, value in (
+            ("max_chunks", max_chunks),
+            ("kernel", _attention(layout.kv_dtype, layout.head_dim, ring_tiles)),
+            ("_num_blocks", num_blocks),
+            ("_plan_scalars", (np.int32(self.window_tokens), np.int32(max_chunks))),
+            ("_scalars", self._attention_scalars(max_chunks, ring_tiles)),
+        ):
+            object.__setattr__(self, name, value)
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return PLAN, self.kernel
+
+    @property
+    def workspace_bytes(self) -> int:
+        """For each chunk of each row: 16 bytes, and head_dim + 2 fp32 numbers a head. Max_chunks is at most 256 / KV
+        heads (or 16, where that is more), so this is at most about 1 KB · max_rows · group · (head_dim + 2)."""
+        rows, heads, chunks = self.max_rows, self.num_heads, self.max_chunks
+        per_row = chunks * (16 + heads * (self.layout.head_dim + 2) * 4) + self.layout.num_kv_heads * 4
+        return rows * per_row + 4
+
+    def make_workspace(self, device: str | torch.device) -> DecodeWorkspace:
+        rows, heads, chunks = self.max_rows, self.num_heads, self.max_chunks
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return DecodeWorkspace(
+            items=zeros(rows * chunks, 4, dtype=torch.int32),
+            num_items=zeros(1, dtype=torch.int32),
+            partial_out=zeros(rows, heads, chunks, self.layout.head_dim, dtype=torch.float32),
+            partial_peaks=zeros(rows, heads, chunks, 2, dtype=torch.float32),
+            tickets=zeros(rows, self.layout.num_kv_heads, dtype=torch.int32),
+        )
+
+    def plan(
+        self, launcher: Launcher, workspace: DecodeWorkspace, context_lens: Tensor, slots: Tensor, num_rows: int
+    ) -> None:
+        """Of the first num_rows rows, which have one token each. A row whose slot is -1 is passed over.
+
+        context_lens, slots: int32 [at least num_rows]; a row attends to context_lens[row] + 1 tokens, at most
+        max_context_tokens. Before the step's first `attend`.
+        """
+        if num_rows > min(self.max_rows, len(context_lens), len(slots)):
+            raise ValueError(f"{num_rows} rows, of at most {min(self.max_rows, len(context_lens), len(slots))}")
+        arguments = (context_lens, slots, workspace.items, workspace.num_items)
+        launcher.launch(PLAN, (1, 1, 1), *arguments, np.int32(num_rows), *self._plan_scalars)
+
+    def attend(
+        self,
+        launcher: Launcher,
+        workspace: DecodeWorkspace,
+        qkv: Tensor,
+        layer_cache: Tensor,
+        page_table: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Row r's queries are qkv[r], its output out[r]; rows that were not planned are left as they are.
+
+        qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim]: fp32, bf16 or fp16, the
+        same. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages].
+        """
+        act = _ACTS[qkv.dtype]
+        if out.dtype != qkv.dtype:
+            raise ValueError(f"queries are {qkv.dtype}, and the output {out.dtype}")
+        launcher.launch(
+            self.kernel,
+            (self._num_blocks, 1, 1),
+            qkv,
+            layer_cache,
+            page_table,
+            workspace.items,
+            workspace.num_items,
+            workspace.partial_out,
+            workspace.partial_peaks,
+            workspace.tickets,
+            out,
+            act,
+            np.int32(page_table.shape[1]),
+            *self._scalars,
+        )
+
+    def _attention_scalars(self, max_chunks: int, ring_tiles: int) -> tuple[np.int32 | np.float32, ...]:
+        layout = self.layout
+        return (
+            np.int32(self.num_heads),
+            np.int32(layout.num_kv_heads),
+            np.int32(layout.page_size_tokens.bit_length() - 1),
+            np.int32(self.window_tokens),
+            np.int32(max_chunks),
+            np.int32(ring_tiles),
+            np.float32(self.scale),
+            np.float32(self.softcap),
+        )
+
+    def _check(self) -> None:
+        layout = self.layout
+        _require_one_of("head_dim", layout.head_dim, HEAD_DIMS)
+        _require_one_of("kv_dtype", layout.kv_dtype, tuple(KV_MACRO))
+        _require_one_of("page_size_tokens", layout.page_size_tokens, _PAGE_SIZES_TOKENS)
+        if layout.kv_dtype == "q8_0" and not quantisable(layout.head_dim):
+            raise ValueError(f"head_dim is {layout.head_dim}; a q8_0 cache needs a multiple of 32")
+        group, rest = divmod(self.num_heads, layout.num_kv_heads)
+        if rest or not 1 <= group <= MAX_GROUP:
+            raise ValueError(
+                f"{self.num_heads} heads share {layout.num_kv_heads} KV heads; each must have 1 to {MAX_GROUP}"
+            )
+        if not 1 <= self.max_context_tokens <= _MAX_CONTEXT_TOKENS:
+            raise ValueError(f"max_context_tokens is {self.max_context_tokens}, not 1 to {_MAX_CONTEXT_TOKENS}")
+        if self.max_rows < 1 or self.num_sms < 1:
+            raise ValueError(f"max_rows is {self.max_rows} and num_sms {self.num_sms}; both must be at least 1")
+        if self.window_tokens < 0 or self.softcap < 0 or not math.isfinite(self.softcap):
+            raise ValueError(f"window_tokens is {self.window_tokens} and softcap {self.softcap}; neither is below 0")
+
+
+def _require_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value}, not one of {', '.join(map(str, choices))}")
+
+
+def _tile_bytes(kv_dtype: str, head_dim: int) -> int:
+    """kTileBytes of kernels/decode_tiles.cuh."""
+    number_bytes = _NUMBER_BYTES[kv_dtype]
+    pieces = head_dim * number_bytes // 16
+    stride = pieces + (12 - pieces % 8) % 8 if kv_dtype == "fp32" else pieces | 1
+    scale_row_bytes = head_dim // 32 * 2 if kv_dtype == "q8_0" else 0
+    return 32 // number_bytes * (16 * stride + scale_row_bytes)
+
+
+def _static_shared_bytes(kv_dtype: str, head_dim: int) -> int:
+    """Rounded up."""
+    if kv_dtype == "fp32":
+        return 16 * head_dim * 4 + 3072
+    return 1024 + (8192 if head_dim > 128 else 0)
+
+
+def _attention(kv_dtype: str, head_dim: int, ring_tiles: int) -> Kernel:
+    rings = _NUM_WARPS * ring_tiles * _tile_bytes(kv_dtype, head_dim)
+    merge = _NUM_WARPS * MAX_GROUP * (head_dim + 8) * 4
+    macros = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim), ("NUM_WARPS", _NUM_WARPS))
+    return Kernel("decode_attention.cu", "decode_attention", macros, 32 * _NUM_WARPS, max(rings, merge))
+
+
+def _ring(kv_dtype: str, head_dim: int, shared_bytes_per_sm: int) -> tuple[int, int]:
+    """Tiles of a ring, and blocks that an SM holds: two, if each has a ring of three, otherwise one."""
+    for num_blocks in (2, 1):
+        room = shared_bytes_per_sm // num_blocks - _RESERVED_SHARED_BYTES - _static_shared_bytes(kv_dtype, head_dim)
+        ring_tiles = min(room // (_NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), _RING_TILES[-1])
+        if ring_tiles >= (3 if num_blocks == 2 else 2):
+            return ring_tiles, num_blocks
+    raise ValueError(
+        f"{shared_bytes_per_sm} bytes of shared memory an SM are too few for heads of {head_dim} {kv_dtype}"
+    )

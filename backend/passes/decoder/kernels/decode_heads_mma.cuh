@@ -1,0 +1,164 @@
+// One warp's part of decode attention for caches of 16 and 8 bits: a group's queries, padded to 16 rows of
+// mma.m16n8k16, attend to the warp's tiles.
+
+#pragma once
+
+#include "decode_scores.cuh"
+
+struct WarpHeads {
+    static constexpr int kTiles = kTileTokens / 8;
+    static constexpr int kSteps = HEAD_DIM / 16;
+
+    // Fragments of the queries: each warp's registers have them, unless the outputs leave no room there.
+    static constexpr bool kSharedQueries = HEAD_DIM > 128;
+    struct Shared {
+        uint4 queries[kSharedQueries ? kSteps : 1][32];
+    };
+
+    Shared& shared;
+    unsigned queries[kSharedQueries ? 1 : kSteps][4];
+    unsigned weights[kTileTokens / 16][4];
+    float out[HEAD_DIM / 8][4];  // rows lane / 4 and lane / 4 + 8
+    float peak[2], sum[2];       // of those rows; a sum is of this lane's tokens only
+
+    __device__ __forceinline__ explicit WarpHeads(Shared& shared) : shared(shared) {}
+
+    // By all warps of the block. first: the first query of the group, of type T.
+    template <class T> __device__ __forceinline__ void load_queries(const T* first, int group) {
+        if constexpr (kSharedQueries) {
+            for (int step = threadIdx.x / 32; step < kSteps; step += NUM_WARPS) {
+                unsigned query[4];
+                load_query(query, first, group, step);
+                shared.queries[step][threadIdx.x % 32] = make_uint4(query[0], query[1], query[2], query[3]);
+            }
+            __syncthreads();
+        } else {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) load_query(queries[step], first, group, step);
+        }
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 8; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[i][e] = 0.0f;
+        peak[0] = peak[1] = kNoPeak;
+        sum[0] = sum[1] = 0.0f;
+    }
+
+    // Tokens from `token` on, of which those in [begin, end) count. Makes weights of the tile's scores.
+    __device__ __forceinline__ void add_keys(const unsigned char* tile, const Scorer& scorer, int token, int begin,
+                                             int end, int) {
+        float scores[kTiles][4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[i][e] = 0.0f;
+#pragma unroll(kSharedQueries ? 2 : kSteps)
+        for (int step = 0; step < kSteps; ++step) {
+            unsigned keys[kTiles][2];
+            load_keys(keys, tile, step);
+            unsigned query[4];
+            read_query(query, step);
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) mma(scores[i], query, keys[i][0], keys[i][1]);
+        }
+        scorer.finish(scores);
+        if (token < begin || token + kTileTokens > end) {
+            const int own = token + threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int t = own + 8 * i + e % 2;
+                    if (t < begin || t >= end) scores[i][e] = hidden_logit();
+                }
+        }
+        raise_peaks(scores);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                scores[i][e] = ex2_approx(scores[i][e] - peak[e / 2]);
+                sum[e / 2] += scores[i][e];
+            }
+            weights[i / 2][i % 2 * 2] = pack_operands(scores[i][0], scores[i][1]);
+            weights[i / 2][i % 2 * 2 + 1] = pack_operands(scores[i][2], scores[i][3]);
+        }
+    }
+
+    __device__ __forceinline__ void add_values(const unsigned char* tile, int) {
+#pragma unroll
+        for (int block = 0; block < HEAD_DIM / 16; ++block) {
+            unsigned values[kTileTokens / 16][2][2];
+            load_values(values, tile, block);
+#pragma unroll
+            for (int k = 0; k < kTileTokens / 16; ++k)
+#pragma unroll
+                for (int n = 0; n < 2; ++n) mma(out[2 * block + n], weights[k], values[k][n][0], values[k][n][1]);
+        }
+    }
+
+    // rows: [group][kMergeStride]; peaks: [group], each head's peak and sum.
+    __device__ __forceinline__ void store(float* rows, float2* peaks, int group) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
+            sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+            const int head = threadIdx.x % 32 / 4 + 8 * half;
+            if (head >= group) continue;
+            float* row = rows + head * kMergeStride;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 8; i += 2)
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) row[output_dim(i / 2, n, e)] = out[i + n][2 * half + e];
+            if (threadIdx.x % 4 == 0) peaks[head] = make_float2(peak[half], sum[half]);
+        }
+    }
+
+  private:
+    template <class T>
+    __device__ __forceinline__ static void load_query(unsigned (&query)[4], const T* first, int group, int step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int head = threadIdx.x % 32 / 4 + i % 2 * 8;
+            const T* pair = first + head * HEAD_DIM + query_dim(step, i / 2);
+            query[i] = head < group ? pack_operands(to_float(pair[0]), to_float(pair[1])) : 0;
+        }
+    }
+
+    __device__ __forceinline__ void read_query(unsigned (&query)[4], int step) const {
+        if constexpr (kSharedQueries) {
+            const uint4 x = shared.queries[step][threadIdx.x % 32];
+            query[0] = x.x, query[1] = x.y, query[2] = x.z, query[3] = x.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) query[i] = queries[step][i];
+        }
+    }
+
+    // Most tiles raise no peak, and then nothing is scaled; scaling by 1 would change no bit.
+    __device__ __forceinline__ void raise_peaks(const float (&scores)[kTiles][4]) {
+        float top[2] = {peak[0], peak[1]};
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) top[e / 2] = fmaxf(top[e / 2], scores[i][e]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
+            top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
+        }
+        if (!__any_sync(0xffffffffu, top[0] > peak[0] || top[1] > peak[1])) return;
+        const float factor[2] = {ex2_approx(peak[0] - top[0]), ex2_approx(peak[1] - top[1])};
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 8; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[i][e] *= factor[e / 2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            sum[half] *= factor[half];
+            peak[half] = top[half];
+        }
+    }
+};

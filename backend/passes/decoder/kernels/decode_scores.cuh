@@ -1,0 +1,33 @@
+// What both kinds of decode attention share: from q · k to logits, and how a warp's results are laid out for the merge.
+
+#pragma once
+
+#include "decode_tiles.cuh"
+
+constexpr int kMaxGroup = 16;
+constexpr int kMergeStride = HEAD_DIM + 8;  // floats: rows that a warp writes at once begin in different banks
+constexpr float kNoPeak = -1e30f;           // below all logits, finite so that differences stay numbers
+
+// Of tokens that are not attended to: the weight is 0.
+__device__ __forceinline__ float hidden_logit() { return __uint_as_float(0xff800000u); }
+
+// Logits in units of log2(e): scale · q·k, or cap · tanh(scale · q·k / cap).
+struct Scorer {
+    float inner;
+    float cap;  // 0: none
+
+    __device__ __forceinline__ Scorer(float scale, float softcap)
+        : inner(softcap > 0.0f ? scale / softcap : scale * 1.4426950408889634f), cap(softcap * 1.4426950408889634f) {}
+
+    template <int N, int M> __device__ __forceinline__ void finish(float (&scores)[N][M]) const {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+            for (int e = 0; e < M; ++e) scores[i][e] *= inner;
+        if (cap == 0.0f) return;
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+            for (int e = 0; e < M; ++e) scores[i][e] = cap * tanhf(scores[i][e]);
+    }
+};

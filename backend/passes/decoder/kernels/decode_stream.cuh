@@ -1,0 +1,94 @@
+// One warp's way through a chunk: keys and values of every NUM_WARPS-th tile, K V K V …, through a ring in shared memory
+// of the warp's own, so that nobody waits for another warp.
+
+#pragma once
+
+#include "decode_items.cuh"
+#include "decode_tiles.cuh"
+
+constexpr int kMaxRingTiles = 8;
+
+// At most `pending` of this thread's cp.async groups are still under way.
+__device__ __forceinline__ void wait_for_copies(int pending) {
+    switch (pending) {
+        case 0: cp_async_wait<0>(); break;
+        case 1: cp_async_wait<1>(); break;
+        case 2: cp_async_wait<2>(); break;
+        case 3: cp_async_wait<3>(); break;
+        case 4: cp_async_wait<4>(); break;
+        case 5: cp_async_wait<5>(); break;
+        default: cp_async_wait<kMaxRingTiles - 2>();
+    }
+}
+
+struct TileStream {
+    // What all items share.
+    unsigned char* layer;
+    const int* page_table;
+    unsigned char* ring;  // the warp's
+    int ring_tiles, page_shift, max_pages, num_kv_heads;
+
+    // Of the chunk: tokens in [begin, end) count, and the warp's tiles begin at token first, first + stride, …
+    const int* row_pages;
+    int begin, end, first, num_tiles, kv_head;
+    int pages;             // lane i: the page of the i-th run of this and the next tiles, of 32 runs in all
+    int copied;            // tiles of keys and tiles of values, counted together
+    int copy_at, read_at;  // where in the ring
+
+    static constexpr int kStride = NUM_WARPS * kTileTokens;
+
+    // Names the chunk, and asks for its pages.
+    __device__ __forceinline__ void open(const Item& item, const Span& span, int head) {
+        row_pages = page_table + static_cast<long long>(item.slot) * max_pages;
+        kv_head = head;
+        begin = span.begin;
+        const int start = span.start(item.chunk);
+        end = min(start + span.chunk_tokens, item.length);
+        first = start + static_cast<int>(threadIdx.x / 32) * kTileTokens;
+        num_tiles = max(end - first + kStride - 1, 0) / kStride;
+        pages = find_pages(0);
+    }
+
+    __device__ __forceinline__ void start() {
+        copied = copy_at = read_at = 0;
+        for (int i = 0; i < ring_tiles - 1; ++i) copy();
+    }
+
+    // The next tile, to be read until the next call. The whole warp calls.
+    __device__ __forceinline__ const unsigned char* next() {
+        wait_for_copies(ring_tiles - 2);
+        __syncwarp();  // everyone's copies are there, and everyone is done with the tile that is overwritten now
+        copy();
+        const unsigned char* tile = ring + read_at * kTileBytes;
+        read_at = read_at + 1 == ring_tiles ? 0 : read_at + 1;
+        return tile;
+    }
+
+    __device__ __forceinline__ int token(int tile) const { return first + tile * kStride; }
+
+  private:
+    __device__ __forceinline__ int find_pages(int first_tile) const {
+        const int lane = threadIdx.x % 32;
+        const int at = token(first_tile + lane / kTileRuns) + lane % kTileRuns * kRunTokens;
+        return at < end ? row_pages[at >> page_shift] : 0;
+    }
+
+    __device__ __forceinline__ void copy() {
+        constexpr int kTilesOfPages = 32 / kTileRuns;
+        const int tile = copied / 2, which = copied % 2;
+        if (tile < num_tiles) {
+            if (which == 0 && tile > 0 && tile % kTilesOfPages == 0) pages = find_pages(tile);
+            unsigned char* target = ring + copy_at * kTileBytes;
+#pragma unroll
+            for (int run = 0; run < kTileRuns; ++run) {
+                const int page = __shfl_sync(0xffffffffu, pages, tile % kTilesOfPages * kTileRuns + run);
+                const KvBlock block(layer, page, which, kv_head, num_kv_heads, 1 << page_shift, HEAD_DIM);
+                copy_run(target, run, reinterpret_cast<const unsigned char*>(block.numbers), 1 << page_shift,
+                         token(tile) + run * kRunTokens, begin, end);
+            }
+        }
+        cp_async_commit();
+        ++copied;
+        copy_at = copy_at + 1 == ring_tiles ? 0 : copy_at + 1;
+    }
+};
