@@ -20,8 +20,10 @@ MAX_INLINE_PROMPT_TOKENS = 4096
 MAX_STEP_EVENTS = 1 << 16
 MAX_LOGPROBS = 20
 """Of the likeliest tokens at one place of a stream."""
-MAX_TO_BACKEND_BYTES = 32 << 10
-"""No message to the backend is longer: the longest is a Submit with an inline prompt and a full logit_bias."""
+MAX_GRAMMAR_CHARACTERS = 32 << 10
+MAX_TO_BACKEND_BYTES = 192 << 10
+"""No message to the backend is longer: the longest is a Submit with an inline prompt, full constraints and a grammar
+all of characters of four bytes."""
 MAX_TO_FRONTEND_BYTES = 4 << 20
 MAX_SHARED_BUFFERS = 64
 """Of one client."""
@@ -113,6 +115,32 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     num_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
 
 
+class Grammar(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a text must match, in one of llguidance's three notations."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+class Constraints(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which tokens a sequence may have, beside how likely they are."""
+
+    grammar: Grammar | None = None
+    grammar_after: Annotated[tuple[TokenId, ...], Meta(max_length=8)] = ()
+    """The grammar begins when these ids have been generated one after the other: behind a model's reasoning."""
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=4096)] = ()
+    """Empty: all."""
+    bad_words: Annotated[
+        tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16)], ...], Meta(max_length=64)
+    ] = ()
+    """Runs of ids that are never completed."""
+    min_tokens: I31 = 0
+    """Stop ids are not sampled before this many tokens are there."""
+    thinking_budget_tokens: I31 = 0
+    """When this many tokens are there and thinking_end is not among them, it is forced; 0 is no budget."""
+    thinking_end: Annotated[tuple[TokenId, ...], Meta(max_length=8)] = ()
+
+
 class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """Frontend → backend: run this. The tokens are the prompt and, when a stream resumes after a backend's death, what
     it has generated so far; the first num_prompt_tokens are the prompt. max_tokens counts from the prompt's end.
@@ -132,6 +160,9 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """Lower runs sooner, where the backend's policy is priority."""
     timeout_ms: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     """Milliseconds from arrival at the backend after which it ends as EXPIRED; 0 is never."""
+    constraints: Constraints | None = None
+    num_prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
+    """As Sampling.num_logprobs, for the prompt's tokens, each given those before it."""
     output: BufferRef | None = None
     """What else than tokens is wanted, of the first num_rows generated tokens. Such a request joins no other."""
 
@@ -166,6 +197,8 @@ class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     request_id: U63
     code: Annotated[int, Meta(ge=0, le=255)]
     limit: I31 = 0
+    text: Annotated[str, Meta(max_length=512)] = ""
+    """What is wrong with a grammar."""
 
 
 class FailureCode(enum.IntEnum):
@@ -179,6 +212,8 @@ class FailureCode(enum.IntEnum):
     SHUTTING_DOWN = 5
     UNAVAILABLE = 6
     """Made by the client only: no backend came back in time, or one with another model."""
+    BAD_GRAMMAR = 7
+    """text says why it does not compile."""
 
 
 class BufferReturn(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -190,6 +225,26 @@ class BufferReturn(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     index: Annotated[int, Meta(ge=0, lt=MAX_SHARED_BUFFERS)]
     generation: U63
     num_rows: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)]
+
+
+class EventLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Rides with an event that has a token: its log probability and rank, and the likeliest tokens at its place."""
+
+    event: Annotated[int, Meta(ge=0, lt=MAX_STEP_EVENTS)]
+    """Place in the columns."""
+    logprob: float
+    rank: I31
+    top_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROBS)] = ()
+    top_logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_LOGPROBS)] = ()
+
+
+class PromptLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Of some of a prompt's tokens, in order and without gaps; the prompt's first token has none. All come before the
+    request's first token."""
+
+    request_id: U63
+    entries: Annotated[tuple[EventLogprobs, ...], Meta(max_length=MAX_STEP_EVENTS)]
+    """event is the token's index in the prompt."""
 
 
 class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
@@ -205,6 +260,8 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     finishes: Annotated[bytes, Meta(max_length=MAX_STEP_EVENTS)]
     started: Annotated[tuple[Started, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     failures: Annotated[tuple[Failure, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    logprobs: Annotated[tuple[EventLogprobs, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    prompt_logprobs: Annotated[tuple[PromptLogprobs, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     returned: Annotated[tuple[BufferReturn, ...], Meta(max_length=MAX_SHARED_BUFFERS)] = ()
     """Before or with the end of their requests, never behind it."""
 

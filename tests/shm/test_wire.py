@@ -220,8 +220,17 @@ def test_the_longest_messages_fit_their_limits() -> None:
         b"\xff" * (4 * MAX_INLINE_PROMPT_TOKENS),
         MAX_CONTEXT_TOKENS,
         MAX_CONTEXT_TOKENS,
-        Sampling(1.1, 0.9, biggest, 0.1, 1.1, 0.1, 0.1, bias, (1 << 63) - 1),
+        Sampling(1.1, 0.9, biggest, 0.1, 0.9, 1.1, 0.1, 0.1, bias, (1 << 63) - 1, 20),
         (biggest,) * 64,
+        constraints=wire.Constraints(
+            wire.Grammar("json_schema", "\U0001f408" * wire.MAX_GRAMMAR_CHARACTERS),
+            (biggest,) * 8,
+            (biggest,) * 4096,
+            ((biggest,) * 16,) * 64,
+            biggest,
+            biggest,
+            (biggest,) * 8,
+        ),
     )
     assert decode_to_backend(encode(submit)) == submit
     assert len(encode(submit)) < MAX_TO_BACKEND_BYTES
