@@ -24,35 +24,62 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(?:/[\w.\-]{1,96})?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def resolve_model(model: str, revision: str | None = None) -> Path:
-    """The checkpoint's directory: model itself where that is one, else the hub's snapshot of that id.
+def resolve_model(model: str, revision: str | None = None, config_dir: Path | None = None) -> Path:
+    """The checkpoint's directory: model itself where that is one, else the hub's snapshot of that id, of the same
+    commit as config_dir where `resolve_config` has been asked before.
 
     A download goes through huggingface_hub: its cache, its progress bars, HF_HUB_OFFLINE, HF_TOKEN. The small files
     come first, since the index among them tells which weights will be read; nothing else is fetched. Raises
     StartupError in one line.
     """
+    if (path := _local_directory(model, revision)) is not None:
+        return path
+    if config_dir is not None:
+        revision = _pinned(revision, config_dir)
+    snapshot = _download_with_config(model, revision, SMALL_FILES)
+    index = snapshot / INDEX_FILE
+    weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
+    return _download(model, _pinned(revision, snapshot), (*SMALL_FILES, *weight_files))
+
+
+def resolve_config(model: str, revision: str | None = None) -> Path:
+    """As `resolve_model`, but of a hub's model config.json is all that is fetched."""
+    return _local_directory(model, revision) or _download_with_config(model, revision, (CONFIG_FILE,))
+
+
+def _pinned(revision: str | None, snapshot: Path) -> str | None:
+    """The revision to ask for after a snapshot has been fetched: the same commit, whatever has been pushed since."""
+    return snapshot.name if _COMMIT.fullmatch(snapshot.name) else revision
+
+
+def _local_directory(model: str, revision: str | None) -> Path | None:
+    """None where model can only be a hub id. Raises StartupError."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         if not (path / CONFIG_FILE).is_file():
             raise StartupError(f"the model directory {path} has no {CONFIG_FILE}")
+        if revision is not None:
+            raise StartupError(
+                f"--revision is {shorten(revision)}; the model {path} is a directory, which has none: leave it out"
+            )
         return path
-    if path.exists():
+    if path.is_file():
         raise StartupError(f"the model {path} is a file; give the directory that holds its {CONFIG_FILE}")
     if not _HUB_ID.fullmatch(model):
         raise StartupError(f"the model directory {shorten(model)} does not exist")
-    snapshot = _download(model, revision, SMALL_FILES)
+    return None
+
+
+def _download_with_config(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    snapshot = _download(model, revision, files)
     if not (snapshot / CONFIG_FILE).is_file():
         raise StartupError(f"the hub's model {model} has no {CONFIG_FILE}")
-    index = snapshot / INDEX_FILE
-    weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE,)
-    # The same commit as the small files', whatever has been pushed since.
-    commit = snapshot.name if _COMMIT.fullmatch(snapshot.name) else revision
-    return _download(model, commit, (*SMALL_FILES, *weight_files))
+    return snapshot
 
 
 def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
     # Imported here: it costs 0.3 s, and a local directory does not need it.
-    import httpx
+    import httpx2
     from huggingface_hub import errors, snapshot_download
 
     at = f"{model} at revision {revision}" if revision else model
@@ -66,6 +93,6 @@ def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
         reason = "there is no such directory here and no such model on the hub (a private one needs HF_TOKEN)"
     except errors.LocalEntryNotFoundError:
         reason = "there is no such directory here, it is not in the hub's cache, and the hub cannot be reached"
-    except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, httpx2.HTTPError, OSError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     raise StartupError(f"the model {at} cannot be loaded: {reason}")

@@ -7,13 +7,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from backend.checkpoint.hub import resolve_model
+from backend.checkpoint.hub import resolve_config, resolve_model
 from backend.errors import StartupError
+from backend.main import app
 from tests.checkpoints import make_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -100,14 +101,59 @@ def test_shards_are_downloaded_by_the_names_in_the_index_at_the_same_commit(hub:
     assert hub.calls == [("owner/name", "v1.0"), ("owner/name", hub.snapshot.name)]
 
 
+def test_for_a_plan_the_config_is_all_that_is_downloaded(hub: FakeHub) -> None:
+    make_checkpoint("llama2", hub.repository, max_shard_size="60KB")
+    assert resolve_config("owner/name", "v1.0") == hub.snapshot
+    assert [file.name for file in hub.snapshot.iterdir()] == ["config.json"]
+    assert hub.calls == [("owner/name", "v1.0")]
+
+
+def test_a_dry_run_of_a_hub_model_downloads_its_config_alone(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint("llama2", hub.repository)
+    app(["--dry-run", "--model", "owner/name"], result_action="return_value")
+    assert "KV budget" in capsys.readouterr().out
+    assert [file.name for file in hub.snapshot.iterdir()] == ["config.json"]
+
+
+def test_a_plan_that_is_impossible_is_said_before_the_weights_are_downloaded(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint("llama2", hub.repository)
+    with pytest.raises(SystemExit):
+        app(["--model", "owner/name", "--kv-budget", "10B", "--socket", str(tmp_path / "s" / "b.sock")])
+    assert "--kv-budget is 10 B" in capsys.readouterr().err
+    assert [file.name for file in hub.snapshot.iterdir()] == ["config.json"]
+
+
+def test_after_a_plan_the_weights_are_those_of_the_planned_commit(hub: FakeHub) -> None:
+    make_checkpoint("llama2", hub.repository)
+    config_dir = resolve_config("owner/name", "main")
+    assert (resolve_model("owner/name", "main", config_dir) / "model.safetensors").is_file()
+    assert [revision for _, revision in hub.calls] == ["main", hub.snapshot.name, hub.snapshot.name]
+
+
+@pytest.mark.parametrize("name", ["model", "c0ffee" + "0" * 34])
+def test_a_directory_is_its_own_config_and_model_whatever_its_name(tmp_path: Path, name: str) -> None:
+    model = tmp_path / name
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert resolve_model(str(model), None, resolve_config(str(model))) == model
+
+
+def test_a_directory_has_no_revision(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"--revision is 'v1'; the model .* is a directory.*: leave it out"):
+        resolve_config(str(tmp_path), "v1")
+
+
 def test_a_hub_model_without_a_config_is_refused(hub: FakeHub) -> None:
     hub.repository.mkdir()
     with pytest.raises(StartupError, match=r"the hub's model owner/name has no config\.json"):
         resolve_model("owner/name")
 
 
-def response(status: int) -> httpx.Response:
-    return httpx.Response(status, request=httpx.Request("GET", "https://hub.test"))
+def response(status: int) -> httpx2.Response:
+    return httpx2.Response(status, request=httpx2.Request("GET", "https://hub.test"))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +164,7 @@ def response(status: int) -> httpx.Response:
         (errors.RepositoryNotFoundError("no", response=response(404)), "no such directory here and no such model"),
         (errors.LocalEntryNotFoundError("no"), "not in the hub's cache, and the hub cannot be reached"),
         (errors.HfHubHTTPError("500 from the hub\nlong story", response=response(500)), "500 from the hub"),
-        (httpx.ConnectError("connection refused"), "connection refused"),
+        (httpx2.ConnectError("connection refused"), "connection refused"),
         (OSError("No space left on device"), "No space left on device"),
         (OSError(), "OSError"),
     ],
