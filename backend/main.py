@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from backend.batch_builder import BatchBuilder
-from backend.checkpoint.hub import resolve_model
+from backend.checkpoint.hub import resolve_config, resolve_model
 from backend.engine import Engine
 from backend.errors import StartupError
 from backend.executor import Executor, ExecutorFailed
 from backend.forward_pass import PassOptions
-from backend.kv_plan import KvPlan, plan_kv
+from backend.kv_plan import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, plan_kv
+from backend.memory import Memory, device_memory
 from backend.model_card import make_card
 from backend.options import BackendOptions
 from backend.page_pool import PagePool
 from backend.passes.decoder.threads import prepare_threads
+from backend.plan_table import plan_tables
 from backend.plugins import find_forward_pass
 from backend.requests import Limits, Requests
 from backend.scheduler import Scheduler
@@ -70,26 +71,29 @@ def main() -> None:
 def serve(options: BackendOptions) -> None:
     """Runs until a signal and returns after draining. Raises StartupError or CannotListen when it cannot start."""
     started_s = time.monotonic()
+    options.check()
     pass_class = find_forward_pass(options.forward_pass)
     settings = pass_options(options)
     if not options.dry_run:
         check_free(options.socket)
-    model_dir = locate_model(options)
-    plan = plan_cache(options, pass_class.describe(model_dir, settings))
+    config_dir = locate_config(options)
+    spec = pass_class.describe(config_dir, settings)
+    memory = device_memory(settings.device)
+    plan = plan_cache(options, spec, settings.device, memory)
     if options.dry_run:
-        print_plan(plan)
+        Console().print(plan_tables(plan))
         return
-    if settings.device == "cpu":
-        _check_memory(plan)
+    check_memory(plan, memory)
     logger.info(plan.describe())
+    model_dir = locate_model(options, config_dir)  # now that the plan is known to be possible
+    numerics = f"{options.forward_pass} {options.dtype} {options.deterministic}"
+    card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics)
     executor = Executor(options.batch_channel_capacity)
-    forward_pass = _load(settings, pass_class, model_dir, plan, executor)
+    _load(settings, pass_class, model_dir, plan, executor)
     board = BackendBoard.create()
     board.pid = os.getpid()
     board.pages_total = plan.num_pages
     board.max_waiting = options.max_waiting
-    numerics = f"{options.forward_pass} {options.dtype} {options.deterministic}"
-    card = make_card(options.model_id(), model_dir, forward_pass.spec, plan, options.max_waiting, numerics)
     link = BackendLink(options.socket, card, board)
     pool = PagePool(plan.num_pages)
     scheduler = Scheduler(pool, plan.page_size_tokens, options.max_running, options.max_batch_tokens)
@@ -121,13 +125,16 @@ def serve(options: BackendOptions) -> None:
     logger.info("drained after %d steps", board.steps)
 
 
-def _check_memory(plan: KvPlan) -> None:
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if plan.num_bytes + plan.weight_bytes > machine_bytes:
+def check_memory(plan: KvPlan, memory: Memory) -> None:
+    """Raises StartupError for more than there is; warns of more than is free, which others may yet give back."""
+    takes = f"a KV cache of {format_size(plan.num_bytes)} and weights of {format_size(plan.weight_bytes)}"
+    if plan.device_bytes > memory.total_bytes:
         raise StartupError(
-            f"a KV cache of {format_size(plan.num_bytes)} and weights of {format_size(plan.weight_bytes)} are more "
-            f"than the machine's {format_size(machine_bytes)}: lower --kv-budget"
+            f"{takes} are more than the {format_size(memory.total_bytes)} of {memory.name}: lower --kv-budget"
         )
+    if plan.device_bytes > memory.free_bytes:
+        free = f"{format_size(memory.free_bytes)} that are free on {memory.name}"
+        logger.warning("%s are more than the %s: lower --kv-budget if memory runs short", takes, free)
 
 
 def _load(
@@ -136,7 +143,7 @@ def _load(
     model_dir: Path,
     plan: KvPlan,
     executor: Executor,
-) -> IBatchedForwardPass:
+) -> None:
     """Loads weights and allocates the KV cache on the executor's thread, which alone calls the pass from then on."""
 
     def load() -> IBatchedForwardPass:
@@ -149,7 +156,7 @@ def _load(
             ) from error
         return forward_pass
 
-    return executor.start(load)
+    executor.start(load)
 
 
 def pass_options(options: BackendOptions) -> PassOptions:
@@ -164,10 +171,14 @@ def pass_options(options: BackendOptions) -> PassOptions:
     )
 
 
-def plan_cache(options: BackendOptions, spec: PassSpec) -> KvPlan:
+def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Memory) -> KvPlan:
+    """Raises StartupError where the budget cannot hold what is asked."""
+    wanted = options.kv_budget
+    if wanted is None:
+        wanted = CPU_BUDGET_BYTES if device == "cpu" else "auto"
     return plan_kv(
         spec,
-        budget_bytes=options.kv_budget,
+        budget=auto_budget(spec, memory) if wanted == "auto" else KvBudget(wanted),
         kv_dtype=options.kv_dtype,
         page_size_tokens=options.page_size,
         max_context_tokens=options.max_context,
@@ -175,17 +186,14 @@ def plan_cache(options: BackendOptions, spec: PassSpec) -> KvPlan:
     )
 
 
-def print_plan(plan: KvPlan) -> None:
-    """The plan as a table on standard output."""
-    table = Table("", "", show_header=False)
-    for row in plan.rows():
-        table.add_row(*row)
-    Console().print(table)
+def locate_config(options: BackendOptions) -> Path:
+    """A directory with the checkpoint's config.json; nothing else of a hub model is downloaded. Raises StartupError."""
+    return DEMO_MODEL_DIR if options.model is None else resolve_config(options.model, options.revision)
 
 
-def locate_model(options: BackendOptions) -> Path:
-    """The checkpoint's directory; a hub model is downloaded first. Raises StartupError."""
-    return resolve_model(options.model, options.revision) if options.model else DEMO_MODEL_DIR
+def locate_model(options: BackendOptions, config_dir: Path | None = None) -> Path:
+    """The checkpoint's directory; a hub model is downloaded first, of config_dir's commit. Raises StartupError."""
+    return DEMO_MODEL_DIR if options.model is None else resolve_model(options.model, options.revision, config_dir)
 
 
 def choose_device(gpu: str) -> str:

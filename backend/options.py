@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from shm.cli import ByteSize, default_socket_path
+from backend.errors import StartupError
+from shm.cli import default_socket_path, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cyclopts import Token
+
+
+def _convert_budget(_type: Any, tokens: Sequence[Token]) -> int | str:
+    text = tokens[0].value
+    return "auto" if text.strip().lower() == "auto" else parse_size(text)
+
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
 Rows = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
+Budget = Annotated[int | Literal["auto"] | None, Parameter(converter=_convert_budget, metavar="SIZE|auto")]
 
 
 @Parameter(name="*")
@@ -32,8 +45,10 @@ class BackendOptions:
     gpu: str = "auto"
     """CUDA device index, "none" for the CPU, or "auto": the CPU where there is no usable GPU."""
 
-    kv_budget: ByteSize = 2_000_000_000
-    """Memory for the KV cache, such as 6GB or 512MiB; never exceeded."""
+    kv_budget: Budget = None
+    """Memory for the KV cache, such as 6GB or 512MiB; never exceeded. auto takes what the device has free, less the
+    weights and a reserve of a tenth of its memory (at least 512 MB); of the CPU's memory a container's limit counts.
+    Default: 2GB on the CPU, auto on a GPU."""
 
     kv_dtype: Literal["auto", "fp32", "bf16", "q8_0"] = "auto"
     """Type of the cached keys and values. auto takes the weights' type, or a narrower one where --max-context times
@@ -49,11 +64,12 @@ class BackendOptions:
     page_size: Rows = 32
     """Tokens in a page of the KV cache."""
 
-    max_context: Positive | None = None
+    max_context: Annotated[int | None, Parameter(validator=Number(gte=2, lte=1 << 24))] = None
     """Tokens of one sequence, prompt and output. Default: the model's own limit, as far as the KV budget holds it."""
 
     max_batch_tokens: Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 16))] = 192
-    """Tokens that one step may compute; long prompts are prefilled in pieces beside running decodes."""
+    """Tokens that one step may compute, at least one for each of --max-running; long prompts are prefilled in pieces
+    beside running decodes."""
 
     max_running: Rows = 64
     """Sequences that may run at once; more wait."""
@@ -92,3 +108,15 @@ class BackendOptions:
             return "penstock-demo"
         path = Path(self.model)
         return path.resolve().name if path.is_dir() else self.model
+
+    def check(self) -> None:
+        """Raises StartupError where one option contradicts another; each alone was checked as it was read."""
+        if self.max_batch_tokens < self.max_running:
+            raise StartupError(
+                f"--max-batch-tokens is {self.max_batch_tokens}; --max-running is {self.max_running}, and each running "
+                "sequence takes a token of every step: raise --max-batch-tokens or lower --max-running"
+            )
+        if self.revision is not None and self.model is None:
+            raise StartupError(
+                f"--revision is {self.revision}; the demo model has none: give a hub id as --model, or leave it out"
+            )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from backend.forward_pass import IBatchedForwardPass
 
 GROUP = "penstock.forward_pass"
+_METHODS = ("describe", "load", "create_cache", "forward", "sample", "close")
 
 
 def find_forward_pass(name: str) -> type[IBatchedForwardPass]:
@@ -28,9 +29,11 @@ def find_forward_pass(name: str) -> type[IBatchedForwardPass]:
     module_name, _, class_name = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise StartupError(f'forward pass "{name}" cannot be imported: {error}') from error
-    missing = [method for method in ("load", "forward", "sample", "create_cache") if not hasattr(found, method)]
+    except Exception as error:
+        # Whatever the module does as it is imported: it is somebody else's, and the operator named it.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise StartupError(f'forward pass "{name}" cannot be imported: {reason}') from error
+    missing = [method for method in _METHODS if not hasattr(found, method)]
     if missing:
         raise StartupError(f'"{name}" is no forward pass: it has no {", ".join(missing)}')
     return cast("type[IBatchedForwardPass]", found)

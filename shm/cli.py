@@ -15,7 +15,7 @@ from cyclopts.config import Env
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cyclopts import Token
+    from cyclopts import CycloptsError, Token
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -56,8 +56,21 @@ ENV_PREFIX = "PENSTOCK_"
 
 
 def make_app(name: str, help_text: str) -> App:
-    """A command whose every option can also be set by the environment variable PENSTOCK_<OPTION>."""
-    return App(name=name, help=help_text, config=Env(ENV_PREFIX, command=False), version_flags=[])
+    """A command whose every option can also be set by the environment variable PENSTOCK_<OPTION>.
+
+    A value that cannot be is one line on standard error and exit status 1.
+    """
+
+    def say_in_one_line(error: CycloptsError) -> NoReturn:
+        fail(name, " ".join(str(error).split()))
+
+    return App(
+        name=name,
+        help=help_text,
+        config=Env(ENV_PREFIX, command=False),
+        version_flags=[],
+        error_formatter=say_in_one_line,
+    )
 
 
 def default_socket_path() -> Path:

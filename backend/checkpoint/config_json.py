@@ -276,7 +276,7 @@ def _context_tokens(
     if max_context_tokens is None:
         return offered
     if not 1 <= max_context_tokens <= offered:
-        raise StartupError(f"a context of {max_context_tokens} tokens was asked for; this model has 1 to {offered}")
+        raise StartupError(f"--max-context is {max_context_tokens}; this model has 1 to {offered}: lower --max-context")
     return max_context_tokens
 
 

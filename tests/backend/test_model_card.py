@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from backend.errors import StartupError
-from backend.kv_plan import plan_kv
+from backend.kv_plan import KvBudget, plan_kv
 from backend.main import DEMO_MODEL_DIR
 from backend.model_card import fingerprint, make_card
 from backend.passes.fake import FakePass
@@ -29,7 +29,7 @@ def test_other_weights_of_the_same_size_have_another_fingerprint(tmp_path: Path)
 def test_a_name_that_frontends_would_refuse_is_refused_at_start() -> None:
     spec = FakePass(100, 1).spec
     plan = plan_kv(
-        spec, budget_bytes=10**6, kv_dtype="auto", page_size_tokens=16, max_context_tokens=None, max_running=1
+        spec, budget=KvBudget(10**6), kv_dtype="auto", page_size_tokens=16, max_context_tokens=None, max_running=1
     )
     assert make_card("m", DEMO_MODEL_DIR, spec, plan, 10, "").fingerprint.startswith("fp_")
     with pytest.raises(StartupError, match="announced"):

@@ -18,7 +18,9 @@ def test_a_pass_is_found_by_its_installed_name_and_by_import_string() -> None:
         ("nonesuch", "not installed.*decoder"),
         ("no.such.module:Class", "cannot be imported"),
         ("backend.passes.fake:Missing", "cannot be imported"),
-        ("backend.errors:StartupError", "is no forward pass: it has no load"),
+        ("backend.errors:StartupError", "is no forward pass: it has no describe, load"),
+        (":Class", "cannot be imported: ValueError"),
+        ("..relative:Class", "cannot be imported: TypeError"),
     ],
 )
 def test_what_is_no_forward_pass_is_refused_with_its_name(name: str, message: str) -> None:

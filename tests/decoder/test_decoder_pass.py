@@ -17,7 +17,7 @@ from backend.checkpoint.config_json import read_decoder_config
 from backend.checkpoint.weights import open_weights
 from backend.errors import StartupError
 from backend.forward_pass import PassOptions
-from backend.kv_plan import plan_kv
+from backend.kv_plan import KvBudget, plan_kv
 from backend.passes.decoder import forward_pass
 from backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
 from backend.passes.decoder.ops_torch import TorchOps
@@ -277,7 +277,7 @@ def test_kv_dtypes_are_offered_from_the_weights_own_down_and_wider_ones_last() -
 def test_heads_that_fill_no_blocks_have_no_q8_0() -> None:
     spec = DecoderPass.describe(checkpoint("llama3"), PassOptions())
     assert set(spec.kv_bytes_per_token) == {"fp32", "bf16"}
-    settings = {"page_size_tokens": 16, "max_context_tokens": None, "max_running": 4, "budget_bytes": 1 << 30}
+    settings = {"page_size_tokens": 16, "max_context_tokens": None, "max_running": 4, "budget": KvBudget(1 << 30)}
     with pytest.raises(StartupError, match="--kv-dtype is q8_0; this forward pass has fp32, bf16"):
         plan_kv(spec, kv_dtype="q8_0", **settings)
 

@@ -146,7 +146,7 @@ def test_a_shared_prefix_is_computed_once_but_for_its_last_part_of_a_page(bench:
 
 
 def test_gaps_of_running_streams_are_measured_while_prompts_arrive(bench: Command) -> None:
-    sizes = ["--prompt-tokens", "4", "--long-prompt-tokens", "100", "--max-batch-tokens", "20"]
+    sizes = ["--prompt-tokens", "4", "--long-prompt-tokens", "100", "--max-batch-tokens", "20", "--max-running", "20"]
     run = bench("--interference", *sizes)
     assert run.status == 0, run.errors
     found = run.report["sections"]["interference"]
@@ -260,7 +260,7 @@ def test_help_shows_sizes_and_counts_as_they_are_typed(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         app(["bench", "--help"])
     shown = capsys.readouterr().out
-    for text in ("--kv-budget SIZE", "--concurrency COUNTS", "1,4,16,32]", "2.00 GB]"):
+    for text in ("--kv-budget SIZE|auto", "--max-body SIZE", "--concurrency COUNTS", "1,4,16,32]", "2.10 MB]"):
         assert text in shown
     for text in ("--empty-", f"serve-{os.getpid()}", "[default: ()]"):
         assert text not in shown

@@ -1,0 +1,237 @@
+"""From options to a plan, or to one line that says why not: what happens before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from backend.errors import StartupError
+from backend.forward_pass import PassSpec
+from backend.kv_plan import KvBudget
+from backend.main import app, check_memory, pass_options, plan_cache
+from backend.memory import Memory
+from backend.options import BackendOptions
+from backend.passes.decoder.forward_pass import DecoderPass
+from backend.passes.decoder.ops_native import NativeOps
+from backend.passes.decoder.ops_torch import TorchOps
+from tests.checkpoints import make_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GB = 10**9
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+
+
+def run(*arguments: str) -> int:
+    """The command's exit status."""
+    try:
+        app(arguments, result_action="return_value")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        (
+            LLAMA_8B,
+            {
+                "weights": "16.06 GB",
+                "KV dtype": "q8_0",
+                "bytes per token": "69,632",
+                "pages": "2,692",
+                "tokens": "86,144",
+                "longest sequence": "86,144 tokens",
+                "sequences of that length": "1",
+                "bf16": "131,072 1,430 45,760 0.3",
+                "q8_0": "69,632 2,692 86,144 0.7",
+            },
+        ),
+        (
+            QWEN3_06B,
+            {
+                "weights": "1.19 GB",
+                "KV dtype": "bf16",
+                "bytes per token": "114,688",
+                "pages": "1,634",
+                "tokens": "52,288",
+                "longest sequence": "40,960 tokens",
+                "sequences of that length": "1",
+                "bf16": "114,688 1,634 52,288 1.3",
+            },
+        ),
+    ],
+)
+def test_a_dry_run_plans_from_a_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], rows: dict[str, str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run("--model", str(tmp_path), "--kv-budget", "6GB", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    for name, value in rows.items():
+        assert f"{name} {value}" in lines, shown
+
+
+def test_auto_says_what_was_free_and_what_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backend.main.device_memory", lambda _device: Memory(16 * GB, 12 * GB, "this machine"))
+    assert run("--kv-budget", "auto", "--dry-run") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for said in ("free on this machine 12.00 GB", "for the weights 7.61 MB", "in reserve 1.60 GB", "(auto) 10.39 GB"):
+        assert said in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--kv-budget 0", "--kv-budget is 0 B; one page of 32 tokens takes 34.82 KB: raise the budget or lower"),
+        ("--kv-budget 30KB", "--kv-budget is 30.00 KB; one page of 32 tokens takes 34.82 KB: raise the budget"),
+        ("--kv-budget=-1GB", 'for --kv-budget: "-1GB" is not a size; write 6GB, 512MiB or a number of bytes'),
+        ("--kv-budget some", 'for --kv-budget: "some" is not a size'),
+        ("--kv-budget 1MB --max-context 2000", "--max-context is 2000; --kv-budget 1.00 MB holds 896 tokens: raise"),
+        ("--max-context 4096", "--max-context is 4096; this model has 1 to 2048: lower --max-context"),
+        ("--max-context 1", 'Invalid value "1" for --max-context. Must be >= 2.'),
+        ("--max-context 0", "Must be >= 2."),
+        ("--page-size 0", 'Invalid value "0" for --page-size. Must be >= 1.'),
+        ("--page-size 5000", "Must be <= 4096."),
+        ("--page-size 1 --kv-budget 1200", "--max-context is 2; --kv-budget 1.20 KB holds 1 tokens: raise the budget"),
+        ("--max-running 0", 'Invalid value "0" for --max-running. Must be >= 1.'),
+        ("--max-running 5000", "Must be <= 4096."),
+        ("--max-waiting 0", 'Invalid value "0" for --max-waiting. Must be >= 1.'),
+        ("--max-batch-tokens 0", 'Invalid value "0" for --max-batch-tokens. Must be >= 1.'),
+        ("--max-batch-tokens 63", "--max-batch-tokens is 63; --max-running is 64, and each running sequence takes"),
+        ("--max-running 193", "--max-batch-tokens is 192; --max-running is 193, and each running sequence takes"),
+        ("--batch-channel-capacity=-1", 'Invalid value "-1" for --batch-channel-capacity. Must be >= 0.'),
+        ("--batch-channel-capacity 17", "Must be <= 16."),
+        ("--priority-step-s=-1", 'Invalid value "-1.0" for --priority-step-s. Must be >= 0'),
+        ("--priority-step-s nan", 'Invalid value "nan" for --priority-step-s'),
+        ("--kv-dtype int3", 'Invalid value "int3" for --kv-dtype. Choose from: "auto"'),
+        ("--kv-dtype q8_0 --forward-pass fake", "--kv-dtype is q8_0; this forward pass has fp32: take one of these"),
+        ("--dtype int8", 'Invalid value "int8" for --dtype.'),
+        ("--gpu first", '--gpu is "first"; write a CUDA device index'),
+        ("--revision main", "--revision is main; the demo model has none: give a hub id as --model, or leave it out"),
+        ("--forward-pass :Class", 'forward pass ":Class" cannot be imported: ValueError: Empty module name'),
+        ("--model=", "the model directory '' does not exist"),
+        ("--nothing", "Unknown option: --nothing."),
+        ("--max-running", "--max-running requires an argument."),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_an_impossible_or_contradictory_setting_is_one_line_and_no_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str, dry: bool
+) -> None:
+    words = ("--dry-run",) if dry else ("--socket", str(tmp_path / "s" / "backend.sock"))
+    assert run(*words, *arguments.split()) == 1
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert line.startswith("backend: ")
+    assert said in line
+    assert shown.out == ""
+
+
+def test_a_setting_of_the_environment_is_named_with_its_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_KV_BUDGET", "lots")
+    assert run("--dry-run") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "PENSTOCK_KV_BUDGET" in line
+    assert '"lots" is not a size' in line
+
+
+@pytest.mark.parametrize(
+    ("kv_budget", "device", "expected"),
+    [(None, "cpu", 2 * GB), (None, "cuda:0", 9 * GB), ("auto", "cpu", 9 * GB), (5 * GB, "cuda:0", 5 * GB)],
+)
+def test_a_gpu_is_used_whole_and_the_cpus_memory_only_when_asked(kv_budget: Any, device: str, expected: int) -> None:
+    spec, memory = PassSpec(100, 1000, {"bf16": 10}), Memory(10 * GB, 10 * GB, device)
+    assert plan_cache(BackendOptions(kv_budget=kv_budget), spec, device, memory).budget.num_bytes == expected
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
+def test_what_auto_leaves_is_allocated_to_the_byte_and_never_exceeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any, native: bool
+) -> None:
+    if not native:
+        monkeypatch.setattr("backend.passes.decoder.forward_pass.load_library", lambda: None)
+    model_dir = make_checkpoint("qwen3", tmp_path)
+    options = BackendOptions(model=str(model_dir), kv_budget="auto", kv_dtype=kv_dtype, page_size=16, max_running=64)
+    settings = pass_options(options)
+    spec = DecoderPass.describe(model_dir, settings)
+    reserve, left = 512_000_000, 5_000_001
+    memory = Memory(GB, spec.weight_bytes + reserve + left, "this machine")
+    plan = plan_cache(options, spec, settings.device, memory)
+    assert plan.budget.num_bytes == left
+    forward_pass = DecoderPass.load(model_dir, settings)
+    forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
+    allocated = cache_bytes(forward_pass)
+    forward_pass.close()
+    assert allocated == plan.num_bytes
+    assert left - plan.page_size_tokens * plan.bytes_per_token < allocated <= left
+    assert plan.device_bytes <= memory.free_bytes - reserve
+    check_memory(plan, memory)
+
+
+def cache_bytes(forward_pass: DecoderPass) -> int:
+    ops = forward_pass._ops
+    if isinstance(ops, NativeOps):
+        return sum(layer.numel() for layer in ops.cache)
+    assert isinstance(ops, TorchOps)
+    tensors = [tensor for heads in (*ops.keys, *ops.values) for tensor in heads.tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_more_than_there_is_is_refused_and_more_than_is_free_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    spec = PassSpec(100, 1 << 24, {"bf16": 1000}, weight_bytes=3 * GB, workspace_bytes=GB)
+    plan = plan_cache(BackendOptions(kv_budget=4 * GB), spec, "cpu", Memory(0, 0, ""))
+    takes = "a KV cache of 4.00 GB and weights of 3.00 GB are more than the"
+    assert plan.budget == KvBudget(4 * GB)
+    assert plan.device_bytes <= 8 * GB
+    with pytest.raises(StartupError, match=rf"{takes} 7\.00 GB of this machine: lower --kv-budget"):
+        check_memory(plan, Memory(7 * GB, 7 * GB, "this machine"))
+    with caplog.at_level(logging.WARNING):
+        check_memory(plan, Memory(8 * GB, 8 * GB, "this machine"))
+        assert caplog.messages == []
+        check_memory(plan, Memory(8 * GB, 7 * GB, "this machine"))
+    assert caplog.messages == [f"{takes} 7.00 GB that are free on this machine: lower --kv-budget if memory runs short"]
