@@ -1,0 +1,40 @@
+// Gated activations: out = f(gate) * up, where gate_up is [T, 2 * size], [gate | up] in each row, and out [T, size].
+
+#include "values.cuh"
+
+constexpr int kThreads = 128;
+
+// x / (1 + e^-x)
+struct Silu {
+    __device__ __forceinline__ float operator()(float x) const { return x / (1.0f + expf(-x)); }
+};
+// x / 2 * (1 + tanh u) with u = sqrt(2 / pi) * (x + 0.044715 x^3), and (1 + tanh u) / 2 = 1 / (1 + e^-2u).
+struct GeluTanh {
+    __device__ __forceinline__ float operator()(float x) const {
+        return x / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    }
+};
+
+// Blocks: x rows, y chunks of 8 numbers, one a thread. size: a multiple of 8.
+template <class F>
+__device__ __forceinline__ void gate(const Act* gate_up, Act* out, int size, const F& activation) {
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
+    if (column >= size) return;
+    const Act* row = gate_up + (long long)(blockIdx.x) * 2 * size;
+    float x[8], up[8];
+    load8(row + column, x);
+    load8(row + size + column, up);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = activation(x[j]) * up[j];
+    store8(out + (long long)(blockIdx.x) * size + column, x);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
+    silu_mul(const Act* __restrict__ gate_up, Act* __restrict__ out, int size) {
+    gate(gate_up, out, size, Silu{});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
+    gelu_mul(const Act* __restrict__ gate_up, Act* __restrict__ out, int size) {
+    gate(gate_up, out, size, GeluTanh{});
+}

@@ -1,0 +1,25 @@
+// The embedding of each token of a step, as the residual stream begins.
+
+#include "step_rows.cuh"
+#include "values.cuh"
+
+constexpr int kThreads = 128;
+constexpr int kFromSlot = -1;  // instead of a token id: the one last sampled for the row's slot
+
+// table [vocab_size, hidden], input_ids [T], last_tokens [max_slots], residual [T, hidden] fp32. A token that is none, or
+// of a padding row, gives zeros. Blocks: x tokens, y chunks of 8 numbers, one a thread.
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
+    embed(const Act* __restrict__ table, const int* __restrict__ input_ids, const int* __restrict__ last_tokens,
+          const int* __restrict__ query_starts, const int* __restrict__ slots, float* __restrict__ residual,
+          int num_rows, int vocab_size, int hidden) {
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
+    if (column >= hidden) return;
+    int token_id = input_ids[blockIdx.x];
+    if (token_id == kFromSlot) {
+        const int slot = slots[row_of_token(blockIdx.x, query_starts, num_rows)];
+        if (slot >= 0) token_id = last_tokens[slot];
+    }
+    float x[8] = {};
+    if (token_id >= 0 && token_id < vocab_size) load8(table + (long long)(token_id) * hidden + column, x);
+    store8(residual + (long long)(blockIdx.x) * hidden + column, x);
+}

@@ -1,0 +1,30 @@
+// Sums and the like across a warp or a block, in an order that depends on nothing but the number of threads.
+
+#pragma once
+
+constexpr unsigned kWholeWarp = 0xffffffffu;
+constexpr int kMaxWarps = 32;  // of a block
+
+// Each lane gets the result over its group of `width` lanes, a power of two.
+template <class T, class F> __device__ __forceinline__ T reduce_lanes(T x, int width, const F& combine) {
+    for (int step = width / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(kWholeWarp, x, step));
+    return x;
+}
+
+// Each thread gets the result over the block. one_per_warp: kMaxWarps entries of shared memory, free to use again after
+// the next __syncthreads().
+template <class T, class F> __device__ __forceinline__ T reduce_block(T x, T* one_per_warp, const F& combine) {
+    x = reduce_lanes(x, 32, combine);
+    if (threadIdx.x % 32 == 0) one_per_warp[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = one_per_warp[0];
+    for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) x = combine(x, one_per_warp[warp]);
+    return x;
+}
+
+struct Sum {
+    template <class T> __device__ __forceinline__ T operator()(T a, T b) const { return a + b; }
+};
+struct Largest {
+    template <class T> __device__ __forceinline__ T operator()(T a, T b) const { return a < b ? b : a; }
+};
