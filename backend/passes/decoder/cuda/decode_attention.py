@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
-from backend.passes.decoder.cuda.launcher import Kernel, Launcher
-from backend.passes.decoder.ops import quantisable
+from backend.passes.decoder.cuda.launcher import Grid, Kernel, Launcher
+from backend.passes.decoder.ops import KV_BLOCK_VALUES, quantisable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,11 @@ MAX_GROUP = 16
 """Queries that share a KV head."""
 SHORTEST_CHUNK_TOKENS = 256
 _PAGE_SIZES_TOKENS = (16, 32, 64)
+_FIRST_MULTIPLE_TOKENS = 16
+"""A window's first chunk begins at a multiple of this."""
 _MAX_CONTEXT_TOKENS = 1 << 24
+_MAX_ROWS = 1 << 16
+_MAX_SMS = 1 << 12
 _NUM_WARPS = 4
 _PLAN_THREADS = 512
 _BLOCKS_TO_FILL_A_DEVICE = 256
@@ -66,50 +70,55 @@ class DecodeWorkspace:
     """int32 [max_rows, num_kv_heads], 0 between launches."""
 
 
-@dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """Attention of the layers that have the same window.
+    """Attention of the layers that have the same window. Immutable."""
 
-    scale multiplies q · k; softcap, where not 0, bounds the logits by cap · tanh(logit / cap). A token sees itself and
-    window_tokens - 1 before it, or all with 0. num_sms and shared_bytes_per_sm are the device's. Raises ValueError for
-    what no kernel covers.
-    """
-
-    layout: CacheLayout
-    num_heads: int
-    scale: float
-    max_rows: int
-    max_context_tokens: int
-    num_sms: int
-    shared_bytes_per_sm: int
-    window_tokens: int = 0
-    softcap: float = 0.0
-
-    max_chunks: int = field(init=False)
-    """The most chunks of a row. A row's chunks have 256 tokens, or twice as often as needed for that many."""
-    kernel: Kernel = field(init=False)
-    _num_blocks: int = field(init=False)
-    _plan_scalars: tuple[np.int32, ...] = field(init=False)
-    _scalars: tuple[np.int32 | np.float32, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._check()
-        layout = self.layout
-        longest = self.max_context_tokens
-        if self.window_tokens:
-            longest = min(longest, self.window_tokens + _PAGE_SIZES_TOKENS[0] - 1)
-        wanted = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL_A_DEVICE // layout.num_kv_heads))
-        max_chunks = min(wanted, -(-longest // SHORTEST_CHUNK_TOKENS))
-        ring_tiles, blocks_per_sm = _ring(layout.kv_dtype, layout.head_dim, self.shared_bytes_per_sm)
-        num_blocks = min(self.num_sms * blocks_per_sm, self.max_rows * max_chunks * layout.num_kv_heads)
-        for name, value in (
-            ("max_chunks", max_chunks),
-            ("kernel", _attention(layout.kv_dtype, layout.head_dim, ring_tiles)),
-            ("_num_blocks", num_blocks),
-            ("_plan_scalars", (np.int32(self.window_tokens), np.int32(max_chunks))),
-            ("_scalars", self._attention_scalars(max_chunks, ring_tiles)),
-        ):
-            object.__setattr__(self, name, value)
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_heads: int,
+        scale: float,
+        *,
+        max_rows: int,
+        max_context_tokens: int,
+        num_sms: int,
+        shared_bytes_per_sm: int,
+        window_tokens: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        """scale multiplies q · k; softcap, where not 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
+        and window_tokens - 1 before it, or all of them with 0. num_sms and shared_bytes_per_sm are the device's. Raises
+        ValueError for what no kernel covers.
+        """
+        _check_shape(layout, num_heads)
+        _require("max_rows", max_rows, 1, _MAX_ROWS)
+        _require("max_context_tokens", max_context_tokens, 1, _MAX_CONTEXT_TOKENS)
+        _require("window_tokens", window_tokens, 0, _MAX_CONTEXT_TOKENS)
+        _require("num_sms", num_sms, 1, _MAX_SMS)
+        if not (math.isfinite(softcap) and softcap >= 0):
+            raise ValueError(f"softcap is {softcap}, not a number from 0 on")
+        self.layout = layout
+        self.num_heads = num_heads
+        self.scale = scale
+        self.softcap = softcap
+        self.max_rows = max_rows
+        self.window_tokens = window_tokens
+        self.max_chunks = _max_chunks(max_context_tokens, window_tokens, layout.num_kv_heads)
+        """The most chunks of a row: they have 256 tokens, doubled until there are no more than that."""
+        ring_tiles, blocks_per_sm = _ring(layout.kv_dtype, layout.head_dim, shared_bytes_per_sm)
+        self.kernel = _attention(layout.kv_dtype, layout.head_dim, ring_tiles)
+        num_blocks = min(num_sms * blocks_per_sm, max_rows * self.max_chunks * layout.num_kv_heads)
+        self._grid: Grid = (num_blocks, 1, 1)
+        self._plan_scalars = (np.int32(window_tokens), np.int32(self.max_chunks))
+        self._scalars = (
+            np.int32(num_heads),
+            np.int32(layout.num_kv_heads),
+            np.int32(layout.page_size_tokens.bit_length() - 1),
+            *self._plan_scalars,
+            np.int32(ring_tiles),
+            np.float32(scale),
+            np.float32(softcap),
+        )
 
     def kernels(self) -> tuple[Kernel, ...]:
         return PLAN, self.kernel
@@ -168,7 +177,7 @@ class DecodeAttention:
             raise ValueError(f"queries are {qkv.dtype}, and the output {out.dtype}")
         launcher.launch(
             self.kernel,
-            (self._num_blocks, 1, 1),
+            self._grid,
             qkv,
             layer_cache,
             page_table,
@@ -183,42 +192,37 @@ class DecodeAttention:
             *self._scalars,
         )
 
-    def _attention_scalars(self, max_chunks: int, ring_tiles: int) -> tuple[np.int32 | np.float32, ...]:
-        layout = self.layout
-        return (
-            np.int32(self.num_heads),
-            np.int32(layout.num_kv_heads),
-            np.int32(layout.page_size_tokens.bit_length() - 1),
-            np.int32(self.window_tokens),
-            np.int32(max_chunks),
-            np.int32(ring_tiles),
-            np.float32(self.scale),
-            np.float32(self.softcap),
+
+def _check_shape(layout: CacheLayout, num_heads: int) -> None:
+    _require_one_of("head_dim", layout.head_dim, HEAD_DIMS)
+    _require_one_of("kv_dtype", layout.kv_dtype, tuple(KV_MACRO))
+    _require_one_of("page_size_tokens", layout.page_size_tokens, _PAGE_SIZES_TOKENS)
+    if layout.kv_dtype == "q8_0" and not quantisable(layout.head_dim):
+        raise ValueError(f"head_dim is {layout.head_dim}; a q8_0 cache needs a multiple of {KV_BLOCK_VALUES}")
+    group, rest = divmod(num_heads, layout.num_kv_heads)
+    if rest or not 1 <= group <= MAX_GROUP:
+        raise ValueError(
+            f"{num_heads} heads share {layout.num_kv_heads} KV heads; each takes 1 to {MAX_GROUP}, equally many"
         )
 
-    def _check(self) -> None:
-        layout = self.layout
-        _require_one_of("head_dim", layout.head_dim, HEAD_DIMS)
-        _require_one_of("kv_dtype", layout.kv_dtype, tuple(KV_MACRO))
-        _require_one_of("page_size_tokens", layout.page_size_tokens, _PAGE_SIZES_TOKENS)
-        if layout.kv_dtype == "q8_0" and not quantisable(layout.head_dim):
-            raise ValueError(f"head_dim is {layout.head_dim}; a q8_0 cache needs a multiple of 32")
-        group, rest = divmod(self.num_heads, layout.num_kv_heads)
-        if rest or not 1 <= group <= MAX_GROUP:
-            raise ValueError(
-                f"{self.num_heads} heads share {layout.num_kv_heads} KV heads; each must have 1 to {MAX_GROUP}"
-            )
-        if not 1 <= self.max_context_tokens <= _MAX_CONTEXT_TOKENS:
-            raise ValueError(f"max_context_tokens is {self.max_context_tokens}, not 1 to {_MAX_CONTEXT_TOKENS}")
-        if self.max_rows < 1 or self.num_sms < 1:
-            raise ValueError(f"max_rows is {self.max_rows} and num_sms {self.num_sms}; both must be at least 1")
-        if self.window_tokens < 0 or self.softcap < 0 or not math.isfinite(self.softcap):
-            raise ValueError(f"window_tokens is {self.window_tokens} and softcap {self.softcap}; neither is below 0")
+
+def _require(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}, not {least} to {most}")
 
 
 def _require_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value}, not one of {', '.join(map(str, choices))}")
+
+
+def _max_chunks(max_context_tokens: int, window_tokens: int, num_kv_heads: int) -> int:
+    """As many as fill a device with one long row; fewer where no context is that long, which changes no chunk."""
+    longest = max_context_tokens
+    if window_tokens:
+        longest = min(longest, window_tokens + _FIRST_MULTIPLE_TOKENS - 1)
+    wanted = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL_A_DEVICE // num_kv_heads))
+    return min(wanted, -(-longest // SHORTEST_CHUNK_TOKENS))
 
 
 def _tile_bytes(kv_dtype: str, head_dim: int) -> int:
