@@ -15,20 +15,45 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from shm.arena import ArenaFull
+from shm.device_api import DeviceError
 from shm.ledger import Ledger
 from shm.link import NO_TOKEN, LinkBroken
 from shm.region import RegionError
 from shm.rendezvous import Refused
 from shm.session import Session
+from shm.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, SharedBuffer, SharedBuffers
 from shm.stream import GenerationRequest, TokenBatch, TokenStream
-from shm.wire import FailureCode, Finish, ModelCard, Submit, WireError, decode_to_backend, encode
+from shm.wire import (
+    BufferKind,
+    BufferRef,
+    BufferWish,
+    FailureCode,
+    Finish,
+    ModelCard,
+    Submit,
+    WireError,
+    decode_to_backend,
+    encode,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shm.device_api import OpenDevice
     from shm.wire import StepOutputs
 
-__all__ = ["BackendClient", "BackendUnavailable", "GenerationRequest", "Overloaded", "TokenBatch", "TokenStream"]
+__all__ = [
+    "BackendClient",
+    "BackendUnavailable",
+    "BufferGone",
+    "BufferSlice",
+    "BuffersExhausted",
+    "GenerationRequest",
+    "Overloaded",
+    "SharedBuffer",
+    "TokenBatch",
+    "TokenStream",
+]
 
 _log = logging.getLogger("penstock.client")
 
@@ -65,7 +90,22 @@ class BackendClient:
     Lives in one event loop. Nothing here blocks or polls while connected: all is driven by two fds.
     """
 
-    def __init__(self, socket_path: Path, *, resume_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        socket_path: Path,
+        *,
+        resume_timeout_s: float = 30.0,
+        buffers: BufferWish | None = None,
+        open_device: OpenDevice | None = None,
+    ) -> None:
+        """buffers is what to ask the backend for, see `take_buffer`; those on a GPU need open_device, which is
+        `shm.cuda_driver.open_device`. Where both kinds are wished for and the GPU's cannot be opened here, it is the
+        host's. Raises ValueError.
+        """
+        if buffers is not None and BufferKind.CUDA in buffers.kinds and open_device is None:
+            raise ValueError("buffers.kinds has CUDA; that needs open_device")
+        self._wish = buffers
+        self._open_device = open_device
         self._socket_path = socket_path
         self._resume_timeout_s = resume_timeout_s
         self._model: ModelCard | None = None
@@ -93,12 +133,12 @@ class BackendClient:
 
     async def close(self) -> None:
         """Open streams end CANCELLED, and the backend forgets them."""
+        for stream in list(self._streams.values()):
+            self._finish(stream, Finish.CANCELLED)
         if self._connector is not None:
             self._connector.cancel()
             await asyncio.gather(self._connector, return_exceptions=True)
             self._connector = None
-        for stream in list(self._streams.values()):
-            self._finish(stream, Finish.CANCELLED)
         self._outbox.clear()
         self._stop_waiting_for_a_backend()
 
@@ -143,10 +183,24 @@ class BackendClient:
         held["credits_owed"] = 0 if self._session is None else self._session.credits_owed
         return {kind: count for kind, count in held.items() if count}
 
+    def take_buffer(self) -> SharedBuffer:
+        """One of the shared buffers that were asked for: the caller's, until it is released or the backend ends.
+
+        Raises BuffersExhausted when none is free, BufferGone when there are none, or no backend at present.
+        """
+        return self._buffers(self._session).take()
+
+    @staticmethod
+    def _buffers(session: Session | None) -> SharedBuffers:
+        if session is None or session.buffers is None:
+            raise BufferGone("no shared buffers: none were asked for, or no backend is connected")
+        return session.buffers
+
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Raises BackendUnavailable when not ready, Overloaded when the board shows a full queue.
 
-        Raises ValueError for a request outside the wire's bounds; the model's own are checked by the backend.
+        Raises ValueError for a request outside the wire's bounds; the model's own are checked by the backend. Raises
+        ValueError, BufferGone and DeviceError for shared buffers that cannot be lent; they stay the caller's then.
         """
         session = self._session
         if session is None or not self.ready:
@@ -154,10 +208,7 @@ class BackendClient:
         board = session.backend_board
         if board.waiting >= session.model.max_waiting:
             raise Overloaded(self._retry_after_s(board.waiting, board.requests_finished))
-        try:
-            tokens = array("i", request.token_ids)
-        except (OverflowError, TypeError) as error:
-            raise ValueError(f"token_ids: {error}") from None
+        tokens = _prompt_tokens(request)
         submit = Submit(
             request_id=self._next_request_id,
             tokens=_PLACEHOLDER,
@@ -166,7 +217,7 @@ class BackendClient:
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
             salt=request.salt,
-            may_share=request.may_share,
+            may_share=request.may_share and request.output is None,
             priority=request.priority,
         )
         try:
@@ -174,6 +225,8 @@ class BackendClient:
             decode_to_backend(encode(submit))
         except (WireError, TypeError, OverflowError) as error:
             raise ValueError(str(error)) from None
+        if isinstance(request.token_ids, BufferSlice) or request.output is not None:
+            submit = self._buffers(session).lend_with(submit, request.token_ids, request.output)
         self._next_request_id += 1
         stream = TokenStream(submit, tokens, self._cancel, request.deadline_s)
         self._streams[submit.request_id] = stream
@@ -216,6 +269,8 @@ class BackendClient:
     def _finish(self, stream: TokenStream, finish: Finish) -> None:
         request_id = stream._submit.request_id
         del self._streams[request_id]
+        if stream._queued:
+            self._take_back(stream)
         self.ledger.release("stream", request_id)
         self._counts[finish] += 1
         if stream._expiry is not None:
@@ -224,12 +279,22 @@ class BackendClient:
         stream._finish = finish
         stream._wake()
 
+    def _take_back(self, stream: TokenStream) -> None:
+        """What was lent with a stream that was never sent comes back at once; else the backend returns it."""
+        if self._session is not None and self._session.buffers is not None:
+            for ref in stream._loans:
+                self._session.buffers.take_back(ref.index, ref.generation)
+
     def _fail(self, stream: TokenStream, code: FailureCode, finish: Finish = Finish.FAILED, limit: int = 0) -> None:
         stream._failure, stream._failure_limit = code, limit
         self._finish(stream, finish)
 
     def _dispatch(self, session: Session, outputs: StepOutputs) -> None:
         streams = self._streams
+        if outputs.returned:
+            if session.buffers is None:
+                raise LinkBroken("a shared buffer is returned that was never lent")
+            session.buffers.accept(outputs.returned)
         for started in outputs.started:
             stream = streams.get(started.request_id)
             if stream is not None and len(stream._tokens) == stream._submit.num_prompt_tokens:
@@ -294,6 +359,8 @@ class BackendClient:
                 self._finish(stream, Finish.EXPIRED)
                 return True
             timeout_ms = min(_MAX_TIMEOUT_MS, math.ceil(1000 * left_s))
+        if isinstance(stream._submit.tokens, BufferRef):
+            return session.send_as_lent(stream._submit, timeout_ms)
         if not session.holds(len(stream._tokens)):
             limit = session.model.max_context_tokens
             self._fail(stream, FailureCode.CONTEXT_TOO_LONG, Finish.REJECTED, limit)
@@ -309,9 +376,11 @@ class BackendClient:
         while True:
             pause_s = _RECONNECT_S
             try:
-                session = await Session.open(self._socket_path, self.ledger)
+                session = await Session.open(self._socket_path, self.ledger, self._wish, self._open_device)
             except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BlockingIOError):
                 pass  # no backend yet, or it is busy with many of us
+            except DeviceError as error:
+                pause_s = self._without_device(error)
             except (OSError, Refused, WireError, RegionError) as error:
                 _log.warning("the backend at %s cannot be used: %s", self._socket_path, error)
                 pause_s = _REFUSED_S
@@ -322,6 +391,15 @@ class BackendClient:
                 finally:
                     self._detach(session)
             await asyncio.sleep(pause_s)
+
+    def _without_device(self, error: DeviceError) -> float:
+        """The backend's GPU cannot be used here: buffers on the host, if those will do. Returns when to try again."""
+        if self._wish is not None and BufferKind.HOST in self._wish.kinds:
+            _log.warning("shared buffers are on the host, for the GPU's cannot be opened: %s", error)
+            self._wish = BufferWish(self._wish.num_buffers, self._wish.num_bytes, (BufferKind.HOST,))
+            return _RECONNECT_S
+        _log.warning("the GPU's shared buffers cannot be opened: %s", error)
+        return _REFUSED_S
 
     def _attach(self, session: Session) -> None:
         self._session = session
@@ -380,6 +458,9 @@ class BackendClient:
         # The dead backend owes nothing: cancels are moot, and what is open will be submitted to the next one.
         self._outbox.clear()
         self._suspects.clear()
+        # Shared buffers go with the session, and with them the streams that use some.
+        for stream in [stream for stream in self._streams.values() if stream._loans]:
+            self._fail(stream, FailureCode.UNAVAILABLE)
         session.close()
         if self._streams:
             self._give_up = loop.call_later(self._resume_timeout_s, self._fail_all)
@@ -421,6 +502,17 @@ class BackendClient:
         board = self._session.board
         for name, value in self.counters.items():
             setattr(board, name, value)
+
+
+def _prompt_tokens(request: GenerationRequest) -> array[int]:
+    """The prompt; of one in a shared buffer, which this process need not be able to read, its length. Raises
+    ValueError."""
+    if isinstance(request.token_ids, BufferSlice):
+        return array("i", bytes(4 * request.token_ids.num_rows))
+    try:
+        return array("i", request.token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token_ids: {error}") from None
 
 
 def _report_end(connector: asyncio.Task[None]) -> None:

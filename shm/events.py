@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from shm.buffer_export import Loan
     from shm.wire import Submit
 
 
@@ -22,6 +23,8 @@ class Submission:
     frontend: int
     submit: Submit
     tokens: bytes
+    output: Loan | None = None
+    """What `submit.output` asks for is written to this; the link ends the loan with the request."""
 
     @property
     def request_id(self) -> int:

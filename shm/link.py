@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from shm.arena import DescriptorError
+from shm.buffer_export import LoanError, WishRefused
+from shm.device_api import DeviceError
 from shm.events import Cancellation, Event, FrontendDeath, Submission
 from shm.ledger import Ledger
 from shm.peer import Peer
@@ -27,7 +29,6 @@ from shm.rendezvous import Rendezvous, private_umask
 from shm.wire import (
     MAX_TO_BACKEND_BYTES,
     MAX_TO_FRONTEND_BYTES,
-    ArenaRef,
     Cancel,
     Credit,
     Failure,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shm.board import BackendBoard, FrontendBoard
+    from shm.buffer_export import BufferExporter, ExportedBuffers
     from shm.rendezvous import Connection
 
 __all__ = ["NO_TOKEN", "BackendLink", "Cancellation", "FrontendDeath", "FrontendLink", "LinkBroken", "Submission"]
@@ -195,8 +197,11 @@ class BackendLink:
         credit: int = 256,
         max_frontends: int = 128,
         stall_limit_s: float = 5.0,
+        exporter: BufferExporter | None = None,
     ) -> None:
-        """The board stays the caller's. Raises rendezvous.CannotListen."""
+        """The board stays the caller's; the exporter is closed with the link. Raises rendezvous.CannotListen."""
+        self._exporter = exporter
+        self._page_locks_arenas = exporter is not None and exporter.device is not None
         self._stall_limit_s = stall_limit_s
         self._card = card
         self._board = board
@@ -244,6 +249,8 @@ class BackendLink:
         """What is held at this moment: frontends, open requests, and events that wait for credit."""
         held = self.ledger.balance()
         held["request"] = sum(len(frontend.open_requests) for frontend in self._frontends.values())
+        if self._exporter is not None:
+            held["buffer_bytes"] = self._exporter.held_bytes
         held["unsent"] = sum(frontend.num_unsent for frontend in self._pending.values())
         return {kind: count for kind, count in held.items() if count}
 
@@ -310,7 +317,7 @@ class BackendLink:
                 self._take_submit(frontend, message)
             case Cancel(request_id=request_id, noticed_ns=noticed_ns):
                 if request_id in frontend.open_requests:
-                    frontend.open_requests.remove(request_id)
+                    self._close_request(frontend, request_id)
                     self._events.append(Cancellation(frontend.epoch, request_id, noticed_ns))
             case Credit(count=count):
                 if frontend.credit + count > self._credit:
@@ -324,16 +331,24 @@ class BackendLink:
             raise WireError(f"request {submit.request_id} is open already")
         frontend.open_requests.add(submit.request_id)
         try:
+            output = frontend.borrow_output(submit)
             tokens = frontend.copy_tokens(submit)
-        except (DescriptorError, WireError):
+        except (DescriptorError, LoanError, WireError) as error:
+            _log.warning("frontend %d (pid %d): %s", frontend.epoch, frontend.connection.pid, error)
             failure = Failure(submit.request_id, FailureCode.BAD_DESCRIPTOR)
             self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
             self._fault(frontend)
             return
-        if isinstance(submit.tokens, ArenaRef):
-            # Copied: its slot may be used again, however long the request has to wait.
+        if not isinstance(submit.tokens, bytes):
+            # Copied: its slot or buffer may be used again, however long the request has to wait.
             self.push(frontend.epoch, submit.request_id, NO_TOKEN)
-        self._events.append(Submission(frontend.epoch, submit, tokens))
+        self._events.append(Submission(frontend.epoch, submit, tokens, output))
+
+    def _close_request(self, frontend: Peer, request_id: int) -> None:
+        frontend.open_requests.remove(request_id)
+        frontend.end_loan(request_id)
+        if frontend.num_unsent:
+            self._pending[frontend.epoch] = frontend
 
     def _fault(self, frontend: Peer) -> None:
         self.counters.faults += 1
@@ -352,19 +367,28 @@ class BackendLink:
         for connection in died:
             for frontend in [f for f in self._frontends.values() if f.connection is connection]:
                 self._bury(frontend)
+        if self._exporter is not None:
+            self._exporter.reap()
 
     def _welcome(self, connection: Connection) -> None:
         epoch = self._next_epoch
         self._next_epoch += 1
         try:
-            frontend = Peer(epoch, connection, self._card.max_context_tokens, self._credit)
+            buffers = self._export_buffers(connection)
+        except WishRefused as refusal:
+            self._rendezvous.refuse(connection, str(refusal))
+            return
+        try:
+            frontend = Peer(epoch, connection, self._card.max_context_tokens, self._credit, buffers)
         except OSError as error:
+            self._take_back_buffers(buffers, has_closed=True)
             # No memory or fds for one more: it may come again, and those that are here stay.
             _log.warning("a frontend (pid %d) was turned away: %s", connection.pid, error)
             self._rendezvous.refuse(connection, "the backend has no memory or file descriptors for another frontend")
             return
         self._frontends[epoch] = self._by_identity[frontend.identity] = frontend
         self.ledger.acquire("frontend", epoch, connection.pid)
+        self._page_lock_arena(frontend)
         welcome = Welcome(
             epoch=epoch,
             identity=frontend.identity,
@@ -374,12 +398,35 @@ class BackendLink:
             arena_slot_bytes=frontend.arena_slot_bytes,
             credit=self._credit,
             model=self._card,
+            buffers=buffers.grant if buffers is not None else None,
         )
-        fds = (frontend.arena_fd, self._board.fd, frontend.board_fd)
+        fds = (frontend.arena_fd, self._board.fd, frontend.board_fd, *(buffers.fds if buffers is not None else ()))
         if self._rendezvous.welcome(connection, welcome, fds):
             frontend.close_fds()
         else:
             self._bury(frontend)
+
+    def _export_buffers(self, connection: Connection) -> ExportedBuffers | None:
+        """Raises WishRefused."""
+        wish = connection.hello.buffers if connection.hello is not None else None
+        if wish is None:
+            return None
+        if self._exporter is None:
+            raise WishRefused("this backend shares no buffers")
+        return self._exporter.export(wish, connection.pid)
+
+    def _take_back_buffers(self, buffers: ExportedBuffers | None, *, has_closed: bool) -> None:
+        if buffers is not None and self._exporter is not None:
+            self._exporter.take_leave(buffers, has_closed=has_closed)
+
+    def _page_lock_arena(self, frontend: Peer) -> None:
+        if not self._page_locks_arenas or self._exporter is None or self._exporter.device is None:
+            return
+        try:
+            frontend.page_lock_arena(self._exporter.device)
+        except DeviceError as error:
+            self._page_locks_arenas = False
+            _log.info("prompt arenas are not page-locked, prompts are copied on the host: %s", error)
 
     def _bury(self, frontend: Peer) -> None:
         """Exactly once per frontend: it is found in the tables by every caller."""
@@ -387,6 +434,7 @@ class BackendLink:
         del self._by_identity[frontend.identity]
         self._pending.pop(frontend.epoch, None)
         self._rendezvous.drop(frontend.connection)
+        self._take_back_buffers(frontend.buffers, has_closed=frontend.connection.said_farewell)
         frontend.close()
         self.ledger.release("frontend", frontend.epoch)
         self._events.append(FrontendDeath(frontend.epoch))
@@ -420,7 +468,7 @@ class BackendLink:
         if target is None or request_id not in target.open_requests:
             return
         if finish:
-            target.open_requests.remove(request_id)
+            self._close_request(target, request_id)
         self._pending[frontend] = target
         target.add(request_id, token_id, finish, started, failure)
 
@@ -462,6 +510,8 @@ class BackendLink:
         self._context.term()
         for frontend in list(self._frontends.values()):
             self._bury(frontend)
+        if self._exporter is not None:
+            self._exporter.close()
         self._events.clear()
         self._message_path.unlink(missing_ok=True)
         self._rendezvous.close()

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 
 from shm import arena
 from shm.board import FrontendBoard
-from shm.wire import ArenaRef, Failure, Finish, Started, StepOutputs, WireError
+from shm.buffer_export import LoanError
+from shm.wire import ArenaRef, BufferRef, Failure, Finish, Started, StepOutputs, WireError
 
 if TYPE_CHECKING:
+    from shm.buffer_export import ExportedBuffers, Loan
+    from shm.device_api import DeviceApi
     from shm.rendezvous import Connection
-    from shm.wire import Submit
+    from shm.wire import BufferReturn, Submit
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
 
@@ -22,8 +25,18 @@ MAX_EVENTS_PER_MESSAGE = 1 << 14
 class Peer:
     """Lives from the welcome to the death. Private to the backend: nothing in it can be reached by the frontend."""
 
-    def __init__(self, epoch: int, connection: Connection, max_context_tokens: int, credit: int) -> None:
-        """Makes the frontend's memory, whose fds stay open until `close_fds`. Raises OSError: no memory, no fds."""
+    def __init__(
+        self,
+        epoch: int,
+        connection: Connection,
+        max_context_tokens: int,
+        credit: int,
+        buffers: ExportedBuffers | None = None,
+    ) -> None:
+        """Makes the frontend's memory, whose fds stay open until `close_fds`. Raises OSError: no memory, no fds.
+
+        The shared buffers stay the caller's.
+        """
         self.epoch = epoch
         self.identity = secrets.token_bytes(16)
         self.connection = connection
@@ -33,6 +46,8 @@ class Peer:
         self.waiting_since_s: float | None = None
         """Monotonic time since when output has been waiting although nothing of it could be sent."""
         self.open_requests: set[int] = set()
+        self.buffers = buffers
+        self._loans: dict[int, Loan] = {}  # request id → what its output is written to
         self._next_sequence = 0
         # The columns of the events not sent yet.
         self._request_ids = array("Q")
@@ -40,6 +55,7 @@ class Peer:
         self._finishes = bytearray()
         self._started: list[Started] = []
         self._failures: list[Failure] = []
+        self._returned: list[BufferReturn] = []
         self.arena_slots, self.arena_slot_bytes = arena.geometry(max_context_tokens)
         with ExitStack() as mappings, ExitStack() as fds:
             self.arena_fd = arena.create_fd(self.arena_slots, self.arena_slot_bytes)
@@ -53,25 +69,63 @@ class Peer:
             self._fds = fds.pop_all()
             self._mappings = mappings.pop_all()
 
+    def page_lock_arena(self, device: DeviceApi) -> None:
+        """Until `close`. Raises DeviceError: the device refuses."""
+        self._mappings.callback(self._arena.page_lock(device).close)
+
     def close_fds(self) -> None:
         """The frontend has received them, or never will; the mappings stay."""
         self._fds.close()
+        if self.buffers is not None:
+            self.buffers.close_fds()
 
     def close(self) -> None:
         self._fds.close()
         self._mappings.close()
 
     def copy_tokens(self, submit: Submit) -> bytes:
-        """The submission's tokens, checked to be whole and at least a prompt. Raises DescriptorError, WireError."""
-        tokens = self._arena.read(submit.tokens) if isinstance(submit.tokens, ArenaRef) else submit.tokens
+        """The submission's tokens, checked to be whole and at least a prompt.
+
+        Raises DescriptorError, WireError, and LoanError for a shared buffer that does not hold them.
+        """
+        match submit.tokens:
+            case ArenaRef() as ref:
+                tokens = self._arena.read(ref)
+            case BufferRef() as ref:
+                tokens, returned = self._own_buffers().read(ref)
+                self._returned.append(returned)
+            case bytes() as tokens:
+                pass
         if len(tokens) % 4 or len(tokens) < 4 * submit.num_prompt_tokens:
             raise WireError(f"{len(tokens)} bytes for at least {submit.num_prompt_tokens} tokens")
+        if submit.output is not None and len(tokens) > 4 * submit.num_prompt_tokens:
+            raise WireError("an output for a request that goes on where another ended")
         return tokens
+
+    def borrow_output(self, submit: Submit) -> Loan | None:
+        """What the request's output is to be written to, until `end_loan`. Raises LoanError, WireError."""
+        if submit.output is None:
+            return None
+        if submit.may_share:
+            raise WireError("an output for a request that may join another")
+        loan = self._own_buffers().borrow(submit.output, to_backend=False)
+        self._loans[submit.request_id] = loan
+        return loan
+
+    def end_loan(self, request_id: int) -> None:
+        """The request is over, whatever has become of it: its buffer, if it had one, goes back."""
+        if (loan := self._loans.pop(request_id, None)) is not None:
+            self._returned.append(self._own_buffers().give_back(loan))
+
+    def _own_buffers(self) -> ExportedBuffers:
+        if self.buffers is None:
+            raise LoanError("a shared buffer of a client that has none")
+        return self.buffers
 
     @property
     def num_unsent(self) -> int:
-        """Events not sent yet."""
-        return len(self._finishes)
+        """Events and returned buffers not sent yet."""
+        return len(self._finishes) + len(self._returned)
 
     def add(
         self, request_id: int, token_id: int, finish: Finish, started: Started | None, failure: Failure | None
@@ -96,6 +150,7 @@ class Peer:
             finishes=bytes(self._finishes[:MAX_EVENTS_PER_MESSAGE]),
             started=tuple(self._started[:MAX_EVENTS_PER_MESSAGE]),
             failures=tuple(self._failures[:MAX_EVENTS_PER_MESSAGE]),
+            returned=tuple(self._returned),  # no more than there are buffers
         )
 
     def sent(self) -> None:
@@ -103,5 +158,6 @@ class Peer:
         self._next_sequence += 1
         self.credit -= 1
         self.waiting_since_s = None
+        self._returned.clear()
         for column in (self._request_ids, self._token_ids, self._finishes, self._started, self._failures):
             del column[:MAX_EVENTS_PER_MESSAGE]

@@ -19,7 +19,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shm.wire import PROTOCOL_VERSION, Goodbye, Hello, Welcome, WireError, decode_hello, decode_welcome, encode
+from shm.wire import (
+    PROTOCOL_VERSION,
+    BufferKind,
+    BufferWish,
+    Farewell,
+    Goodbye,
+    Hello,
+    Welcome,
+    WireError,
+    decode_hello,
+    decode_welcome,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,8 +42,11 @@ MAX_PATH_BYTES = 107 - len(".zmq")
 
 _MAX_HELLO_BYTES = 64
 _MAX_WELCOME_BYTES = 1 << 16
+_MAX_FDS = 5
+"""One more than any welcome has, so that there being more is noticed."""
 _UCRED = struct.Struct("3i")
 _ACCEPT_PAUSE_S = 0.1
+_FAREWELL = encode(Farewell())
 
 
 class CannotListen(Exception):
@@ -130,6 +145,9 @@ class Connection:
     socket: socket.socket
     pid: int
     deadline_s: float | None
+    hello: Hello | None = None
+    said_farewell: bool = False
+    """Its last word was that it has none of our device memory open."""
 
 
 class Rendezvous:
@@ -178,7 +196,8 @@ class Rendezvous:
                 self._accept()
             elif (connection := self._connections.get(fd)) is not None:
                 if connection.deadline_s is None:
-                    # A frontend has nothing to say here after its Hello: end or word, the connection is over.
+                    # A frontend has no more to say here after its Hello than Farewell: the connection is over.
+                    connection.said_farewell = _last_word(connection) == _FAREWELL
                     self.drop(connection)
                     died.append(connection)
                 elif self._hello(connection):
@@ -236,6 +255,7 @@ class Rendezvous:
             ours, theirs = PROTOCOL_VERSION, hello.protocol_version
             self.refuse(connection, f"the backend speaks protocol version {ours}, the frontend {theirs}")
             return False
+        connection.hello = hello
         return True
 
     def refuse(self, connection: Connection, reason: str) -> None:
@@ -284,13 +304,15 @@ class Invitation:
     arena_fd: int
     backend_board_fd: int
     frontend_board_fd: int
+    buffer_fds: tuple[int, ...] = ()
+    """One where the welcome grants buffers on the host, else none."""
 
     def close_fds(self) -> None:
-        for fd in (self.arena_fd, self.backend_board_fd, self.frontend_board_fd):
+        for fd in (self.arena_fd, self.backend_board_fd, self.frontend_board_fd, *self.buffer_fds):
             os.close(fd)
 
 
-async def join(socket_path: Path) -> Invitation:
+async def join(socket_path: Path, wish: BufferWish | None = None) -> Invitation:
     """The frontend's side of the handshake. Waits while the backend is busy, for its death would end the wait.
 
     Raises OSError when no backend listens, Refused with its reason, WireError for an answer that is none of ours.
@@ -301,25 +323,38 @@ async def join(socket_path: Path) -> Invitation:
         if peer_credentials(control)[1] != os.geteuid():
             raise Refused("the socket belongs to another user's process")
         with contextlib.suppress(BrokenPipeError):  # refused at once: the reason is there to be read
-            control.send(encode(Hello(PROTOCOL_VERSION)))
+            control.send(encode(Hello(PROTOCOL_VERSION, wish)))
         await _readable(control)
-        data, fds, flags, _ = socket.recv_fds(control, _MAX_WELCOME_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+        data, fds, flags, _ = socket.recv_fds(control, _MAX_WELCOME_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         try:
             if not data:
                 raise ConnectionResetError(errno.ECONNRESET, "the backend went away during the handshake")
             answer = decode_welcome(data)
             if isinstance(answer, Goodbye):
                 raise Refused(answer.reason)
-            if len(fds) != 3 or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise WireError(f"a welcome with {len(fds)} file descriptors instead of 3")
+            grant = answer.buffers
+            num_fds = 4 if grant is not None and grant.kind is BufferKind.HOST else 3
+            if len(fds) != num_fds or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise WireError(f"a welcome with {len(fds)} file descriptors instead of {num_fds}")
+            if (grant is None) is not (wish is None):
+                raise WireError("a welcome without the buffers that were asked for, or with others")
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
-        return Invitation(control, answer, *fds)
+        arena_fd, backend_board_fd, frontend_board_fd, *buffer_fds = fds
+        return Invitation(control, answer, arena_fd, backend_board_fd, frontend_board_fd, tuple(buffer_fds))
     except BaseException:
         control.close()
         raise
+
+
+def _last_word(connection: Connection) -> bytes:
+    """What a connection that is over has still to say; nothing where it was reset."""
+    try:
+        return connection.socket.recv(_MAX_HELLO_BYTES)
+    except OSError:
+        return b""
 
 
 async def _readable(connection: socket.socket) -> None:

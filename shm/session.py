@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from array import array
@@ -14,21 +15,24 @@ from shm.arena import Arena
 from shm.board import BackendBoard, FrontendBoard
 from shm.link import FrontendLink
 from shm.rendezvous import join
-from shm.wire import MAX_INLINE_PROMPT_TOKENS, ArenaRef, Cancel, Credit, Submit
+from shm.shared_buffers import SharedBuffers
+from shm.wire import MAX_INLINE_PROMPT_TOKENS, ArenaRef, Cancel, Credit, Farewell, Submit, encode
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shm.device_api import OpenDevice
     from shm.ledger import Ledger
     from shm.rendezvous import Invitation
-    from shm.wire import StepOutputs
+    from shm.wire import BufferWish, StepOutputs
 
 
 class Session:
-    """Owns the control socket, the arena, both boards' mappings and the link; `close` gives all of them back."""
+    """Owns the control socket, the arena, both boards' mappings, buffers and the link; `close` gives all back."""
 
-    def __init__(self, invitation: Invitation, ledger: Ledger) -> None:
-        """Takes the invitation over. Raises OSError, and RegionError when what came with it is no region of ours."""
+    def __init__(self, invitation: Invitation, ledger: Ledger, open_device: OpenDevice | None = None) -> None:
+        """Takes the invitation over. Raises OSError, RegionError when what came with it is no region of ours, and
+        DeviceError for shared buffers that cannot be opened here."""
         welcome = invitation.welcome
         self.model = welcome.model
         self.epoch = welcome.epoch
@@ -37,15 +41,20 @@ class Session:
         self._refs: dict[int, ArenaRef] = {}  # request id → the slot that its unread tokens hold
         self._credit_batch = max(1, welcome.credit // 4)
         self._credits_owed = 0
+        self.buffers: SharedBuffers | None = None
         with ExitStack() as fds, ExitStack() as opened:
             fds.callback(invitation.close_fds)
             opened.callback(self._control.close)
+            opened.callback(self._say_farewell)
             self._arena = Arena(invitation.arena_fd, welcome.arena_slots, welcome.arena_slot_bytes, welcome.epoch)
             opened.callback(self._arena.close)
             self.backend_board = BackendBoard.attach(invitation.backend_board_fd)
             opened.callback(self.backend_board.close)
             self.board = FrontendBoard.attach(invitation.frontend_board_fd, writable=True)
             opened.callback(self.board.close)
+            if welcome.buffers is not None:
+                self.buffers = SharedBuffers(welcome.buffers, invitation.buffer_fds, open_device)
+                opened.callback(self.buffers.close)
             self._link = FrontendLink(welcome)
             opened.callback(self._link.close)
             self._opened = opened.pop_all()
@@ -55,9 +64,15 @@ class Session:
         ledger.acquire("session", self.epoch, os.getpid())
 
     @classmethod
-    async def open(cls, socket_path: Path, ledger: Ledger) -> Session:
+    async def open(
+        cls,
+        socket_path: Path,
+        ledger: Ledger,
+        wish: BufferWish | None = None,
+        open_device: OpenDevice | None = None,
+    ) -> Session:
         """Raises what `rendezvous.join` and the constructor raise."""
-        return cls(await join(socket_path), ledger)
+        return cls(await join(socket_path, wish), ledger, open_device)
 
     @property
     def readable(self) -> bool:
@@ -89,6 +104,10 @@ class Session:
         self._refs[submit.request_id] = ref
         self._ledger.acquire("slot", (self.epoch, ref.slot), self.epoch)
         return True
+
+    def send_as_lent(self, submit: Submit, timeout_ms: int) -> bool:
+        """As `send_submit`, for tokens that lie in a shared buffer."""
+        return self._link.send(msgspec.structs.replace(submit, timeout_ms=timeout_ms))
 
     def send_cancel(self, request_id: int) -> bool:
         return self._link.send(Cancel(request_id, time.monotonic_ns()))
@@ -124,6 +143,12 @@ class Session:
         except OSError:
             return True
         return True
+
+    def _say_farewell(self) -> None:
+        """Frees our device memory in the backend, though this process lives on; not while some of it is still open."""
+        if self.buffers is None or self.buffers.is_closed:
+            with contextlib.suppress(OSError):  # the backend may have gone before
+                self._control.send(encode(Farewell()))
 
     def close(self) -> None:
         """To be called once. The backend learns of it at once."""

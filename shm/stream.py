@@ -6,20 +6,25 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shm.wire import FailureCode, Finish, Sampling
+from shm.wire import BufferRef, FailureCode, Finish, Sampling
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from shm.wire import Submit
+    from shm.shared_buffers import BufferSlice
+    from shm.wire import Constraints, Submit
 
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """What to run. token_ids within the model's context; max_tokens counts generated tokens."""
+    """What to run. token_ids within the model's context; max_tokens counts generated tokens.
 
-    token_ids: Sequence[int]
+    A request that uses shared buffers ends with its backend, for they do: FAILED, UNAVAILABLE.
+    """
+
+    token_ids: Sequence[int] | BufferSlice
+    """The prompt, or the buffer that holds it; that one is the caller's again when the first tokens come."""
     max_tokens: int
     sampling: Sampling
     stop_token_ids: tuple[int, ...] = ()
@@ -28,6 +33,21 @@ class GenerationRequest:
     priority: int = 0
     deadline_s: float | None = None
     """time.monotonic() at which the stream ends EXPIRED, wherever it is then. The others are as in `Submit`."""
+    constraints: Constraints | None = None
+    num_prompt_logprobs: int = -1
+    output: BufferSlice | None = None
+    """What else than tokens is wanted, of the first generated tokens; the buffer is the caller's again when the stream
+    has ended, or soon after it was cancelled. Such a request joins no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log probability and rank, and the likeliest tokens at its place, falling."""
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -41,6 +61,9 @@ class TokenBatch:
     finish: Finish = Finish.NONE
     failure: FailureCode | None = None
     failure_limit: int = 0
+    failure_text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of token_ids, where the request asks for them."""
 
 
 class TokenStream:
@@ -65,6 +88,7 @@ class TokenStream:
         "_waiter",
         "cached_tokens",
         "is_coalesced",
+        "prompt_logprobs",
         "queue_s",
     )
 
@@ -79,6 +103,8 @@ class TokenStream:
         """Prompt tokens served from the prefix cache; known once the first batch has come."""
         self.is_coalesced: bool | None = None
         """Whether it listens to what another request had started; None until the first batch has come."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Of the prompt's tokens but the first, where the request asks for them; complete with the first batch."""
         self.queue_s = 0.0
         """Seconds from the backend's receipt to its first step; known once the first batch has come."""
         self._submit = submit
@@ -117,6 +143,11 @@ class TokenStream:
     def cancel(self) -> None:
         """Idempotent; frees the request in the backend. The iterator, if waiting, ends with finish CANCELLED."""
         self._cancel(self)
+
+    @property
+    def _loans(self) -> list[BufferRef]:
+        """The shared buffers that were lent with it, and may have come back since."""
+        return [ref for ref in (self._submit.tokens, self._submit.output) if isinstance(ref, BufferRef)]
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
