@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -21,13 +23,23 @@ from backend.passes.decoder.native_library import cache_dir
 
 RUNTIME_DIR = Path(__file__).parent / "runtime"
 
-_CPU_FLAGS = ("-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions", "-w")
+_CPU_FLAGS = (
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fno-gnu-unique",  # what one library defines must not serve another
+    "-fno-exceptions",
+    "-w",
+)
 _KERNEL_FLAGS = {
     "fast": ("-O2",),
     # Compiled for sanitizers that are not linked: the runtime has the functions that the code then calls.
     "check": (
         "-O1",
         "-g1",
+        "-gdwarf-4",  # which addr2line reads in all its versions
         "-fsanitize=thread,bounds,alignment,shift,signed-integer-overflow,integer-divide-by-zero,null",
         "-fno-sanitize-recover=all",
     ),
@@ -45,6 +57,15 @@ _ENTRY = re.compile(
 )  # fmt: skip
 
 
+# The static __shared__ variables are all that the compiler leaves to be zeroed at load. In a section of their own they
+# can be found, and poisoned for each block; guards between them belong to none.
+_SHARED_VARIABLE = re.compile(r"\.local\t(?P<name>\S+)\n\s*\.comm\t\S+,(?P<bytes>\d+),(?P<alignment>\d+)\n")
+_IN_SHARED_SECTION = (
+    r'.pushsection cusim_shared,"aw"\n.balign \g<alignment>\n.type \g<name>, @object\n.size \g<name>, \g<bytes>\n'
+    r"\g<name>:\n.zero \g<bytes>\n.zero 256\n.popsection\n"
+)
+
+
 def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) -> Path:
     """The library with all kernels of source, in "fast" or "check" mode. Raises KernelFailed."""
     flags = (*_CPU_FLAGS, *_KERNEL_FLAGS[mode])
@@ -58,13 +79,11 @@ def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) 
     runtime = build_runtime()
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         text = _run(("g++", "-E", *defines, *(f"-I{directory}" for directory in directories), "-xc++", str(source)))
-        kernels, object_file, library = (Path(temporary, name) for name in ("kernels.cpp", "kernels.o", path.name))
+        kernels, assembly, library = (Path(temporary, name) for name in ("kernels.cpp", "kernels.s", path.name))
         kernels.write_text(_as_cpp(text, source))
-        _run(("g++", "-c", *flags, "-DCUSIM", f"-I{RUNTIME_DIR}", str(kernels), "-o", str(object_file)))
-        # The static __shared__ variables are all that is in .bss: given a section of their own, they can be found.
-        rename = ("--set-section-flags", ".bss=alloc,load,contents,data", "--rename-section", ".bss=cusim_shared")
-        _run(("objcopy", *rename, str(object_file)))
-        _run(("g++", "-shared", str(object_file), str(runtime), "-o", str(library)))
+        _run(("g++", "-S", *flags, "-DCUSIM", f"-I{RUNTIME_DIR}", str(kernels), "-o", str(assembly)))
+        assembly.write_text(_SHARED_VARIABLE.sub(_IN_SHARED_SECTION, assembly.read_text()))
+        _run(("g++", "-shared", str(assembly), str(runtime), "-o", str(library)))
         library.rename(path)
     return path
 
@@ -76,10 +95,49 @@ def build_runtime() -> Path:
     if not _in_use(path):
         with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
             library = Path(temporary, path.name)
-            sources = map(str, sorted(RUNTIME_DIR.glob("*.cpp")))
-            _run(("g++", "-shared", "-O3", *_CPU_FLAGS, *sources, "-o", str(library)))
+            sources = sorted(RUNTIME_DIR.glob("*.cpp"))
+            objects = [str(Path(temporary, f"{source.stem}.o")) for source in sources]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                compile_one = ("g++", "-c", "-O2", *_CPU_FLAGS)
+                commands = [(*compile_one, str(source), "-o", o) for source, o in zip(sources, objects, strict=True)]
+                list(pool.map(_run, commands))
+            _run(("g++", "-shared", *objects, "-o", str(library)))
             library.rename(path)
     return path
+
+
+@dataclass(frozen=True, slots=True)
+class SharedVariable:
+    """A __shared__ variable, and where it lies among all of its library."""
+
+    name: str
+    offset: int
+    num_bytes: int
+
+
+def shared_variables(library: Path) -> list[SharedVariable]:
+    symbols = [line.split() for line in _run(("nm", "-S", str(library))).splitlines()]
+    starts = [int(words[0], 16) for words in symbols if words[-1] == "__start_cusim_shared"]
+    ends = [int(words[0], 16) for words in symbols if words[-1] == "__stop_cusim_shared"]
+    if not starts:
+        return []
+    (start,), (end,) = starts, ends
+    return [
+        SharedVariable(_plain_name(words[3]), int(words[0], 16) - start, int(words[1], 16))
+        for words in symbols
+        if len(words) == 4 and words[2] in "bBdD" and start <= int(words[0], 16) < end
+    ]
+
+
+def _plain_name(symbol: str) -> str:
+    """The variable of a mangled name, which ends in its length and itself, or in those and a number."""
+    for match in re.finditer(r"\d+", symbol):
+        name = symbol[match.end() : match.end() + int(match[0])]
+        if re.fullmatch(r"(_\d+|E?_\d+)?(\.\d+)?", symbol[match.end() + len(name) :]) and re.fullmatch(
+            r"[a-zA-Z_]\w*", name
+        ):
+            return name
+    return symbol.split(".")[0]
 
 
 def source_lines(library: Path, offsets: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Grid, Kernel, KernelFailed
-from tests.cuda_emulator.build import build_kernels, build_runtime, source_lines
+from tests.cuda_emulator.build import build_kernels, build_runtime, shared_variables, source_lines
 
 if TYPE_CHECKING:
     from backend.passes.decoder.cuda.launcher import Argument
@@ -29,6 +29,7 @@ Build = tuple[str, tuple[tuple[str, int], ...]]
 _ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 _POINTER, _FLOAT, _INTEGER = 0, 1, 2
 _SITE = re.compile(r"@([0-9a-f]+)@")
+_DIRECTORY = re.compile(r"/\S*/(?=\w+\.cuh?:)")
 _RUNNING = threading.Lock()
 """The runtime has one state for the process."""
 
@@ -45,6 +46,10 @@ class _Argument(ctypes.Structure):
     )
 
 
+class _SharedVariable(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("bytes", ctypes.c_size_t))
+
+
 class _Launch(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -52,6 +57,8 @@ class _Launch(ctypes.Structure):
         ("shared_bytes", ctypes.c_size_t),
         ("num_arguments", ctypes.c_int),
         ("arguments", ctypes.POINTER(_Argument)),
+        ("num_shared_variables", ctypes.c_int),
+        ("shared_variables", ctypes.POINTER(_SharedVariable)),
         ("check", ctypes.c_int),
         ("order", ctypes.c_int),
         ("seed", ctypes.c_uint64),
@@ -87,12 +94,17 @@ class EmulatedLauncher:
             return
         library, entry = self._entries.get(kernel) or self._find(kernel)
         self.num_launches += 1
-        error = _run(kernel, grid, arguments, entry, self._mode == "check", self._order, self._seed + self.num_launches)
+        described = _Launch(
+            grid=(ctypes.c_uint * 3)(*grid),
+            num_threads=kernel.num_threads,
+            shared_bytes=kernel.shared_bytes,
+            check=self._mode == "check",
+            order=self._order,
+            seed=self._seed + self.num_launches,
+        )
+        error = library.run(entry, described, arguments)
         if error is not None:
-            offsets = list(dict.fromkeys(_SITE.findall(error)))
-            lines = dict(zip(offsets, source_lines(library.path, offsets), strict=True))
-            found = _SITE.sub(lambda match: lines[match[1]], error)
-            raise KernelFailed(f"{kernel}, grid {grid} of {kernel.num_threads} threads: {found}")
+            raise KernelFailed(f"{kernel}, grid {grid} of {kernel.num_threads} threads: {error}")
 
     def _find(self, kernel: Kernel) -> tuple[_Library, int]:
         self.prepare([kernel])
@@ -109,8 +121,11 @@ class _Library:
     """All kernels of one source and set of macros."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._path = path
         self._loaded = ctypes.CDLL(str(path))
+        variables = [_SharedVariable(v.name.encode(), v.offset, v.num_bytes) for v in shared_variables(path)]
+        self._num_shared_variables = len(variables)
+        self._shared_variables = (_SharedVariable * max(1, len(variables)))(*variables)
 
     def entry(self, kernel: Kernel) -> int:
         """The address of what the library says of a kernel."""
@@ -118,6 +133,21 @@ class _Library:
             return ctypes.addressof(ctypes.c_char.in_dll(self._loaded, f"cusim_kernel_{kernel.entry}"))
         except ValueError:
             raise KernelFailed(f"{kernel}: {kernel.source} has no such kernel") from None
+
+    def run(self, entry: int, launch: _Launch, arguments: tuple[Argument, ...]) -> str | None:
+        """Returns what went wrong, with lines of the source."""
+        values = [_value_of(argument) for argument in arguments]
+        described = (_Argument * max(1, len(arguments)))(*map(_describe, arguments, values))
+        launch.num_arguments, launch.arguments = len(arguments), described
+        launch.num_shared_variables, launch.shared_variables = self._num_shared_variables, self._shared_variables
+        runtime = _runtime()
+        with _RUNNING:
+            if runtime.cusim_launch(entry, ctypes.byref(launch)):
+                return None
+            error = runtime.cusim_error().decode()
+        sites = list(dict.fromkeys(_SITE.findall(error)))
+        lines = dict(zip(sites, source_lines(self._path, sites), strict=True))
+        return _DIRECTORY.sub("", _SITE.sub(lambda match: lines[match[1]], error))
 
 
 def _build_of(kernel: Kernel) -> Build:
@@ -133,37 +163,20 @@ def _runtime() -> ctypes.CDLL:
     return library
 
 
-def _run(
-    kernel: Kernel, grid: Grid, arguments: tuple[Argument, ...], entry: int, check: bool, order: int, seed: int
-) -> str | None:
-    """Returns what went wrong."""
-    values = [_value_of(argument) for argument in arguments]
-    described = (_Argument * max(1, len(arguments)))(*map(_describe, arguments, values))
-    launch = _Launch(
-        (ctypes.c_uint * 3)(*grid), kernel.num_threads, kernel.shared_bytes, len(arguments), described, check, order, seed
-    )
-    runtime = _runtime()
-    with _RUNNING:
-        if runtime.cusim_launch(entry, ctypes.byref(launch)):
-            return None
-        return str(runtime.cusim_error().decode())
-
-
 _Value = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
 
 
-def _value_of(argument: Argument) -> _Value:
-    match argument:
-        case torch.Tensor():
-            if argument.device.type != "cpu":
-                raise KernelFailed(f"the emulator's tensors lie on the CPU, not on {argument.device}")
-            return ctypes.c_void_p(argument.data_ptr())
-        case np.int32():
-            return ctypes.c_int32(int(argument))
-        case np.int64():
-            return ctypes.c_int64(int(argument))
-        case np.float32():
-            return ctypes.c_float(float(argument))
+def _value_of(argument: object) -> _Value:
+    if isinstance(argument, torch.Tensor):
+        if argument.device.type != "cpu":
+            raise KernelFailed(f"the emulator's tensors lie on the CPU, not on {argument.device}")
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, np.float32):
+        return ctypes.c_float(float(argument))
+    if isinstance(argument, np.int32):
+        return ctypes.c_int32(int(argument))
+    if isinstance(argument, np.int64):
+        return ctypes.c_int64(int(argument))
     raise KernelFailed(f"no argument of a kernel: {type(argument).__name__}")
 
 

@@ -50,14 +50,12 @@ void async_copy(void* shared, const void* source, int bytes, int source_bytes, H
     if (source_bytes < 0 || source_bytes > bytes) {
         fail("cp.async of %d bytes at %s:%d is to read %d", bytes, here.file, here.line, source_bytes);
     }
-    const size_t alignment = size_t(bytes);
-    if (reinterpret_cast<uintptr_t>(shared) % alignment || reinterpret_cast<uintptr_t>(source) % alignment) {
-        fail("misaligned cp.async at %s:%d: addresses are not multiples of %d", here.file, here.line, bytes);
-    }
-    check_shared(shared, alignment, "cp.async");
+    check_shared(shared, size_t(bytes), size_t(bytes), "cp.async");
+    if (reinterpret_cast<uintptr_t>(source) % size_t(bytes))
+        fail("misaligned cp.async at %s:%d: its source is not at a multiple of %d", here.file, here.line, bytes);
     const void* site = __builtin_return_address(0);
     if (source_bytes > 0) check_access_of(*current, source, size_t(source_bytes), Access::kRead, site);
-    check_access_of(*current, shared, alignment, Access::kCopyBegins, site);
+    check_access_of(*current, shared, size_t(bytes), Access::kCopyBegins, site);
     const Copy copy{shared, source, bytes, source_bytes, here};
     if (order == Order::kReverse) land(copy);
     pipelines[size_t(current->number)].copies.push_back(copy);

@@ -33,19 +33,12 @@ struct ShadowPage {
 bool enabled = false;
 uint32_t launch = 0;
 Memory memory;
-const Buffer* last_buffer;
+const Region* last_region;
 std::unordered_map<uintptr_t, std::unique_ptr<ShadowPage>> pages;
 uintptr_t last_page_number;
 ShadowPage* last_page;
 std::vector<std::vector<Record>> read_lists;
 size_t num_read_lists;
-
-// Which memory an access falls in, as far as the checks differ.
-struct Place {
-    enum Sort { kNone, kShared, kBuffer, kReadOnlyBuffer } sort;
-    const char* name;
-    uintptr_t begin;
-};
 
 bool within(uintptr_t address, size_t bytes, uintptr_t begin, uintptr_t end) {
     return address >= begin && address + bytes <= end;
@@ -53,39 +46,30 @@ bool within(uintptr_t address, size_t bytes, uintptr_t begin, uintptr_t end) {
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
-const Buffer* find_buffer(uintptr_t address, size_t bytes) {
-    if (last_buffer && within(address, bytes, last_buffer->begin, last_buffer->end)) return last_buffer;
-    for (const Buffer& buffer : memory.buffers)
-        if (within(address, bytes, buffer.begin, buffer.end)) return last_buffer = &buffer;
+const Region* find_region(uintptr_t address, size_t bytes) {
+    if (last_region && within(address, bytes, last_region->begin, last_region->end)) return last_region;
+    for (const Region& region : memory.regions)
+        if (within(address, bytes, region.begin, region.end)) return last_region = &region;
     return nullptr;
-}
-
-Place find_place(uintptr_t address, size_t bytes) {
-    if (within(address, bytes, memory.dynamic_shared, memory.dynamic_shared_end))
-        return {Place::kShared, "dynamic shared memory", memory.dynamic_shared};
-    if (within(address, bytes, number(memory.module.shared), number(memory.module.shared_end)))
-        return {Place::kShared, "static shared memory", number(memory.module.shared)};
-    if (const Buffer* buffer = find_buffer(address, bytes))
-        return {buffer->read_only ? Place::kReadOnlyBuffer : Place::kBuffer, buffer->name.c_str(), buffer->begin};
-    return {Place::kNone, "", 0};
 }
 
 // The sites of accesses appear in errors as @offset@; whoever shows them looks up the source line.
 uint32_t site_of(const void* address) { return uint32_t(number(address) - 1 - number(memory.module.image)); }
 
 [[noreturn]] void fail_out_of_bounds(uintptr_t address, size_t bytes, const char* verb, uint32_t site) {
-    const char* nearest = "nothing";
-    uintptr_t begin = 0, end = 0, nearest_distance = ~uintptr_t(0);
-    const auto consider = [&](const char* name, uintptr_t its_begin, uintptr_t its_end) {
-        const uintptr_t distance = address < its_begin ? its_begin - address : address - std::min(address, its_end);
-        if (its_begin == its_end || distance >= nearest_distance) return;
-        nearest = name, begin = its_begin, end = its_end, nearest_distance = distance;
-    };
-    for (const Buffer& buffer : memory.buffers) consider(buffer.name.c_str(), buffer.begin, buffer.end);
-    consider("dynamic shared memory", memory.dynamic_shared, memory.dynamic_shared_end);
-    consider("static shared memory", number(memory.module.shared), number(memory.module.shared_end));
+    const Region* nearest = nullptr;
+    uintptr_t nearest_distance = ~uintptr_t(0);
+    for (const Region& region : memory.regions) {
+        const uintptr_t begin = region.begin, end = region.end;
+        const uintptr_t distance = address < begin ? begin - address : address >= end ? address - end : 0;
+        if (begin == end || distance >= nearest_distance) continue;
+        nearest = &region;
+        nearest_distance = distance;
+    }
+    if (!nearest) fail("out-of-bounds %s of %zu bytes at @%x@", verb, bytes, site);
     fail("out-of-bounds %s of %zu bytes at @%x@: at byte %lld of %s, which has %llu", verb, bytes, site,
-         (long long)(address - begin), nearest, (unsigned long long)(end - begin));
+         (long long)(address - nearest->begin), nearest->name.c_str(),
+         (unsigned long long)(nearest->end - nearest->begin));
 }
 
 Cell* cells_of_page(uintptr_t page_number) {
@@ -99,16 +83,16 @@ Cell* cells_of_page(uintptr_t page_number) {
 
 class Check {
   public:
-    Check(const Thread& thread, Access access, const Place& place, uintptr_t address, const void* site)
-        : thread_(thread.number), access_(access), place_(place), address_(address),
+    Check(const Thread& thread, Access access, const Region& region, uintptr_t address, const void* site)
+        : thread_(thread.number), access_(access), region_(region), address_(address),
           mine_{access == Access::kAtomic ? moment_of_atomic(thread.number) : now(thread.number), site_of(site),
                 access == Access::kAtomic, access == Access::kCopyBegins} {}
 
     void byte(Cell& cell) {
         if (valid(cell.write)) against_write(cell.write);
-        else if (place_.sort == Place::kShared && access_ == Access::kRead)
-            fail("uninitialised: read of shared memory that this block has not written, at @%x@ (byte %llu of %s)",
-                 mine_.site, offset(), place_.name);
+        else if (region_.sort == Sort::kShared && access_ == Access::kRead)
+            fail("uninitialised: read at @%x@ of byte %llu of %s, which this block has not written yet",
+                 mine_.site, offset(), region_.name.c_str());
         if (access_ == Access::kRead) return remember_read(cell);
         if (valid(cell.read)) against_read(cell.read, "write after read");
         if (has_more_reads(cell))
@@ -122,18 +106,18 @@ class Check {
   private:
     // Shared memory is new in each block.
     bool valid(const Record& record) const {
-        if (place_.sort == Place::kShared) return record.moment.block == current_block();
+        if (region_.sort == Sort::kShared) return record.moment.block == current_block();
         return in_this_launch(record.moment);
     }
 
     bool has_more_reads(const Cell& cell) const { return cell.more_reads && cell.launch == launch; }
 
-    unsigned long long offset() const { return address_ - place_.begin; }
+    unsigned long long offset() const { return address_ - region_.begin; }
 
     void against_write(const Record& write) const {
         if (write.under_way && access_ != Access::kCopyLands)
             fail("cp.async not awaited: access at @%x@ to byte %llu of %s, which the copy of thread %d, begun at @%x@, "
-                 "may still be writing", mine_.site, offset(), place_.name, write.moment.thread, write.site);
+                 "may still be writing", mine_.site, offset(), region_.name.c_str(), write.moment.thread, write.site);
         against(write, access_ == Access::kRead ? "read after write" : "write after write");
     }
 
@@ -143,7 +127,7 @@ class Check {
         if ((other.atomic && mine_.atomic) || ordered_before(other.moment, thread_)) return;
         const bool here = other.moment.block == current_block();
         fail("race (%s) at @%x@ on byte %llu of %s: thread %d of %s block was at @%x@, and nothing orders the two",
-             kind, mine_.site, offset(), place_.name, other.moment.thread, here ? "this" : "another", other.site);
+             kind, mine_.site, offset(), region_.name.c_str(), other.moment.thread, here ? "this" : "another", other.site);
     }
 
     // Keeps only reads that no later write could be told to come after by other means.
@@ -171,7 +155,7 @@ class Check {
 
     const int thread_;
     const Access access_;
-    const Place& place_;
+    const Region& region_;
     const uintptr_t address_;
     const Record mine_;
 };
@@ -181,7 +165,7 @@ class Check {
 void begin_checked_launch(const Memory& its_memory, bool checked) {
     enabled = checked;
     memory = its_memory;
-    last_buffer = nullptr;
+    last_region = nullptr;
     if (!enabled) return;
     ++launch;
     num_read_lists = 0;
@@ -202,30 +186,34 @@ void check_access(const void* address, size_t bytes, Access access, const void* 
 void check_access_of(Thread& thread, const void* address, size_t bytes, Access access, const void* site) {
     if (!enabled) return;
     const uintptr_t first = number(address);
-    const Place place = find_place(first, bytes);
+    const Region* region = find_region(first, bytes);
     const char* verb = access == Access::kRead ? "read" : "write";
-    if (place.sort == Place::kNone) {
-        const bool constant = within(first, bytes, number(memory.module.image), number(memory.module.image_end));
+    if (!region) {
+        const bool constant = within(first, bytes, number(memory.module.image), number(memory.module.image_end)) &&
+                              !within(first, 1, number(memory.module.shared), number(memory.module.shared_end));
         if (constant && access == Access::kRead) return;
         fail_out_of_bounds(first, bytes, verb, site_of(site));
     }
     if (bytes <= 16 && (bytes & (bytes - 1)) == 0 && first % bytes)
         fail("misaligned %s of %zu bytes at @%x@: at byte %llu of %s", verb, bytes, site_of(site),
-             (unsigned long long)(first - place.begin), place.name);
-    if (place.sort == Place::kReadOnlyBuffer) {
+             (unsigned long long)(first - region->begin), region->name.c_str());
+    if (region->sort == Sort::kReadOnlyBuffer) {
         if (access == Access::kRead) return;
-        fail("write at @%x@ to %s, which the kernel takes as const", site_of(site), place.name);
+        fail("write at @%x@ to %s, which the kernel takes as const", site_of(site), region->name.c_str());
     }
     for (uintptr_t byte = first; byte < first + bytes; ++byte)
-        Check(thread, access, place, byte, site).byte(cells_of_page(byte / kPageBytes)[byte % kPageBytes]);
+        Check(thread, access, *region, byte, site).byte(cells_of_page(byte / kPageBytes)[byte % kPageBytes]);
 }
 
-void check_shared(const void* address, size_t bytes, const char* instruction) {
+void check_shared(const void* address, size_t bytes, size_t alignment, const char* instruction) {
     const uintptr_t first = number(address);
-    if (within(first, bytes, memory.dynamic_shared, memory.dynamic_shared_end)) return;
-    if (within(first, bytes, number(memory.module.shared), number(memory.module.shared_end))) return;
-    fail("out-of-bounds %s at %s:%d: %zu bytes that are not all in the block's shared memory", instruction,
-         current->here.file, current->here.line, bytes);
+    const Here here = current->here;
+    if (first % alignment) fail("misaligned %s at %s:%d: not at a multiple of %zu", instruction, here.file, here.line,
+                                alignment);
+    const Region* region = find_region(first, bytes);
+    if (region && region->sort == Sort::kShared) return;
+    fail("out-of-bounds %s at %s:%d: %zu bytes that are not all in one part of the block's shared memory", instruction,
+         here.file, here.line, bytes);
 }
 
 void on_block_barrier() {

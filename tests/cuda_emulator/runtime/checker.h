@@ -14,17 +14,18 @@ namespace cusim {
 
 struct Thread;
 
-// An argument's memory.
-struct Buffer {
+enum class Sort { kShared, kBuffer, kReadOnlyBuffer };
+
+// What an access may lie in, as a whole: an argument's memory, a __shared__ variable, the dynamic shared memory.
+struct Region {
     uintptr_t begin, end;
-    bool read_only;  // the kernel takes it as const, and as nothing else
+    Sort sort;
     std::string name;
 };
 
-// Bytes of the launch's memory. Accesses to any other memory are errors.
+// All of a launch. Accesses to any other memory are errors.
 struct Memory {
-    std::vector<Buffer> buffers;
-    uintptr_t dynamic_shared, dynamic_shared_end;
+    std::vector<Region> regions;
     Module module;
 };
 
@@ -38,8 +39,8 @@ void begin_checked_block();
 // site: an address in the kernel's code, behind the call that made the access.
 void check_access(const void* address, size_t bytes, Access access, const void* site);
 void check_access_of(Thread& thread, const void* address, size_t bytes, Access access, const void* site);
-// That address lies in shared memory, as an instruction needs; checked in both modes.
-void check_shared(const void* address, size_t bytes, const char* instruction);
+// That an instruction's address lies in shared memory, at a multiple of alignment; checked in both modes.
+void check_shared(const void* address, size_t bytes, size_t alignment, const char* instruction);
 
 void on_block_barrier();
 void on_warp_barrier(int warp, unsigned mask);

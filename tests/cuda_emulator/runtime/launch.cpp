@@ -22,12 +22,20 @@ struct Argument {
     int dtype_kind, dtype_bytes;
 };
 
+// A __shared__ variable: where in the module's section.
+struct SharedVariable {
+    const char* name;
+    size_t offset, bytes;
+};
+
 struct Launch {
     unsigned grid[3];
     int num_threads;
     size_t shared_bytes;
     int num_arguments;
     const Argument* arguments;
+    int num_shared_variables;
+    const SharedVariable* shared_variables;
     int check;
     int order;
     uint64_t seed;
@@ -94,19 +102,31 @@ bool arguments_match(const Kernel& kernel, const Launch& launch) {
     return true;
 }
 
-std::vector<Buffer> buffers_of(const Kernel& kernel, const Launch& launch) {
-    std::vector<Buffer> buffers;
+std::vector<Region> regions_of(const Kernel& kernel, const Launch& launch) {
+    std::vector<Region> regions;
+    const auto add = [&](const void* address, size_t bytes, Sort sort, const std::string& name) {
+        const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
+        regions.push_back({begin, begin + bytes, sort, name});
+    };
     for (int i = 0; i < launch.num_arguments; ++i) {
         const Argument& argument = launch.arguments[i];
         if (argument.kind != int(Kind::kPointer)) continue;
-        const uintptr_t begin = reinterpret_cast<uintptr_t>(argument.tensor);
-        const std::string name = "argument " + std::to_string(i) + " (" + parameter_name(kernel, i) + ")";
-        buffers.push_back({begin, begin + argument.tensor_bytes, kernel.parameters[i].read_only, name});
+        const Sort sort = kernel.parameters[i].read_only ? Sort::kReadOnlyBuffer : Sort::kBuffer;
+        add(argument.tensor, argument.tensor_bytes, sort,
+            "argument " + std::to_string(i) + " (" + parameter_name(kernel, i) + ")");
     }
-    for (Buffer& buffer : buffers)
-        for (const Buffer& other : buffers)
-            if (!other.read_only && other.begin < buffer.end && buffer.begin < other.end) buffer.read_only = false;
-    return buffers;
+    // What is const by one name may be written by another.
+    for (Region& region : regions)
+        for (const Region& other : regions)
+            if (other.sort == Sort::kBuffer && other.begin < region.end && region.begin < other.end)
+                region.sort = Sort::kBuffer;
+    add(machine.dynamic_shared, launch.shared_bytes, Sort::kShared, "dynamic shared memory");
+    for (int i = 0; i < launch.num_shared_variables; ++i) {
+        const SharedVariable& variable = launch.shared_variables[i];
+        add(kernel.module.shared + variable.offset, variable.bytes, Sort::kShared,
+            std::string("shared variable ") + variable.name);
+    }
+    return regions;
 }
 
 std::vector<uint64_t> blocks_in_order(const Launch& launch) {
@@ -135,10 +155,8 @@ extern "C" bool cusim_launch(const Kernel* kernel, const Launch* launch) {
     machine.grid_dim = {launch->grid[0], launch->grid[1], launch->grid[2]};
     const size_t allocated = (launch->shared_bytes / kSharedAlignment + 1) * kSharedAlignment;
     machine.dynamic_shared = static_cast<unsigned char*>(aligned_alloc(kSharedAlignment, allocated));
-    const uintptr_t dynamic_shared = reinterpret_cast<uintptr_t>(machine.dynamic_shared);
     const Module& module = kernel->module;
-    begin_checked_launch({buffers_of(*kernel, *launch), dynamic_shared, dynamic_shared + launch->shared_bytes, module},
-                         launch->check != 0);
+    begin_checked_launch({regions_of(*kernel, *launch), module}, launch->check != 0);
     std::vector<void*> values;
     for (int i = 0; i < launch->num_arguments; ++i) values.push_back(launch->arguments[i].value);
 

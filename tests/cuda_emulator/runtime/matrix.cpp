@@ -27,6 +27,11 @@ struct Load {
 
 template <class T> T& handed_in(const Thread& lane) { return *reinterpret_cast<T*>(lane.value); }
 
+void check_whole(const Thread* lanes, const char* instruction) {
+    if (lanes + 32 <= threads.data() + threads.size()) return;
+    fail("%s at %s:%d in a warp of fewer than 32 threads", instruction, lanes->here.file, lanes->here.line);
+}
+
 float bf16_to_float(uint16_t bits) {
     const uint32_t wide = uint32_t(bits) << 16;
     float x;
@@ -62,7 +67,7 @@ void mma(Number number, float (&acc)[4], const unsigned (&a)[4], unsigned b0, un
 }
 
 void multiply(Thread* lanes) {
-    if (threads.size() % 32 != 0 && &lanes[0] + 32 > threads.data() + threads.size()) fail("mma in a part of a warp");
+    check_whole(lanes, "mma");
     float a[16][16];
     Row b[16], acc[16];
     // Lane 4 g + t holds the pair of columns 2t of rows g and g + 8, in a also of columns 2t + 8.
@@ -98,14 +103,14 @@ void ldmatrix(unsigned* registers, int count, bool transposed, const void* row, 
 }
 
 void load_matrices(Thread* lanes) {
-    if (threads.size() % 32 != 0 && &lanes[0] + 32 > threads.data() + threads.size()) fail("ldmatrix in a part of a warp");
+    check_whole(lanes, "ldmatrix");
     const Load& any = handed_in<Load>(lanes[0]);
     for (int matrix = 0; matrix < any.count; ++matrix) {
         uint16_t numbers[8][8];
         for (int row = 0; row < 8; ++row) {
             Thread& lane = lanes[matrix * 8 + row];
             const Load& its = handed_in<Load>(lane);
-            check_shared(its.row, 16, "ldmatrix");
+            check_shared(its.row, 16, 16, "ldmatrix");
             check_access_of(lane, its.row, 16, Access::kRead, its.site);
             memcpy(numbers[row], its.row, 16);
         }

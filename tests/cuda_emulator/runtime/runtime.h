@@ -16,10 +16,14 @@ namespace cusim {
 struct Here {
     const char* file;
     int line;
+
+    static constexpr Here caller(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return {file, line};
+    }
 };
 
 // The last parameter of a function that is to know its caller.
-#define CUSIM_HERE cusim::Here here = cusim::Here{__builtin_FILE(), __builtin_LINE()}
+#define CUSIM_HERE cusim::Here here = cusim::Here::caller()
 
 // What a running thread asks of its surroundings. One for all, as only one thread runs at a time.
 struct Machine {

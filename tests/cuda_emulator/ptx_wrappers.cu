@@ -1,0 +1,92 @@
+// One call of each wrapper of ptx.cuh, for tests against references.
+
+#include "ptx.cuh"
+
+// a [16, 16] and b [16, 8] row by row, in 16-bit floats; out [16, 8] += a · b. One warp.
+extern "C" __global__ void __launch_bounds__(32, 1) multiply(const unsigned short* a, const unsigned short* b, float* out) {
+    const int lane = int(threadIdx.x), g = lane / 4, t = lane % 4;
+    const auto pair = [](unsigned short low, unsigned short high) { return low | unsigned(high) << 16; };
+    const auto a_pair = [&](int row, int column) { return pair(a[row * 16 + column], a[row * 16 + column + 1]); };
+    const auto b_pair = [&](int row, int column) { return pair(b[row * 8 + column], b[(row + 1) * 8 + column]); };
+    const unsigned as[4] = {a_pair(g, 2 * t), a_pair(g + 8, 2 * t), a_pair(g, 2 * t + 8), a_pair(g + 8, 2 * t + 8)};
+    float* places[4] = {out + g * 8 + 2 * t, out + g * 8 + 2 * t + 1, out + (g + 8) * 8 + 2 * t,
+                        out + (g + 8) * 8 + 2 * t + 1};
+    float acc[4];
+    for (int i = 0; i < 4; ++i) acc[i] = *places[i];
+#if HALF
+    mma_m16n8k16_f16(acc, as, b_pair(2 * t, g), b_pair(2 * t + 8, g));
+#else
+    mma_m16n8k16_bf16(acc, as, b_pair(2 * t, g), b_pair(2 * t + 8, g));
+#endif
+    for (int i = 0; i < 4; ++i) *places[i] = acc[i];
+}
+
+// matrices [4, 8, 8]; out [4 forms, 4 registers, 32 lanes, 2]: x4, x4 transposed, x2, x2 transposed. One warp.
+extern "C" __global__ void __launch_bounds__(32, 1) load(const unsigned short* matrices, unsigned* out) {
+    __shared__ __align__(16) unsigned short rows[4 * 8 * 8];
+    for (int i = int(threadIdx.x); i < 4 * 8 * 8; i += 32) rows[i] = matrices[i];
+    __syncthreads();
+    unsigned four[4], two[2];
+    const auto keep = [&](int form, const unsigned* registers, int count) {
+        for (int i = 0; i < count; ++i) out[(form * 4 + i) * 32 + int(threadIdx.x)] = registers[i];
+    };
+    ldmatrix_x4(four, rows + threadIdx.x * 8);
+    keep(0, four, 4);
+    ldmatrix_x4_trans(four, rows + threadIdx.x * 8);
+    keep(1, four, 4);
+    ldmatrix_x2(two, rows + threadIdx.x % 16 * 8);
+    keep(2, two, 2);
+    ldmatrix_x2_trans(two, rows + threadIdx.x % 16 * 8);
+    keep(3, two, 2);
+}
+
+// Zeros follow what is not read. 16 threads copy 16 bytes each.
+extern "C" __global__ void __launch_bounds__(16, 1) copy(const unsigned char* source, unsigned char* out) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    const int mine = 16 * int(threadIdx.x);
+    cp_async_16(bytes + mine, source + mine, int(threadIdx.x));
+    cp_async_commit();
+    cp_async_wait<0>();
+    store_streaming_16(out + mine, load_streaming_16(source + mine));
+    for (int i = 0; i < 16; ++i) out[256 + mine + i] = bytes[mine + i];
+}
+
+extern "C" __global__ void narrow(const float* in, unsigned short* bf16, unsigned short* f16, unsigned char* e4m3, int count) {
+    for (int i = int(blockIdx.x * blockDim.x + threadIdx.x); i < count; i += int(gridDim.x * blockDim.x)) {
+        bf16[i] = float_to_bf16(in[i]);
+        f16[i] = float_to_f16(in[i]);
+        e4m3[i] = float_to_e4m3(in[i]);
+    }
+}
+
+// Pairs: in [count, 2], the others [count, 2] too.
+extern "C" __global__ void narrow_pairs(const float* in, unsigned* bf16, unsigned* f16, unsigned short* e4m3, int count) {
+    for (int i = int(blockIdx.x * blockDim.x + threadIdx.x); i < count; i += int(gridDim.x * blockDim.x)) {
+        bf16[i] = pack_bf16x2(in[2 * i], in[2 * i + 1]);
+        f16[i] = pack_f16x2(in[2 * i], in[2 * i + 1]);
+        e4m3[i] = pack_e4m3x2(in[2 * i], in[2 * i + 1]);
+    }
+}
+
+// All 65,536 values of 16 bits, also as pairs with their complement, and as pairs of e4m3.
+extern "C" __global__ void widen(float* bf16, float* f16, float2* bf16_pairs, float2* f16_pairs, float2* e4m3_pairs) {
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < 65536; i += gridDim.x * blockDim.x) {
+        const unsigned short bits = static_cast<unsigned short>(i);
+        bf16[i] = bf16_to_float(bits);
+        f16[i] = f16_to_float(bits);
+        bf16_pairs[i] = unpack_bf16x2(i | (~i << 16));
+        f16_pairs[i] = unpack_f16x2(i | (~i << 16));
+        e4m3_pairs[i] = unpack_e4m3x2(bits);
+    }
+}
+
+extern "C" __global__ void permute(const unsigned* a, const unsigned* b, const unsigned* selector, unsigned* out) {
+    out[threadIdx.x] = prmt(a[threadIdx.x], b[threadIdx.x], selector[threadIdx.x]);
+}
+
+// out [3, 64]
+extern "C" __global__ void approximate(const float* in, float* out) {
+    out[threadIdx.x] = ex2_approx(in[threadIdx.x]);
+    out[64 + threadIdx.x] = lg2_approx(in[threadIdx.x]);
+    out[128 + threadIdx.x] = rcp_approx(in[threadIdx.x]);
+}
