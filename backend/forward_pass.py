@@ -10,7 +10,7 @@ This module imports typing and dataclasses only, so that importing it costs noth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -232,4 +232,22 @@ class IBatchedForwardPass(Protocol):
 
     def close(self) -> None:
         """Gives back the device's memory. Called once, after the last step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLogits:
+    """A step's logits on the GPU: float32 [L, vocab_size], contiguous, once the work that stream holds now is done."""
+
+    pointer: int
+    stream: int
+    """The driver's handle, as an integer."""
+
+
+@runtime_checkable
+class IDeviceLogits(Protocol):
+    """What a pass on a GPU may be besides: clients on the same GPU get its logits without a copy through the host."""
+
+    def device_logits(self, logits: Any) -> DeviceLogits:
+        """Of what `forward` returned. Called before `sample`; they are copied in the stream's order, at once."""
         ...
