@@ -1,0 +1,258 @@
+// Attention of a step's tokens over the paged keys and values of their sequences, their own included, by the tensor
+// cores: 16-bit products, sums and softmax in fp32. After FlashAttention-2 (arXiv 2307.08691).
+//
+// grid (kv heads, query tiles), 128 threads. A warp has 16 or 32 query rows of its own, whatever the others do. A tile
+// of keys that a row may not see at all leaves the row's state as it is to the last bit: its result is a function of
+// its position, its query and the keys and values up to there, wherever the row stands in a tile, a chunk or a step.
+//
+// Macros: HEAD_DIM, KV_DTYPE (bf16, or quantised and then multiplied as fp16).
+
+#include "prefill_quantised.cuh"
+
+constexpr int kThreads = 128;
+constexpr int kWarpBlocks = HEAD_DIM <= 128 ? 2 : 1;  // of 16 query rows
+constexpr int kWarpRows = 16 * kWarpBlocks;
+constexpr int kQueryRows = kThreads / 32 * kWarpRows;
+constexpr int kTokens = HEAD_DIM <= 128 ? 64 : 32;  // of a tile of keys or values
+constexpr int kSteps = HEAD_DIM / 16;               // of a product over a head's values
+constexpr int kChunks = HEAD_DIM / 8;               // of 16 bytes, of a head's 16-bit values
+constexpr int kScoreUnroll = KV_DTYPE == 1 ? 2 : 1;  // as far as registers go
+
+#if KV_DTYPE == 1
+using Stream = KvStream<kThreads, kTokens, 3>;
+using Factor = Bf16;
+#else
+using Stream = QuantisedKvStream<kThreads, kTokens>;
+using Factor = Fp16;
+#endif
+
+__device__ __forceinline__ void multiply(Bf16, float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    mma_m16n8k16_bf16(acc, a, b0, b1);
+}
+__device__ __forceinline__ void multiply(Fp16, float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    mma_m16n8k16_f16(acc, a, b0, b1);
+}
+
+// Fragments of the 16 rows a thread's lane has two of: [.][0, 1] of row lane / 4, [.][2, 3] of row lane / 4 + 8.
+using Scores = float[kWarpBlocks][kTokens / 8][4];
+using Weights = unsigned[kWarpBlocks][kTokens / 16][4];  // of scores, as factors
+using Sums = float[kWarpBlocks][kChunks][4];
+using PerRow = float[kWarpBlocks][2];
+
+// The tile's queries, swizzled; rows that do not exist are 0.
+__device__ __forceinline__ void load_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
+                                             int act) {
+    const int heads_per_token = (tile.group + 2) * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
+    for (int i = int(threadIdx.x); i < kQueryRows * kChunks; i += kThreads) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        float x[8] = {};
+        if (row < tile.num_rows) {
+            load8_act(qkv, tile.head(row, heads_per_token, first_head) * HEAD_DIM + chunk * 8, act, x);
+        }
+        store8(reinterpret_cast<Factor*>(target + swizzled<kChunks>(row, chunk) * 16), x);
+    }
+}
+
+// scores = queries · keysᵀ of the warp's rows.
+__device__ __forceinline__ void score(Scores& scores, const unsigned char* queries, const unsigned char* keys) {
+    const unsigned lane = threadIdx.x & 31, warp_row = threadIdx.x / 32 * kWarpRows;
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[block][j][i] = 0.0f;
+        }
+    }
+#pragma unroll kScoreUnroll
+    for (int step = 0; step < kSteps; ++step) {
+        unsigned q[kWarpBlocks][4];
+#pragma unroll
+        for (int block = 0; block < kWarpBlocks; ++block) {
+            const unsigned row = warp_row + block * 16 + (lane & 15);
+            ldmatrix_x4(q[block], queries + swizzled<kChunks>(row, 2 * step + (lane >> 4)) * 16);
+        }
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; j += 2) {
+            unsigned k[4];
+            const unsigned row = j * 8 + (lane & 7) + (lane >> 4) * 8;
+            ldmatrix_x4(k, keys + swizzled<kChunks>(row, 2 * step + (lane >> 3 & 1)) * 16);
+#pragma unroll
+            for (int block = 0; block < kWarpBlocks; ++block) {
+                multiply(Factor{}, scores[block][j], q[block], k[0], k[1]);
+                multiply(Factor{}, scores[block][j + 1], q[block], k[2], k[3]);
+            }
+        }
+    }
+}
+
+// Scores of tokens that a row may not see become -infinity. positions: of the query tile's rows; first: the tokens'.
+__device__ __forceinline__ void mask(Scores& scores, const int* positions, int first, int window) {
+    const int lane = int(threadIdx.x & 31), warp_row = int(threadIdx.x / 32 * kWarpRows);
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int position = positions[warp_row + block * 16 + half * 8 + (lane >> 2)] - (first + 2 * (lane & 3));
+#pragma unroll
+            for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int column = j * 8 + i;
+                    if (column > position || column <= position - window) scores[block][j][2 * half + i] = -infinity();
+                }
+            }
+        }
+    }
+}
+
+// cap · tanh(scores · scale / cap)
+__device__ __forceinline__ void cap_scores(Scores& scores, float scale, float cap) {
+    const float to_exponent = 2.0f * kLog2E * scale / cap;
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float power = ex2_approx(scores[block][j][i] * to_exponent);
+                scores[block][j][i] = cap - 2.0f * cap * rcp_approx(1.0f + power);
+            }
+        }
+    }
+}
+
+// weights = 2^((scores - largest) · to_log2). largest and the weights' totals, each lane's of its own columns, go on to
+// include this tile's, and sums shrink by what the growth of largest asks: where it does not grow, by exactly 1.
+__device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, Sums& sums, PerRow& largest,
+                                        PerRow& totals, float to_log2) {
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = largest[block][half];
+#pragma unroll
+            for (int j = 0; j < kTokens / 8; ++j) {
+                top = fmaxf(top, fmaxf(scores[block][j][2 * half], scores[block][j][2 * half + 1]));
+            }
+            top = reduce_lanes(top, 4, Largest{});
+            const float base = top == -infinity() ? 0.0f : top;  // a row that has seen no token so far
+            const float shrink = ex2_approx((largest[block][half] - base) * to_log2);
+            const float offset = base * to_log2;
+            float total = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kTokens / 8; ++j) {
+                const float a = ex2_approx(scores[block][j][2 * half] * to_log2 - offset);
+                const float b = ex2_approx(scores[block][j][2 * half + 1] * to_log2 - offset);
+                total += a + b;
+                weights[block][j / 2][2 * (j & 1) + half] = pack(Factor{}, a, b);
+            }
+            largest[block][half] = top;
+            totals[block][half] = totals[block][half] * shrink + total;
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) {
+                sums[block][c][2 * half] *= shrink;
+                sums[block][c][2 * half + 1] *= shrink;
+            }
+        }
+    }
+}
+
+// sums += weights · values
+__device__ __forceinline__ void accumulate(Sums& sums, const Weights& weights, const unsigned char* values) {
+    const unsigned lane = threadIdx.x & 31;
+#pragma unroll
+    for (int step = 0; step < kTokens / 16; ++step) {
+#pragma unroll
+        for (int c = 0; c < kChunks; c += 2) {
+            unsigned v[4];
+            ldmatrix_x4_trans(v, values + swizzled<kChunks>(step * 16 + (lane & 15), c + (lane >> 4)) * 16);
+#pragma unroll
+            for (int block = 0; block < kWarpBlocks; ++block) {
+                multiply(Factor{}, sums[block][c], weights[block][step], v[0], v[1]);
+                multiply(Factor{}, sums[block][c + 1], weights[block][step], v[2], v[3]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void store_pair(void* array, long long index, int act, float a, float b) {
+    if (act == 0) {
+        *reinterpret_cast<float2*>(static_cast<float*>(array) + index) = make_float2(a, b);
+    } else {
+        const unsigned pair = act == 1 ? pack(Bf16{}, a, b) : pack(Fp16{}, a, b);
+        *reinterpret_cast<unsigned*>(static_cast<unsigned short*>(array) + index) = pair;
+    }
+}
+
+__device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryRows>& tile, int act, const Sums& sums,
+                                              const PerRow& totals) {
+    const int lane = int(threadIdx.x & 31), warp_row = int(threadIdx.x / 32 * kWarpRows);
+    const int heads_per_token = tile.group * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float total = reduce_lanes(totals[block][half], 4, Sum{});
+            const int row = warp_row + block * 16 + half * 8 + (lane >> 2);
+            if (row >= tile.num_rows) continue;
+            const float factor = 1.0f / total;
+            const long long start = tile.head(row, heads_per_token, first_head) * HEAD_DIM + 2 * (lane & 3);
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) {
+                store_pair(out, start + c * 8, act, sums[block][c][2 * half] * factor,
+                           sums[block][c][2 * half + 1] * factor);
+            }
+        }
+    }
+}
+
+// out [tokens, q heads, HEAD_DIM] and qkv [tokens, q heads + 2 · kv heads, HEAD_DIM] are of dtype act (0 fp32, 1 bf16,
+// 2 fp16). layer: where the cache's pages of this layer begin. tiles [grid.y, 2]: see PrefillStep. window, soft_cap: 0
+// for none.
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    prefill_attention(void* out, const void* qkv, unsigned char* layer, const int* page_table, const int* context_lens,
+                      const int* query_starts, const int* slots, const int* tiles, int act, int max_pages,
+                      int page_bits, int group, int window, float scale, float soft_cap) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const PrefillStep step{page_table, context_lens, query_starts,
+                           slots,      tiles,        max_pages,
+                           group,      window > 0 ? window : 1 << 30};
+    const QueryTile<kQueryRows> tile(step, int(blockIdx.y));
+    const int warp_row = int(threadIdx.x / 32 * kWarpRows);
+    const int warp_first = tile.position(warp_row);
+    const int warp_last = warp_row < tile.num_rows ? tile.position(warp_row + kWarpRows - 1) : -1;
+
+    unsigned char* queries = shared;
+    int* positions = reinterpret_cast<int*>(shared + kQueryRows * kChunks * 16);
+    load_queries(queries, tile, qkv, act);
+    if (threadIdx.x < kQueryRows) positions[threadIdx.x] = tile.position(int(threadIdx.x));
+    const int begin = max(0, tile.position(0) - step.window + 1);
+    const int end = tile.position(kQueryRows - 1) + 1;
+    const KvPlaces places(layer, tile.pages, page_bits);
+    Stream stream(shared + kQueryRows * (kChunks * 16 + 4), places, begin, end);
+
+    Sums sums = {};
+    PerRow largest, totals = {};
+#pragma unroll
+    for (int block = 0; block < kWarpBlocks; ++block) largest[block][0] = largest[block][1] = -infinity();
+    const float to_log2 = soft_cap > 0.0f ? kLog2E : scale * kLog2E;
+    for (int first = begin / kTokens * kTokens; first < end; first += kTokens) {
+        const int last = first + kTokens - 1;
+        const bool sees_some = first <= warp_last && last > warp_first - step.window;
+        const bool sees_all = last <= warp_first && first > warp_last - step.window;
+        Weights weights;
+        const unsigned char* keys = stream.next<kKeys>(first);
+        if (sees_some) {
+            Scores scores;
+            score(scores, queries, keys);
+            if (soft_cap > 0.0f) cap_scores(scores, scale, soft_cap);
+            if (!sees_all) mask(scores, positions, first, step.window);
+            softmax(weights, scores, sums, largest, totals, to_log2);
+        }
+        const unsigned char* values = stream.next<kValues>(first);
+        if (sees_some) accumulate(sums, weights, values);
+    }
+    // Made anew, so that it takes no registers in the loop.
+    store_outputs(out, QueryTile<kQueryRows>(step, int(blockIdx.y)), act, sums, totals);
+}

@@ -1,0 +1,112 @@
+// Keys and values of a quantised cache on their way to shared memory, where they are fp16: q8_0 numbers times their
+// scale, e4m3 numbers as they are.
+
+#pragma once
+
+#include "prefill_tile.cuh"
+
+// 4 int8 numbers of a word times scale (twice an fp16), as 2 × 2 fp16; one rounding each.
+__device__ __forceinline__ void q8x4_to_fp16(unsigned numbers, unsigned scale, unsigned& low, unsigned& high) {
+    const unsigned unsigned_bytes = numbers ^ 0x80808080u;
+    // Byte b below the byte 0x64 is the fp16 number 1024 + b; 0xe480 is -(1024 + 128).
+    low = mul_f16x2(add_f16x2(prmt(unsigned_bytes, 0x64646464u, 0x4140), 0xe480e480u), scale);
+    high = mul_f16x2(add_f16x2(prmt(unsigned_bytes, 0x64646464u, 0x4342), 0xe480e480u), scale);
+}
+
+__device__ __forceinline__ void e4m3x4_to_fp16(unsigned numbers, unsigned& low, unsigned& high) {
+    low = e4m3x2_to_f16x2(static_cast<unsigned short>(numbers));
+    high = e4m3x2_to_f16x2(static_cast<unsigned short>(numbers >> 16));
+}
+
+// As KvStream, of fp16 tiles. Each thread copies the bytes that it converts itself, an item ahead of the one in use.
+template <int THREADS, int TOKENS> struct QuantisedKvStream {
+    static constexpr int kRawChunks = HEAD_DIM / 16;  // of a row
+    static constexpr int kItemChunks = TOKENS * kRawChunks;
+    static constexpr int kPerThread = (kItemChunks + THREADS - 1) / THREADS;
+    static constexpr int kTileBytes = TOKENS * HEAD_DIM * 2;
+    static constexpr int kScaleBytes = kKvHasScales ? 4 : 0;  // of a chunk: the word that has its scale
+    static constexpr int kSharedBytes = 2 * (kTileBytes + kItemChunks * (16 + kScaleBytes));
+
+    unsigned char* shared;  // two tiles, two items' bytes, two items' scales: first the keys', then the values'
+    KvPlaces places;
+    int begin, end;
+
+    __device__ __forceinline__ QuantisedKvStream(unsigned char* shared, const KvPlaces& places, int begin, int end)
+        : shared(shared), places(places), begin(begin), end(end) {
+        const int first = begin / TOKENS * TOKENS;
+        copy(kKeys, first);
+        copy(kValues, first);
+    }
+
+    template <int WHICH> __device__ __forceinline__ const unsigned char* next(int first) {
+        cp_async_wait<1>();
+        convert(WHICH);  // the tile's readers have come to the barrier of the other one's turn
+        __syncthreads();
+        copy(WHICH, first + TOKENS);
+        return shared + WHICH * kTileBytes;
+    }
+
+  private:
+    __device__ __forceinline__ unsigned char* raw(int which, unsigned chunk_index) const {
+        return shared + 2 * kTileBytes + (which * kItemChunks + chunk_index) * 16;
+    }
+    __device__ __forceinline__ unsigned char* raw_scale(int which, unsigned chunk_index) const {
+        return shared + 2 * kTileBytes + 2 * kItemChunks * 16 + (which * kItemChunks + chunk_index) * 4;
+    }
+
+    __device__ __forceinline__ void copy(int which, int first) {
+        if (first < end) {
+#pragma unroll
+            for (int i = 0; i < kPerThread; ++i) {
+                const unsigned chunk_index = threadIdx.x + i * THREADS;
+                if (kItemChunks % THREADS != 0 && chunk_index >= kItemChunks) break;
+                const unsigned chunk = chunk_index % kRawChunks;
+                const int position = first + int(chunk_index / kRawChunks);
+                const bool exists = position >= begin && position < end;
+                const unsigned char *numbers = places.first, *scale = places.first;
+                if (exists) {
+                    const unsigned char* block = places.block(position, which);
+                    const int place = places.place(position);
+                    numbers = block + place * HEAD_DIM + chunk * 16;
+                    scale = block + (HEAD_DIM << places.page_bits) + (scale_index(place, chunk) & ~1) * 2;
+                }
+                cp_async_16(raw(which, chunk_index), numbers, exists ? 16 : 0);
+                if (kKvHasScales) cp_async_4(raw_scale(which, chunk_index), scale, exists ? 4 : 0);
+            }
+        }
+        cp_async_commit();
+    }
+
+    __device__ __forceinline__ void convert(int which) {
+        unsigned char* tile = shared + which * kTileBytes;
+#pragma unroll
+        for (int i = 0; i < kPerThread; ++i) {
+            const unsigned chunk_index = threadIdx.x + i * THREADS;
+            if (kItemChunks % THREADS != 0 && chunk_index >= kItemChunks) break;
+            const unsigned row = chunk_index / kRawChunks, chunk = chunk_index % kRawChunks;
+            const uint4 x = *reinterpret_cast<const uint4*>(raw(which, chunk_index));
+            uint4 a, b;
+#if KV_DTYPE == 2
+            const unsigned word = *reinterpret_cast<const unsigned*>(raw_scale(which, chunk_index));
+            const unsigned scale = prmt(word, word, scale_index(row, chunk) & 1 ? 0x3232 : 0x1010);
+            q8x4_to_fp16(x.x, scale, a.x, a.y);
+            q8x4_to_fp16(x.y, scale, a.z, a.w);
+            q8x4_to_fp16(x.z, scale, b.x, b.y);
+            q8x4_to_fp16(x.w, scale, b.z, b.w);
+#else
+            e4m3x4_to_fp16(x.x, a.x, a.y);
+            e4m3x4_to_fp16(x.y, a.z, a.w);
+            e4m3x4_to_fp16(x.z, b.x, b.y);
+            e4m3x4_to_fp16(x.w, b.z, b.w);
+#endif
+            *reinterpret_cast<uint4*>(tile + swizzled<2 * kRawChunks>(row, 2 * chunk) * 16) = a;
+            *reinterpret_cast<uint4*>(tile + swizzled<2 * kRawChunks>(row, 2 * chunk + 1) * 16) = b;
+        }
+    }
+
+    // Which of its block's scales a chunk has; an aligned pair of them is copied. Pages and tiles have even numbers of
+    // tokens, so for the lowest bit a token's row of the tile does as well as its place in the page.
+    static __device__ __forceinline__ int scale_index(int place, int chunk) {
+        return place * (HEAD_DIM / kQ8Block) + chunk / (kQ8Block / 16);
+    }
+};

@@ -1,0 +1,154 @@
+// What the prefill attention kernels share: which queries a block has, and the way of keys and values to shared memory.
+//
+// A step row of n tokens has n · group query rows for one kv head, numbered token · group + head of the group. A tile
+// is up to NUM_ROWS of them, in order. Keys and values come in tiles of tokens that begin at multiples of their size
+// counted from position 0, so a query row meets the same tiles in the same order wherever its own tile begins.
+
+#pragma once
+
+#include "reduce.cuh"
+#include "values.cuh"
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+// Where 16-byte chunk `chunk` of row `row` lies, in chunks, in a tile of rows of CHUNKS each: moved so that 8 rows'
+// equal chunks fall into different banks.
+template <int CHUNKS> __device__ __forceinline__ unsigned swizzled(unsigned row, unsigned chunk) {
+    constexpr unsigned kSpan = (CHUNKS & -CHUNKS) < 8 ? (CHUNKS & -CHUNKS) : 8;
+    return row * CHUNKS + (chunk ^ (row / (8 / kSpan) & (kSpan - 1)));
+}
+
+// What all blocks of a launch know.
+struct PrefillStep {
+    const int* page_table;
+    const int* context_lens;
+    const int* query_starts;
+    const int* slots;
+    const int* tiles;  // [tiles, 2]: step row, first query row
+    int max_pages;     // in a row of page_table
+    int group;
+    int window;  // 2^30 for none
+};
+
+template <int NUM_ROWS> struct QueryTile {
+    int first;         // query row of the tile's row 0
+    int num_rows;      // of the tile, that exist
+    int group;
+    int first_token;   // of the step row, in the step
+    int context;       // position of that token
+    const int* pages;  // of its sequence
+
+    __device__ __forceinline__ QueryTile(const PrefillStep& step, int tile) : group(step.group) {
+        const int row = step.tiles[2 * tile];
+        first = step.tiles[2 * tile + 1];
+        first_token = step.query_starts[row];
+        context = step.context_lens[row];
+        pages = step.page_table + (long long)(step.slots[row]) * step.max_pages;
+        num_rows = min(NUM_ROWS, (step.query_starts[row + 1] - first_token) * group - first);
+    }
+
+    // Rows that do not exist stand where the last one does.
+    __device__ __forceinline__ int position(int row) const {
+        return context + unsigned(first + min(row, num_rows - 1)) / unsigned(group);
+    }
+
+    // Index of the row's head in an array [tokens, heads_per_token], heads of this kv head beginning at first_head.
+    __device__ __forceinline__ long long head(int row, int heads_per_token, int first_head) const {
+        const int token = int(unsigned(first + row) / unsigned(group)), head_of_group = first + row - token * group;
+        return (long long)(first_token + token) * heads_per_token + first_head + head_of_group;
+    }
+};
+
+// 8 numbers of an array of dtype act (0 fp32, 1 bf16, 2 fp16).
+__device__ __forceinline__ void load8_act(const void* array, long long index, int act, float (&x)[8]) {
+    if (act == 0) {
+        load8(static_cast<const float*>(array) + index, x);
+    } else if (act == 1) {
+        load8(static_cast<const Bf16*>(array) + index, x);
+    } else {
+        load8(static_cast<const Fp16*>(array) + index, x);
+    }
+}
+
+// Where the keys and values of one sequence's tokens lie in the cache of one layer, for one kv head.
+struct KvPlaces {
+    const unsigned char* first;  // the keys of page 0
+    const int* pages;            // of the sequence
+    int page_bits;               // 2^page_bits tokens in a page
+    int half_page_bytes;         // from a page's keys to its values
+
+    __device__ __forceinline__ KvPlaces(unsigned char* layer, const int* pages, int page_bits)
+        : pages(pages), page_bits(page_bits) {
+        const int num_kv_heads = int(gridDim.x), page_size = 1 << page_bits;
+        const KvBlock keys(layer, 0, 0, int(blockIdx.x), num_kv_heads, page_size, HEAD_DIM);
+        const KvBlock values(layer, 0, 1, int(blockIdx.x), num_kv_heads, page_size, HEAD_DIM);
+        first = reinterpret_cast<const unsigned char*>(keys.numbers);
+        half_page_bytes = int(reinterpret_cast<const unsigned char*>(values.numbers) - first);
+    }
+
+    // The block of the page that has the position; which: 0 keys, 1 values.
+    __device__ __forceinline__ const unsigned char* block(int position, int which) const {
+        const int half = 2 * __ldg(pages + (position >> page_bits)) + which;
+        return first + (long long)(half)*half_page_bytes;
+    }
+    __device__ __forceinline__ int place(int position) const { return position & ((1 << page_bits) - 1); }
+};
+
+constexpr int kKeys = 0, kValues = 1;
+
+// Keys and values of one sequence in turn, each a swizzled tile [TOKENS, HEAD_DIM]. SLOTS of them lie in shared memory;
+// the copies of up to SLOTS - 1 run ahead of the one in use.
+template <int THREADS, int TOKENS, int SLOTS> struct KvStream {
+    static constexpr int kChunks = HEAD_DIM * int(sizeof(Kv)) / 16;
+    static constexpr int kTileBytes = TOKENS * kChunks * 16;
+    static constexpr int kSharedBytes = SLOTS * kTileBytes;
+
+    unsigned char* shared;
+    KvPlaces places;
+    int begin, end;  // positions outside are 0 and not read
+    int slot = 0;
+
+    __device__ __forceinline__ KvStream(unsigned char* shared, const KvPlaces& places, int begin, int end)
+        : shared(shared), places(places), begin(begin), end(end) {
+        const int first = begin / TOKENS * TOKENS;
+        copy(kKeys, first, 0);
+        if (SLOTS > 2) copy(kValues, first, 1);
+    }
+
+    // In turn the keys and the values of tokens first … of one tile after the other, beginning with the one that has
+    // position `begin`: each until the call after this one.
+    // All threads of the block come here together.
+    template <int WHICH> __device__ __forceinline__ const unsigned char* next(int first) {
+        constexpr int kAhead = WHICH + SLOTS - 1;
+        const int current = slot;
+        const int free = slot == 0 ? SLOTS - 1 : slot - 1;  // its readers have come to the barrier
+        slot = slot == SLOTS - 1 ? 0 : slot + 1;
+        cp_async_wait<SLOTS - 2>();
+        __syncthreads();
+        copy(kAhead % 2, first + kAhead / 2 * TOKENS, free);
+        return shared + current * kTileBytes;
+    }
+
+  private:
+    __device__ __forceinline__ void copy(int which, int first, int to) {
+        unsigned char* tile = shared + to * kTileBytes;
+        if (first < end) {
+#pragma unroll
+            for (int i = 0; i < (TOKENS * kChunks + THREADS - 1) / THREADS; ++i) {
+                const unsigned chunk_index = threadIdx.x + i * THREADS;
+                if (TOKENS * kChunks % THREADS != 0 && chunk_index >= TOKENS * kChunks) break;
+                const unsigned row = chunk_index / kChunks, chunk = chunk_index % kChunks;
+                const int position = first + int(row);
+                const bool exists = position >= begin && position < end;
+                const unsigned char* source = places.first;
+                if (exists) {
+                    source = places.block(position, which) + (places.place(position) * kChunks + chunk) * 16;
+                }
+                cp_async_16(tile + swizzled<kChunks>(row, chunk) * 16, source, exists ? 16 : 0);
+            }
+        }
+        cp_async_commit();
+    }
+};

@@ -1,0 +1,202 @@
+"""Prefill attention on the emulator, against attention in float64 over the same quantised cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from backend.passes.decoder.cuda.cache_layout import CacheLayout
+from backend.passes.decoder.cuda.launcher import Launcher
+from backend.passes.decoder.cuda.prefill_attention import PrefillAttention, kernels
+from tests.cuda_emulator import EmulatedLauncher
+from tests.decoder.cuda.paged_rows import Heads, PagedRows, Row
+
+FAST = EmulatedLauncher()
+REVERSE, RANDOM = EmulatedLauncher(order="reverse"), EmulatedLauncher(order="random", seed=3)
+CHECKED = (EmulatedLauncher("check"), EmulatedLauncher("check", "reverse"), EmulatedLauncher("check", "random", seed=5))
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+ACT_OF = {"fp32": FP32, "bf16": BF16, "q8_0": FP16, "fp8": FP16}
+"""Queries in which the products lose nothing of them."""
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "q8_0": 2e-3, "fp8": 2e-3}
+KV_DTYPES = tuple(TOLERANCE)
+SHAPES = [(dict(kernel.macros)["HEAD_DIM"], KV_DTYPES[dict(kernel.macros)["KV_DTYPE"]]) for kernel in kernels()]
+
+
+def attention_of(
+    head_dim: int = 64,
+    kv_dtype: str = "bf16",
+    *,
+    kv_heads: int = 1,
+    group: int = 2,
+    page_size: int = 16,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> PrefillAttention:
+    layout = CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype)
+    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap)
+
+
+def prepare(attention: PrefillAttention, rows: list[Row], act: torch.dtype | None = None, seed: int = 0) -> PagedRows:
+    heads = Heads(attention.num_heads, attention.layout)
+    return PagedRows.of(heads, rows, act or ACT_OF[attention.layout.kv_dtype], seed, attention.window_tokens)
+
+
+def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher = FAST, first_row: int = 0) -> Tensor:
+    """[T, H, D]; NaN in rows before first_row."""
+    arrays = step.arrays
+    tiles = attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row)
+    out = torch.full((len(step.qkv), attention.num_heads, attention.layout.head_dim), torch.nan, dtype=step.qkv.dtype)
+    attention.attend(launcher, arrays, torch.from_numpy(tiles), step.qkv, step.layer_cache, step.page_table, out)
+    return out
+
+
+def check(
+    attention: PrefillAttention, rows: list[Row], launcher: Launcher = FAST, act: torch.dtype | None = None
+) -> Tensor:
+    step = prepare(attention, rows, act)
+    out = run(attention, step, launcher)
+    expected = step.expected(attention.scale, attention.window_tokens, attention.softcap)
+    error = (out.double() - expected).abs().amax()
+    limit = TOLERANCE[attention.layout.kv_dtype] * expected.abs().amax()
+    assert error <= limit, f"{error} > {limit}"
+    return out
+
+
+def rows_of(*shapes: tuple[int, int]) -> list[Row]:
+    """(history, length) of different sequences."""
+    return [Row(history, length, seed) for seed, (history, length) in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), SHAPES)
+def test_every_head_size_and_cache_equals_float64(head_dim: int, kv_dtype: str) -> None:
+    attention = attention_of(head_dim, kv_dtype, kv_heads=2, page_size=32)
+    check(attention, rows_of((0, 1), (40, 1), (0, 33), (70, 80)))
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_lengths_and_histories_around_pages_and_tiles(kv_dtype: str, page_size: int) -> None:
+    edges = sorted({1, page_size - 1, page_size, page_size + 1, 63, 64, 65})
+    shapes = [(0, edge) for edge in edges] + [(edge, 3) for edge in edges] + [(page_size, page_size), (65, 130)]
+    check(attention_of(64, kv_dtype, group=1, page_size=page_size), rows_of(*shapes))
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 16])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
+def test_groups_of_any_size(kv_dtype: str, group: int) -> None:
+    check(attention_of(64, kv_dtype, group=group, kv_heads=2), rows_of((0, 1), (30, 2), (17, 40)))
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 65, 100])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_windows_read_nothing_before_them(kv_dtype: str, window: int) -> None:
+    check(attention_of(64, kv_dtype, window=window), rows_of((0, 150), (200, 70), (129, 1), (5, 3)))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("window", [0, 50])
+def test_soft_caps(kv_dtype: str, window: int) -> None:
+    check(attention_of(64, kv_dtype, softcap=0.7, window=window), rows_of((0, 70), (100, 20)))
+
+
+@pytest.mark.parametrize("act", [FP32, BF16, FP16])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
+def test_activations_of_any_dtype(kv_dtype: str, act: torch.dtype) -> None:
+    attention = attention_of(64, kv_dtype)
+    step = prepare(attention, rows_of((0, 9), (30, 40)), act)
+    expected = step.expected(attention.scale, 0, 0.0)
+    tolerance = max(TOLERANCE[kv_dtype], {FP32: 0, BF16: 5e-3, FP16: 1e-3}[act])
+    assert (run(attention, step).double() - expected).abs().amax() <= tolerance * expected.abs().amax()
+
+
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, "bf16"), (128, "bf16"), (128, "q8_0"), (64, "fp32")])
+def test_long_histories_and_long_chunks(head_dim: int, kv_dtype: str) -> None:
+    attention = attention_of(head_dim, kv_dtype, group=4, page_size=32)
+    check(attention, rows_of((2000, 30), (0, 300), (777, 129)))
+
+
+SEQUENCE_TOKENS = 150
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype"), [(64, "bf16"), (80, "bf16"), (256, "bf16"), (96, "q8_0"), (64, "fp8"), (64, "fp32")]
+)
+def test_a_sequence_has_the_same_bits_however_it_is_cut(head_dim: int, kv_dtype: str, window: int) -> None:
+    """And so wherever its rows stand in tiles, in whatever pages, in whatever order threads run."""
+    attention = attention_of(head_dim, kv_dtype, group=3, window=window)
+    whole = run(attention, prepare(attention, [Row(0, SEQUENCE_TOKENS)]))
+    for size, launcher in ((7, FAST), (64, REVERSE)):
+        chunks = [Row(at, min(size, SEQUENCE_TOKENS - at)) for at in range(0, SEQUENCE_TOKENS, size)]
+        parts = [run(attention, prepare(attention, [chunk], seed=size), launcher) for chunk in chunks]
+        assert torch.equal(torch.cat(parts), whole)
+    singles = [Row(at, 1) for at in range(SEQUENCE_TOKENS)]
+    assert torch.equal(run(attention, prepare(attention, singles), RANDOM), whole)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_row_has_the_same_bits_alone_and_in_company(kv_dtype: str) -> None:
+    attention = attention_of(64, kv_dtype, group=3, kv_heads=2)
+    row = Row(50, 60, seed=9)
+    alone = run(attention, prepare(attention, [row]))
+    company = [Row(0, 1, 1), Row(99, 1, 2), Row(0, 21, 3), row, Row(3, 140, 4)]
+    together = run(attention, prepare(attention, company, seed=7))
+    assert torch.equal(together[23:83], alone)
+
+
+def test_rows_before_the_first_are_left_alone() -> None:
+    attention = attention_of()
+    step = prepare(attention, rows_of((3, 1), (30, 1), (0, 20), (9, 5)))
+    out, all_out = run(attention, step, first_row=2), run(attention, step)
+    assert out[:2].isnan().all()
+    assert torch.equal(out[2:], all_out[2:])
+
+
+@pytest.mark.parametrize("launcher", CHECKED)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_no_races_nor_reads_out_of_bounds(kv_dtype: str, launcher: Launcher) -> None:
+    """Check mode: every access within the tensors, ordered by barriers, and of written memory."""
+    check(attention_of(64, kv_dtype, group=3), rows_of((70, 1), (0, 20), (60, 9)), launcher)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype"), [(80, "bf16"), (96, "q8_0"), (80, "fp8"), (80, "fp32"), (256, "bf16")]
+)
+def test_no_races_with_uneven_heads_and_windows(head_dim: int, kv_dtype: str) -> None:
+    check(attention_of(head_dim, kv_dtype, group=1, window=20, softcap=5.0), rows_of((64, 20)), CHECKED[0])
+
+
+def test_tiles_cover_each_query_once_longest_first() -> None:
+    attention = attention_of(group=3)
+    starts, contexts = np.array([0, 1, 2, 102, 302], np.int32), np.array([5, 9, 1000, 0], np.int32)
+    tiles = attention.tiles(starts, contexts, first_row=1)
+    assert tiles.dtype == np.int32
+    assert sorted(map(tuple, tiles.tolist())) == [
+        (1, 0), *((2, first) for first in range(0, 300, 128)), *((3, first) for first in range(0, 600, 128))
+    ]  # fmt: skip
+    assert tiles[:4].tolist() == [[2, 256], [2, 128], [2, 0], [3, 512]]
+    assert attention.tiles(starts, contexts, first_row=4).shape == (0, 2)
+
+
+def test_a_step_without_tiles_launches_nothing() -> None:
+    attention = attention_of()
+    assert run(attention, prepare(attention, rows_of((3, 1))), first_row=1).isnan().all()
+
+
+def test_what_no_kernel_covers_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim is 72"):
+        attention_of(72)
+    with pytest.raises(ValueError, match="q8_0 cache needs a multiple of 32"):
+        attention_of(80, "q8_0")
+    with pytest.raises(ValueError, match="34 heads share 2 KV heads"):
+        attention_of(kv_heads=2, group=17)
+    with pytest.raises(ValueError, match="page_size_tokens is 8"):
+        attention_of(page_size=8)
+    with pytest.raises(ValueError, match="window_tokens is -1"):
+        attention_of(window=-1)
+    with pytest.raises(ValueError, match="65536 tiles"):
+        attention_of(group=1).tiles(np.array([0, 128 << 16], np.int32), np.array([0], np.int32))
+    with pytest.raises(ValueError, match="scale is 0"):
+        PrefillAttention(attention_of().layout, 2, 0.0)
