@@ -48,7 +48,7 @@ def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher = FAST,
     arrays = step.arrays
     tiles = attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row)
     out = torch.full((len(step.qkv), attention.num_heads, attention.layout.head_dim), torch.nan, dtype=step.qkv.dtype)
-    attention.attend(launcher, arrays, torch.from_numpy(tiles), step.qkv, step.layer_cache, step.page_table, out)
+    attention.attend(launcher, step.qkv, step.layer_cache, step.page_table, arrays, torch.from_numpy(tiles), out)
     return out
 
 

@@ -70,6 +70,10 @@ class PrefillAttention:
         object.__setattr__(self, "kernel", _attention(layout.kv_dtype, layout.head_dim))
         object.__setattr__(self, "_scalars", scalars)
 
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What `Launcher.prepare` should have."""
+        return (self.kernel,)
+
     @property
     def _group(self) -> int:
         return self.num_heads // self.layout.num_kv_heads
@@ -77,10 +81,10 @@ class PrefillAttention:
     def tiles(
         self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], first_row: int = 0
     ) -> NDArray[np.int32]:
-        """[n, 2] (row, first of its queries), for the rows from first_row on, at most one more than
-        `num_tokens * group / 64` a row. Tiles with the most keys to see come first. The same for all layers of a model.
+        """[n, 2] (row, first of its queries), for the rows from first_row on; n is at most R + T * group // 32. Tiles
+        with the most keys to see come first. The same for all layers of a model.
 
-        query_starts [R + 1], context_lens [R]: of the step. A row of n tokens has n * group queries a KV head, token
+        query_starts [R + 1], context_lens [R]: of the step. A row of k tokens has k * group queries a KV head, token
         by token. Raises ValueError for a step of more tiles than a launch can have.
         """
         rows_per_tile = _query_rows(self.layout.kv_dtype, self.layout.head_dim)
@@ -99,18 +103,18 @@ class PrefillAttention:
     def attend(
         self,
         launcher: Launcher,
-        rows: RowArrays,
-        tiles: Tensor,
         qkv: Tensor,
         layer_cache: Tensor,
         page_table: Tensor,
+        rows: RowArrays,
+        tiles: Tensor,
         out: Tensor,
     ) -> None:
         """out of each token of the rows that tiles has; the rest of it is left as it is.
 
-        tiles: int32, what `tiles` made of these rows, in any shape. qkv [T, (num_heads + 2 num_kv_heads) * head_dim]
-        and out [T, num_heads * head_dim]: fp32, bf16 or fp16, the same. layer_cache: uint8, the layer's pages, which
-        have the rows' own keys and values. page_table: int32 [max_slots, max_pages].
+        qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim]: fp32, bf16 or fp16, the
+        same. layer_cache: uint8, the layer's pages, which have the rows' own keys and values. page_table: int32
+        [max_slots, max_pages]. tiles: int32, what `tiles` made of these rows, in any shape.
         """
         if out.dtype != qkv.dtype:
             raise ValueError(f"queries are {qkv.dtype}, and the output {out.dtype}")
