@@ -108,8 +108,8 @@ class Elementwise:
         FROM_SLOT is the last token of the row's slot, last_tokens [max_slots].
         """
         self._launcher.launch(
-            self._embed, (len(residual), self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts, rows.slots,
-            residual, np.int32(len(rows.slots)), np.int32(len(table)), self._hidden,
+            self._embed, (len(residual), self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts,
+            rows.slots, residual, np.int32(len(rows.slots)), np.int32(len(table)), self._hidden,
         )  # fmt: skip
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:

@@ -1,0 +1,79 @@
+// Which token each row takes; filters.cu computes what may be drawn where there are filters. Blocks of 256 threads: x
+// segments of a row, y rows.
+
+#include "sampling.cuh"
+
+// Rows without filters get their token. Of the others, and of all, the peak becomes known: a row whose peak is no finite
+// number gets -1.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMETERS) {
+    __shared__ float segment_biases[kSegment];
+    __shared__ unsigned long long best_of_warp[kMaxWarps];
+    __shared__ unsigned largest_of_warp[kMaxWarps];
+    const Step step = STEP;
+    const int slot = step.slots[blockIdx.y];
+    if (slot < 0) return;
+    const SlotParams params = step.slot_params[slot];
+    const int position = step.position();
+    RowState& state = step.states[blockIdx.y];
+
+    unsigned long long best = 0;
+    unsigned largest = 0;
+    for_segment(step.row(slot, params, segment_biases), [&](int first, const float(&x)[8]) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) largest = max(largest, order_of(x[j]));
+        if (params.is_filtered) return;
+        if (params.inverse_temperature > 0.0f) {
+            best = draw(params, position, first, x, best);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) best = Largest{}(best, candidate(x[j], first + j));
+        }
+    });
+    best = reduce_block(best, best_of_warp, Largest{});
+    largest = reduce_block(largest, largest_of_warp, Largest{});
+    if (threadIdx.x == 0) {
+        atomicMax(&state.best, best);
+        atomicMax(&state.largest, largest);
+    }
+    if (!is_last_of_row(state) || threadIdx.x != 0) return;
+    largest = __ldcg(&state.largest);
+    best = __ldcg(&state.best);
+    const bool is_finite = largest > order_of(-infinity()) && largest < order_of(infinity());
+    const bool draws = is_finite && params.is_filtered;
+    state.best = 0;
+    state.largest = 0;
+    state.draws = draws;
+    state.peak = number_of(largest);
+    state.largest_gap = infinity();
+    state.largest_deviation = infinity();
+    state.mean_gap = 0.0f;
+    if (!draws) step.finish(slot, params, is_finite ? token_of(best) : -1);
+}
+
+// Draws from what the filters left, in the rows that have them.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) draw_rows(STEP_PARAMETERS) {
+    __shared__ float segment_biases[kSegment];
+    __shared__ unsigned long long best_of_warp[kMaxWarps];
+    const Step step = STEP;
+    const int slot = step.slots[blockIdx.y];
+    if (slot < 0 || !step.states[blockIdx.y].draws) return;
+    const SlotParams params = step.slot_params[slot];
+    const int position = step.position();
+    RowState& state = step.states[blockIdx.y];
+    Kept kept(state, params);
+    kept.largest_gap = fminf(kept.largest_gap, params.largest_gap);  // min_p, the last filter
+
+    unsigned long long best = 0;
+    for_segment(step.row(slot, params, segment_biases), [&](int first, const float(&x)[8]) {
+        float survivors[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) survivors[j] = kept.has(x[j]) ? x[j] : -infinity();
+        best = draw(params, position, first, survivors, best);
+    });
+    best = reduce_block(best, best_of_warp, Largest{});
+    if (threadIdx.x == 0) atomicMax(&state.best, best);
+    if (!is_last_of_row(state) || threadIdx.x != 0) return;
+    best = __ldcg(&state.best);
+    state.best = 0;
+    step.finish(slot, params, token_of(best));
+}
