@@ -1,31 +1,26 @@
-"""DecoderPass: the Llama family behind `IBatchedForwardPass`."""
+"""DecoderPass: the Llama family behind `IBatchedForwardPass`, on the CPU; on a GPU CudaDecoderPass takes its place."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
 from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
-from backend.checkpoint.weights import choose_dtype, expected_tensors, open_weights
+from backend.checkpoint.weights import choose_dtype, open_weights
 from backend.errors import StartupError
 from backend.forward_pass import PassOptions, PassSpec, StepBatch
+from backend.passes.decoder.cuda.cuda_device import CudaDevice
+from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.heap import freed_memory_returns
 from backend.passes.decoder.model import DecoderModel
 from backend.passes.decoder.native_library import load_library
-from backend.passes.decoder.ops import (
-    CPU_KV_DTYPES,
-    KV_BLOCK_BYTES,
-    KV_BLOCK_VALUES,
-    HeadShape,
-    Ops,
-    quantisable,
-)
+from backend.passes.decoder.ops import CPU_KV_DTYPES, HeadShape, HostOps
 from backend.passes.decoder.ops_deterministic import DeterministicTorchOps
 from backend.passes.decoder.ops_native import NativeOps, native_serves
 from backend.passes.decoder.ops_torch import TorchOps
+from backend.passes.decoder.spec import make_spec
 from backend.passes.decoder.threads import usable_cores
 from backend.sampler import HostSampling
 
@@ -44,27 +39,34 @@ between steps."""
 
 
 class DecoderPass(HostSampling):
-    """One decoder on one device. Logits travel to the host as numpy float32, where they are sampled."""
+    """One decoder on the CPU. Logits travel to the host as numpy float32, where they are sampled."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, max_running: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, ops: HostOps, dtype: torch.dtype, max_running: int
+    ) -> None:
         super().__init__(config.vocab_size, max_running)
         self._config = config
         self._ops = ops
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype)
-        self._spec = make_spec(config, dtype)
+        self._spec = make_spec(config, dtype, CPU_KV_DTYPES)
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
         model_dir = _needed(model_dir)
+        if options.device != "cpu":
+            return CudaDecoderPass.describe(model_dir, options)
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        return make_spec(config, choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16))
+        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
+        return make_spec(config, dtype, CPU_KV_DTYPES)
 
     @classmethod
-    def load(cls, model_dir: Path | None, options: PassOptions) -> DecoderPass:
+    def load(cls, model_dir: Path | None, options: PassOptions) -> DecoderPass | CudaDecoderPass:
+        """On a GPU it is another pass, with the same weights."""
         model_dir = _needed(model_dir)
-        if options.device != "cpu":
-            raise StartupError(f"device {options.device!r}: the decoder pass runs on the cpu only")
+        kind, _, index = options.device.partition(":")
+        if kind == "cuda":
+            return CudaDecoderPass.load(model_dir, options, CudaDevice(int(index)))
         config = read_decoder_config(model_dir, options.max_context_tokens)
         with freed_memory_returns(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype)
@@ -100,23 +102,9 @@ def _needed(model_dir: Path | None) -> Path:
     return model_dir
 
 
-def make_spec(config: DecoderConfig, dtype: torch.dtype) -> PassSpec:
-    """The spec of a model whose weights are of dtype; a KV cache wider than the weights is there for those who ask."""
-    values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    widths = {name: KV_BLOCK_BYTES[name] for name in CPU_KV_DTYPES if name != "q8_0" or quantisable(config.head_dim)}
-    order = sorted(widths, key=lambda name: (widths[name] > KV_BLOCK_VALUES * dtype.itemsize, -widths[name]))
-    num_weights = sum(math.prod(tensor.shape) for tensor in expected_tensors(config))
-    return PassSpec(
-        config.vocab_size,
-        config.max_context_tokens,
-        {name: values_per_token * widths[name] // KV_BLOCK_VALUES for name in order},
-        num_weights * dtype.itemsize,
-    )
-
-
 def make_cpu_ops(
     config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: int, *, deterministic: bool = False
-) -> Ops:
+) -> HostOps:
     """The fastest operations that this machine offers for the model; the native ones are always deterministic."""
     library = load_library() if native_serves(config) else None
     if library is not None:

@@ -33,7 +33,7 @@ Array: TypeAlias = Any
 Linear: TypeAlias = Any
 """What `pack_linear` returned."""
 Step: TypeAlias = Any
-"""What `begin_step` returned: a step's rows in the form the implementation likes."""
+"""A step's rows in the form the implementation likes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class AttentionLayer:
 
 
 class Ops(Protocol):
-    """One device. Weights are handed over once and kept in the form the device likes best."""
+    """What the model needs of a device. Weights are handed over once and kept in the form the device likes best."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """weight [out, in], bias [out]; the caller drops its own copy."""
@@ -85,12 +85,6 @@ class Ops(Protocol):
 
     def tied_table(self, weight: Tensor, lm_head: Linear) -> Array:
         """As `table`, where lm_head was packed from the same weight and may be read in its place."""
-        ...
-
-    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
-
-    def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
-        """input_ids [T] are batch.input_ids with every FROM_SLOT resolved."""
         ...
 
     def embed(self, table: Array, step: Step) -> Array:
@@ -124,7 +118,17 @@ class Ops(Protocol):
         ...
 
     def logits(self, x: Array, weights: Linear) -> Array:
-        """The product in fp32, [L, vocab]."""
+        """The product, [L, vocab]: in fp32 on the host, in the weights' dtype on a GPU."""
         ...
 
     def close(self) -> None: ...
+
+
+class HostOps(Ops, Protocol):
+    """The operations on the CPU, with the step and the cache in their own hands."""
+
+    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
+
+    def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
+        """input_ids [T] are batch.input_ids with every FROM_SLOT resolved."""
+        ...

@@ -1,4 +1,4 @@
-"""The `Device` of a machine without one: torch tensors on the CPU, kernels on the emulator, graphs as recorded calls."""
+"""The `Device` of a machine without one: tensors on the CPU, kernels on the emulator, graphs as recorded calls."""
 
 from __future__ import annotations
 
@@ -103,6 +103,8 @@ class EmulatedDevice:
 
     def __post_init__(self) -> None:
         self.torch_device = torch.device("cpu")
+        self.num_sms = 4
+        self.shared_bytes_per_sm = 228 << 10
         self.launcher = RecordingLauncher(shared_launcher(self.mode))
 
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -132,12 +134,11 @@ class EmulatedDevice:
         if self.fault is not None:
             raise self.fault
 
-    def judge(self, error: Exception, doing: str) -> Exception:
+    def check(self, doing: str) -> None:
         try:
             self.synchronize()
-        except Exception as fault:  # noqa: BLE001 - as on a GPU
-            return DeviceLost(f"{doing}: {fault}; the kernel given last was {self.launcher.last_launch}")
-        return error
+        except Exception as fault:
+            raise DeviceLost(f"{doing}: {fault}; given last was {self.launcher.last_launch}") from fault
 
 
 _launchers: dict[str, Any] = {}

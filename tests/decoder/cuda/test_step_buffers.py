@@ -15,7 +15,9 @@ from backend.passes.decoder.cuda import step_buffers
 from backend.passes.decoder.cuda.step_buffers import StepBuffers, StepLimits
 from tests.decoder.cuda.emulated_device import EmulatedDevice
 
-LIMITS = StepLimits(max_rows=6, max_tokens=40, max_pages=8, page_size_tokens=4, num_pages=50, vocab_size=100)
+LIMITS = StepLimits(
+    max_rows=6, max_tokens=40, max_pages=8, page_size_tokens=4, num_pages=50, vocab_size=100, tail_ints=20
+)
 
 
 def make_buffers(limits: StepLimits = LIMITS) -> StepBuffers:
@@ -103,7 +105,6 @@ def test_a_page_that_the_device_knows_does_not_travel_again() -> None:
 
 
 def test_parts_travel_along_and_pages_beyond_one_copy_go_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_buffers, "_TAIL_INTS", 32)
     monkeypatch.setattr(step_buffers, "_CHANGES_AT_ONCE", 10)
     buffers = make_buffers()
     batch = make_batch([(slot, 28, 3) for slot in range(6)], seed=3)
@@ -111,8 +112,8 @@ def test_parts_travel_along_and_pages_beyond_one_copy_go_ahead(monkeypatch: pyte
     assert first.tolist() == list(range(8))
     assert second.tolist() == list(range(5))
     expect_arrived(buffers, batch)
-    with pytest.raises(ValueError, match="more than the block"):
-        buffers.load(batch, 0, [np.zeros(100, np.int32)])
+    with pytest.raises(ValueError, match="ints are to be sent; the block holds"):
+        buffers.load(batch, 0, [np.zeros(200, np.int32)])
 
 
 def test_a_block_is_written_only_after_the_device_has_read_it() -> None:
@@ -157,6 +158,6 @@ def test_too_many_tokens_are_refused() -> None:
 
 def test_the_device_memory_is_what_is_announced() -> None:
     buffers = make_buffers()
-    tensors: list[torch.Tensor] = [buffers.block, buffers.page_table]
+    tensors: list[torch.Tensor] = [buffers.uplink.block, buffers.page_table]
     taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    assert taken <= StepBuffers.num_bytes(LIMITS) <= taken + 4096
+    assert taken == StepBuffers.num_bytes(LIMITS)

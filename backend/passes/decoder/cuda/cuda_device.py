@@ -22,16 +22,19 @@ class CudaDevice:
         torch.cuda.set_device(index)
         self.torch_device = torch.device("cuda", index)
         # Graphs cannot be captured on the default stream.
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._stream)
         self.launcher = CupyLauncher(index)
+        properties = torch.cuda.get_device_properties(index)
+        self.num_sms: int = properties.multi_processor_count
+        self.shared_bytes_per_sm: int = properties.shared_memory_per_multiprocessor
         self._graph_pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)
 
     def record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
@@ -45,12 +48,11 @@ class CudaDevice:
     def synchronize(self) -> None:
         self._stream.synchronize()
 
-    def judge(self, error: Exception, doing: str) -> Exception:
+    def check(self, doing: str) -> None:
         try:
             self._stream.synchronize()
-        except Exception as fault:  # noqa: BLE001 - whatever it is, a device that cannot be waited for computes no more
-            return DeviceLost(
-                f"{doing}: {fault}; the kernel given last was {self.launcher.last_launch}, the fault may be an earlier "
-                f"one's: CUDA_LAUNCH_BLOCKING=1 names it"
-            )
-        return error
+        except Exception as fault:  # whatever it is, a device that cannot be waited for computes no more
+            raise DeviceLost(
+                f"{doing}: {str(fault).strip().splitlines()[0]}; given last was {self.launcher.last_launch}, and the "
+                "fault may be an earlier kernel's: CUDA_LAUNCH_BLOCKING=1 names it"
+            ) from fault

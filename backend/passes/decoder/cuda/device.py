@@ -38,6 +38,14 @@ class Device(Protocol):
     @property
     def launcher(self) -> Launcher: ...
 
+    @property
+    def num_sms(self) -> int:
+        """Multiprocessors."""
+        ...
+
+    @property
+    def shared_bytes_per_sm(self) -> int: ...
+
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Page-locked host memory, from and to which copies with non_blocking=True do not wait."""
         ...
@@ -54,7 +62,7 @@ class Device(Protocol):
         """Waits for all work in the stream."""
         ...
 
-    def judge(self, error: Exception, doing: str) -> Exception:
-        """What to raise for an error that came up while `doing`: DeviceLost where the device answers no more, else the
-        error itself. Any thread may call it."""
+    def check(self, doing: str) -> None:
+        """After an error that came up while `doing`: raises DeviceLost where the device answers no more. Any thread may
+        call it; it waits for all work in the stream."""
         ...

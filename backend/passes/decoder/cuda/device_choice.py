@@ -89,7 +89,7 @@ def find_gpus() -> list[Gpu]:
     if importlib.util.find_spec("cupy") is None:
         raise StartupError(f"CuPy is not installed: pip install 'penstock[{extra}]'")
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         count = torch.cuda.device_count()
     except RuntimeError as error:
         raise StartupError(f"torch cannot use the GPU: {str(error).splitlines()[0]}") from error

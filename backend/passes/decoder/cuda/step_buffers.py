@@ -15,6 +15,7 @@ import torch
 
 from backend.forward_pass import FROM_SLOT
 from backend.passes.decoder.cuda.launcher import Kernel
+from backend.passes.decoder.cuda.transfers import Uplink, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,13 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from backend.forward_pass import StepBatch
-    from backend.passes.decoder.cuda.device import Device, Event
+    from backend.passes.decoder.cuda.device import Device
 
     Ints = NDArray[np.int32]
 
-_NUM_BLOCKS = 2
-_TAIL_INTS = 1 << 16
-_CHANGES_AT_ONCE = _TAIL_INTS // 3
+_CHANGES_AT_ONCE = 1 << 13
+"""Entries of page tables."""
 _CHANGE_PAGES = Kernel("step.cu", "change_pages", (), num_threads=128)
 
 
@@ -49,6 +49,8 @@ class StepLimits:
     page_size_tokens: int
     num_pages: int
     vocab_size: int
+    tail_ints: int
+    """Of what may travel along with a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,6 @@ class RowArrays:
         return RowArrays(self.query_starts[: num_rows + 1], self.context_lens[:num_rows], self.slots[:num_rows])
 
 
-class HostBlock:
-    """One pinned block, and the event after which the device has read what it held."""
-
-    def __init__(self, device: Device, num_ints: int) -> None:
-        self.tensor = device.pinned(num_ints, torch.int32)
-        self.ints: Ints = self.tensor.numpy()
-        self.read: Event | None = None
-
-
 class StepBuffers:
     """Owns the device's step block and page table, and their mirror on the host. Used by the pass's thread alone."""
 
@@ -88,19 +81,16 @@ class StepBuffers:
         start = 0
         for name, size in sizes.items():
             self._places[name] = slice(start, start + size)
-            start += _aligned(size)
+            start += aligned(size)
         self._ids_start = start
-        self._num_ints = start + _aligned(limits.max_tokens) + _TAIL_INTS
         self._fixed = np.zeros(start + limits.max_tokens, np.int32)
-        self._hosts = [HostBlock(device, self._num_ints) for _ in range(_NUM_BLOCKS)]
-        self._next = 0
         self._pages = np.full((rows, limits.max_pages), -1, np.int32)
         """What the device's page table holds."""
 
-        self.block = torch.zeros(self._num_ints, dtype=torch.int32, device=device.torch_device)
+        self.uplink = Uplink(device, self.num_bytes(limits) // 4 - self._pages.size)
         self.page_table = torch.zeros(rows, limits.max_pages, dtype=torch.int32, device=device.torch_device)
         """int32 [max_rows, max_pages], by slot."""
-        self.input_ids = self.block[start : start + limits.max_tokens]
+        self.input_ids = self.uplink.block[start : start + limits.max_tokens]
         self.rows = RowArrays(*(self._view(name) for name in ("query_starts", "context_lens", "slots")))
         """All rows that a step can have."""
         self.logit_rows = RowArrays(
@@ -113,32 +103,30 @@ class StepBuffers:
     @staticmethod
     def num_bytes(limits: StepLimits) -> int:
         """Of the device's memory."""
-        fixed = 7 * _aligned(limits.max_rows + 1) + _aligned(limits.max_tokens) + _TAIL_INTS
-        return 4 * (fixed + limits.max_rows * limits.max_pages)
+        fixed = 7 * aligned(limits.max_rows + 1) + aligned(limits.max_tokens)
+        tail = aligned(limits.tail_ints) + aligned(3 * _CHANGES_AT_ONCE)
+        return 4 * (fixed + tail + limits.max_rows * limits.max_pages)
 
     def load(self, batch: StepBatch, num_padded_rows: int, parts: list[Ints]) -> list[Tensor]:
         """Brings the step to the device, rows beyond the batch's up to num_padded_rows as padding, and page changes.
 
-        parts travel along; returns where they are, each int32 [n]. A token id FROM_SLOT stays one. Raises ValueError
-        for a batch that breaks its contract.
+        parts, of tail_ints in all, travel along; returns where they are, each int32 [n]. A token id FROM_SLOT stays
+        one. Raises ValueError for a batch that breaks its contract.
         """
         self._check(batch)
-        used = self._ids_start + max(batch.num_tokens, num_padded_rows)
-        room = self._num_ints - _aligned(used) - sum(_aligned(part.size) for part in parts)
-        if room < 0:
-            raise ValueError(f"the step needs {-room} more than the block's {self._num_ints} ints; this is a bug")
         changes = self._page_changes(batch)
-        while len(changes) > max(room // 3 - 1, 0):
+        while len(changes) > _CHANGES_AT_ONCE:
             # Only where a step brings very many pages at once: ahead of it, in copies of their own.
-            self._apply(self._send([changes[:_CHANGES_AT_ONCE].ravel()])[0])
+            self._apply(*self.uplink.send([changes[:_CHANGES_AT_ONCE]]))
             changes = changes[_CHANGES_AT_ONCE:]
         self._write_fixed(batch, num_padded_rows)
-        sent = self._send([self._fixed[:used], changes.ravel(), *parts])
-        self._apply(sent[1])
-        return sent[2:]
+        used = self._ids_start + max(batch.num_tokens, num_padded_rows)
+        _, sent, *rest = self.uplink.send([self._fixed[:used], changes, *parts])
+        self._apply(sent)
+        return rest
 
     def _view(self, name: str) -> Tensor:
-        return self.block[self._places[name]]
+        return self.uplink.block[self._places[name]]
 
     def _check(self, batch: StepBatch) -> None:
         limits = self._limits
@@ -199,28 +187,8 @@ class StepBuffers:
                 fixed[places[name]][padding] = -1
             fixed[places["logit_tokens"]][padding] = np.arange(num_rows, num_padded_rows)
 
-    def _send(self, parts: list[Ints]) -> list[Tensor]:
-        """The parts, one behind the other, in one copy to the start of the device's block."""
-        host = self._hosts[self._next]
-        self._next = (self._next + 1) % _NUM_BLOCKS
-        if host.read is not None:
-            host.read.synchronize()
-        spans, start = [], 0
-        for part in parts:
-            spans.append(slice(start, start + part.size))
-            host.ints[spans[-1]] = part
-            start += _aligned(part.size)
-        self.block[:start].copy_(host.tensor[:start], non_blocking=True)
-        host.read = self._device.record()
-        return [self.block[span] for span in spans]
-
     def _apply(self, changes: Tensor) -> None:
         n = len(changes) // 3
         grid = (-(-n // _CHANGE_PAGES.num_threads), 1, 1)
         max_pages = np.int32(self._limits.max_pages)
         self._device.launcher.launch(_CHANGE_PAGES, grid, changes, self.page_table, np.int32(n), max_pages)
-
-
-def _aligned(num_ints: int) -> int:
-    """To 16 bytes."""
-    return -(-num_ints // 4) * 4

@@ -1,0 +1,263 @@
+"""CudaDecoderPass: the Llama family on one GPU, a step ahead of the host.
+
+A step is one copy to the device, the model's kernels (captured beforehand where all rows have one token), the sampler's
+kernels, and one copy of the tokens back. The host waits for none of it: `sample` returns a handle, and the tokens stay
+on the device, where the next step finds them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+from backend.checkpoint.weights import choose_dtype, open_weights
+from backend.errors import StartupError
+from backend.passes.decoder.cuda import step_buffers
+from backend.passes.decoder.cuda.graphs import DecodeGraphs
+from backend.passes.decoder.cuda.launcher import KernelFailed
+from backend.passes.decoder.cuda.link_probe import LinkSpeed, measure_link
+from backend.passes.decoder.cuda.ops_cuda import CudaOps, CudaStep
+from backend.passes.decoder.cuda.plan import (
+    MAX_PAGE_COPIES,
+    StepSizes,
+    attention_by_window,
+    make_layout,
+    mask_ints,
+    max_update_ints,
+    plan_spec,
+    step_limits,
+)
+from backend.passes.decoder.cuda.results import PendingTokens, ResultBuffers
+from backend.passes.decoder.cuda.sampling import DeviceSampler, Selection, SlotArrays
+from backend.passes.decoder.cuda.step_buffers import StepBuffers
+from backend.passes.decoder.cuda.transfers import Uplink
+from backend.passes.decoder.model import DecoderModel
+from backend.passes.decoder.rope import RopeTable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from backend.forward_pass import PassOptions, PassSpec, SlotInit, StepBatch, TokenMasks
+    from backend.passes.decoder.config import DecoderConfig
+    from backend.passes.decoder.cuda.device import Device
+    from backend.passes.decoder.cuda.transfers import Ints
+    from backend.passes.decoder.model import Weights
+
+logger = logging.getLogger("penstock.backend")
+
+_NO_INTS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """What `sample` needs of the step that `forward` launched."""
+
+    selection: Selection
+    logprob_rows: Tensor
+
+
+class CudaDecoderPass:
+    """See `IBatchedForwardPass`. Logits are tensors on the device, in the weights' dtype, and the next step's buffer.
+
+    `PassOptions.deterministic` is not kept: cuBLAS chooses its kernels by the number of rows.
+    """
+
+    link: LinkSpeed
+    """Of host and device, measured by `create_cache`: what a policy that moves pages of preempted sequences to the host
+    would go by. They are recomputed, see docs/decisions.md."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, device: Device, dtype: torch.dtype, sizes: StepSizes
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._sizes = sizes
+        self._dtype = dtype
+        self._spec = plan_spec(config, dtype, sizes)
+        with torch.inference_mode():
+            self._ops = CudaOps(device, config, dtype, sizes.max_tokens, sizes.max_rows)
+            self._model = DecoderModel(config, self._ops, weights, dtype)
+
+    @classmethod
+    def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
+        config = read_decoder_config(model_dir, options.max_context_tokens)
+        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
+        return plan_spec(config, dtype, step_sizes(config, options))
+
+    @classmethod
+    def load(cls, model_dir: Path, options: PassOptions, device: Device) -> CudaDecoderPass:
+        config = read_decoder_config(model_dir, options.max_context_tokens)
+        with open_weights(model_dir, config) as weights:
+            dtype = weights.choose_dtype(options.dtype)
+            try:
+                return cls(config, weights, device, dtype, step_sizes(config, options))
+            except torch.OutOfMemoryError as error:
+                raise StartupError(f"the weights and workspace do not fit the GPU: {_first_line(error)}") from error
+
+    @property
+    def spec(self) -> PassSpec:
+        return self._spec
+
+    @torch.inference_mode()
+    def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        """Also compiles the kernels, measures the link, and captures the decode steps."""
+        config, device = self._config, self._device
+        longest = min(self._sizes.max_context_tokens, num_pages * page_size_tokens)
+        sizes = StepSizes(self._sizes.max_rows, self._sizes.max_tokens, longest)
+        layout = make_layout(config, num_pages, page_size_tokens, kv_dtype)
+        try:
+            attention = attention_by_window(
+                config, layout, sizes, num_sms=device.num_sms, shared_bytes_per_sm=device.shared_bytes_per_sm
+            )
+        except ValueError as error:
+            raise StartupError(f"the GPU's kernels do not cover this cache: {error}") from error
+        slots = SlotArrays(sizes.max_rows, config.vocab_size, device.torch_device)
+        self._sampler = DeviceSampler(device.launcher, slots, self._dtype)
+        self._buffers = StepBuffers(device, step_limits(config, sizes, page_size_tokens, num_pages))
+        self._masks = Uplink(device, mask_ints(config, sizes))
+        self._results = ResultBuffers(device, sizes.max_rows)
+        self._max_update_ints = max_update_ints(config, sizes)
+        self._num_pages = num_pages
+        rope = RopeTable(config.rope).cover(longest)[:longest].to(device.torch_device)
+        self._ops.open_cache(layout, self._buffers, slots.last_tokens, rope, attention)
+        try:
+            device.launcher.prepare([*self._ops.kernels(), *self._sampler.kernels, *step_buffers.kernels()])
+            self.link = measure_link(device)
+            self._graphs = DecodeGraphs(device, sizes.max_graph_rows, self._run_padding)
+        except KernelFailed as error:
+            raise StartupError(f"a kernel does not run: {_first_line(error)}") from error
+        logger.info("host link: %s; pages of preempted sequences are computed again", self.link)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> Tensor:
+        try:
+            return self._forward(batch)
+        except Exception:
+            self._device.check(_name(batch))
+            raise
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None = None) -> PendingTokens:
+        try:
+            return self._sample(logits, batch, masks)
+        except Exception:
+            self._device.check(f"sampling {_name(batch)}")
+            raise
+
+    def host_logits(self, logits: Tensor) -> NDArray[np.float32]:
+        host: NDArray[np.float32] = logits.float().cpu().numpy().copy()
+        return host
+
+    def close(self) -> None:
+        self._device.synchronize()
+        self._ops.close()
+        del self._graphs, self._buffers, self._sampler, self._masks, self._results, self._model
+
+    def _forward(self, batch: StepBatch) -> Tensor:
+        num_decode = _count_decode_rows(batch)
+        num_logits = len(batch.logit_rows)
+        is_narrow = num_decode == num_logits == batch.num_rows
+        num_padded = self._graphs.size_for(batch.num_rows) if is_narrow else None
+        updates, num_updates = self._pack_slots(batch.slot_inits)
+        copies = self._pack_copies(batch.page_copies)
+        tiles = self._ops.prefill_tiles(batch, num_decode) if num_decode < batch.num_rows else _NO_INTS
+        selection = self._sampler.selection(batch.slots[batch.logit_rows])
+        parts = [updates, copies, tiles, selection.logprob_rows]
+        updates_there, copies_there, tiles_there, logprob_rows = self._buffers.load(batch, num_padded or 0, parts)
+        self._sampling = _Sampling(selection, logprob_rows)
+        self._sampler.take_slots(updates_there, num_updates)
+        self._ops.copy_pages(copies_there)
+        if num_padded is not None:
+            self._graphs.replay(num_padded)
+            return self._ops.logits_of(num_logits)
+        buffers = self._buffers
+        step = CudaStep(
+            num_tokens=batch.num_tokens,
+            rows=buffers.rows.cut(batch.num_rows),
+            num_decode=num_decode,
+            prefill_tiles=tiles_there if len(tiles) else None,
+            logit_rows=buffers.logit_rows.cut(num_logits),
+            logit_tokens=buffers.logit_tokens[:num_logits],
+            is_narrow=is_narrow,
+        )
+        self._ops.begin(step)
+        self._model.forward(step, wants_logits=num_logits > 0)
+        return self._ops.logits_of(num_logits)
+
+    def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingTokens:
+        num_rows = len(logits)
+        selection, rows = self._sampling.selection, self._buffers.logit_rows.cut(num_rows)
+        tokens = self._results.tokens(num_rows)
+        placed = None if masks is None else self._send_masks(masks, num_rows)
+        self._sampler.sample(logits, rows.slots, rows.context_lens, selection, tokens, placed)
+        if len(selection.logprob_rows):
+            out = self._results.logprobs(num_rows, selection)
+            self._sampler.logprobs(logits, tokens, self._sampling.logprob_rows, out)
+        return self._results.fetch(num_rows, selection, _name(batch))
+
+    def _run_padding(self, num_rows: int) -> None:
+        """A decode step without rows, of the shape that steps of so many rows have."""
+        buffers = self._buffers
+        rows, logit_rows = buffers.rows.cut(num_rows), buffers.logit_rows.cut(num_rows)
+        step = CudaStep(num_rows, rows, num_rows, None, logit_rows, buffers.logit_tokens[:num_rows], True)
+        self._ops.begin(step)
+        self._model.forward(step, wants_logits=True)
+
+    def _pack_slots(self, inits: tuple[SlotInit, ...]) -> tuple[Ints, int]:
+        """New slots as they travel with the step; where they are too many for that, they go ahead of it."""
+        if not inits:
+            return _NO_INTS, 0
+        updates = self._sampler.pack(inits)
+        if updates.size <= self._max_update_ints:
+            return updates, len(inits)
+        for init in inits:
+            (update,) = self._buffers.uplink.send([self._sampler.pack([init])])
+            self._sampler.take_slots(update, 1)
+        return _NO_INTS, 0
+
+    def _pack_copies(self, copies: tuple[tuple[int, int], ...]) -> Ints:
+        """Flat pairs; what is too much to travel with the step goes ahead of it."""
+        if not copies:
+            return _NO_INTS
+        pairs = np.array(copies, np.int32)
+        if pairs.min() < 0 or pairs.max() >= self._num_pages:
+            raise ValueError(f"pages to copy are {pairs.min()} … {pairs.max()}; there are {self._num_pages}")
+        while len(pairs) > MAX_PAGE_COPIES:
+            self._ops.copy_pages(*self._buffers.uplink.send([pairs[:MAX_PAGE_COPIES]]))
+            pairs = pairs[MAX_PAGE_COPIES:]
+        return pairs
+
+    def _send_masks(self, masks: TokenMasks, num_rows: int) -> tuple[Tensor, Tensor]:
+        which = np.full(num_rows, -1, np.int32)
+        which[masks.rows] = np.arange(len(masks.rows))
+        rows, bits = self._masks.send([which, masks.bits.view(np.int32)])
+        return rows, bits
+
+
+def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
+    longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
+    return StepSizes(options.max_running, options.max_batch_tokens, longest)
+
+
+def _count_decode_rows(batch: StepBatch) -> int:
+    """Rows of one token. Raises ValueError if they do not come first."""
+    num_decode = int((np.diff(batch.query_starts) == 1).sum())
+    if batch.query_starts[num_decode] != num_decode:
+        raise ValueError("rows of one token must come first")
+    return num_decode
+
+
+def _name(batch: StepBatch) -> str:
+    return f"a step of {batch.num_tokens} tokens in {batch.num_rows} rows"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

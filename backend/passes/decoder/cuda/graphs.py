@@ -1,0 +1,45 @@
+"""Captured decode steps, one for each padded number of rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backend.passes.decoder.cuda.device import Device, Graph
+
+MAX_GRAPH_ROWS = 256
+"""Steps of more rows keep the device busy long enough to launch their kernels one by one."""
+_SMALL_SIZES = (1, 2, 4)
+_SIZE_STEP = 8
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24 and so on, and as the last one the most rows that a captured step has."""
+    most = min(max_rows, MAX_GRAPH_ROWS)
+    return sorted({*(size for size in (*_SMALL_SIZES, *range(_SIZE_STEP, most, _SIZE_STEP)) if size < most), most})
+
+
+class DecodeGraphs:
+    """Each graph reads its step from fixed addresses; rows beyond the step's are padding."""
+
+    def __init__(self, device: Device, max_rows: int, run: Callable[[int], None]) -> None:
+        """run puts a step of so many rows, all of one token, into the stream. It is run once before it is captured,
+        largest first: libraries load and allocate at their first call, which a capture does not allow."""
+        self._sizes = graph_sizes(max_rows)
+        self._graphs: dict[int, Graph] = {}
+        for size in reversed(self._sizes):
+            run(size)
+            device.synchronize()
+            self._graphs[size] = device.capture(partial(run, size))
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The padded number of rows; None where no graph has so many."""
+        index = bisect_left(self._sizes, num_rows)
+        return self._sizes[index] if index < len(self._sizes) else None
+
+    def replay(self, size: int) -> None:
+        self._graphs[size].replay()

@@ -1,0 +1,95 @@
+"""What a step brings: tokens and log probabilities, in one block of the device's memory, and their way to the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from backend.forward_pass import StepOutput, TokenLogprobs
+from backend.passes.decoder.cuda.sampling import LogprobBuffers
+from backend.passes.decoder.cuda.transfers import Downlink, aligned
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from backend.passes.decoder.cuda.device import Device
+    from backend.passes.decoder.cuda.sampling import Selection
+    from backend.passes.decoder.cuda.transfers import Fetched, Ints
+
+MAX_TOP = 20
+"""Of a row's likeliest tokens, as the API allows."""
+
+
+class ResultBuffers:
+    """The next step overwrites what the kernels wrote; what `fetch` copied is the step's own."""
+
+    def __init__(self, device: Device, max_rows: int) -> None:
+        self._device = device
+        self._downlink = Downlink(device, self.num_bytes(max_rows) // 4)
+
+    @staticmethod
+    def num_bytes(max_rows: int) -> int:
+        """Of the device's memory."""
+        return 4 * (aligned(max_rows) + max_rows * (2 + 2 * MAX_TOP))
+
+    def tokens(self, num_rows: int) -> Tensor:
+        """int32 [num_rows]"""
+        return self._downlink.block[:num_rows]
+
+    def logprobs(self, num_rows: int, selection: Selection) -> LogprobBuffers:
+        """For the rows that the selection names, of num_rows. Raises ValueError for too many likeliest tokens."""
+        count, top = len(selection.logprob_rows), selection.num_top
+        if top > MAX_TOP:
+            raise ValueError(f"{top} of the likeliest tokens are asked for; at most {MAX_TOP} are reported")
+        sizes = [count, count, count * top, count * top]
+        chosen, ranks, ids, values = torch.split(self._downlink.block[aligned(num_rows) :][: sum(sizes)], sizes)
+        return LogprobBuffers(
+            chosen.view(torch.float32), ranks, ids.view(count, top), values.view(torch.float32).view(count, top)
+        )
+
+    def fetch(self, num_rows: int, selection: Selection, doing: str) -> PendingTokens:
+        """The results of the step whose kernels were launched last; doing names it in a fault's message."""
+        num_ints = num_rows
+        if len(selection.logprob_rows):
+            num_ints = aligned(num_rows) + len(selection.logprob_rows) * (2 + 2 * selection.num_top)
+        return PendingTokens(self._device, self._downlink.fetch(num_ints), num_rows, selection, doing)
+
+
+class PendingTokens:
+    """See `PendingOutput`."""
+
+    def __init__(self, device: Device, fetched: Fetched, num_rows: int, selection: Selection, doing: str) -> None:
+        self._device = device
+        self._fetched = fetched
+        self._num_rows = num_rows
+        self._selection = selection
+        self._doing = doing
+
+    def wait(self) -> StepOutput:
+        """Once."""
+        try:
+            ints = self._fetched.wait()
+        except Exception:
+            self._device.check(self._doing)
+            raise
+        tokens = ints[: self._num_rows]
+        if not len(self._selection.logprob_rows):
+            return StepOutput(tokens)
+        return StepOutput(tokens, self._logprobs(tokens, ints[aligned(self._num_rows) :]))
+
+    def _logprobs(self, tokens: Ints, ints: Ints) -> TokenLogprobs | None:
+        rows, top = self._selection.logprob_rows, self._selection.num_top
+        count = len(rows)
+        chosen, ranks, ids, values = np.split(ints, np.cumsum([count, count, count * top]))
+        sampled = np.flatnonzero(tokens[rows] >= 0)
+        if not len(sampled):
+            return None
+        return TokenLogprobs(
+            rows[sampled],
+            chosen.view(np.float32)[sampled],
+            ranks[sampled],
+            ids.reshape(count, top)[sampled],
+            values.view(np.float32).reshape(count, top)[sampled],
+        )

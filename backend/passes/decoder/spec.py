@@ -1,0 +1,31 @@
+"""What the engine is told of a decoder."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from backend.checkpoint.weights import expected_tensors
+from backend.forward_pass import PassSpec
+from backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, quantisable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from backend.passes.decoder.config import DecoderConfig
+
+
+def make_spec(config: DecoderConfig, dtype: torch.dtype, kv_dtypes: Iterable[str]) -> PassSpec:
+    """The spec of a model whose weights are of dtype; a KV cache wider than the weights is there for those who ask."""
+    values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    widths = {name: KV_BLOCK_BYTES[name] for name in kv_dtypes if name != "q8_0" or quantisable(config.head_dim)}
+    order = sorted(widths, key=lambda name: (widths[name] > KV_BLOCK_VALUES * dtype.itemsize, -widths[name]))
+    num_weights = sum(math.prod(tensor.shape) for tensor in expected_tensors(config))
+    return PassSpec(
+        config.vocab_size,
+        config.max_context_tokens,
+        {name: values_per_token * widths[name] // KV_BLOCK_VALUES for name in order},
+        num_weights * dtype.itemsize,
+    )
