@@ -6,22 +6,26 @@ it as plain dicts of strings.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
+import msgspec
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from frontend.errors import invalid
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from jinja2.parser import Parser
 
-    from frontend.schemas import ChatMessage
+    from frontend.schemas.chat import CalledTool, ChatBody, ChatMessage
 
 
 _RENDERING_FAILS = (
@@ -90,30 +94,70 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt up to where the assistant speaks. Raises TemplateRefusedError."""
+    def render(self, body: ChatBody) -> str:
+        """The prompt up to where the assistant speaks, or goes on speaking. Raises TemplateRefusedError, ApiError."""
+        messages = [self._as_dict(message) for message in body.messages]
+        fixed = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": [msgspec.to_builtins(tool) for tool in body.tools] if body.tools else None,
+            "documents": body.documents,
+            "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
+        }
         try:
-            return self._template.render(
-                **self._special_tokens,
-                messages=[self._as_dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-            )
+            text = self._template.render(**_variables(body, fixed), **fixed)
         except _TemplateRaised as error:
             raise TemplateRefusedError(str(error.message)) from None
         except _RENDERING_FAILS as error:
             raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
 
-    def _as_dict(self, message: ChatMessage) -> dict[str, str]:
+        return _cut_behind(messages[-1]["content"], text) if body.continue_final_message else text
+
+    def _as_dict(self, message: ChatMessage) -> dict[str, Any]:
         role = message.role
         if role == "developer" and not self._knows_developer:
             role = "system"
         content = message.content
         if isinstance(content, list):
             content = "\n".join(part.text or "" for part in content)
-        fields = {"role": role, "content": content, "name": message.name, "tool_call_id": message.tool_call_id}
+        fields = {
+            "role": role,
+            "content": content,
+            "name": message.name,
+            "tool_call_id": message.tool_call_id,
+            "tool_calls": [_called(call) for call in message.tool_calls] if message.tool_calls else None,
+            "reasoning_content": message.reasoning_content,
+        }
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def _variables(body: ChatBody, fixed: Mapping[str, object]) -> dict[str, Any]:
+    """What a request may say to the template besides its messages. Raises ApiError."""
+    variables = dict(body.chat_template_kwargs or {})
+    for name in variables:
+        if name in fixed:
+            invalid(f"chat_template_kwargs.{name}", "cannot be set here")
+    if body.enable_thinking is not None:
+        variables["enable_thinking"] = body.enable_thinking
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    return variables
+
+
+def _called(call: CalledTool) -> dict[str, Any]:
+    """Templates want the arguments as an object; a text that is none they get as it is."""
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    with contextlib.suppress(ValueError, RecursionError):
+        function["arguments"] = json.loads(call.function.arguments)
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _cut_behind(content: str, text: str) -> str:
+    """The prompt up to the end of the last message, without what the template writes behind it."""
+    end = text.rfind(content.strip())
+    if end < 0:
+        raise TemplateRefusedError("the final message does not appear in it as it is")
+    return text[: end + len(content.strip())]
 
 
 def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

@@ -1,14 +1,13 @@
-"""One request's choices: their token streams, turned into text and into an answer."""
+"""One request's choices, run to their end and turned into an answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from frontend.errors import ApiError, ErrorKind, retry_later, shutting_down
-from frontend.formats import Usage
+from frontend.deltas import Delta, Message
+from frontend.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
 from frontend.sse import EventStream
 from shm.client import BackendUnavailable
 from shm.wire import FailureCode, Finish
@@ -16,64 +15,31 @@ from shm.wire import FailureCode, Finish
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from frontend.detokenizer import Detokenizer
+    from frontend.choice import Choice
     from frontend.exchange import Exchange, Headers
-    from frontend.formats import Format
+    from frontend.formats.base import Format, Usage
     from frontend.request_log import RequestRecord
-    from frontend.stop_strings import StopMatcher
     from shm.client import TokenBatch, TokenStream
 
 _RETRY_AFTER_S = 1
 
 
-@dataclass(slots=True)
-class Choice:
-    """One of an answer's choices: the tokens of one stream become its text."""
-
-    index: int
-    prompt_index: int
-    stream: TokenStream
-    detokenizer: Detokenizer
-    stops: StopMatcher
-    num_tokens: int = 0
-    finish_reason: str | None = None
-    parts: list[str] = field(default_factory=list)
-
-    def take(self, batch: TokenBatch) -> str:
-        """The text that has become certain.
-
-        With stop strings the tokens are taken one by one, so that how they were batched changes nothing.
-        """
-        token_ids = batch.token_ids
-        self.num_tokens += len(token_ids)
-        if batch.finish is Finish.STOP:
-            token_ids = token_ids[:-1]
-        if not self.stops.active:
-            text = self.detokenizer.push(token_ids)
-        else:
-            text = ""
-            for position, token_id in enumerate(token_ids, start=1):
-                text += self.stops.push(self.detokenizer.push((token_id,)))
-                if self.stops.matched is not None:
-                    self.num_tokens += position - len(batch.token_ids)
-                    self.finish_reason = "stop"
-                    self.stream.cancel()
-                    return text
-        if batch.finish in (Finish.STOP, Finish.LENGTH):
-            text += self.stops.push(self.detokenizer.flush())
-            text += self.stops.flush()
-            stopped = batch.finish is Finish.STOP or self.stops.matched is not None
-            self.finish_reason = "stop" if stopped else "length"
-        return text
-
-
 class Generation:
     """Runs the choices of one request to their end and answers, as a stream or whole."""
 
-    def __init__(self, exchange: Exchange, choices: list[Choice], answer: Format, record: RequestRecord) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        choices: list[Choice],
+        answer: Format,
+        usage: Usage,
+        record: RequestRecord,
+    ) -> None:
+        """usage is what the answer's format reads as well; it is kept up to date here."""
         self._exchange = exchange
         self._choices = choices
         self._answer = answer
+        self._usage = usage
         self._record = record
 
     def cancel(self) -> None:
@@ -81,32 +47,38 @@ class Generation:
         for choice in self._choices:
             choice.stream.cancel()
 
-    async def answer_whole(self) -> None:
-        """Raises ApiError, or ClientGoneError."""
+    async def answer_whole(self, num_best: int | None = None) -> None:
+        """All choices, or of each prompt's the num_best whose tokens were the likeliest on average.
 
-        async def collect(choice: Choice, text: str) -> None:
-            choice.parts.append(text)
+        Raises ApiError, or ClientGoneError.
+        """
+        messages = {choice.index: Message() for choice in self._choices}
+
+        async def collect(choice: Choice, delta: Delta) -> None:
+            messages[choice.index].add(delta)
 
         await self._run_all(collect)
-        texts = ["".join(choice.parts) for choice in self._choices]
-        reasons = [choice.finish_reason or "stop" for choice in self._choices]
-        whole = self._answer.whole(texts, reasons, self._usage())
+        kept = self._choices if num_best is None else _likeliest(self._choices, num_best)
+        for choice in kept:
+            choice.finish(messages[choice.index])
+        whole = self._answer.whole([messages[choice.index] for choice in kept])
         await self._exchange.respond(200, whole, self._coalesced_header())
 
-    async def answer_stream(self, *, include_usage: bool) -> None:
+    async def answer_stream(self) -> None:
         """Raises ApiError before the first event, ClientGoneError; a later error becomes the last event."""
         events = EventStream(self._exchange, self._coalesced_header)
         answer = self._answer
+        opened: set[int] = set()
 
-        async def write(choice: Choice, text: str) -> None:
+        async def write(choice: Choice, delta: Delta) -> None:
             event = b""
-            if not choice.parts:
+            if choice.index not in opened:
+                opened.add(choice.index)
                 event = answer.opening(choice.index)
-                choice.parts.append("")  # opened
-            if text:
-                event += answer.delta(choice.index, text)
+            if delta:
+                event += answer.delta(choice.index, delta)
             if choice.finish_reason is not None:
-                event += answer.closing(choice.index, choice.finish_reason)
+                event += answer.closing(choice.index, choice.finish_reason, choice.stopped_by)
             if event:
                 await events.write(event)
 
@@ -116,11 +88,11 @@ class Generation:
             if not self._exchange.started:
                 raise
             self._record.finish_reason = outcome(error)
-            await events.end_with_error(error)
+            await events.end(answer.failure(error))
         else:
-            await events.end(answer.usage(self._usage()) if include_usage else b"")
+            await events.end(answer.end())
 
-    async def _run_all(self, emit: Callable[[Choice, str], Awaitable[None]]) -> None:
+    async def _run_all(self, emit: Callable[[Choice, Delta], Awaitable[None]]) -> None:
         try:
             if len(self._choices) == 1:
                 await self._run(self._choices[0], emit)
@@ -135,18 +107,18 @@ class Generation:
             self._note()
         self._record.finish_reason = self._choices[0].finish_reason or "stop"
 
-    async def _run(self, choice: Choice, emit: Callable[[Choice, str], Awaitable[None]]) -> None:
+    async def _run(self, choice: Choice, emit: Callable[[Choice, Delta], Awaitable[None]]) -> None:
         try:
             async for batch in choice.stream:
                 if batch.token_ids and self._record.first_token_s is None:
                     self._record.first_token_s = time.monotonic()
                 if batch.finish is Finish.CANCELLED:
-                    choice.num_tokens += len(batch.token_ids)
+                    self._usage.completion_tokens += len(batch.token_ids)
                     raise self._exchange.ending or shutting_down()
-                text = choice.take(batch)
+                delta = self._take(choice, batch)
                 ends_badly = batch.finish in (Finish.REJECTED, Finish.FAILED, Finish.EXPIRED)
                 if batch.token_ids or not ends_badly:
-                    await emit(choice, text)
+                    await emit(choice, delta)
                 if choice.finish_reason is not None:
                     return
                 if ends_badly:
@@ -155,10 +127,20 @@ class Generation:
             raise _unavailable() from None
         raise ApiError(ErrorKind.INTERNAL, "the answer ended before it was complete")
 
+    def _take(self, choice: Choice, batch: TokenBatch) -> Delta:
+        usage, is_first = self._usage, choice.num_tokens == 0
+        num_tokens, num_reasoning_tokens = choice.num_tokens, choice.num_reasoning_tokens
+        delta = choice.take(batch)
+        usage.completion_tokens += choice.num_tokens - num_tokens
+        usage.reasoning_tokens += choice.num_reasoning_tokens - num_reasoning_tokens
+        if is_first:
+            usage.cached_tokens = sum(stream.cached_tokens for stream in self._first_streams())
+            usage.is_coalesced = self._coalesced() == "joined"
+        return delta
+
     def _note(self) -> None:
-        usage = self._usage()
-        self._record.completion_tokens = usage.completion_tokens
-        self._record.cached_tokens = usage.cached_tokens
+        self._record.completion_tokens = self._usage.completion_tokens
+        self._record.cached_tokens = self._usage.cached_tokens
         self._record.coalesced = self._coalesced()
 
     def _first_streams(self) -> list[TokenStream]:
@@ -179,13 +161,15 @@ class Generation:
         coalesced = self._coalesced()
         return () if coalesced is None else ((b"x-penstock-coalesced", coalesced.encode()),)
 
-    def _usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self._record.prompt_tokens,
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=sum(stream.cached_tokens for stream in self._first_streams()),
-            is_coalesced=self._coalesced() == "joined",
-        )
+
+def _likeliest(choices: list[Choice], num_best: int) -> list[Choice]:
+    """Of each prompt's choices those with the highest log probability per token, best first."""
+    kept: list[Choice] = []
+    for prompt_index in dict.fromkeys(choice.prompt_index for choice in choices):
+        of_prompt = [choice for choice in choices if choice.prompt_index == prompt_index]
+        of_prompt.sort(key=lambda choice: choice.sum_logprob / max(1, choice.num_tokens), reverse=True)
+        kept += of_prompt[:num_best]
+    return kept
 
 
 def outcome(error: ApiError) -> str:
@@ -210,6 +194,8 @@ def _failure(batch: TokenBatch, num_tokens: int) -> ApiError:
         case FailureCode.BAD_TOKEN:
             message = f"a token id is outside the vocabulary of {batch.failure_limit}"
             return ApiError(ErrorKind.INVALID_VALUE, message)
+        case FailureCode.BAD_GRAMMAR:
+            return ApiError(ErrorKind.INVALID_VALUE, f"the grammar cannot be used: {shorten(batch.failure_text)}")
         case FailureCode.SHUTTING_DOWN:
             return shutting_down()
         case FailureCode.UNAVAILABLE:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frontend.errors import error_body
-from frontend.formats import DONE, KEEP_ALIVE
+from frontend.formats.base import KEEP_ALIVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from frontend.errors import ApiError
     from frontend.exchange import Exchange, Headers
 
 _HEADERS = (
@@ -38,16 +36,10 @@ class EventStream:
             await self._exchange.start(200, (*_HEADERS, *self._headers()))
         await self._exchange.send(events, more=True)
 
-    async def end(self, events: bytes = b"") -> None:
-        """The last events, then [DONE]."""
+    async def end(self, events: bytes) -> None:
+        """The last events."""
         self._exchange.idle_action = None
-        await self.write(events + DONE)
-        await self._exchange.send(b"", more=False)
-
-    async def end_with_error(self, error: ApiError) -> None:
-        """One event with the error object: the headers have been sent, so the status can no longer say it."""
-        self._exchange.idle_action = None
-        await self._exchange.send(b"data: " + error_body(error) + b"\n\n", more=True)
+        await self.write(events)
         await self._exchange.send(b"", more=False)
 
     async def _keep_alive(self) -> None:

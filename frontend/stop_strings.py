@@ -1,4 +1,4 @@
-"""Stop strings: text is held back while it may be the beginning of one, and a stop string is never emitted."""
+"""Stop strings: text is held back while it may be the beginning of one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from __future__ import annotations
 class StopMatcher:
     """Passes text on until a stop string is complete. Any split of the text gives the same result.
 
+    The stop string itself is passed on only if keeps_match.
+
     Of several stop strings the one that is complete first counts; of those complete at the same character, the longest.
     """
 
-    def __init__(self, stop_strings: tuple[str, ...]) -> None:
+    def __init__(self, stop_strings: tuple[str, ...], *, keeps_match: bool = False) -> None:
         """stop_strings are not empty strings."""
+        self._keeps_match = keeps_match
         self._stop_strings = stop_strings
         self._longest = max(map(len, stop_strings), default=0)
         self._held = ""
@@ -32,7 +35,7 @@ class StopMatcher:
             if start >= 0 and (end, -len(stop)) < (first_end, -len(self.matched or "")):
                 first_end, self.matched = end, stop
         if self.matched is not None:
-            certain = self._held[: first_end - len(self.matched)]
+            certain = self._held[: first_end - (0 if self._keeps_match else len(self.matched))]
             self._held = ""
             return certain
         split = len(self._held) - self._num_doubtful()

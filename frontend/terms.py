@@ -10,7 +10,7 @@ from frontend.errors import invalid, shorten
 
 if TYPE_CHECKING:
     from frontend.exchange import Exchange
-    from frontend.schemas import GenerationBody
+    from frontend.schemas.generation import GenerationBody
 
 MAX_TIMEOUT_MS = 86_400_000
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 
 from frontend.chat_template import ChatTemplate, read_chat_template, special_tokens_of
 from frontend.detokenizer import Detokenizer
+from frontend.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +34,8 @@ class ModelTokenizer:
         self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.raw = TokenBytes(tokenizer)
+        """The bytes of a single token."""
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
@@ -63,11 +67,13 @@ class ModelTokenizer:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole list of ids, special tokens left out."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole list of ids."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """For one stream."""
-        return Detokenizer(self.decode, self._special_ids)
+        if skip_special_tokens:
+            return Detokenizer(self.decode, self._special_ids)
+        return Detokenizer(partial(self.decode, skip_special_tokens=False))

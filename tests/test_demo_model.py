@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frontend.schemas import ChatMessage
+from frontend.schemas.chat import ChatBody, ChatMessage
 from frontend.tokenizer import ModelTokenizer
 from tools.demo_corpus import HELD_OUT, Corpus, Message, build_corpus
 from tools.demo_network import Dimensions, Network
@@ -168,7 +168,7 @@ def test_the_chat_template_renders_as_written(hf_tokenizer: Any, first: int, add
 def test_the_frontend_renders_what_transformers_renders(hf_tokenizer: Any, first: int) -> None:
     template = ModelTokenizer.load(MODEL_DIR).chat_template
     assert template is not None
-    rendered = template.render([ChatMessage(**message) for message in CHAT[first:]])
+    rendered = template.render(ChatBody(messages=[ChatMessage(**message) for message in CHAT[first:]]))
     assert rendered == hf_tokenizer.apply_chat_template(CHAT[first:], tokenize=False, add_generation_prompt=True)
 
 

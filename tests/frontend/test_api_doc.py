@@ -9,7 +9,8 @@ import msgspec
 
 from frontend.errors import ErrorKind
 from frontend.metrics import render
-from frontend.schemas import ChatBody, CompletionBody
+from frontend.schemas.chat import ChatBody
+from frontend.schemas.completion import CompletionBody
 from shm.board import BackendBoard, FrontendBoard
 
 TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")

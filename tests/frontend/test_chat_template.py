@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from frontend.chat_template import ChatTemplate, TemplateRefusedError, read_chat_template, special_tokens_of
-from frontend.schemas import ChatMessage
+from frontend.schemas.chat import ChatBody, ChatMessage
 from frontend.tokenizer import ModelTokenizer
 from tests.frontend.harness import TOKENIZER, byte_level_tokenizer
 
@@ -171,13 +171,13 @@ def test_rendered_as_transformers_renders(template: str, conversation: str) -> N
         expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError:
         with pytest.raises(TemplateRefusedError):
-            ours.render(msgspec.convert(messages, list[ChatMessage]))
+            ours.render(ChatBody(messages=msgspec.convert(messages, list[ChatMessage])))
     else:
-        assert ours.render(msgspec.convert(messages, list[ChatMessage])) == expected
+        assert ours.render(ChatBody(messages=msgspec.convert(messages, list[ChatMessage]))) == expected
 
 
 def render(source: str, *messages: ChatMessage) -> str:
-    return ChatTemplate(source, {}).render(messages or (ChatMessage("user", "hi"),))
+    return ChatTemplate(source, {}).render(ChatBody(messages=list(messages) or [ChatMessage("user", "hi")]))
 
 
 def test_the_sandbox_holds() -> None:
@@ -267,7 +267,7 @@ def test_a_checkpoints_tokenizer_is_loaded_whole(tmp_path: Path) -> None:
     )
     loaded = ModelTokenizer.load(tmp_path)
     assert loaded.chat_template is not None
-    assert loaded.chat_template.render([ChatMessage("user", "x")]) == "<|im_start|>"
+    assert loaded.chat_template.render(ChatBody(messages=[ChatMessage("user", "x")])) == "<|im_start|>"
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() == TOKENIZER.get_vocab_size()
 
 

@@ -46,6 +46,7 @@ async def test_a_chat_is_answered_whole(connection: Connection, backend: FakeBac
         "completion_tokens": num_tokens,
         "total_tokens": len(token_ids(prompt)) + num_tokens,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
         "penstock": {"coalesced": False},
     }
 

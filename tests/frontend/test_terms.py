@@ -264,4 +264,10 @@ async def test_a_stop_string_that_came_with_the_expiry_counts(connection: Connec
     backend.script = lambda _: [TokenBatch(token_ids("the cat"), Finish.EXPIRED)]
     response = await connection.post(COMPLETIONS, {**GREEDY, "stop": "cat"})
     assert response.status == 200
-    assert response.json()["choices"][0] == {"index": 0, "text": "the ", "logprobs": None, "finish_reason": "stop"}
+    assert response.json()["choices"][0] == {
+        "index": 0,
+        "text": "the ",
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": "cat",
+    }

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import pytest
 
-from frontend.schemas import ChatMessage
+from frontend.schemas.chat import ChatBody, ChatMessage
 from frontend.tokenizer import ModelTokenizer
 from tests.system.processes import REPOSITORY, Frontend, descendants, running, start_backend, wait_until
 
@@ -122,7 +122,7 @@ async def occupied(http: httpx.AsyncClient, frontend: Frontend) -> AsyncIterator
 async def test_equal_requests_over_frontends_endpoints_and_kinds_are_one_run_of_the_model(servers: Servers) -> None:
     tokenizer = ModelTokenizer.load(REPOSITORY / "backend" / "demo_model")
     assert tokenizer.chat_template is not None
-    text = tokenizer.chat_template.render([ChatMessage(role="user", content="hello")])
+    text = tokenizer.chat_template.render(ChatBody(messages=[ChatMessage(role="user", content="hello")]))
     (prompt,) = await tokenizer.encode([text], add_special_tokens=False)
     cases = [
         (frontend, what, max_tokens, stream)

@@ -1,0 +1,210 @@
+"""One of an answer's choices: the tokens of one stream become pieces of text, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from frontend.deltas import Delta, Message, TokenLogprob
+from frontend.stop_strings import StopMatcher
+from shm.wire import Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from frontend.tokenizer import ModelTokenizer
+    from shm.client import TokenBatch, TokenStream
+    from shm.stream import TokenLogprobs
+
+
+class OutputParser(Protocol):
+    """Sorts one choice's text into answer, reasoning and tool calls. Any split of the text gives the same pieces."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as can be said."""
+        ...
+
+    def push(self, text: str) -> Delta: ...
+
+    def flush(self) -> Delta:
+        """The text has ended: what was held back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request wants of each of its choices."""
+
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    """The request's own; the model's end the text as well, but are not told."""
+    keeps_stop: bool = False
+    """What ended the text is a part of it."""
+    min_tokens: int = 0
+    """Stop strings that are complete before so many tokens do not count."""
+    skips_special_tokens: bool = True
+    token_ids: bool = False
+    logprobs: bool = False
+    echo: bool = False
+    """The prompt stands before the answer."""
+    prompt_logprobs: bool = False
+    no_output: bool = False
+    """The prompt alone is wanted; one token is generated all the same, and dropped."""
+    make_parser: Callable[[], OutputParser] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Only text, which no token of its own can end."""
+        asked = (self.stop_strings, self.token_ids, self.logprobs, self.echo, self.no_output, self.make_parser)
+        return not any(asked)
+
+
+class Choice:
+    """Reads one stream. num_tokens counts what the model generated, up to what ended the text."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_index: int,
+        prompt: Sequence[int],
+        stream: TokenStream,
+        tokenizer: ModelTokenizer,
+        wanted: Wanted,
+    ) -> None:
+        self.index = index
+        self.prompt_index = prompt_index
+        self.prompt = prompt
+        self.stream = stream
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.sum_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stopped_by: str | int | None = None
+        self._tokenizer = tokenizer
+        self._wanted = wanted
+        self._is_plain = wanted.is_plain
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=wanted.skips_special_tokens)
+        self._stops = StopMatcher(wanted.stop_strings, keeps_match=wanted.keeps_stop)
+        self._parser = wanted.make_parser() if wanted.make_parser is not None else None
+        self._has_called = False
+        self._is_opened = False
+
+    def take(self, batch: TokenBatch) -> Delta:
+        """What has become certain by this batch. Sets finish_reason when the choice is complete."""
+        if self._is_plain and batch.finish is Finish.NONE:
+            self.num_tokens += len(batch.token_ids)
+            return Delta(self._detokenizer.push(batch.token_ids))
+        pieces = _Pieces()
+        if not self._is_opened and batch.token_ids:
+            self._is_opened = True
+            if self._wanted.echo:
+                self._echo(pieces)
+        if self._wanted.no_output:
+            if batch.finish in (Finish.STOP, Finish.LENGTH):
+                self.finish_reason = "length"
+            return pieces.joined()
+        self._take_tokens(batch, pieces)
+        if self.finish_reason is None and batch.finish in (Finish.STOP, Finish.LENGTH):
+            self._end(batch.finish, pieces)
+        return pieces.joined()
+
+    def finish(self, message: Message) -> None:
+        """Adds to its whole what came in no piece."""
+        message.finish_reason = self.finish_reason or "stop"
+        message.stopped_by = self.stopped_by
+        if self._wanted.token_ids:
+            message.prompt_token_ids = list(self.prompt)
+        if self._wanted.prompt_logprobs:
+            message.prompt_logprobs = self.prompt_logprobs()
+
+    def _take_tokens(self, batch: TokenBatch, pieces: _Pieces) -> None:
+        """One by one, so that how they were batched changes nothing."""
+        last = len(batch.token_ids) - 1
+        for position, token_id in enumerate(batch.token_ids):
+            self.num_tokens += 1
+            if batch.finish is Finish.STOP and position == last:
+                if token_id in self._wanted.stop_token_ids:
+                    self.stopped_by = token_id
+                if self.stopped_by is None or not self._wanted.keeps_stop:
+                    return
+            was_reasoning = self._parser is not None and self._parser.is_reasoning
+            text = self._detokenizer.push((token_id,))
+            if self.num_tokens > self._wanted.min_tokens:
+                text = self._stops.push(text)
+            self._add_text(text, pieces)
+            if was_reasoning or (self._parser is not None and self._parser.is_reasoning):
+                self.num_reasoning_tokens += 1
+            if self._wanted.token_ids:
+                pieces.token_ids.append(token_id)
+            if batch.logprobs is not None:
+                told = batch.logprobs[position]
+                self.sum_logprob += told.logprob
+                if self._wanted.logprobs:
+                    pieces.logprobs.append(self._told(token_id, told))
+            if self._stops.matched is not None:
+                self.stream.cancel()
+                self._end(Finish.STOP, pieces)
+                return
+
+    def _end(self, finish: Finish, pieces: _Pieces) -> None:
+        # Of no effect where a stop string has been complete.
+        self._add_text(self._stops.push(self._detokenizer.flush()), pieces)
+        self._add_text(self._stops.flush(), pieces)
+        if self._stops.matched is not None:
+            self.stopped_by = self._stops.matched
+        if self._parser is not None:
+            self._add(self._parser.flush(), pieces)
+        if finish is Finish.STOP or self.stopped_by is not None:
+            self.finish_reason = "tool_calls" if self._has_called else "stop"
+        else:
+            self.finish_reason = "length"
+
+    def _add_text(self, text: str, pieces: _Pieces) -> None:
+        if text:
+            self._add(Delta(text) if self._parser is None else self._parser.push(text), pieces)
+
+    def _add(self, delta: Delta, pieces: _Pieces) -> None:
+        self._has_called = self._has_called or bool(delta.tool_calls)
+        pieces.deltas.append(delta)
+
+    def _echo(self, pieces: _Pieces) -> None:
+        pieces.deltas.append(Delta(self._tokenizer.decode(self.prompt, skip_special_tokens=False)))
+        if self._wanted.logprobs:
+            pieces.logprobs += self.prompt_logprobs()
+
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """Of the prompt's tokens, the first of which has none; known when the first batch has come."""
+        first = self.prompt[0]
+        raw = self._tokenizer.raw(first)
+        told = [
+            self._told(token, entry) for token, entry in zip(self.prompt[1:], self.stream.prompt_logprobs, strict=True)
+        ]
+        return [TokenLogprob(first, raw.decode(errors="replace"), raw, None), *told]
+
+    def _told(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:
+        top = tuple(
+            TokenLogprob(top_id, (raw := self._tokenizer.raw(top_id)).decode(errors="replace"), raw, logprob)
+            for top_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        )
+        raw = self._tokenizer.raw(token_id)
+        return TokenLogprob(token_id, raw.decode(errors="replace"), raw, logprobs.logprob, logprobs.rank, top)
+
+
+class _Pieces:
+    """What one batch brings, gathered."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+
+    def joined(self) -> Delta:
+        deltas = self.deltas
+        return Delta(
+            text="".join(delta.text for delta in deltas),
+            reasoning="".join(delta.reasoning for delta in deltas),
+            tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+        )

@@ -1,0 +1,1 @@
+"""How each endpoint words its answer: one module per endpoint, all behind `Format`."""

@@ -1,0 +1,105 @@
+"""POST /v1/chat/completions: OpenAI's chat completion object and its chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields
+from frontend.formats.logprobs import chat_logprobs, prompt_logprobs
+
+if TYPE_CHECKING:
+    from frontend.deltas import Delta, Message, ToolCallDelta
+    from frontend.errors import ApiError
+
+
+class ChatFormat:
+    """See `Format`."""
+
+    def __init__(self, identity: Identity, usage: Usage, streamed_usage: StreamedUsage = StreamedUsage()) -> None:  # noqa: B008 - frozen
+        self._identity = identity
+        self._usage = usage
+        self._chunks = Chunks(identity, "chat.completion.chunk", usage, streamed_usage)
+
+    def opening(self, index: int) -> bytes:
+        return self._chunk(index, b'{"role":"assistant","content":""}')
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs or delta.token_ids):
+            return self._chunk(index, b'{"content":' + encode(delta.text) + b"}")
+        changes: dict[str, Any] = {}
+        if delta.reasoning:
+            changes["reasoning_content"] = delta.reasoning
+        if delta.text:
+            changes["content"] = delta.text
+        if delta.tool_calls:
+            changes["tool_calls"] = [_tool_call(piece) for piece in delta.tool_calls]
+        logprobs = encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
+        more = b',"token_ids":' + encode(delta.token_ids) if delta.token_ids else b""
+        return self._chunk(index, encode(changes), logprobs, more)
+
+    def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:
+        more = b"" if stopped_by is None else b',"stop_reason":' + encode(stopped_by)
+        return self._chunk(index, b"{}", more=more, finish_reason=encode(finish_reason))
+
+    def end(self) -> bytes:
+        return self._chunks.end()
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_event(error)
+
+    def whole(self, messages: list[Message]) -> bytes:
+        choices = [_whole_choice(index, message) for index, message in enumerate(messages)]
+        whole = {**fields(self._identity, "chat.completion"), "choices": choices, "usage": self._usage.as_dict()}
+        return encode(whole)
+
+    def _chunk(
+        self, index: int, delta: bytes, logprobs: bytes = b"null", more: bytes = b"", finish_reason: bytes = b"null"
+    ) -> bytes:
+        choice = b'{"index":%d,"delta":%b,"logprobs":%b%b,"finish_reason":%b}' % (
+            index,
+            delta,
+            logprobs,
+            more,
+            finish_reason,
+        )
+        return self._chunks.before + choice + self._chunks.after
+
+
+def _tool_call(piece: ToolCallDelta) -> dict[str, Any]:
+    if piece.id is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
+def _whole_choice(index: int, message: Message) -> dict[str, Any]:
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    told: dict[str, Any] = {"role": "assistant", "content": message.text, "refusal": None}
+    if message.reasoning:
+        told["reasoning_content"] = message.reasoning
+    if calls:
+        told["tool_calls"] = calls
+        told["content"] = message.text or None
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": told,
+        "logprobs": chat_logprobs(message.logprobs) if message.logprobs else None,
+        "finish_reason": message.finish_reason,
+    }
+    if message.stopped_by is not None:
+        choice["stop_reason"] = message.stopped_by
+    return choice | token_fields(message)
+
+
+def token_fields(message: Message) -> dict[str, Any]:
+    """What a choice has beyond OpenAI's fields, where it was asked for, under vLLM's names."""
+    more: dict[str, Any] = {}
+    if message.prompt_token_ids is not None:
+        more["prompt_token_ids"] = message.prompt_token_ids
+        more["token_ids"] = message.token_ids
+    if message.prompt_logprobs is not None:
+        more["prompt_logprobs"] = prompt_logprobs(message.prompt_logprobs)
+    return more

@@ -1,0 +1,128 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw, Struct
+
+from frontend.errors import ApiError, ErrorKind, invalid, shorten
+from frontend.schemas.generation import ABSENT, GenerationBody, ShortText
+from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
+
+
+class ContentPart(Struct, frozen=True):
+    type: Annotated[str, Meta(max_length=64)]
+    text: str | None = None
+
+
+class FunctionCall(Struct, frozen=True):
+    """arguments is JSON in a text, as OpenAI has it."""
+
+    name: FunctionName
+    arguments: str = ""
+
+
+class CalledTool(Struct, frozen=True):
+    id: ShortText
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Struct, frozen=True):
+    role: Role
+    content: str | Annotated[list[ContentPart], Meta(max_length=2048)] | None = None
+    name: ShortText | None = None
+    tool_call_id: ShortText | None = None
+    tool_calls: Annotated[list[CalledTool], Meta(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    function_call: Raw = ABSENT
+
+
+class Function(Struct, frozen=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(Struct, frozen=True):
+    name: FunctionName
+
+
+class NamedTool(Struct, frozen=True):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """max_tokens is the older name of max_completion_tokens."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=2048)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
+    """Tokens of reasoning after which its end is forced."""
+    include_reasoning: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=256)] | None = None
+
+    audio: Raw = ABSENT
+    best_of: Raw = ABSENT
+    chat_template: Raw = ABSENT
+    echo: Raw = ABSENT
+    function_call: Raw = ABSENT
+    functions: Raw = ABSENT
+    modalities: Raw = ABSENT
+    web_search_options: Raw = ABSENT
+
+    @property
+    def num_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+
+def check_chat(body: ChatBody) -> None:
+    """What no single field's type says. Raises ApiError."""
+    for position, message in enumerate(body.messages):
+        _check_message(f"messages[{position}]", message)
+    if body.top_logprobs and not body.logprobs:
+        invalid("top_logprobs", "needs logprobs to be true")
+    if body.continue_final_message:
+        if body.messages[-1].role != "assistant":
+            invalid("continue_final_message", "the last message must be the assistant's")
+        if body.add_generation_prompt:
+            invalid("add_generation_prompt", "cannot be true together with continue_final_message")
+
+
+def _check_message(path: str, message: ChatMessage) -> None:
+    if bytes(message.function_call) not in (b"", b"null"):
+        param = f"{path}.function_call"
+        raise ApiError(
+            ErrorKind.UNSUPPORTED_FIELD, f"{param}: not supported by this server; use tool_calls", param=param
+        )
+    if message.content is None and message.role != "assistant":
+        invalid(f"{path}.content", f"a message of role {message.role} needs a content")
+    if isinstance(message.content, list):
+        for position, part in enumerate(message.content):
+            where = f"{path}.content[{position}]"
+            if part.type != "text":
+                invalid(f"{where}.type", f'only "text" parts are supported, got {shorten(part.type)}')
+            if part.text is None:
+                invalid(f"{where}.text", "missing")

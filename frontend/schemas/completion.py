@@ -1,0 +1,61 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from frontend.errors import invalid
+from frontend.schemas.generation import MAX_CHOICES, GenerationBody, TokenId
+from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """prompt: one text, several, one list of token ids, or several. max_tokens 0 is for `echo`: the prompt alone."""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=16)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_candidates(self) -> int:
+        return max(self.n or 1, self.best_of or 1)
+
+    def has_several_prompts(self) -> bool:
+        return isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt. Raises ApiError for a mixed list, an empty one, or too many."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        first = type(self.prompt[0])
+        for position, item in enumerate(self.prompt):
+            if type(item) is not first:
+                invalid(f"prompt[{position}]", "a prompt list holds texts, token ids or lists of token ids, not a mix")
+            if isinstance(item, list) and not item:
+                invalid(f"prompt[{position}]", "an empty list of token ids")
+        prompts: list[Any] = [self.prompt] if first is int else self.prompt
+        if len(prompts) > MAX_CHOICES:
+            invalid("prompt", f"at most {MAX_CHOICES} prompts in one request, got {len(prompts)}")
+        return prompts
+
+
+def check_completion(body: CompletionBody) -> None:
+    """What no single field's type says. Raises ApiError."""
+    num_choices = body.num_candidates * len(body.prompts())
+    if num_choices > MAX_CHOICES:
+        field = "n" if body.num_candidates == body.n else "best_of"
+        invalid(field, f"at most {MAX_CHOICES} choices in one request (prompts × {field}), got {num_choices}")
+    if body.best_of is not None and body.n is not None and body.best_of < body.n:
+        invalid("best_of", f"must be at least n, which is {body.n}, got {body.best_of}")
+    if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
+        invalid("best_of", "cannot be more than n when stream is true: the best are known at the end only")
+    if body.max_tokens == 0 and not body.echo:
+        invalid("max_tokens", "must be at least 1, got 0; 0 is allowed with echo only")

@@ -1,0 +1,132 @@
+"""From bytes to a body, or to an error that names the field, its value and the limit."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from msgspec import Raw, Struct
+
+from frontend.errors import ApiError, ErrorKind, invalid, shorten
+from frontend.schemas.chat import ChatBody, check_chat
+from frontend.schemas.completion import CompletionBody, check_completion
+from frontend.schemas.generation import GenerationBody
+
+_ASKS_FOR_NOTHING = frozenset({b"", b"null", b"false", b"[]", b"{}", b'""'})
+# Values that ask for what happens anyway.
+_DEFAULTS: dict[str, frozenset[object]] = {
+    "best_of": frozenset({1}),
+    "function_call": frozenset({"none"}),
+    "mirostat": frozenset({0}),
+    "modalities": frozenset({"text"}),
+}
+
+_completion = msgspec.json.Decoder(CompletionBody)
+_chat = msgspec.json.Decoder(ChatBody)
+_any = msgspec.json.Decoder()
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+def decode_completion(data: bytes) -> CompletionBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    body = _decode(_completion, data)
+    check_completion(body)
+    return body
+
+
+def decode_chat(data: bytes) -> ChatBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    body = _decode(_chat, data)
+    check_chat(body)
+    return body
+
+
+def _decode(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
+    # The codec raises these four for hostile bytes.
+    try:
+        body = decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), data) from None
+    except msgspec.DecodeError as error:
+        raise ApiError(ErrorKind.INVALID_JSON, f"the body is not JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise ApiError(ErrorKind.INVALID_JSON, "the body is not valid UTF-8") from None
+    except RecursionError:
+        raise ApiError(ErrorKind.INVALID_JSON, "the body is nested too deeply") from None
+    _refuse_unsupported(body)
+    if body.stream_options is not None and not body.stream:
+        invalid("stream_options", "only allowed when stream is true")
+    return body
+
+
+def _refuse_unsupported(body: GenerationBody) -> None:
+    for field in _RAW_FIELDS[type(body)]:
+        raw = bytes(getattr(body, field))
+        if raw in _ASKS_FOR_NOTHING or _is_default(field, raw):
+            continue
+        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{field}: not supported by this server", param=field)
+
+
+def _raw_fields(struct: type[Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(struct) if field.type is Raw)
+
+
+_RAW_FIELDS: dict[type[GenerationBody], tuple[str, ...]] = {
+    struct: _raw_fields(struct) for struct in (CompletionBody, ChatBody)
+}
+
+
+def _is_default(field: str, raw: bytes) -> bool:
+    defaults = _DEFAULTS.get(field)
+    if defaults is None or len(raw) > 64:
+        return False
+    value = _any.decode(raw)
+    if isinstance(value, dict) and len(value) == 1:
+        value = next(iter(value.items()))
+    elif isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return isinstance(value, str | int | float | tuple) and _is_flat(value) and value in defaults
+
+
+def _is_flat(value: str | float | tuple[object, ...]) -> bool:
+    return not isinstance(value, tuple) or all(isinstance(item, str) for item in value)
+
+
+def _explain(message: str, data: bytes) -> ApiError:
+    """The codec's own words, such as "Expected `int` <= 16 - at `$.n`", as an error that names field and value."""
+    expected, _, place = message.replace("`", "").rpartition(" - at ")
+    expected, place = (expected, place) if expected else (place, "$")
+    if expected.startswith("Object missing required field "):
+        field = expected.rpartition(" ")[2]
+        path = f"{place[2:]}.{field}" if place != "$" else field
+        return ApiError(ErrorKind.MISSING_FIELD, f"{path}: required", param=path)
+    of_key = place.startswith("key in ")
+    path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")
+    expected = f"{expected[:1].lower()}{expected[1:]}"
+    if not path:
+        return ApiError(ErrorKind.INVALID_VALUE, f"the body must be a JSON object: {expected}")
+    if of_key:
+        expected = f"a key is wrong: {expected}"
+    elif (value := _value_at(path, data)) is not None and not expected.endswith(f", got {value}"):
+        expected = f"{expected}, got {value}" if ", got " not in expected else f"{expected} {value}"
+    return ApiError(ErrorKind.INVALID_VALUE, f"{path}: {expected}", param=path)
+
+
+def _value_at(path: str, data: bytes) -> str | None:
+    """The value at a path such as messages[0].role, shortened; None where it cannot be said."""
+    try:
+        value = _any.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    for step in path.replace("[", ".[").split("."):
+        if step.startswith("["):
+            index = step[1:-1]
+            if not index.isdecimal() or not isinstance(value, list) or int(index) >= len(value):
+                return None
+            value = value[int(index)]
+        elif isinstance(value, dict) and step in value:
+            value = value[step]
+        else:
+            return None
+    return shorten(value)

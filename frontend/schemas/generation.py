@@ -1,0 +1,126 @@
+"""What every endpoint that generates understands."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw, Struct
+
+from frontend.terms import MAX_TIMEOUT_MS
+from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+
+MAX_CHOICES = 128
+"""Prompts × n (or best_of) of one request."""
+MAX_LOGPROB_CELLS = 1 << 22
+"""Choices × tokens × log probabilities of one request."""
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+ShortText = Annotated[str, Meta(max_length=512)]
+ABSENT = Raw(b"")
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(Struct, frozen=True):
+    """response_format.json_schema."""
+
+    name: ShortText | None = None
+    description: Annotated[str, Meta(max_length=65536)] | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, frozen=True):
+    """vLLM's structured_outputs: one of its fields."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GenerationBody(Struct, kw_only=True):
+    """What both OpenAI endpoints understand. None everywhere means: not given."""
+
+    model: ShortText | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=32)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    typical_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = (
+        None
+    )
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=4096)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=64)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    timeout_ms: Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)] | None = (
+        None
+    )
+    guided_grammar: str | None = None
+
+    # Taken and of no effect: nothing is stored, and there is one tier.
+    user: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    metadata: Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(max_length=16)] | None = None
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None
+    store: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    # Not offered: each is refused unless it asks for nothing.
+    grammar: Raw = ABSENT
+    json_schema: Raw = ABSENT
+    mirostat: Raw = ABSENT
+    prompt_embeds: Raw = ABSENT
+    suffix: Raw = ABSENT
+    use_beam_search: Raw = ABSENT
+
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Of the likeliest tokens at each place of the answer; -1 is no log probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def num_candidates(self) -> int:
+        """Choices that are generated for each prompt."""
+        return self.n or 1

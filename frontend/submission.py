@@ -1,0 +1,248 @@
+"""From a decoded body to submitted streams: what is sampled, what ends it, what is wanted of it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from frontend.choice import Choice, Wanted
+from frontend.errors import ApiError, ErrorKind, invalid, retry_later
+from frontend.schemas.chat import ChatBody
+from frontend.schemas.completion import CompletionBody
+from frontend.schemas.generation import MAX_LOGPROB_CELLS, GenerationBody
+from shm.client import BackendUnavailable, GenerationRequest, Overloaded
+from shm.wire import Constraints, Grammar, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from frontend.choice import OutputParser
+    from frontend.model import ServedModel
+    from frontend.terms import Terms
+    from shm.client import BackendClient
+    from shm.wire import ModelCard
+
+_MASK_63 = (1 << 63) - 1
+MAX_STOP_TOKENS = 64
+"""As in `shm.wire.Submit`."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_MAX_BAD_WORD_TOKENS = 16
+_MAX_BAD_WORDS = 64
+"""As in `shm.wire.Constraints`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """What an endpoint found the answer must look like, and how it is to be read."""
+
+    grammar: Grammar | None = None
+    grammar_after: tuple[int, ...] = ()
+    thinking_budget_tokens: int = 0
+    thinking_end: tuple[int, ...] = ()
+    make_parser: Callable[[], OutputParser] | None = None
+
+
+async def submit(
+    body: GenerationBody,
+    terms: Terms,
+    prompts: list[list[int]],
+    guidance: Guidance,
+    served: ServedModel,
+    backend: BackendClient,
+) -> list[Choice]:
+    """One stream per prompt and candidate, candidates of a prompt together. All of them, or none. Raises ApiError."""
+    card = served.card
+    max_tokens = [_max_tokens(body, prompt, card) for prompt in prompts]
+    _check_logprobs(body, max_tokens)
+    sampling = _sampling(body, card)
+    stop_token_ids = _stop_token_ids(body, card)
+    constraints = await _constraints(body, guidance, served)
+    wanted = _wanted(body, guidance)
+    prompt_logprobs = _num_prompt_logprobs(body)
+    # With a seed that was drawn here the tokens are this request's alone.
+    is_determined = sampling.temperature == 0.0 or body.seed is not None
+    choices: list[Choice] = []
+    try:
+        for prompt_index, prompt in enumerate(prompts):
+            for candidate in range(body.num_candidates):
+                request = GenerationRequest(
+                    prompt,
+                    max_tokens[prompt_index],
+                    _for_candidate(sampling, candidate),
+                    stop_token_ids,
+                    salt=terms.salt,
+                    may_share=terms.may_join and is_determined,
+                    priority=terms.priority,
+                    deadline_s=terms.deadline_s,
+                    constraints=constraints,
+                    num_prompt_logprobs=prompt_logprobs,
+                )
+                stream = backend.submit(request)
+                choices.append(Choice(len(choices), prompt_index, prompt, stream, served.tokenizer, wanted))
+    except (BackendUnavailable, Overloaded) as error:
+        for choice in choices:
+            choice.stream.cancel()
+        if isinstance(error, Overloaded):
+            raise retry_later(ErrorKind.OVERLOADED, "too many requests are waiting", error.retry_after_s) from None
+        raise retry_later(ErrorKind.UNAVAILABLE, "the model is not available at the moment", 1) from None
+    return choices
+
+
+def _wanted(body: GenerationBody, guidance: Guidance) -> Wanted:
+    completion = body if isinstance(body, CompletionBody) else None
+    return Wanted(
+        stop_strings=body.stop_strings(),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        keeps_stop=body.include_stop_str_in_output is True,
+        min_tokens=body.min_tokens or 0,
+        skips_special_tokens=body.skip_special_tokens is not False,
+        token_ids=body.return_token_ids is True,
+        logprobs=body.num_logprobs >= 0,
+        echo=completion is not None and completion.echo is True,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        no_output=completion is not None and completion.max_tokens == 0,
+        make_parser=guidance.make_parser,
+    )
+
+
+async def _constraints(body: GenerationBody, guidance: Guidance, served: ServedModel) -> Constraints | None:
+    """None where nothing is constrained, so that equal requests look equal."""
+    for token_id in body.allowed_token_ids or ():
+        if token_id >= served.card.vocab_size:
+            invalid("allowed_token_ids", f"token id {token_id} is outside the vocabulary of {served.card.vocab_size}")
+    constraints = Constraints(
+        grammar=guidance.grammar,
+        grammar_after=guidance.grammar_after,
+        allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
+        bad_words=await _bad_words(body, served),
+        min_tokens=body.min_tokens or 0,
+        thinking_budget_tokens=guidance.thinking_budget_tokens,
+        thinking_end=guidance.thinking_end,
+    )
+    return None if constraints == Constraints() else constraints
+
+
+async def _bad_words(body: GenerationBody, served: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Each word's tokens as it stands at the beginning of a text and behind a space, where those differ."""
+    words = body.bad_words or []
+    spelled = [form for word in words for form in (word, f" {word.lstrip(' ')}")]
+    runs = await served.tokenizer.encode(spelled, add_special_tokens=False) if spelled else []
+    for position, run in enumerate(runs):
+        if len(run) > _MAX_BAD_WORD_TOKENS:
+            invalid(f"bad_words[{position // 2}]", f"{len(run)} tokens; the limit is {_MAX_BAD_WORD_TOKENS}")
+    distinct = tuple(sorted({tuple(run) for run in runs if run}))
+    if len(distinct) > _MAX_BAD_WORDS:
+        invalid("bad_words", f"{len(distinct)} runs of tokens; the limit is {_MAX_BAD_WORDS}")
+    return distinct
+
+
+def _num_prompt_logprobs(body: GenerationBody) -> int:
+    wanted = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+    if isinstance(body, CompletionBody) and body.echo:
+        wanted = max(wanted, body.num_logprobs)
+    return wanted
+
+
+def _check_logprobs(body: GenerationBody, max_tokens: list[int]) -> None:
+    """An answer's size is bounded before it is made."""
+    if body.prompt_logprobs is not None and body.stream:
+        invalid("prompt_logprobs", "not told in a stream; leave stream out")
+    width = body.num_logprobs + 1
+    cells = body.num_candidates * sum(max_tokens) * width
+    if cells > MAX_LOGPROB_CELLS:
+        invalid("logprobs", f"choices × max_tokens × (logprobs + 1) is {cells}; the limit is {MAX_LOGPROB_CELLS}")
+
+
+def _asked_tokens(body: GenerationBody) -> tuple[str, int | None]:
+    """The field that says it, and what it says."""
+    if isinstance(body, ChatBody):
+        if body.max_completion_tokens is not None:
+            return "max_completion_tokens", body.max_completion_tokens
+        return "max_tokens", body.max_tokens
+    if isinstance(body, CompletionBody):
+        return "max_tokens", max(1, body.max_tokens) if body.max_tokens is not None else None
+    raise TypeError(f"{type(body).__name__} has no length of its own")
+
+
+def _max_tokens(body: GenerationBody, prompt: list[int], card: ModelCard) -> int:
+    """What was asked, or the rest of the context. Raises ApiError where prompt and answer do not fit."""
+    limit = card.max_context_tokens
+    field, asked = _asked_tokens(body)
+    of_prompt = "messages" if isinstance(body, ChatBody) else "prompt"
+    if not prompt:
+        invalid(of_prompt, "no tokens; this model needs at least one")
+    if len(prompt) >= limit:
+        message = f"{of_prompt}: {len(prompt)} tokens, but the context of this model is {limit} tokens"
+        raise ApiError(ErrorKind.CONTEXT_TOO_LONG, f"{message} and must leave room for an answer", param=of_prompt)
+    if asked is None:
+        return limit - len(prompt)
+    if len(prompt) + asked > limit:
+        message = (
+            f"{field}: {asked} tokens after a prompt of {len(prompt)} make {len(prompt) + asked}, "
+            f"but the context of this model is {limit} tokens"
+        )
+        raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
+    return asked
+
+
+def _stop_token_ids(body: GenerationBody, card: ModelCard) -> tuple[int, ...]:
+    ends = () if body.ignore_eos else card.eos_token_ids
+    token_ids = tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ()))))
+    if len(token_ids) > MAX_STOP_TOKENS:
+        invalid("stop_token_ids", f"with the model's own {len(token_ids)}; the limit is {MAX_STOP_TOKENS}")
+    return token_ids
+
+
+def _sampling(body: GenerationBody, card: ModelCard) -> Sampling:
+    """The request's parameters over the model's defaults. What greedy decoding does not look at is set to one value,
+    so that requests which differ only there are the same to the backend."""
+    default = card.default_sampling
+    for token_id in body.logit_bias or ():
+        if token_id >= card.vocab_size:
+            invalid("logit_bias", f"token id {token_id} is outside the vocabulary of {card.vocab_size}")
+    temperature = default.temperature if body.temperature is None else body.temperature
+    is_greedy = temperature == 0.0
+    return Sampling(
+        temperature=temperature,
+        top_p=1.0 if is_greedy else _given(body.top_p, default.top_p),
+        top_k=0 if is_greedy else max(0, _given(body.top_k, default.top_k)),
+        min_p=0.0 if is_greedy else _given(body.min_p, default.min_p),
+        typical_p=1.0 if is_greedy else _given(body.typical_p, default.typical_p),
+        repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
+        presence_penalty=_given(body.presence_penalty, default.presence_penalty),
+        frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
+        logit_bias=default.logit_bias if body.logit_bias is None else tuple(sorted(body.logit_bias.items())),
+        seed=0 if is_greedy else _seed(body.seed),
+        num_logprobs=_num_logprobs(body),
+    )
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _given(asked: _Number | None, default: _Number) -> _Number:
+    return default if asked is None else asked
+
+
+def _seed(asked: int | None) -> int:
+    return secrets.randbits(63) if asked is None else asked & _MASK_63
+
+
+def _num_logprobs(body: GenerationBody) -> int:
+    """Choosing the best of several needs their tokens' own."""
+    chooses = body.num_candidates > (body.n or 1)
+    return max(body.num_logprobs, 0 if chooses else -1)
+
+
+def _for_candidate(sampling: Sampling, candidate: int) -> Sampling:
+    """Candidate 0 has the request's own seed; the others one that follows from it. Greedy choices are all the same."""
+    if candidate == 0 or sampling.temperature == 0.0:
+        return sampling
+    # splitmix64: consecutive inputs give unrelated outputs
+    mixed = (sampling.seed + candidate * _GOLDEN) & ((1 << 64) - 1)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
+    return msgspec.structs.replace(sampling, seed=(mixed ^ (mixed >> 31)) & _MASK_63)
