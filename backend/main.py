@@ -28,6 +28,7 @@ from backend.plan_table import plan_tables
 from backend.plugins import find_forward_pass
 from backend.requests import Limits, Requests
 from backend.scheduler import Scheduler
+from backend.shared_outputs import check_choice, make_exporter, open_device_of
 from shm.board import BackendBoard
 from shm.cli import fail, format_size, make_app
 from shm.link import BackendLink
@@ -74,6 +75,7 @@ def serve(options: BackendOptions) -> None:
     options.check()
     pass_class = find_forward_pass(options.forward_pass)
     settings = pass_options(options)
+    check_choice(options.shared_buffers, settings.device)
     if not options.dry_run:
         check_free(options.socket)
     config_dir = locate_config(options)
@@ -89,12 +91,14 @@ def serve(options: BackendOptions) -> None:
     numerics = f"{options.forward_pass} {options.dtype} {options.deterministic}"
     card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics)
     executor = Executor(options.batch_channel_capacity)
-    _load(settings, pass_class, model_dir, plan, executor)
+    forward_pass = _load(settings, pass_class, model_dir, plan, executor)
+    device = open_device_of(settings.device)
+    exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
     board = BackendBoard.create()
     board.pid = os.getpid()
     board.pages_total = plan.num_pages
     board.max_waiting = options.max_waiting
-    link = BackendLink(options.socket, card, board)
+    link = BackendLink(options.socket, card, board, exporter=exporter)
     pool = PagePool(plan.num_pages)
     scheduler = Scheduler(pool, plan.page_size_tokens, options.max_running, options.max_batch_tokens)
     limits = Limits(
@@ -143,7 +147,7 @@ def _load(
     model_dir: Path,
     plan: KvPlan,
     executor: Executor,
-) -> None:
+) -> IBatchedForwardPass:
     """Loads weights and allocates the KV cache on the executor's thread, which alone calls the pass from then on."""
 
     def load() -> IBatchedForwardPass:
@@ -156,7 +160,7 @@ def _load(
             ) from error
         return forward_pass
 
-    executor.start(load)
+    return executor.start(load)
 
 
 def pass_options(options: BackendOptions) -> PassOptions:

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from backend.errors import StartupError
-from shm.cli import default_socket_path, parse_size
+from shm.cli import ByteSize, default_socket_path, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,6 +87,13 @@ class BackendOptions:
 
     socket: Path = field(default_factory=default_socket_path)
     """Unix socket on which frontends find this backend; its directory is made private (0700)."""
+
+    shared_buffers: Literal["auto", "host", "cuda"] = "auto"
+    """Where the buffers lie in which local clients (`shm.client`) get logits and hand in prompts: "cuda" is on the GPU,
+    without a copy through the host, "host" in shared memory, "auto" whichever of them model and client can use."""
+
+    shared_buffer_budget: ByteSize = 256_000_000
+    """Memory for all clients' shared buffers, besides --kv-budget; taken as they are asked for, never exceeded."""
 
     forward_pass: str = "decoder"  # noqa: S105 - a pass, not a password
     """An installed forward pass by name, or "package.module:Class". "fake" needs no weights and serves tests."""
