@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from backend.batch_builder import keep_rows
 from backend.forward_pass import NOT_FINITE
+from backend.shared_outputs import share_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -223,6 +224,7 @@ def launch_step(forward_pass: IBatchedForwardPass, rows: list[Row], batch: StepB
         return LaunchedStep([], None)
     try:
         logits = forward_pass.forward(batch)
+        share_outputs(forward_pass, logits, [(r.sequence, r.start + r.num_tokens) for r in rows if r.samples])
         return LaunchedStep(rows, forward_pass.sample(logits, batch) if len(batch.logit_rows) else None)
     except Exception as error:  # noqa: BLE001 - as in `finish`
         return LaunchedStep(rows, None, error)

@@ -95,6 +95,7 @@ class Requests:
             sequence = Sequence(
                 subscriber, submission.tokens, submit.num_prompt_tokens, sampling, salt=submit.salt, rank=rank
             )
+            sequence.output = submission.output
             self._scheduler.add(sequence)
             self._board.prompt_tokens += submit.num_prompt_tokens
             if key is not None and num_tokens == submit.num_prompt_tokens:

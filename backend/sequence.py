@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from backend.forward_pass import SamplingParams
+    from shm.buffer_export import Loan
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,7 @@ class Sequence:
         "num_pending",
         "num_prompt_tokens",
         "order",
+        "output",
         "page_keys",
         "pages",
         "queue_s",
@@ -77,6 +79,8 @@ class Sequence:
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
         self.salt = salt
+        self.output: Loan | None = None
+        """Where its one subscriber wants its logits; ended by the link, with the request."""
         self.rank = rank
         """Lower runs sooner and is preempted later."""
         self.order = 0
