@@ -11,15 +11,14 @@ template <class T, class F> __device__ __forceinline__ T reduce_lanes(T x, int w
     return x;
 }
 
-// Each thread gets the result over the block. one_per_warp: kMaxWarps entries of shared memory, free to use again after
-// the next __syncthreads().
+// Each thread gets the result over the block; combine(x, 0) is x. one_per_warp: kMaxWarps entries of shared memory, free to
+// use again after the next __syncthreads().
 template <class T, class F> __device__ __forceinline__ T reduce_block(T x, T* one_per_warp, const F& combine) {
+    const unsigned lane = threadIdx.x % 32;
     x = reduce_lanes(x, 32, combine);
-    if (threadIdx.x % 32 == 0) one_per_warp[threadIdx.x / 32] = x;
+    if (lane == 0) one_per_warp[threadIdx.x / 32] = x;
     __syncthreads();
-    x = one_per_warp[0];
-    for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) x = combine(x, one_per_warp[warp]);
-    return x;
+    return reduce_lanes(lane < blockDim.x / 32 ? one_per_warp[lane] : T{}, 32, combine);
 }
 
 struct Sum {

@@ -17,20 +17,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMET
     RowState& state = step.states[blockIdx.y];
 
     unsigned long long best = 0;
-    unsigned largest = 0;
+    float peak = -infinity();
+    bool has_nan = false;
     for_segment(step.row(slot, params, segment_biases), [&](int first, const float(&x)[8]) {
+        float top = -infinity();
 #pragma unroll
-        for (int j = 0; j < 8; ++j) largest = max(largest, order_of(x[j]));
-        if (params.is_filtered) return;
-        if (params.inverse_temperature > 0.0f) {
-            best = draw(params, position, first, x, best);
-        } else {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) best = Largest{}(best, candidate(x[j], first + j));
+        for (int j = 0; j < 8; ++j) {
+            has_nan |= x[j] != x[j];
+            top = fmaxf(top, x[j]);
         }
+        if (params.inverse_temperature > 0.0f) {
+            if (!params.is_filtered) best = draw(params, position, first, x, best);
+        } else if (top > peak) {
+            int token = first;
+#pragma unroll
+            for (int j = 7; j >= 0; --j) token = x[j] == top ? first + j : token;
+            best = candidate(top, token);
+        }
+        peak = fmaxf(peak, top);
     });
     best = reduce_block(best, best_of_warp, Largest{});
-    largest = reduce_block(largest, largest_of_warp, Largest{});
+    unsigned largest = reduce_block(order_of(has_nan ? __uint_as_float(0x7fc00000u) : peak), largest_of_warp, Largest{});
     if (threadIdx.x == 0) {
         atomicMax(&state.best, best);
         atomicMax(&state.largest, largest);
