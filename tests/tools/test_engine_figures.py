@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from tools.bench.channel_sweep import CapacityRound, CapacityRow, Drops, Spike, against_default
+from tools.bench.channel_sweep import CapacityRound, CapacityRow, Figure, against_default
 from tools.bench.coalescing import Coalescing, Side
 from tools.bench.interference import Interference, InterferenceRound, gaps_s
 from tools.bench.load import BenchError
 from tools.bench.shared_prefix import PrefixLoad
-from tools.bench.stats import Outcome, RequestRecord, summarize
+from tools.bench.simulated_load import Load
+from tools.bench.stats import RequestRecord
 from tools.bench.workload import Lengths, Workload
 
 
@@ -60,23 +61,43 @@ def test_prompts_with_one_prefix_have_it_in_common_and_no_more() -> None:
         load.draw(replace(workload, vocab_size=None), seed=1)
 
 
-def capacity_round(tokens_per_s: int, wasted: int, first_ms: float) -> CapacityRound:
-    record = RequestRecord(0.0, [0.5, 1.0], 1.0, 4, tokens_per_s, Outcome.COMPLETED)
-    steady = summarize("c=1", [record], generator_cpu_s=0.0)
-    return CapacityRound(steady, Drops(1000, wasted, 0.5), Spike(first_ms, 2 * first_ms, 3 * first_ms))
-
-
-def test_a_capacity_is_the_medians_of_its_rounds() -> None:
-    row = CapacityRow.of(
-        2, [capacity_round(90, 10, 30.0), capacity_round(100, 40, 10.0), capacity_round(300, 20, 20.0)]
+def capacity_round(output_tokens: int, wasted: int, first_steps: int) -> CapacityRound:
+    load = Load(
+        duration_s=2.0,
+        steps=100,
+        idle_s=0.01,
+        output_tokens=output_tokens,
+        computed_tokens=1000,
+        wasted_tokens=wasted,
+        saved_tokens=7,
+        ttfts_ms=[4.0, 8.0, 6.0],
+        burst_steps=[[first_steps, 30], [first_steps + 2, 40]],
     )
-    assert (row.capacity, row.output_tokens_per_s, row.ttft_p50_ms) == (2, 100, 500)
-    assert (row.wasted_tokens, row.wasted_share) == (20, 0.02)
-    assert (row.spike_first_ms, row.spike_p50_ms, row.spike_p99_ms) == (20, 40, 60)
+    return CapacityRound(load, load, load)
+
+
+def test_a_capacity_is_the_medians_of_its_rounds_with_their_spread() -> None:
+    row = CapacityRow.of(2, [capacity_round(90, 10, 3), capacity_round(100, 40, 1), capacity_round(300, 20, 2)])
+    assert row.capacity == 2
+    assert row.output_tokens_per_s == Figure(50, 45, 150)
+    assert row.idle_us.median == pytest.approx(100)
+    assert row.tokens_per_step == Figure(1.0, 0.9, 3.0)
+    assert row.ttft_p50_ms == Figure(6, 6, 6)
+    assert row.wasted_tokens == Figure(20, 10, 40)
+    assert row.burst_first_steps == Figure(3, 2, 4)
+    assert row.burst_last_steps == Figure(35, 35, 35)
+
+
+def test_a_figure_shows_its_spread_where_one_can_be_seen() -> None:
+    assert Figure(2.0, 1.0, 3.0).show(".1f") == "2.0 (1.0–3.0)"
+    assert Figure(2.0, 1.99, 2.01).show(".1f") == "2.0"
 
 
 def test_capacities_are_told_against_the_default() -> None:
-    rows = [CapacityRow.of(capacity, [capacity_round(100 + 50 * capacity, 0, 8.0)]) for capacity in (0, 1, 4)]
+    rows = [CapacityRow.of(capacity, [capacity_round(100 + 50 * capacity, 0, capacity)]) for capacity in (0, 1, 4)]
     none_ahead, four_ahead = against_default(rows)
-    assert none_ahead.startswith("Capacity 0 against 1: 0.67 × the throughput, 1.00 ×")
-    assert four_ahead.startswith("Capacity 4 against 1: 2.00 × the throughput")
+    assert none_ahead == (
+        "Capacity 0 against 1: 0.667 × the throughput, TTFT p50 +0.0 ms, a burst's first token -1.0 steps."
+    )
+    assert four_ahead.startswith("Capacity 4 against 1: 2.000 × the throughput")
+    assert four_ahead.endswith("+3.0 steps.")

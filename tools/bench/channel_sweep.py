@@ -1,28 +1,25 @@
 """The same load for each capacity of the batch channel: why one plan ahead is enough, and none too few.
 
-Each capacity has a server of its own in each round, and rounds take turns. Three loads:
+The backend's loop is the real one; device, clients and clock are simulated, see `tools.bench.simulated_load`. In each
+round every capacity has the same three loads, and rounds take turns:
 
-* steady: a closed loop of the last --concurrency, for throughput and time to first token;
+* steady: a closed loop of the last --concurrency, for throughput, and for how long the device waits between steps;
 * drops: the same, but a share of the clients hangs up at random moments; tokens that were computed for nobody count;
-* spike: the steady load again, and in the midst of it three bursts of 16 requests of one token each.
+* spike: the steady load again, and in the midst of it ten bursts of 16 requests of one token each.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import gc
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import uvloop
-
-from tools.bench.counters import Counters, backend_counters
-from tools.bench.load import BenchError, Target, measure, run_all, run_closed_loop, warm_up
 from tools.bench.report import make_table
-from tools.bench.stats import Summary, percentile, ttfts_s
-from tools.bench.storm import settle
+from tools.bench.simulated_load import STEP_S, VOCAB_SIZE, Burst, Load, SimulatedLoad
+from tools.bench.stats import percentile
 from tools.bench.workload import Lengths, PlannedRequest, Workload
 
 if TYPE_CHECKING:
@@ -30,94 +27,95 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tools.bench.context import Bench
-    from tools.bench.server import OwnServer
 
 CAPACITIES = (0, 1, 2, 4)
 SPIKE_REQUESTS = 16
-_SPIKES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Drops:
-    computed_tokens: int
-    wasted_tokens: int
-    """Computed in rows whose sequence had ended when the step's result was there."""
-    cancel_to_free_ms: float
-    """From a frontend's noticing that a client has gone to its pages' being free; the mean."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spike:
-    """Time to first token of the bursts' requests: of each burst's first, and of all."""
-
-    first_ms: float
-    p50_ms: float
-    p99_ms: float
+_SPIKES = 10
+_REQUESTS_PER_CLIENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityRound:
-    steady: Summary
-    drops: Drops
-    spike: Spike
+    steady: Load
+    drops: Load
+    spike: Load
+
+    def burst_steps(self, place: int) -> float:
+        """To the first token of the bursts' answer at that place, 0 the first and -1 the last; their mean."""
+        return statistics.mean(burst[place] for burst in self.spike.burst_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def show(self, form: str) -> str:
+        """With the spread, where one can be seen."""
+        median, low, high = (format(value, form) for value in (self.median, self.low, self.high))
+        return median if low == high else f"{median} ({low}–{high})"
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityRow:
-    """One capacity's medians over the rounds."""
+    """One capacity over the rounds."""
 
     capacity: int
-    output_tokens_per_s: float
-    ttft_p50_ms: float
-    ttft_p99_ms: float
-    itl_p50_ms: float
-    wasted_tokens: float
-    wasted_share: float
-    """Of the tokens computed under drops."""
-    cancel_to_free_ms: float
-    spike_first_ms: float
-    spike_p50_ms: float
-    spike_p99_ms: float
+    output_tokens_per_s: Figure
+    idle_us: Figure
+    tokens_per_step: Figure
+    ttft_p50_ms: Figure
+    ttft_p99_ms: Figure
+    wasted_tokens: Figure
+    saved_tokens: Figure
+    burst_first_steps: Figure
+    burst_last_steps: Figure
 
     @classmethod
     def of(cls, capacity: int, rounds: Sequence[CapacityRound]) -> CapacityRow:
-        def median(value: Callable[[CapacityRound], float | None]) -> float:
-            return statistics.median(value(entry) or 0.0 for entry in rounds)
+        def figure(value: Callable[[CapacityRound], float | None]) -> Figure:
+            return Figure.of([value(entry) or 0.0 for entry in rounds])
 
         return cls(
             capacity=capacity,
-            output_tokens_per_s=median(lambda entry: entry.steady.output_tokens_per_s),
-            ttft_p50_ms=median(lambda entry: entry.steady.ttft_ms.p50),
-            ttft_p99_ms=median(lambda entry: entry.steady.ttft_ms.p99),
-            itl_p50_ms=median(lambda entry: entry.steady.itl_ms.p50),
-            wasted_tokens=median(lambda entry: entry.drops.wasted_tokens),
-            wasted_share=median(lambda entry: entry.drops.wasted_tokens / max(entry.drops.computed_tokens, 1)),
-            cancel_to_free_ms=median(lambda entry: entry.drops.cancel_to_free_ms),
-            spike_first_ms=median(lambda entry: entry.spike.first_ms),
-            spike_p50_ms=median(lambda entry: entry.spike.p50_ms),
-            spike_p99_ms=median(lambda entry: entry.spike.p99_ms),
+            output_tokens_per_s=figure(lambda entry: entry.steady.output_tokens_per_s),
+            idle_us=figure(lambda entry: entry.steady.idle_us),
+            tokens_per_step=figure(lambda entry: entry.steady.tokens_per_step),
+            ttft_p50_ms=figure(lambda entry: percentile(entry.steady.ttfts_ms, 50)),
+            ttft_p99_ms=figure(lambda entry: percentile(entry.steady.ttfts_ms, 99)),
+            wasted_tokens=figure(lambda entry: entry.drops.wasted_tokens),
+            saved_tokens=figure(lambda entry: entry.drops.saved_tokens),
+            burst_first_steps=figure(lambda entry: entry.burst_steps(0)),
+            burst_last_steps=figure(lambda entry: entry.burst_steps(-1)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelSweep:
     concurrency: int
+    step_ms: float
     rows: list[CapacityRow]
     rounds: dict[int, list[CapacityRound]]
     """By capacity."""
 
 
 def run_channel_sweep(bench: Bench, console: Console) -> bool:
+    bench.refuse_url()
     rounds: dict[int, list[CapacityRound]] = {capacity: [] for capacity in CAPACITIES}
-    for index in range(bench.num_rounds):
-        for capacity in CAPACITIES:
-            with (
-                bench.own_server(replace(bench.server, batch_channel_capacity=capacity)) as own,
-                bench.progress.status(f"capacity {capacity}, round {index + 1} of {bench.num_rounds}"),
-            ):
-                rounds[capacity].append(uvloop.run(_measure_capacity(bench, own, index)))
+    with _no_collection():
+        for index in range(bench.num_rounds):
+            for capacity in CAPACITIES:
+                with bench.progress.status(f"capacity {capacity}, round {index + 1} of {bench.num_rounds}"):
+                    rounds[capacity].append(measure_capacity(bench, capacity, index))
     rows = [CapacityRow.of(capacity, rounds[capacity]) for capacity in CAPACITIES]
-    sweep = ChannelSweep(bench.options.concurrency[-1], rows, rounds)
+    sweep = ChannelSweep(bench.options.concurrency[-1], 1000 * STEP_S, rows, rounds)
     bench.report.sections["channel_sweep"] = sweep
     console.print(sweep_table(sweep))
     for line in against_default(sweep.rows):
@@ -125,86 +123,67 @@ def run_channel_sweep(bench: Bench, console: Console) -> bool:
     return True
 
 
-async def _measure_capacity(bench: Bench, own: OwnServer, index: int) -> CapacityRound:
-    """Each capacity is sent the same requests in the same round. Raises BenchError where one fails."""
-    options = bench.options
-    concurrency = options.concurrency[-1]
-    num_requests = options.requests or 4 * concurrency
-    seed = options.seed + 10_000 * index
-    async with bench.target(own.url) as target, backend_counters(own) as counters:
-        workload = bench.plain_workload(target)
-        await warm_up(target, workload, max(options.warmup, concurrency), concurrency, seed)
-        steady = await measure(target, workload, num_requests, concurrency, seed)
-        if steady.failed:
-            raise BenchError(f"a request of the steady load failed: {steady.first_error}")
-        dropping = replace(workload, drop=bench.drop_or(0.5))
-        drops = await measure_drops(target, dropping, counters, num_requests, concurrency, seed + 1)
-        spike = await measure_spikes(target, workload, num_requests, concurrency, steady.duration_s, seed + 2)
-    return CapacityRound(steady, drops, spike)
-
-
-async def measure_drops(
-    target: Target, workload: Workload, counters: Counters, num_requests: int, concurrency: int, seed: int
-) -> Drops:
-    before = counters.read()
-    summary = await measure(target, workload, num_requests, concurrency, seed)
-    if summary.failed:
-        raise BenchError(f"a request of the load with drops failed: {summary.first_error}")
-    await settle(target)
-    # Steps run in order: when a last request is answered, the results of all before it have been counted.
-    last = replace(workload, drop=0.0, prompt_tokens=Lengths(1, 1), output_tokens=Lengths(1, 1))
-    await run_all(target, last.draw(1, seed))
-    did = counters.since(before)
-    return Drops(
-        computed_tokens=did["computed_tokens"],
-        wasted_tokens=did["wasted_tokens"],
-        cancel_to_free_ms=did["cancel_to_free_sum_us"] / 1000 / max(did["cancel_to_free_count"], 1),
-    )
-
-
-async def measure_spikes(
-    target: Target, workload: Workload, num_requests: int, concurrency: int, duration_s: float, seed: int
-) -> Spike:
-    """Bursts that arrive evenly within the steady load's duration_s. Raises BenchError where a request fails."""
-    steady = asyncio.create_task(run_closed_loop(target, workload.draw(num_requests, seed), concurrency))
-    started_s = time.perf_counter()
-    bursts = []
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """As in the backend, whose start-up objects the collector need not walk."""
+    gc.collect()
+    gc.freeze()
     try:
-        for number in range(1, _SPIKES + 1):
-            await asyncio.sleep(started_s + duration_s * number / (_SPIKES + 1) - time.perf_counter())
-            bursts.append(await run_all(target, _burst(workload, seed + 100 * number)))
+        yield
     finally:
-        records = await steady
-    if error := next((record.error for record in records if record.error), ""):
-        raise BenchError(f"a request of the steady load failed: {error}")
-    all_s = [ttft_s for burst in bursts for ttft_s in ttfts_s(burst)]
-    return Spike(
-        first_ms=1000 * statistics.median(min(ttfts_s(burst)) for burst in bursts),
-        p50_ms=1000 * (percentile(all_s, 50) or 0.0),
-        p99_ms=1000 * (percentile(all_s, 99) or 0.0),
+        gc.unfreeze()
+
+
+def measure_capacity(bench: Bench, capacity: int, index: int) -> CapacityRound:
+    """Each capacity has the same requests in the same round."""
+    options, server = bench.options, bench.server
+    concurrency = options.concurrency[-1]
+    num_requests = options.requests or _REQUESTS_PER_CLIENT * concurrency
+    seed = options.seed + 10_000 * index
+    plain = Workload(options.prompt_tokens, options.output_tokens, VOCAB_SIZE)
+    dropping = replace(plain, drop=bench.drop_or(0.5))
+
+    def load(requests: Sequence[PlannedRequest], bursts: Sequence[Burst] = ()) -> Load:
+        simulated = SimulatedLoad(capacity, server.max_running, server.max_batch_tokens)
+        try:
+            return simulated.run(requests, concurrency, bursts)
+        finally:
+            simulated.close()
+
+    steady = load(plain.draw(num_requests, seed))
+    drops = load(dropping.draw(num_requests, seed + 1))
+    return CapacityRound(
+        steady, drops, load(plain.draw(num_requests, seed + 2), _bursts(plain, concurrency, num_requests, seed))
     )
 
 
-def _burst(workload: Workload, seed: int) -> list[PlannedRequest]:
-    """Of one token each: what is asked is when it comes."""
-    return replace(workload, output_tokens=Lengths(1, 1)).draw(SPIKE_REQUESTS, seed)
+def _bursts(workload: Workload, concurrency: int, num_requests: int, seed: int) -> list[Burst]:
+    """Of one token each: what is asked is when it comes. Spread over the load, and over a step's length."""
+    one_token = replace(workload, output_tokens=Lengths(1, 1))
+    lasts_s = STEP_S * workload.output_tokens.low * num_requests / concurrency
+    return [
+        Burst(lasts_s * (number + 1) / (_SPIKES + 1) + STEP_S * number / _SPIKES, requests)
+        for number in range(_SPIKES)
+        for requests in [one_token.draw(SPIKE_REQUESTS, seed + 100 * (number + 1))]
+    ]
 
 
 def sweep_table(sweep: ChannelSweep) -> Table:
     num_rounds = len(sweep.rounds[sweep.rows[0].capacity])
-    title = f"Plans prepared ahead, {sweep.concurrency} clients: medians of {num_rounds} rounds"
-    columns = ["batch channel\ncapacity", "output\ntok/s", "TTFT ms\np50 / p99", "ITL ms\np50"]
-    columns += ["under drops: tokens\nwasted / of computed", "cancel to\nfree, ms"]
-    table = make_table(title, *columns, f"TTFT ms of a burst of {SPIKE_REQUESTS}\nfirst / p50 / p99")
+    title = f"Plans prepared ahead, {sweep.concurrency} clients, {sweep.step_ms:g} ms a step"
+    columns = ["capa-\ncity", "output\ntok/s", "device\nwaits µs", "tokens\n/ step", "TTFT ms\np50 / p99"]
+    columns += ["drops: tokens\nwasted", "bound late,\nnot wasted", "burst: steps\nto first / last"]
+    table = make_table(f"{title}: medians of {num_rounds} rounds (least–most)", *columns)
     for row in sweep.rows:
         table.add_row(
             str(row.capacity),
-            f"{row.output_tokens_per_s:,.0f}",
-            f"{row.ttft_p50_ms:.0f} / {row.ttft_p99_ms:.0f}",
-            f"{row.itl_p50_ms:.2f}",
-            f"{row.wasted_tokens:,.0f} / {row.wasted_share:.2%}",
-            f"{row.cancel_to_free_ms:.2f}",
-            f"{row.spike_first_ms:.0f} / {row.spike_p50_ms:.0f} / {row.spike_p99_ms:.0f}",
+            row.output_tokens_per_s.show(",.0f"),
+            row.idle_us.show(".0f"),
+            f"{row.tokens_per_step.median:.2f}",
+            f"{row.ttft_p50_ms.median:.1f} / {row.ttft_p99_ms.median:.0f}",
+            row.wasted_tokens.show(",.0f"),
+            f"{row.saved_tokens.median:,.0f}",
+            f"{row.burst_first_steps.median:.1f} / {row.burst_last_steps.median:.1f}",
         )
     return table
 
@@ -214,7 +193,8 @@ def against_default(rows: Sequence[CapacityRow]) -> list[str]:
     by_capacity = {row.capacity: row for row in rows}
     one = by_capacity.pop(1)
     return [
-        f"Capacity {capacity} against 1: {row.output_tokens_per_s / one.output_tokens_per_s:.2f} × the throughput, "
-        f"{row.spike_first_ms / one.spike_first_ms:.2f} × the wait for a burst's first token."
+        f"Capacity {capacity} against 1: {row.output_tokens_per_s.median / one.output_tokens_per_s.median:.3f} × the "
+        f"throughput, TTFT p50 {row.ttft_p50_ms.median - one.ttft_p50_ms.median:+.1f} ms, a burst's first token "
+        f"{row.burst_first_steps.median - one.burst_first_steps.median:+.1f} steps."
         for capacity, row in by_capacity.items()
     ]

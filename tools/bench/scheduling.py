@@ -80,7 +80,7 @@ class SchedulingCost:
         ]
 
 
-class _Link:
+class UnsentLink:
     """BackendLink without sockets: every message is made and none is sent."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class _Loop:
 
     def __init__(self, num_running: int) -> None:
         pages_per_sequence = _CONTEXT_TOKENS // _PAGE_SIZE_TOKENS
-        self._link, self._executor, self._board = _Link(), _Executor(), BackendBoard.create()
+        self._link, self._executor, self._board = UnsentLink(), _Executor(), BackendBoard.create()
         self._scheduler = Scheduler(
             PagePool(num_running * pages_per_sequence), _PAGE_SIZE_TOKENS, num_running, max(512, num_running)
         )
