@@ -169,6 +169,9 @@ class HostSampling:
             floor[nucleus] = _nucleus_floor(scaled[nucleus], floor[nucleus], self._top_p[slots][nucleus])
         with np.errstate(divide="ignore"):
             floor = np.maximum(floor, np.log(self._min_p[slots]).astype(np.float32))
+        if len(typical):
+            # The peak that min_p goes by may have gone: the likeliest of what is left stays.
+            floor[typical] = np.minimum(floor[typical], scaled[typical].max(axis=1))
         weights = np.exp(scaled, out=np.empty_like(scaled))
         weights[scaled < floor[:, None]] = 0.0
         return _inverse_cdf(weights, philox_uniform(self._seed[slots], positions))

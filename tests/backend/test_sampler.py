@@ -290,3 +290,11 @@ def test_typical_sampling_keeps_the_tokens_nearest_to_the_entropy() -> None:
     inits = tuple(slot_init(slot, temperature=1.0, typical_p=0.2, seed=slot) for slot in range(400))
     tokens = sample(sampler, np.tile(np.log(probabilities), (400, 1)), decode_batch(list(range(400)), inits=inits))
     assert set(tokens) == kept
+
+
+def test_min_p_leaves_the_likeliest_token_where_typical_sampling_dropped_the_peak() -> None:
+    logits = np.zeros((1, VOCAB))
+    logits[0, 0], logits[0, 300] = 5.5, 0.1
+    sampler = HostSampling(VOCAB, 1)
+    init = slot_init(0, typical_p=0.2, min_p=0.1)
+    assert sample(sampler, logits, decode_batch([0], inits=(init,))) == [300]
