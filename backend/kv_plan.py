@@ -112,6 +112,8 @@ class KvPlan:
     max_running: int
     weight_bytes: int
     workspace_bytes: int
+    graph_bytes: int
+    """A part of workspace_bytes."""
     budget: KvBudget
     choice: DtypeChoice
 
@@ -195,6 +197,7 @@ def plan_kv(
         max_running=max_running,
         weight_bytes=spec.weight_bytes,
         workspace_bytes=spec.workspace_bytes,
+        graph_bytes=spec.graph_bytes,
         budget=budget,
         choice=choice,
     )

@@ -61,8 +61,8 @@ class BenchOptions:
     """Open loop instead: requests a second, arriving as a Poisson process whatever is still running."""
 
     requests: AtLeastOne | None = None
-    """Requests of a row. Default: 4 for each client, 8 in a channel sweep; 64 in an open loop or with one prefix, 500 in
-    a storm."""
+    """Requests of a row. Default: 4 for each client, 8 in a channel sweep; 64 in an open loop or with one prefix, 500
+    in a storm."""
 
     prompt_tokens: LengthRange = Lengths(128, 128)  # noqa: RUF009 - frozen
     """Prompt length: 128, or 16:512 for lengths drawn evenly."""
@@ -111,8 +111,8 @@ class BenchOptions:
     """Many requests of which a share (--drop, here one half) is dropped; then every page must be free again."""
 
     channel_sweep: Mode = False
-    """The same load for 0, 1, 2 and 4 plans prepared ahead: throughput, waste under drops, answer to a spike. No server:
-    the real loop, on a simulated device and clock."""
+    """The same load for 0, 1, 2 and 4 plans prepared ahead: throughput, waste under drops, answer to a spike. No
+    server: the real loop, on a simulated device and clock."""
 
     coalescing: Mode = False
     """Eight identical greedy streams against one alone: wall time, and tokens computed."""
