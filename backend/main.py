@@ -23,6 +23,7 @@ from backend.memory import Memory, device_memory
 from backend.model_card import make_card
 from backend.options import BackendOptions
 from backend.page_pool import PagePool
+from backend.passes.decoder.cuda.device_choice import choose_device, planned_device
 from backend.passes.decoder.threads import prepare_threads
 from backend.plan_table import plan_tables
 from backend.plugins import find_forward_pass
@@ -80,12 +81,14 @@ def serve(options: BackendOptions) -> None:
         check_free(options.socket)
     config_dir = locate_config(options)
     spec = pass_class.describe(config_dir, settings)
-    memory = device_memory(settings.device)
+    # A plan that is only printed may be for a GPU that is elsewhere; auto alone has to ask it.
+    is_asked = not options.dry_run or not isinstance(options.kv_budget, int)
+    memory = device_memory(settings.device) if is_asked else Memory(0, 0, settings.device)
     plan = plan_cache(options, spec, settings.device, memory)
     if options.dry_run:
         Console().print(plan_tables(plan))
         return
-    check_memory(plan, memory)
+    check_memory(plan, memory, settings.device)
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # now that the plan is known to be possible
     numerics = f"{options.forward_pass} {options.dtype} {options.deterministic}"
@@ -129,16 +132,22 @@ def serve(options: BackendOptions) -> None:
     logger.info("drained after %d steps", board.steps)
 
 
-def check_memory(plan: KvPlan, memory: Memory) -> None:
-    """Raises StartupError for more than there is; warns of more than is free, which others may yet give back."""
-    takes = f"a KV cache of {format_size(plan.num_bytes)} and weights of {format_size(plan.weight_bytes)}"
+def check_memory(plan: KvPlan, memory: Memory, device: str = "cpu") -> None:
+    """Raises StartupError for more than there is; on the CPU it warns of more than is free, which others may yet give
+    back. A GPU gives only what is free."""
+    wanted = (
+        f"a KV cache of {format_size(plan.num_bytes)}, weights of {format_size(plan.weight_bytes)} and a workspace of "
+        f"{format_size(plan.workspace_bytes)}"
+    )
+    free = f"the {format_size(memory.free_bytes)} that are free on {memory.name}"
+    if device != "cpu" and plan.device_bytes > memory.free_bytes:
+        raise StartupError(f"{wanted} are more than {free}: lower --kv-budget")
     if plan.device_bytes > memory.total_bytes:
         raise StartupError(
-            f"{takes} are more than the {format_size(memory.total_bytes)} of {memory.name}: lower --kv-budget"
+            f"{wanted} are more than the {format_size(memory.total_bytes)} of {memory.name}: lower --kv-budget"
         )
     if plan.device_bytes > memory.free_bytes:
-        free = f"{format_size(memory.free_bytes)} that are free on {memory.name}"
-        logger.warning("%s are more than the %s: lower --kv-budget if memory runs short", takes, free)
+        logger.warning("%s are more than %s: lower --kv-budget if memory runs short", wanted, free)
 
 
 def _load(
@@ -166,7 +175,7 @@ def _load(
 def pass_options(options: BackendOptions) -> PassOptions:
     """What the forward pass is told. Raises StartupError for a device that cannot be named."""
     return PassOptions(
-        choose_device(options.gpu),
+        planned_device(options.gpu) if options.dry_run else choose_device(options.gpu),
         options.dtype,
         options.max_running,
         options.max_batch_tokens,
@@ -198,15 +207,6 @@ def locate_config(options: BackendOptions) -> Path:
 def locate_model(options: BackendOptions, config_dir: Path | None = None) -> Path:
     """The checkpoint's directory; a hub model is downloaded first, of config_dir's commit. Raises StartupError."""
     return DEMO_MODEL_DIR if options.model is None else resolve_model(options.model, options.revision, config_dir)
-
-
-def choose_device(gpu: str) -> str:
-    """A PassOptions.device from --gpu. Raises StartupError."""
-    if gpu not in ("auto", "none"):
-        if not gpu.isdecimal():
-            raise StartupError(f'--gpu is "{gpu}"; write a CUDA device index such as 0, "none" or "auto"')
-        logger.warning("--gpu %s: the decoder has no CUDA pass yet; serving on the CPU", gpu)
-    return "cpu"
 
 
 def _drain_on_signals(engine: Engine) -> None:

@@ -43,14 +43,15 @@ class BackendOptions:
     """The model's name in the API. Default: the hub id, or the directory's name."""
 
     gpu: str = "auto"
-    """CUDA device index, "none" for the CPU, or "auto": the CPU where there is no usable GPU."""
+    """Index or UUID (GPU-…, or its beginning) of a GPU, "none" for the CPU, or "auto": the first GPU that serves, else
+    the CPU."""
 
     kv_budget: Budget = None
     """Memory for the KV cache, such as 6GB or 512MiB; never exceeded. auto takes what the device has free, less the
     weights and a reserve of a tenth of its memory (at least 512 MB); of the CPU's memory a container's limit counts.
     Default: 2GB on the CPU, auto on a GPU."""
 
-    kv_dtype: Literal["auto", "fp32", "bf16", "q8_0"] = "auto"
+    kv_dtype: Literal["auto", "fp32", "bf16", "q8_0", "fp8"] = "auto"
     """Type of the cached keys and values. auto takes the weights' type, or a narrower one where --max-context times
     --max-running (or, without --max-context, one full context) would not fit the budget."""
 

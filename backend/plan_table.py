@@ -24,8 +24,10 @@ def plan_rows(plan: KvPlan) -> list[tuple[str, str]]:
     auto = [(name, format_size(num_bytes)) for name, num_bytes in plan.budget.auto_parts]
     budget = "KV budget (auto)" if auto else "KV budget"
     capped = f", all that --max-running {plan.max_running} can use" if plan.is_capped else ""
+    graphs = [("of the workspace, graphs", f"{format_size(plan.graph_bytes)} (estimated)")] if plan.graph_bytes else []
     return [
         *(auto or _taken_rows(plan)),
+        *graphs,
         (budget, format_size(plan.budget.num_bytes)),
         ("KV cache", f"{format_size(plan.num_bytes)}{capped}"),
         ("KV dtype", plan.kv_dtype),

@@ -148,7 +148,7 @@ def test_auto_says_what_was_free_and_what_is_kept(
         ("--kv-dtype int3", 'Invalid value "int3" for --kv-dtype. Choose from: "auto"'),
         ("--kv-dtype q8_0 --forward-pass fake", "--kv-dtype is q8_0; this forward pass has fp32: take one of these"),
         ("--dtype int8", 'Invalid value "int8" for --dtype.'),
-        ("--gpu first", '--gpu is "first"; write a CUDA device index'),
+        ("--gpu first", '--gpu is "first"; write an index such as 0'),
         ("--revision main", "--revision is main; the demo model has none: give a hub id as --model, or leave it out"),
         ("--forward-pass :Class", 'forward pass ":Class" cannot be imported: ValueError: Empty module name'),
         ("--model=", "the model directory '' does not exist"),
@@ -225,7 +225,7 @@ def cache_bytes(forward_pass: DecoderPass) -> int:
 def test_more_than_there_is_is_refused_and_more_than_is_free_is_told(caplog: pytest.LogCaptureFixture) -> None:
     spec = PassSpec(100, 1 << 24, {"bf16": 1000}, weight_bytes=3 * GB, workspace_bytes=GB)
     plan = plan_cache(BackendOptions(kv_budget=4 * GB), spec, "cpu", Memory(0, 0, ""))
-    takes = "a KV cache of 4.00 GB and weights of 3.00 GB are more than the"
+    takes = "a KV cache of 4.00 GB, weights of 3.00 GB and a workspace of 1.00 GB are more than the"
     assert plan.budget == KvBudget(4 * GB)
     assert plan.device_bytes <= 8 * GB
     with pytest.raises(StartupError, match=rf"{takes} 7\.00 GB of this machine: lower --kv-budget"):
@@ -235,3 +235,5 @@ def test_more_than_there_is_is_refused_and_more_than_is_free_is_told(caplog: pyt
         assert caplog.messages == []
         check_memory(plan, Memory(8 * GB, 7 * GB, "this machine"))
     assert caplog.messages == [f"{takes} 7.00 GB that are free on this machine: lower --kv-budget if memory runs short"]
+    with pytest.raises(StartupError, match=rf"{takes} 7\.00 GB that are free on GPU 0: lower --kv-budget"):
+        check_memory(plan, Memory(80 * GB, 7 * GB, "GPU 0"), "cuda:0")

@@ -42,15 +42,26 @@ def choose_device(gpu: str, find: Callable[[], list[Gpu]] | None = None) -> str:
     find = find or find_gpus
     if gpu == "none":
         return "cpu"
-    if gpu == "auto":
-        try:
-            return _device(next(iter(_serving(find()))))
-        except StartupError as reason:
-            logger.info("serving on the CPU: %s", reason)
-            return "cpu"
-    if not gpu.isdecimal() and not gpu.startswith("GPU-"):
+    if gpu != "auto" and not gpu.isdecimal() and not gpu.startswith("GPU-"):
         raise StartupError(f'--gpu is "{gpu}"; write an index such as 0, a UUID such as GPU-1234abcd, "none" or "auto"')
-    return _device(_pick(gpu, find()))
+    try:
+        gpus = find()
+        return _device(_serving(gpus)[0] if gpu == "auto" else _pick(gpu, gpus))
+    except StartupError as reason:
+        if gpu != "auto":
+            raise StartupError(f"--gpu is {gpu}: {reason}") from reason
+        logger.info("serving on the CPU: %s", reason)
+        return "cpu"
+
+
+def planned_device(gpu: str, find: Callable[[], list[Gpu]] | None = None) -> str:
+    """As `choose_device`, for a plan that is printed and not run: a GPU that is named need not be there."""
+    try:
+        return choose_device(gpu, find)
+    except StartupError:
+        if gpu.isdecimal() or gpu.startswith("GPU-"):
+            return f"cuda:{int(gpu) if gpu.isdecimal() else 0}"
+        raise
 
 
 def _device(gpu: Gpu) -> str:
@@ -64,7 +75,7 @@ def _pick(wanted: str, gpus: list[Gpu]) -> Gpu:
         matches = [gpu for gpu in gpus if gpu.uuid.startswith(wanted)]
     if len(matches) != 1:
         known = ", ".join(f"{gpu.index} {gpu.uuid} ({gpu.name})" for gpu in gpus)
-        raise StartupError(f"--gpu is {wanted}, which {'fits several' if matches else 'is none'} of: {known}")
+        raise StartupError(f"it names {'several' if matches else 'none'} of this machine's GPUs: {known}")
     return _serving(matches)[0]
 
 
