@@ -267,7 +267,7 @@ def test_filters_leave_exactly_the_tokens_of_the_reference(params: dict[str, flo
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_filters_of_a_large_vocabulary_are_exact(params: dict[str, float]) -> None:
-    """The rest of the vocabulary is masked out one token at a time from the reference's edge on."""
+    """Too many tokens to draw them all: what the thresholds in the row's state leave is compared."""
     vocab = 9001
     logits = random_logits(vocab, seed=4, scale=3.0)
     logits[[5, 900, 8000]] = -np.inf
@@ -277,7 +277,7 @@ def test_filters_of_a_large_vocabulary_are_exact(params: dict[str, float]) -> No
     device.take(slot_init(0, **params))
     device.sample(logits[None], [0])
     # The row's state: peak, mean of scaled gaps, largest gap and largest deviation, as float32.
-    peak, mean, gap, deviation = (float(x) for x in device.slots.states.view(torch.float32)[0, -4:])
+    peak, mean, gap, deviation = (float(x) for x in device.slots.states.view(torch.float32)[0, 14:18])
     gaps = (peak - logits).astype(np.float64)
     within = (gaps <= gap) & (np.abs(gaps / sampling.temperature - mean) <= deviation * (1 + 1e-6)) & np.isfinite(gaps)
     if sampling.min_p:
@@ -292,6 +292,14 @@ def test_tokens_that_tie_with_the_last_one_are_all_kept() -> None:
         device = Device(7, draws)
         device.take(*(slot_init(slot, seed=slot, temperature=3.0, **params) for slot in range(draws)))
         assert set(device.sample(np.tile(logits, (draws, 1)), list(range(draws)))) == allowed
+
+
+def test_min_p_leaves_the_likeliest_token_where_typical_sampling_dropped_the_peak() -> None:
+    logits = np.zeros((1, 700), np.float32)
+    logits[0, 0], logits[0, 300], logits[0, 5] = 5.5, 0.1, -np.inf
+    device = Device(700, 1)
+    device.take(slot_init(0, typical_p=0.2, min_p=0.1))
+    assert device.sample(logits, [0]) == [300]
 
 
 def test_filters_see_what_masks_and_biases_leave() -> None:

@@ -35,7 +35,7 @@ MAX_BIASES = 300
 
 _SEGMENT = 4096
 _NUM_BINS = 2048
-_STATE_INTS = 16
+_STATE_INTS = 20
 _NUM_LEVELS = 3
 _MIN_TEMPERATURE = 1e-6
 """As in `backend.sampler`."""

@@ -57,30 +57,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMET
     if (!draws) step.finish(slot, params, is_finite ? token_of(best) : -1);
 }
 
-// Draws from what the filters left, in the rows that have them.
+// Draws from what the filters left, in the rows that have them. min_p, the last filter, applies here; where it leaves
+// nothing, for the peak is out already, the likeliest of the others stays.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) draw_rows(STEP_PARAMETERS) {
     __shared__ float segment_biases[kSegment];
-    __shared__ unsigned long long best_of_warp[kMaxWarps];
+    __shared__ unsigned long long best_of_warp[kMaxWarps], likeliest_of_warp[kMaxWarps];
     const Step step = STEP;
     const int slot = step.slots[blockIdx.y];
     if (slot < 0 || !step.states[blockIdx.y].draws) return;
     const SlotParams params = step.slot_params[slot];
     const int position = step.position();
     RowState& state = step.states[blockIdx.y];
-    Kept kept(state, params);
-    kept.largest_gap = fminf(kept.largest_gap, params.largest_gap);  // min_p, the last filter
+    const Kept kept(state, params);
 
-    unsigned long long best = 0;
+    unsigned long long best = 0, likeliest = 0;
     for_segment(step.row(slot, params, segment_biases), [&](int first, const float(&x)[8]) {
         float survivors[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) survivors[j] = kept.has(x[j]) ? x[j] : -infinity();
+        for (int j = 0; j < 8; ++j) {
+            const bool is_left = kept.has(x[j]) && x[j] > -infinity();
+            if (is_left) likeliest = Largest{}(likeliest, candidate(x[j], first + j));
+            survivors[j] = is_left && kept.gap(x[j]) <= params.largest_gap ? x[j] : -infinity();
+        }
         best = draw(params, position, first, survivors, best);
     });
     best = reduce_block(best, best_of_warp, Largest{});
-    if (threadIdx.x == 0) atomicMax(&state.best, best);
+    likeliest = reduce_block(likeliest, likeliest_of_warp, Largest{});
+    if (threadIdx.x == 0) {
+        atomicMax(&state.best, best);
+        atomicMax(&state.likeliest, likeliest);
+    }
     if (!is_last_of_row(state) || threadIdx.x != 0) return;
     best = __ldcg(&state.best);
+    if (best == 0) best = __ldcg(&state.likeliest);
     state.best = 0;
+    state.likeliest = 0;
     step.finish(slot, params, token_of(best));
 }

@@ -28,6 +28,7 @@ struct __align__(16) SlotParams {
 // that comes last reads them and sets them back.
 struct __align__(16) RowState {
     unsigned long long best;          // score and token of the best draw, see `candidate`
+    unsigned long long likeliest;     // largest logit and its token that the filters before min_p left
     unsigned long long target;        // of the filter being computed: how much of the bins' content is still to be found
     unsigned long long mass;          // fixed point, and of gaps times mass
     unsigned long long gap_mass;
@@ -39,6 +40,7 @@ struct __align__(16) RowState {
     float mean_gap;                   // of scaled gaps
     float largest_gap;                // tokens whose gap to the peak is larger are out
     float largest_deviation;          // and those whose scaled gap differs more from mean_gap
+    int padding[2];
 };
 
 // One row of the logits, and what changes it.
