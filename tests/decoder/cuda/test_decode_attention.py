@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from backend.passes.decoder.cuda.attention_limits import HEAD_DIMS
 from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
-from backend.passes.decoder.cuda.decode_attention import HEAD_DIMS, DecodeAttention, DecodeWorkspace, kernels
+from backend.passes.decoder.cuda.decode_attention import DecodeAttention, DecodeWorkspace, kernels
 from backend.passes.decoder.cuda.launcher import Launcher
 from backend.passes.decoder.kv_torch import quantise
 from tests.cuda_emulator import EmulatedLauncher

@@ -19,7 +19,7 @@ CHECKED = (EmulatedLauncher("check"), EmulatedLauncher("check", "reverse"), Emul
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ACT_OF = {"fp32": FP32, "bf16": BF16, "q8_0": FP16, "fp8": FP16}
 """Queries in which the products lose nothing of them."""
-TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "q8_0": 2e-3, "fp8": 2e-3}
+TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "q8_0": 2e-3, "fp8": 2e-3}
 KV_DTYPES = tuple(TOLERANCE)
 SHAPES = [(dict(kernel.macros)["HEAD_DIM"], KV_DTYPES[dict(kernel.macros)["KV_DTYPE"]]) for kernel in kernels()]
 
@@ -58,10 +58,14 @@ def check(
     step = prepare(attention, rows, act)
     out = run(attention, step, launcher)
     expected = step.expected(attention.scale, attention.window_tokens, attention.softcap)
-    error = (out.double() - expected).abs().amax()
-    limit = TOLERANCE[attention.layout.kv_dtype] * expected.abs().amax()
+    error, limit = relative_error(out, expected), TOLERANCE[attention.layout.kv_dtype]
     assert error <= limit, f"{error} > {limit}"
     return out
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The worst of all queries': one token too few or too many of thousands would show."""
+    return float(((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).amax())
 
 
 def rows_of(*shapes: tuple[int, int]) -> list[Row]:
@@ -107,8 +111,9 @@ def test_activations_of_any_dtype(kv_dtype: str, act: torch.dtype) -> None:
     attention = attention_of(64, kv_dtype)
     step = prepare(attention, rows_of((0, 9), (30, 40)), act)
     expected = step.expected(attention.scale, 0, 0.0)
-    tolerance = max(TOLERANCE[kv_dtype], {FP32: 0, BF16: 5e-3, FP16: 1e-3}[act])
-    assert (run(attention, step).double() - expected).abs().amax() <= tolerance * expected.abs().amax()
+    # What is rounded besides the weights: queries to bf16 for products with it, results to act.
+    tolerance = 1e-2 if kv_dtype == "bf16" else {FP32: 1e-5, BF16: 5e-3, FP16: 1e-3}[act]
+    assert relative_error(run(attention, step), expected) <= tolerance
 
 
 @pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, "bf16"), (128, "bf16"), (128, "q8_0"), (64, "fp32")])

@@ -7,7 +7,6 @@ all steps of a padded number of rows. What a row becomes depends on nothing but 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,21 +14,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from backend.passes.decoder.cuda.attention_limits import (
+    HEAD_DIMS,
+    MAX_CONTEXT_TOKENS,
+    MAX_GROUP,
+    check_logits,
+    check_shape,
+    require,
+)
 from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
 from backend.passes.decoder.cuda.launcher import Grid, Kernel, Launcher
-from backend.passes.decoder.ops import KV_BLOCK_VALUES, quantisable
+from backend.passes.decoder.ops import quantisable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
-MAX_GROUP = 16
-"""Queries that share a KV head."""
 SHORTEST_CHUNK_TOKENS = 256
-_PAGE_SIZES_TOKENS = (16, 32, 64)
 _FIRST_MULTIPLE_TOKENS = 16
 """A window's first chunk begins at a multiple of this."""
-_MAX_CONTEXT_TOKENS = 1 << 24
 _MAX_ROWS = 1 << 16
 _MAX_SMS = 1 << 12
 _NUM_WARPS = 4
@@ -90,13 +92,11 @@ class DecodeAttention:
         and window_tokens - 1 before it, or all of them with 0. num_sms and shared_bytes_per_sm are the device's. Raises
         ValueError for what no kernel covers.
         """
-        _check_shape(layout, num_heads)
-        _require("max_rows", max_rows, 1, _MAX_ROWS)
-        _require("max_context_tokens", max_context_tokens, 1, _MAX_CONTEXT_TOKENS)
-        _require("window_tokens", window_tokens, 0, _MAX_CONTEXT_TOKENS)
-        _require("num_sms", num_sms, 1, _MAX_SMS)
-        if not (math.isfinite(softcap) and softcap >= 0):
-            raise ValueError(f"softcap is {softcap}, not a number from 0 on")
+        check_shape(layout, num_heads)
+        require("max_rows", max_rows, 1, _MAX_ROWS)
+        require("max_context_tokens", max_context_tokens, 1, MAX_CONTEXT_TOKENS)
+        require("num_sms", num_sms, 1, _MAX_SMS)
+        check_logits(scale, window_tokens, softcap)
         self.layout = layout
         self.num_heads = num_heads
         self.scale = scale
@@ -191,29 +191,6 @@ class DecodeAttention:
             np.int32(page_table.shape[1]),
             *self._scalars,
         )
-
-
-def _check_shape(layout: CacheLayout, num_heads: int) -> None:
-    _require_one_of("head_dim", layout.head_dim, HEAD_DIMS)
-    _require_one_of("kv_dtype", layout.kv_dtype, tuple(KV_MACRO))
-    _require_one_of("page_size_tokens", layout.page_size_tokens, _PAGE_SIZES_TOKENS)
-    if layout.kv_dtype == "q8_0" and not quantisable(layout.head_dim):
-        raise ValueError(f"head_dim is {layout.head_dim}; a q8_0 cache needs a multiple of {KV_BLOCK_VALUES}")
-    group, rest = divmod(num_heads, layout.num_kv_heads)
-    if rest or not 1 <= group <= MAX_GROUP:
-        raise ValueError(
-            f"{num_heads} heads share {layout.num_kv_heads} KV heads; each takes 1 to {MAX_GROUP}, equally many"
-        )
-
-
-def _require(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}, not {least} to {most}")
-
-
-def _require_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value}, not one of {', '.join(map(str, choices))}")
 
 
 def _max_chunks(max_context_tokens: int, window_tokens: int, num_kv_heads: int) -> int:

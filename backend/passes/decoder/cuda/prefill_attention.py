@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.passes.decoder.cuda.attention_limits import HEAD_DIMS, check_attention
+from backend.passes.decoder.cuda.attention_limits import HEAD_DIMS, check_logits, check_shape
 from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
 from backend.passes.decoder.cuda.launcher import Kernel, Launcher
 from backend.passes.decoder.ops import quantisable
@@ -57,9 +57,8 @@ class PrefillAttention:
 
     def __post_init__(self) -> None:
         layout = self.layout
-        check_attention(layout, self.num_heads, self.window_tokens, self.softcap)
-        if not self.scale > 0:
-            raise ValueError(f"scale is {self.scale}; it must be above 0")
+        check_shape(layout, self.num_heads)
+        check_logits(self.scale, self.window_tokens, self.softcap)
         scalars = (
             np.int32(layout.page_size_tokens.bit_length() - 1),
             np.int32(self._group),
