@@ -165,6 +165,8 @@ class PassSpec:
     activations, step buffers, what libraries keep, and captured work."""
     graph_bytes: int = 0
     """How much of workspace_bytes is captured work; an estimate."""
+    page_sizes: tuple[int, ...] = ()
+    """The page_size_tokens that `create_cache` takes, where not all are."""
     runs_ahead: bool = False
     """`forward` and `sample` return before the device has computed: the next step is launched behind the running one,
     whose tokens the device alone knows yet."""

@@ -168,6 +168,9 @@ def plan_kv(
             f"--max-context is {max_context_tokens}; the model was made for {spec.max_context_tokens}: "
             "lower --max-context"
         )
+    if spec.page_sizes and page_size_tokens not in spec.page_sizes:
+        offered = ", ".join(map(str, spec.page_sizes))
+        raise StartupError(f"--page-size is {page_size_tokens}; this forward pass has {offered}: take one of these")
     choice = _choose_dtype(spec, budget, kv_dtype, page_size_tokens, max_context_tokens, max_running)
     holds = choice.chosen
     if holds.num_pages < 1:

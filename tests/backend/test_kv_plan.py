@@ -89,6 +89,13 @@ def test_an_impossible_setting_names_value_limit_and_remedy(changes: dict[str, A
     assert str(refused.value).startswith(said)
 
 
+def test_a_page_size_that_the_pass_does_not_have_is_refused() -> None:
+    spec = PassSpec(100, 4096, {"bf16": 1}, page_sizes=(16, 32))
+    assert plan(spec, page_size_tokens=32).page_size_tokens == 32
+    with pytest.raises(StartupError, match="--page-size is 8; this forward pass has 16, 32: take one of these"):
+        plan(spec, page_size_tokens=8)
+
+
 def test_auto_says_how_it_came_to_its_bytes() -> None:
     parts = "3.10 GB free on this machine less 3.00 GB for the weights, 1.00 GB in reserve"
     assert str(AUTO) == f"auto, 0 B ({parts})"
