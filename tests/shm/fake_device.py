@@ -95,9 +95,10 @@ class FakeDevice:
         return self._place(name, is_own=True)
 
     def free(self, pointer: int) -> None:
-        region = self._pop(self._memory, pointer, is_own=True)
-        if users := self._users(region.name):
+        region = self._memory.get(pointer)
+        if region is not None and (users := self._users(region.name)):
             raise DeviceError(f"free({pointer:#x}): opened by {users}; undefined behaviour")
+        region = self._pop(self._memory, pointer, is_own=True)
         region.mapping.close()
         (self._directory / region.name).unlink()
 
