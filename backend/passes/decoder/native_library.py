@@ -77,7 +77,8 @@ def open_library(directory: Path, compiler: str | None, more_flags: tuple[str, .
 def _fingerprint(more_flags: tuple[str, ...]) -> str:
     """Of all that decides the code: sources, flags, CPU."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model", "flags"))]
-    sources = [part for path in sorted(SOURCE.parent.iterdir()) for part in (path.name.encode(), path.read_bytes())]
+    files = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
+    sources = [part for path in files for part in (path.name.encode(), path.read_bytes())]
     parts = (*sources, " ".join(_FLAGS + more_flags).encode(), "\n".join(sorted(set(cpu))).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
