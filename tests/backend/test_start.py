@@ -204,6 +204,7 @@ def test_what_auto_leaves_is_allocated_to_the_byte_and_never_exceeded(
     plan = plan_cache(options, spec, settings.device, memory)
     assert plan.budget.num_bytes == left
     forward_pass = DecoderPass.load(model_dir, settings)
+    assert isinstance(forward_pass, DecoderPass)
     forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
     allocated = cache_bytes(forward_pass)
     forward_pass.close()
