@@ -180,6 +180,5 @@ struct WarpHeads {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[head][piece][e] *= factor;
         }
-        __syncwarp();
     }
 };

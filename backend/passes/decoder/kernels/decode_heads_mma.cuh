@@ -117,13 +117,22 @@ struct WarpHeads {
     }
 
   private:
+    __device__ __forceinline__ static unsigned load_operands(const float* pair) {
+        const float2 x = *reinterpret_cast<const float2*>(pair);
+        return pack_operands(x.x, x.y);
+    }
+    template <class T> __device__ __forceinline__ static unsigned load_operands(const T* pair) {
+        float low, high;
+        unpack(T{}, *reinterpret_cast<const unsigned*>(pair), low, high);
+        return pack_operands(low, high);
+    }
+
     template <class T>
     __device__ __forceinline__ static void load_query(unsigned (&query)[4], const T* first, int group, int step) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int head = threadIdx.x % 32 / 4 + i % 2 * 8;
-            const T* pair = first + head * HEAD_DIM + query_dim(step, i / 2);
-            query[i] = head < group ? pack_operands(to_float(pair[0]), to_float(pair[1])) : 0;
+            query[i] = head < group ? load_operands(first + head * HEAD_DIM + query_dim(step, i / 2)) : 0;
         }
     }
 

@@ -84,7 +84,7 @@ struct TileStream {
                 const int page = __shfl_sync(0xffffffffu, pages, tile % kTilesOfPages * kTileRuns + run);
                 const KvBlock block(layer, page, which, kv_head, num_kv_heads, 1 << page_shift, HEAD_DIM);
                 copy_run(target, run, reinterpret_cast<const unsigned char*>(block.numbers), 1 << page_shift,
-                         token(tile) + run * kRunTokens, begin, end);
+                         token(tile) + run * kRunTokens, end);
             }
         }
         cp_async_commit();

@@ -20,9 +20,9 @@ constexpr int kTileRuns = kTileTokens > kRun ? kTileTokens / kRun : 1;
 constexpr int kRunTokens = kTileTokens / kTileRuns;
 
 // One run of a tile, by a warp, with cp.async. block: the page's keys or values of one head. token: the run's first.
-// Places of tokens outside [begin, end) are not read, and become zeros.
+// Places of tokens from end on are not read, and become zeros.
 __device__ __forceinline__ void copy_run(unsigned char* tile, int run, const unsigned char* block, int page_size,
-                                         int token, int begin, int end) {
+                                         int token, int end) {
     const int lane = threadIdx.x % 32, place = token & (page_size - 1);
     unsigned char* rows = tile + run * kRunTokens * kRowStride;
     const unsigned char* source = block + place * kRowBytes;
@@ -31,8 +31,8 @@ __device__ __forceinline__ void copy_run(unsigned char* tile, int run, const uns
     for (int first = 0; first < kPieces; first += 32) {
         const int piece = first + lane, row = piece / kRowPieces;
         if (first + 32 > kPieces && piece >= kPieces) break;
-        const bool wanted = token + row >= begin && token + row < end;
-        cp_async_16(rows + row * kRowStride + piece % kRowPieces * 16, source + piece * 16, wanted ? 16 : 0);
+        const int bytes = token + row < end ? 16 : 0;
+        cp_async_16(rows + row * kRowStride + piece % kRowPieces * 16, source + piece * 16, bytes);
     }
     if (kKvHasScales && lane < kRunTokens * kScaleRowBytes / 16) {
         unsigned char* scales = tile + kTileTokens * kRowStride + run * kRunTokens * kScaleRowBytes;
