@@ -83,12 +83,14 @@ Cell* cells_of_page(uintptr_t page_number) {
 
 class Check {
   public:
-    Check(const Thread& thread, Access access, const Region& region, uintptr_t address, const void* site)
-        : thread_(thread.number), access_(access), region_(region), address_(address),
+    Check(const Thread& thread, Access access, const Region& region, const void* site)
+        : thread_(thread.number), access_(access), region_(region),
           mine_{access == Access::kAtomic ? moment_of_atomic(thread.number) : now(thread.number), site_of(site),
                 access == Access::kAtomic, access == Access::kCopyBegins} {}
 
-    void byte(Cell& cell) {
+    void byte(uintptr_t address) {
+        address_ = address;
+        Cell& cell = cells_of_page(address / kPageBytes)[address % kPageBytes];
         if (valid(cell.write)) against_write(cell.write);
         else if (region_.sort == Sort::kShared && access_ == Access::kRead)
             fail("uninitialised: read at @%x@ of byte %llu of %s, which this block has not written yet",
@@ -156,8 +158,8 @@ class Check {
     const int thread_;
     const Access access_;
     const Region& region_;
-    const uintptr_t address_;
     const Record mine_;
+    uintptr_t address_ = 0;  // of the byte in question
 };
 
 }  // namespace
@@ -201,8 +203,8 @@ void check_access_of(Thread& thread, const void* address, size_t bytes, Access a
         if (access == Access::kRead) return;
         fail("write at @%x@ to %s, which the kernel takes as const", site_of(site), region->name.c_str());
     }
-    for (uintptr_t byte = first; byte < first + bytes; ++byte)
-        Check(thread, access, *region, byte, site).byte(cells_of_page(byte / kPageBytes)[byte % kPageBytes]);
+    Check check(thread, access, *region, site);
+    for (uintptr_t byte = first; byte < first + bytes; ++byte) check.byte(byte);
 }
 
 void check_shared(const void* address, size_t bytes, size_t alignment, const char* instruction) {

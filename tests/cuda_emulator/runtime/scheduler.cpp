@@ -54,6 +54,7 @@ constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = 128 << 10, kGuardBytes = 4096;
 
 char* stacks;  // kMaxThreads of them, each below a page that may not be touched
+std::vector<int> free_stacks;  // the one used last comes next, as caches still hold it
 void* launcher_stack_pointer;
 const Kernel* running;
 void** running_arguments;
@@ -83,10 +84,33 @@ class ReadyQueue {
 
 ReadyQueue ready;
 
-void resume(void** save, Thread& thread) {
+void enter(Thread& thread) {
     current = &thread;
     machine.thread_index = thread.index;
     machine.lane = unsigned(thread.lane);
+}
+
+char* stack_at(int index) { return stacks + size_t(index) * (kStackBytes + kGuardBytes) + kGuardBytes; }
+
+void thread_main();
+
+// A stack as cusim_switch leaves one: the saved registers, the address to go on at, and above it what a call would have
+// put there. Tops differ in their place within a page, or they would all compete for the same lines of the cache.
+void* first_stack_pointer(int index) {
+    void** top = reinterpret_cast<void**>(stack_at(index) + kStackBytes - 64 - size_t(index % 64) * 448);
+    *--top = nullptr;
+    *--top = reinterpret_cast<void*>(thread_main);
+    for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
+    return top;
+}
+
+void resume(void** save, Thread& thread) {
+    if (!thread.stack_pointer) {
+        thread.stack = free_stacks.back();
+        free_stacks.pop_back();
+        thread.stack_pointer = first_stack_pointer(thread.stack);
+    }
+    enter(thread);
     cusim_switch(save, thread.stack_pointer);
 }
 
@@ -112,29 +136,31 @@ void resume(void** save, Thread& thread) {
     fail("deadlock: %d threads wait for others that never come%s", num_alive, waiting.c_str());
 }
 
-// Every fiber begins here.
-void thread_main() {
-    running->run(running_arguments);
+void end_thread() {
     check_copies_awaited();
     current->status = Status::kDone;
     --num_alive;
     check_exit_leaves_no_barrier();
     if (num_alive == 0) return_to_launcher();
-    wait(Status::kDone);
-    __builtin_unreachable();
+    if (ready.empty()) fail_deadlocked();
 }
 
-char* stack_of(int thread) { return stacks + size_t(thread) * (kStackBytes + kGuardBytes) + kGuardBytes; }
-
-void reset(Thread& thread) {
-    // As cusim_switch leaves a stack: saved registers, then the address to go on at, where a call would have put
-    // another return address.
-    void** top = reinterpret_cast<void**>(stack_of(thread.number) + kStackBytes - 64);
-    *--top = nullptr;
-    *--top = reinterpret_cast<void*>(thread_main);
-    for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
-    thread.stack_pointer = top;
-    thread.status = Status::kReady;
+// Every stack begins here. A thread that has not begun yet takes over the stack of the one that ends before it.
+void thread_main() {
+    while (true) {
+        running->run(running_arguments);
+        end_thread();
+        const int stack = current->stack;
+        Thread& next = threads[size_t(ready.pop())];
+        if (next.stack_pointer) {
+            free_stacks.push_back(stack);
+            void* never_resumed;
+            resume(&never_resumed, next);
+        }
+        next.stack = stack;
+        next.stack_pointer = &next;  // begun; its true value is saved when it waits
+        enter(next);
+    }
 }
 
 void map_stacks() {
@@ -145,7 +171,7 @@ void map_stacks() {
         abort();
     }
     stacks = static_cast<char*>(memory);
-    for (int i = 0; i < kMaxThreads; ++i) mprotect(stack_of(i) - kGuardBytes, kGuardBytes, PROT_NONE);
+    for (int i = 0; i < kMaxThreads; ++i) mprotect(stack_at(i) - kGuardBytes, kGuardBytes, PROT_NONE);
 }
 
 }  // namespace
@@ -180,7 +206,12 @@ void run_block(const Kernel& kernel, void** arguments) {
     running_arguments = arguments;
     ready.clear();
     num_alive = int(threads.size());
-    for (Thread& thread : threads) reset(thread);
+    for (Thread& thread : threads) {
+        thread.stack_pointer = nullptr;
+        thread.status = Status::kReady;
+    }
+    free_stacks.resize(kMaxThreads);
+    for (int i = 0; i < kMaxThreads; ++i) free_stacks[size_t(i)] = kMaxThreads - 1 - i;
     for (int i = 0; i < num_alive; ++i) ready.push(order == Order::kReverse ? num_alive - 1 - i : i);
     resume(&launcher_stack_pointer, threads[size_t(ready.pop())]);
     current = nullptr;

@@ -12,7 +12,8 @@ namespace cusim {
 enum class Status { kReady, kAtBarrier, kInWarpCall, kDone };
 
 struct Thread {
-    void* stack_pointer;
+    void* stack_pointer;  // null: has not begun
+    int stack;            // which one it runs on
     int number, lane, warp;
     uint3 index;
     Status status;
