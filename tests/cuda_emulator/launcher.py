@@ -114,7 +114,7 @@ class EmulatedLauncher:
 
     def _load(self, build: Build) -> _Library:
         source, macros = build
-        return _Library(build_kernels(self._kernels_dir / source, macros, self._mode))
+        return _library(build_kernels(self._kernels_dir / source, macros, self._mode))
 
 
 class _Library:
@@ -148,6 +148,11 @@ class _Library:
         sites = list(dict.fromkeys(_SITE.findall(error)))
         lines = dict(zip(sites, source_lines(self._path, sites), strict=True))
         return _DIRECTORY.sub("", _SITE.sub(lambda match: lines[match[1]], error))
+
+
+@cache
+def _library(path: Path) -> _Library:
+    return _Library(path)
 
 
 def _build_of(kernel: Kernel) -> Build:
