@@ -62,6 +62,13 @@ class Loan:
                 self._memory.write(self._ref.index, row * self.row_bytes, self.row_bytes, source)
                 self._num_written = max(self._num_written, row + 1)
 
+    def read(self) -> bytes:
+        """A copy of what the client has written. Raises LoanError where it has not, or the device fails."""
+        try:
+            return self._memory.read(self._ref.index, self._ref.num_rows * self.row_bytes)
+        except DeviceError as error:
+            raise LoanError(str(error)) from None
+
     def end(self) -> BufferReturn:
         """Nothing is written from now on. What the device has been told to write comes before the buffer's event."""
         with self._lock:
@@ -113,15 +120,6 @@ class ExportedBuffers:
         self._last_generations[ref.index] = ref.generation
         self.num_lent += 1
         return loan
-
-    def read(self, ref: BufferRef) -> tuple[bytes, BufferReturn]:
-        """Borrows, copies out and gives back. Raises LoanError; the buffer stays the client's then, or comes back."""
-        loan = self.borrow(ref, to_backend=True)
-        try:
-            return self._memory.read(ref.index, ref.num_rows * loan.row_bytes), self.give_back(loan)
-        except DeviceError as error:
-            self.give_back(loan)
-            raise LoanError(str(error)) from None
 
     def give_back(self, loan: Loan) -> BufferReturn:
         """To be called once for each loan."""

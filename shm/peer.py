@@ -92,8 +92,11 @@ class Peer:
             case ArenaRef() as ref:
                 tokens = self._arena.read(ref)
             case BufferRef() as ref:
-                tokens, returned = self._own_buffers().read(ref)
-                self._returned.append(returned)
+                loan = self._own_buffers().borrow(ref, to_backend=True)
+                try:
+                    tokens = loan.read()
+                finally:
+                    self._returned.append(self._own_buffers().give_back(loan))
             case bytes() as tokens:
                 pass
         if len(tokens) % 4 or len(tokens) < 4 * submit.num_prompt_tokens:

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shm.board import BackendBoard
+from shm.buffer_export import BufferExporter
 from shm.link import NO_TOKEN, BackendLink, Cancellation, FrontendDeath, Submission
 from shm.wire import Failure, FailureCode, Finish, ModelCard, Started
 
@@ -91,6 +92,8 @@ class Script:
     is_coalesced: bool = False
     credit: int = 256
     stall_limit_s: float = 5.0
+    exporter: BufferExporter | None = None
+    """Of shared buffers, on the host: a token's row of logits is the token, over and over."""
 
 
 class ScriptedEngine:
@@ -102,7 +105,12 @@ class ScriptedEngine:
         self.board.pid = os.getpid()
         self.board.max_waiting = script.card.max_waiting
         self.link = BackendLink(
-            socket_path, script.card, self.board, credit=script.credit, stall_limit_s=script.stall_limit_s
+            socket_path,
+            script.card,
+            self.board,
+            credit=script.credit,
+            stall_limit_s=script.stall_limit_s,
+            exporter=script.exporter,
         )
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.running: dict[tuple[int, int], _Running] = {}
@@ -160,6 +168,9 @@ class ScriptedEngine:
             submission = running.submission
             num_prompt = submission.submit.num_prompt_tokens
             token = self.script.next_token(running.tokens, num_prompt, self.script.card.vocab_size)
+            if (loan := submission.output) is not None:
+                row = array("f", [token]) * self.script.card.vocab_size
+                loan.write(len(running.tokens) - num_prompt, memoryview(row))
             running.tokens.append(token)
             finish, failure, started = Finish.NONE, None, None
             if token in submission.submit.stop_token_ids:
