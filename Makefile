@@ -27,4 +27,6 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# A client that tests use. Its bounds on jiter exclude the openai SDK's present ones; it works with both.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps instructor==1.17.0
 	touch $(STAMP)
