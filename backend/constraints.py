@@ -1,0 +1,124 @@
+"""What one sequence may sample next: a grammar's mask, lists of the client's, the end of reasoning when it is due.
+
+Constraints know generated tokens only. They take in each token as it is sampled and give the next one's mask; what was
+taken in and then dropped, as at a preemption, is taken back by its number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from llguidance import LLMatcher
+    from numpy.typing import NDArray
+
+    from shm.wire import Constraints
+
+    Row = NDArray[np.uint32]
+    """[ceil(vocab_size / 32)] one bit for each token, as in `backend.forward_pass.TokenMasks`."""
+
+
+class ConstraintFailed(Exception):
+    """A grammar met a limit in the middle of an answer. It is the request's own fault, and ends it alone."""
+
+
+class SequenceConstraints:
+    """Used by the thread that runs the steps, once it has been made."""
+
+    def __init__(
+        self, wanted: Constraints, matcher: LLMatcher | None, stop_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        """matcher is the sequence's own, at its beginning; stop_ids are what min_tokens keeps out."""
+        self._wanted = wanted
+        self._matcher = matcher
+        allowed = wanted.allowed_token_ids or range(vocab_size)
+        self._allowed = _row_of(allowed, vocab_size)
+        self._all_but_stops = ~_row_of(stop_ids, vocab_size)
+        self._tokens: list[int] = []
+        self._grammar_start = 0 if not wanted.grammar_after else None
+        """Number of generated tokens at which the grammar began; None while it has not."""
+        self._thinking_stop: int | None = None
+        """Number of generated tokens with which thinking_end was complete; None while it is not."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    def advance(self, token_id: int) -> None:
+        """Takes in the next generated token. Raises ConstraintFailed."""
+        self._tokens.append(token_id)
+        if self._thinking_stop is None and self._ends_with(self._wanted.thinking_end):
+            self._thinking_stop = len(self._tokens)
+        if self._grammar_start is None:
+            if self._ends_with(self._wanted.grammar_after):
+                self._grammar_start = len(self._tokens)
+        elif self._matcher is not None and not self._matcher.consume_token(token_id):
+            raise ConstraintFailed(f"the grammar cannot go on: {self._matcher.get_error()}")
+
+    def rewind(self, num_tokens: int) -> None:
+        """Drops all but the first num_tokens that it has taken in, which may be all there are."""
+        num_kept = min(num_tokens, len(self._tokens))
+        if self._grammar_start is not None:
+            if self._matcher is not None and len(self._tokens) > self._grammar_start:
+                self._matcher.rollback(len(self._tokens) - max(num_kept, self._grammar_start))
+            if num_kept < self._grammar_start:
+                self._grammar_start = None
+        if self._thinking_stop is not None and num_kept < self._thinking_stop:
+            self._thinking_stop = None
+        del self._tokens[num_kept:]
+
+    def fill(self, row: Row) -> None:
+        """Writes the next token's mask, at least one bit of it set. Raises ConstraintFailed."""
+        if (forced := self._forced_token()) is not None:
+            row[:] = 0
+            _set(row, forced)
+            return
+        row[:] = self._allowed
+        if self._matcher is not None and self._grammar_start is not None:
+            mask = np.zeros_like(row)
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error():
+                raise ConstraintFailed(f"the grammar cannot go on: {self._matcher.get_error()}")
+            row &= mask
+            if not row.any():
+                raise ConstraintFailed("the grammar and the lists of tokens leave nothing")
+        # What only steers gives way where it would leave nothing.
+        if len(self._tokens) < self._wanted.min_tokens and (row & self._all_but_stops).any():
+            row &= self._all_but_stops
+        self._drop_bad_words(row)
+
+    def _forced_token(self) -> int | None:
+        """Of thinking_end, when the budget is spent."""
+        wanted = self._wanted
+        place = len(self._tokens) - wanted.thinking_budget_tokens
+        is_due = wanted.thinking_budget_tokens > 0 and place >= 0 and self._thinking_stop is None
+        return wanted.thinking_end[place] if is_due and place < len(wanted.thinking_end) else None
+
+    def _drop_bad_words(self, row: Row) -> None:
+        left = row.copy()
+        for run in self._wanted.bad_words:
+            if len(run) == 1 or self._ends_with(run[:-1]):
+                _unset(left, run[-1])
+        if left.any():
+            row[:] = left
+
+    def _ends_with(self, run: tuple[int, ...]) -> bool:
+        return bool(run) and tuple(self._tokens[-len(run) :]) == run
+
+
+def _row_of(token_ids: Iterable[int], vocab_size: int) -> Row:
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _set(row: Row, token_id: int) -> None:
+    row[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+
+def _unset(row: Row, token_id: int) -> None:
+    row[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))

@@ -1,0 +1,122 @@
+"""Grammars, compiled off the step loop and within limits; what a compiled one allows is `backend.constraints`' affair.
+
+llguidance does the work (https://github.com/guidance-ai/llguidance): it drops the interpreter's lock while it compiles.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shm.wire import Grammar
+
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,  # about 20 ms
+    step_lexer_fuel=200_000,  # about 15 ms in one mask, at worst
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    max_grammar_size=100_000,
+    verbose_errors=False,  # they would show one client's schema in a log
+)
+_WHITESPACE = r" ?|\n {0,24}"
+"""Between the parts of a JSON text: as models write it, on one line or indented, and never without end."""
+_CACHE_BYTES = 64 << 20
+_BYTES_PER_CHARACTER = 256
+"""Of memory that a compiled grammar takes for each character of its text; an estimate, and so the cache's bound is."""
+_MAX_PENDING = 256
+_SHOWN_CHARACTERS = 300
+
+
+class BadGrammar(Exception):
+    """The grammar does not compile, or only beyond the limits; the text says why in a line for its author."""
+
+
+class GrammarCompiler:
+    """One thread that compiles, and a cache of what it compiled. Owned by the main thread, which alone calls it."""
+
+    def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """Reads the tokenizer when the first grammar comes, in the thread."""
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._pending: dict[Grammar, Future[LLMatcher]] = {}
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._num_bytes = 0
+
+    def compiled(self, grammar: Grammar) -> LLMatcher | None:
+        """A matcher of the caller's own, at its beginning; None where it must be compiled first."""
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
+            return None
+        self._compiled.move_to_end(grammar)
+        return matcher.deep_copy()
+
+    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Begins to compile, or joins who has begun. Done in the worker's thread: `finished` takes the result in.
+
+        The future raises BadGrammar.
+        """
+        future = self._pending.get(grammar)
+        if future is None:
+            if len(self._pending) >= _MAX_PENDING:
+                raise BadGrammar(f"{_MAX_PENDING} other grammars are being compiled; try again later")
+            future = self._pending[grammar] = self._worker.submit(self._compile, grammar)
+        return future
+
+    def finished(self, grammar: Grammar) -> LLMatcher:
+        """Of a future that is done: a matcher of the caller's own, kept for the next one as well. Raises BadGrammar."""
+        future = self._pending.pop(grammar, None)
+        if future is not None:
+            self._keep(grammar, future.result(timeout=0))
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
+            raise BadGrammar("it is larger than what is kept of all grammars together")
+        return matcher.deep_copy()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        if self._tokenizer is None:
+            text = self._tokenizer_json.read_text(encoding="utf-8")
+            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        try:
+            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+        except ValueError as error:  # a schema that is no JSON object
+            raise BadGrammar(_shown(str(error))) from None
+        if matcher.is_error():
+            raise BadGrammar(_shown(matcher.get_error()))
+        return matcher
+
+    def _keep(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        self._compiled[grammar] = matcher
+        self._num_bytes += _num_bytes(grammar)
+        while self._num_bytes > _CACHE_BYTES:
+            dropped, _ = self._compiled.popitem(last=False)
+            self._num_bytes -= _num_bytes(dropped)
+
+
+def _source(grammar: Grammar) -> str:
+    match grammar.kind:
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
+        case "regex":
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case "lark":
+            return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _num_bytes(grammar: Grammar) -> int:
+    return _BYTES_PER_CHARACTER * len(grammar.text)
+
+
+def _shown(message: str) -> str:
+    """One line, and not too long: parts of it are the client's own text."""
+    return " ".join(message.split())[:_SHOWN_CHARACTERS]
