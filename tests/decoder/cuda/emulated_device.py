@@ -100,18 +100,23 @@ class EmulatedDevice:
     mode: str = "fast"
     fault: Exception | None = None
     graphs: list[RecordedGraph] = field(default_factory=list)
+    num_events: int = 0
+    pinned_tensors: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.num_sms = 4
+        self.stream = 0
         self.shared_bytes_per_sm = 228 << 10
         self.launcher = RecordingLauncher(shared_launcher(self.mode))
 
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(num_elements, dtype=dtype)
+        self.pinned_tensors.append(torch.zeros(num_elements, dtype=dtype))
+        return self.pinned_tensors[-1]
 
     def record(self) -> ImmediateEvent:
         assert self.launcher.recorded is None, "an event in a captured step"
+        self.num_events += 1
         return ImmediateEvent(self)
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:

@@ -30,6 +30,10 @@ class CudaDevice:
         self.shared_bytes_per_sm: int = properties.shared_memory_per_multiprocessor
         self._graph_pool = torch.cuda.graph_pool_handle()
 
+    @property
+    def stream(self) -> int:
+        return int(self._stream.cuda_stream)
+
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)
 

@@ -46,6 +46,11 @@ class Device(Protocol):
     @property
     def shared_bytes_per_sm(self) -> int: ...
 
+    @property
+    def stream(self) -> int:
+        """The driver's handle of the stream."""
+        ...
+
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Page-locked host memory, from and to which copies with non_blocking=True do not wait."""
         ...

@@ -17,6 +17,7 @@ import torch
 from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
 from backend.checkpoint.weights import choose_dtype, open_weights
 from backend.errors import StartupError
+from backend.forward_pass import DeviceLogits
 from backend.passes.decoder.cuda import step_buffers
 from backend.passes.decoder.cuda.graphs import DecodeGraphs
 from backend.passes.decoder.cuda.launcher import KernelFailed
@@ -126,7 +127,7 @@ class CudaDecoderPass:
         self._results = ResultBuffers(device, sizes.max_rows)
         self._max_update_ints = max_update_ints(config, sizes)
         self._num_pages = num_pages
-        rope = RopeTable(config.rope).cover(longest)[:longest].to(device.torch_device)
+        rope = RopeTable(config.rope).cover(longest)[:longest].to(device.torch_device, copy=True)
         self._ops.open_cache(layout, self._buffers, slots.last_tokens, rope, attention)
         try:
             device.launcher.prepare([*self._ops.kernels(), *self._sampler.kernels, *step_buffers.kernels()])
@@ -156,6 +157,11 @@ class CudaDecoderPass:
         host: NDArray[np.float32] = logits.float().cpu().numpy().copy()
         return host
 
+    def device_logits(self, logits: Tensor) -> DeviceLogits:
+        """Of 16-bit weights it is a copy in fp32, which lives until the next one and is not in the memory plan."""
+        self._shared_logits = logits.float()
+        return DeviceLogits(self._shared_logits.data_ptr(), self._device.stream)
+
     def close(self) -> None:
         self._device.synchronize()
         self._ops.close()
@@ -173,8 +179,10 @@ class CudaDecoderPass:
         parts = [updates, copies, tiles, selection.logprob_rows]
         updates_there, copies_there, tiles_there, logprob_rows = self._buffers.load(batch, num_padded or 0, parts)
         self._sampling = _Sampling(selection, logprob_rows)
-        self._sampler.take_slots(updates_there, num_updates)
-        self._ops.copy_pages(copies_there)
+        if num_updates:
+            self._sampler.take_slots(updates_there, num_updates)
+        if len(copies):
+            self._ops.copy_pages(copies_there)
         if num_padded is not None:
             self._graphs.replay(num_padded)
             return self._ops.logits_of(num_logits)

@@ -100,11 +100,12 @@ def activation_widths(config: DecoderConfig) -> dict[str, int]:
 
 
 def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int) -> int:
-    """What `CudaOps` allocates for itself."""
+    """What `CudaOps` allocates besides weights in their dtype and the cache, at most."""
     widths = activation_widths(config)
     per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
     per_row = widths["residual"] * 4 + (widths["qkv"] + config.vocab_size) * dtype.itemsize
-    return max_tokens * per_token + max_rows * per_row
+    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim  # in fp32
+    return max_tokens * per_token + max_rows * per_row + 4 * norms + 16
 
 
 def head_shape(config: DecoderConfig) -> HeadShape:

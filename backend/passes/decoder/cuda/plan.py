@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_PAGE_COPIES = 1 << 12
 """In one copy to the device; more go ahead of the step."""
 
-_LIBRARY_BYTES = 96 << 20
+LIBRARY_BYTES = 96 << 20
 """What cuBLAS keeps for its products, and torch and CuPy for their kernels. An estimate, not measured."""
 _NODE_BYTES = 8 << 10
 """Of a captured kernel. An estimate, not measured."""
@@ -63,11 +63,13 @@ def plan_spec(config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes) -> Pa
         4 * mask_ints(config, sizes),
         4 * sizes.max_context_tokens * config.rope.rotary_dim,
         *(each.workspace_bytes for each in attention.values()),
-        _LIBRARY_BYTES,
+        LIBRARY_BYTES,
         num_nodes * _NODE_BYTES,
     )
     spec = make_spec(config, dtype, KV_MACRO)
-    return replace(spec, workspace_bytes=sum(parts), graph_bytes=parts[-1], runs_ahead=True)
+    return replace(
+        spec, workspace_bytes=sum(parts), graph_bytes=parts[-1], runs_ahead=True, page_sizes=PAGE_SIZES_TOKENS
+    )
 
 
 def refuse_uncovered(config: DecoderConfig, sizes: StepSizes) -> None:

@@ -1,0 +1,220 @@
+"""The CUDA pass under the real engine and the real executor, a step ahead; and what becomes of faults."""
+
+from __future__ import annotations
+
+import gc
+import select
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from backend.batch_builder import BatchBuilder
+from backend.engine import Engine
+from backend.errors import StartupError
+from backend.executor import Executor, ExecutorFailed
+from backend.forward_pass import FROM_SLOT, DeviceLost, PassOptions, SlotInit, StepBatch
+from backend.passes.decoder.cuda import plan
+from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from shm.wire import Failure, Finish
+from tests.backend.harness import Bench
+from tests.checkpoints import make_checkpoint
+from tests.decoder.cuda.emulated_pass import EmulatedCudaPass
+from tests.decoder.cuda.tiny_models import (
+    MAX_ROWS,
+    VOCAB_SIZE,
+    checkpoint,
+    generated,
+    make_driver,
+    make_pass,
+    options,
+    oracle_logits,
+    prompts,
+)
+from tests.decoder.driver import GREEDY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class AheadBench(Bench):
+    """With the executor's threads: steps are launched behind the running one, and another thread waits for tokens."""
+
+    def __init__(self, forward_pass: EmulatedCudaPass, num_pages: int) -> None:
+        settings = {"num_pages": num_pages, "page_size": 16, "max_running": MAX_ROWS, "max_batch_tokens": 48}
+        super().__init__(**settings, vocab_size=VOCAB_SIZE, forward_pass=forward_pass)  # type: ignore[arg-type]
+        self.threads = Executor(1)
+        self.threads.start(lambda: forward_pass)
+        builder = BatchBuilder(MAX_ROWS, num_pages)
+        self.engine = Engine(
+            self.link,  # type: ignore[arg-type]
+            self.threads,
+            self.scheduler,
+            builder,
+            self.requests,
+            self.board,
+            self.clock,
+        )
+
+    def run_dry(self, max_turns: int = 5000) -> int:
+        for turn in range(max_turns):
+            if not self.link.arrivals and not self.requests.num_open and not self.threads.is_busy:
+                return turn
+            self.engine.turn()
+            self.engine.check_integrity()
+            select.select([self.threads.wake_fd], [], [], 10 if self.threads.is_busy else 0)
+        raise AssertionError(f"{self.requests.num_open} requests still open after {max_turns} turns")
+
+    def close(self) -> None:
+        self.threads.close()
+        super().close()
+
+
+def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(oracle_logits("llama3", tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(params=[32, 9], ids=["room for all", "preempted"])
+def bench(request: pytest.FixtureRequest) -> Iterator[AheadBench]:
+    made = AheadBench(make_pass(max_batch_tokens=48), request.param)
+    yield made
+    made.close()
+
+
+def test_every_stream_is_the_oracles_greedy_one(bench: AheadBench) -> None:
+    batch = prompts((5, 20, 33, 47, 12), seed=3)
+    for request_id, prompt in enumerate(batch):
+        bench.submit(list(prompt), 18, request_id=request_id)
+    bench.run_dry()
+    for request_id, prompt in enumerate(batch):
+        assert bench.received(request_id).token_ids == greedy(prompt, 18)
+        assert bench.received(request_id).finishes == [Finish.LENGTH]
+    assert (bench.scheduler.num_preemptions > 0) == (bench.pool.num_pages == 9)
+    assert sum(graph.num_replays for graph in bench.forward_pass.device.graphs) > 0
+
+
+def launch(forward_pass: EmulatedCudaPass, ids: list[int], start: int) -> Any:
+    init = SlotInit(3, GREEDY, np.array(ids, np.int32), len(ids))
+    batch = StepBatch(
+        input_ids=np.array(ids, np.int32),
+        query_starts=np.array([0, len(ids)], np.int32),
+        context_lens=np.array([start], np.int32),
+        page_table=np.array([[4, 2]], np.int32),
+        slots=np.array([3], np.int32),
+        logit_rows=np.zeros(1, np.int32),
+        slot_inits=(init,) if start == 0 else (),
+    )
+    return forward_pass.sample(forward_pass.forward(batch), batch)
+
+
+def test_steps_are_launched_before_the_tokens_of_the_ones_before_them_are_asked_for() -> None:
+    driver = make_driver()
+    prompt = prompts((9,))[0]
+    ahead = [launch(driver.forward_pass, list(prompt), 0)]
+    ahead += [launch(driver.forward_pass, [FROM_SLOT], 9 + step) for step in range(5)]
+    tokens = [int(pending.wait().token_ids[0]) for pending in reversed(ahead)][::-1]
+    assert tokens == greedy(prompt, 6)
+
+
+def test_a_fault_of_the_device_is_the_loss_of_it_and_names_the_step_and_the_kernel() -> None:
+    driver = make_driver()
+    pending = launch(driver.forward_pass, [1, 2, 3], 0)
+    driver.forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(DeviceLost, match=r"a step of 3 tokens in 1 rows: an illegal memory access .* scan_rows\["):
+        pending.wait()
+    with pytest.raises(DeviceLost, match="a step of 1 tokens in 1 rows"):
+        [launch(driver.forward_pass, [FROM_SLOT], 3 + step) for step in range(3)]
+
+
+def test_the_engine_ends_with_a_lost_device_after_it_told_who_was_in_the_step() -> None:
+    bench = AheadBench(make_pass(max_batch_tokens=48), 8)
+    bench.submit([1, 2, 3], 8)
+    bench.forward_pass.device.fault = RuntimeError("unspecified launch failure")
+    with pytest.raises(ExecutorFailed, match="the device is lost"):
+        bench.run_dry()
+    assert bench.received().finishes == [Finish.FAILED]
+    bench.forward_pass.device.fault = None
+    bench.close()
+
+
+def test_a_step_that_runs_out_of_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = AheadBench(make_pass(max_batch_tokens=48), 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", raise_out_of_memory)
+        bench.submit([1, 2, 3], 4, request_id=1)
+        bench.run_dry()
+    assert bench.received(1).finishes == [Finish.FAILED]
+    assert isinstance(bench.received(1).failure, Failure)
+    prompt = prompts((7,))[0]
+    bench.submit(list(prompt), 4, request_id=2)
+    bench.run_dry()
+    assert bench.received(2).token_ids == greedy(prompt, 4)
+    bench.close()
+
+
+def raise_out_of_memory(*_args: Any, **_kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_batch_that_breaks_its_contract_fails_and_the_next_one_runs() -> None:
+    driver = make_driver()
+    with pytest.raises(ValueError, match="token ids are 1 … 777; the vocabulary has 200"):
+        launch(driver.forward_pass, [1, 777], 0)
+    row = driver.add(prompts((7,))[0])
+    driver.prefill()
+    driver.decode(2)
+    assert generated(row) == greedy(prompts((7,))[0], 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head_dim": 32}, "head_dim is 32, not one of 64, 80, 96, 128, 256; serve it with --gpu none"),
+        ({"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64}, "32 heads share 1 KV heads"),
+        ({"hidden_size": 68, "head_dim": 64}, "hidden_size is 68; it must be a multiple of 8"),
+    ],
+)
+def test_a_model_that_no_kernel_covers_is_refused_in_one_line(
+    settings: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    model_dir = make_checkpoint("llama3", tmp_path, num_hidden_layers=1, **settings)
+    for start in (CudaDecoderPass.describe, EmulatedCudaPass.load):
+        with pytest.raises(StartupError) as caught:
+            start(model_dir, PassOptions(dtype="fp32"))
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_page_size_that_no_kernel_covers_is_refused() -> None:
+    with pytest.raises(StartupError, match="page_size_tokens is 8, not one of 16, 32, 64"):
+        make_pass().create_cache(8, 8, "fp32")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_memory_that_is_announced_is_what_is_taken(dtype: str) -> None:
+    """To the byte but for alignment and decode attention's scratch; libraries and graphs are estimates beyond it."""
+    before = storages()
+    made = EmulatedCudaPass.load(checkpoint("mistral"), options(dtype))
+    made.create_cache(num_pages=40, page_size_tokens=16, kv_dtype="q8_0")
+    cache_bytes = 40 * 16 * made.spec.kv_bytes_per_token["q8_0"]
+    assert made._ops.cache.numel() == cache_bytes
+    taken = storages()
+    for pinned in made.device.pinned_tensors:
+        del taken[pinned.data_ptr()]
+    taken_bytes = sum(num_bytes for address, num_bytes in taken.items() if address not in before)
+    estimates = made.spec.graph_bytes + plan.LIBRARY_BYTES
+    announced_bytes = made.spec.weight_bytes + cache_bytes + made.spec.workspace_bytes - estimates
+    assert taken_bytes <= announced_bytes <= taken_bytes + 70_000
+    made.close()
+
+
+def storages() -> dict[int, int]:
+    """Address → bytes of all memory that tensors hold."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,0 +1,166 @@
+"""The whole CUDA pass on a machine without a GPU: torch's products on the CPU, the kernels' own source emulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from backend.passes.decoder.cuda.graphs import DecodeGraphs
+from backend.passes.decoder.forward_pass import DecoderPass
+from tests.decoder.cuda.tiny_models import (
+    ARCHITECTURES,
+    checkpoint,
+    generated,
+    greedy_choices,
+    make_driver,
+    options,
+    oracle_logits,
+    prompts,
+    run_prompts,
+)
+from tests.decoder.driver import Driver
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(architecture: str) -> None:
+    driver = make_driver(architecture)
+    batch = prompts()
+    for prompt, logits in zip(batch, run_prompts(driver, batch, chunk=19), strict=True):
+        np.testing.assert_allclose(logits, oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
+    driver.decode(12)
+    for row in driver.rows:
+        assert generated(row) == greedy_choices(architecture, row)
+
+
+@pytest.mark.parametrize("architecture", ["llama3", "qwen3", "mistral"])
+def test_greedy_tokens_are_those_of_the_cpu_pass(architecture: str) -> None:
+    on_cpu = DecoderPass.load(checkpoint(architecture), options())
+    tokens = []
+    for driver in (make_driver(architecture), Driver(on_cpu, num_pages=32, page_size=16)):
+        run_prompts(driver, prompts(seed=1))
+        driver.decode(16)
+        tokens.append([row.tokens for row in driver.rows])
+    assert tokens[0] == tokens[1]
+
+
+def test_captured_steps_give_what_the_same_steps_give_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = make_driver()
+    run_prompts(captured, prompts())
+    captured.decode(8)
+    replays = [graph.num_replays for graph in captured.forward_pass.device.graphs]
+    assert sum(replays) == 8
+    assert replays[0] == 8, "5 rows are padded to the 6 of the largest graph"
+    monkeypatch.setattr(DecodeGraphs, "size_for", lambda _self, _num_rows: None)
+    eager = make_driver()
+    run_prompts(eager, prompts())
+    eager.decode(8)
+    assert not any(graph.num_replays for graph in eager.forward_pass.device.graphs)
+    assert [row.tokens for row in captured.rows] == [row.tokens for row in eager.rows]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6])
+def test_a_decode_step_of_any_number_of_rows_finds_a_graph(num_rows: int) -> None:
+    driver = make_driver()
+    run_prompts(driver, prompts((3, 20, 33, 5, 18, 2)[:num_rows]))
+    driver.decode(3)
+    assert sum(graph.num_replays for graph in driver.forward_pass.device.graphs) == 3
+    for row in driver.rows:
+        assert generated(row) == greedy_choices("llama3", row)
+
+
+def test_a_step_is_one_copy_to_the_device_and_one_back() -> None:
+    driver = make_driver()
+    run_prompts(driver, prompts())
+    device = driver.forward_pass.device
+    for _ in range(3):
+        before = device.num_events
+        driver.decode(1)
+        assert device.num_events == before + 2
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_a_prompt_in_chunks_gives_what_it_gives_whole(chunk: int) -> None:
+    prompt = prompts((45,))[0]
+    whole = run_prompts(make_driver(), [prompt])[0]
+    np.testing.assert_allclose(run_prompts(make_driver(seed=1), [prompt], chunk)[0], whole, atol=1e-4, rtol=0)
+
+
+def test_a_row_has_the_same_tokens_alone_and_among_strangers() -> None:
+    prompt, *strangers = prompts((37, 1, 9, 30, 16), seed=2)
+    tokens = []
+    for batch in ([prompt], [prompt, *strangers]):
+        driver = make_driver("qwen3")
+        run_prompts(driver, batch)
+        driver.decode(12)
+        tokens.append(driver.rows[0].tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_rows_of_one_token_and_of_many_share_a_step() -> None:
+    driver = make_driver("mistral")
+    first = driver.add(prompts((20,))[0])
+    driver.prefill()
+    second = driver.add(prompts((50,), seed=1)[0])
+    while second.computed < second.num_prompt_tokens:
+        driver.step([(first, 1), (second, min(13, second.num_prompt_tokens - second.computed))])
+    driver.decode(4)
+    for row in (first, second):
+        assert generated(row) == greedy_choices("mistral", row)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "bound"),
+    [
+        ("fp32", "bf16", 0.02),
+        ("fp32", "q8_0", 0.03),
+        ("fp32", "fp8", 0.15),
+        ("bf16", "fp32", 0.06),
+        ("bf16", "bf16", 0.06),
+        ("bf16", "q8_0", 0.06),
+        ("bf16", "fp8", 0.15),
+    ],
+)
+def test_narrower_numbers_stay_near_fp32(dtype: str, kv_dtype: str, bound: float) -> None:
+    """Root mean square of the difference, relative to that of the logits; e4m3 itself rounds to 0.06."""
+    batch = prompts(seed=6)
+    driver = make_driver("qwen3", kv_dtype, dtype)
+    rows = [driver.add(prompt) for prompt in batch]
+    logits = driver.prefill(chunk=23)
+    for _ in range(3):
+        for row in rows:
+            exact = oracle_logits("qwen3", row.tokens[: row.computed])[-1]
+            assert np.sqrt(np.mean((logits[row.slot] - exact) ** 2) / np.mean(exact**2)) < bound
+        logits = driver.step([(row, 1) for row in rows])
+
+
+def test_what_is_not_the_sequences_own_is_never_read() -> None:
+    results = []
+    for poisoned in (False, True):
+        driver = make_driver("mistral", "bf16")
+        if poisoned:
+            with torch.inference_mode():
+                driver.forward_pass._ops.cache.fill_(0xFF)  # NaN in every number
+        logits = run_prompts(driver, prompts(seed=5), chunk=7)
+        driver.decode(18)
+        results.append((logits, [row.tokens for row in driver.rows]))
+    np.testing.assert_array_equal(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1]
+
+
+def test_a_copied_page_holds_what_its_source_held() -> None:
+    driver = make_driver()
+    prompt = prompts((40,))[0]
+    row = driver.add(prompt)
+    expected = driver.prefill()[row.slot]
+    fork = driver.add(prompt)
+    fork.pages = [row.pages[0], driver.free_pages.pop(), driver.free_pages.pop()]
+    fork.computed = 39
+    batch = driver.build([(fork, 1)])
+    copies = tuple(zip(row.pages[1:3], fork.pages[1:3], strict=True))
+    logits = driver.forward_pass.host_logits(driver.forward_pass.forward(replace(batch, page_copies=copies)))[0]
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="pages to copy are 0 … 32; there are 32"):
+        driver.forward_pass.forward(replace(batch, page_copies=((0, 32),)))
