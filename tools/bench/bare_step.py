@@ -20,8 +20,9 @@ from backend.checkpoint.config_json import read_decoder_config
 from backend.checkpoint.weights import open_weights
 from backend.errors import StartupError
 from backend.forward_pass import SamplingParams, SlotInit, StepBatch
-from backend.main import choose_device, locate_model
+from backend.main import locate_model
 from backend.options import BackendOptions
+from backend.passes.decoder.cuda.device_choice import choose_device
 from backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
 from backend.passes.decoder.ops import HeadShape
 from backend.passes.decoder.ops_torch import TorchOps
@@ -30,7 +31,7 @@ from tools.bench.floor import BareStep
 from tools.bench.options import Counts
 
 if TYPE_CHECKING:
-    from backend.passes.decoder.ops import Ops
+    from backend.passes.decoder.ops import HostOps
 
 _WARM_UP_STEPS = 5
 _STEPS = 40
@@ -49,7 +50,7 @@ app = make_app("bare_step", "Prints the bare work of a decode step, as JSON.")
 class TimedOps:
     """Operations that add up the seconds they take, by part. Each returns when its work is done."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: HostOps) -> None:
         self._ops = ops
         self.seconds = {"linears": 0.0, "attention": 0.0}
 
@@ -130,7 +131,7 @@ def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> li
             del offered[1]
         for ops in offered:
             timed = TimedOps(ops)
-            forward_pass = DecoderPass(config, weights, cast("Ops", timed), dtype, max_batch)
+            forward_pass = DecoderPass(config, weights, cast("HostOps", timed), dtype, max_batch)
             kv_dtype = (
                 next(iter(forward_pass.spec.kv_bytes_per_token)) if options.kv_dtype == "auto" else options.kv_dtype
             )

@@ -96,7 +96,8 @@ class StaticBatch:
 
 def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tokens: int) -> StaticBatch:
     """The pass that `backend` would serve, with a cache for num_rows sequences of context_tokens each."""
-    from backend.main import choose_device, locate_model
+    from backend.main import locate_model
+    from backend.passes.decoder.cuda.device_choice import choose_device
     from backend.plugins import find_forward_pass
 
     pages_per_row = -(-context_tokens // options.page_size)
