@@ -27,6 +27,7 @@ class Row:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     announced: bool = False
+    sampling: SamplingParams = GREEDY
 
 
 class Driver:
@@ -41,10 +42,10 @@ class Driver:
         self.rows: list[Row] = []
         forward_pass.create_cache(num_pages, page_size, kv_dtype)
 
-    def add(self, prompt: Sequence[int]) -> Row:
+    def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Row:
         used = {row.slot for row in self.rows}
         slot = next(slot for slot in range(len(used) + 1) if slot not in used)
-        row = Row(slot, list(prompt), len(prompt))
+        row = Row(slot, list(prompt), len(prompt), sampling=sampling)
         self.rows.append(row)
         return row
 
@@ -61,7 +62,7 @@ class Driver:
                 row.pages.append(self.free_pages.pop())
             if not row.announced:
                 row.announced = True
-                inits.append(SlotInit(row.slot, GREEDY, np.array(row.tokens, np.int32), row.num_prompt_tokens))
+                inits.append(SlotInit(row.slot, row.sampling, np.array(row.tokens, np.int32), row.num_prompt_tokens))
         table = np.zeros((len(parts), max(len(row.pages) for row, _ in parts)), np.int32)
         for index, (row, _) in enumerate(parts):
             table[index, : len(row.pages)] = row.pages
