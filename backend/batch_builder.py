@@ -1,4 +1,4 @@
-"""Rows of a plan → the arrays of a StepBatch."""
+"""A plan → the arrays of a StepBatch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 from backend.forward_pass import FROM_SLOT, SlotInit, StepBatch
 
 if TYPE_CHECKING:
-    from backend.scheduler import Row
+    from collections.abc import Iterable
+
+    from backend.plan import Plan
+    from backend.sequence import Sequence
 
 
 class BatchBuilder:
@@ -17,57 +20,56 @@ class BatchBuilder:
 
     def __init__(self, max_running: int, max_pages_per_sequence: int) -> None:
         self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
-        self._num_pages = [0] * max_running
+        self._num_pages = np.zeros(max_running, np.int32)
 
-    def build(self, rows: list[Row]) -> StepBatch:
-        """Arrays for rows, which come in the order that `StepBatch` promises; later steps do not change them."""
-        slots: list[int] = []
-        query_starts = [0]
-        input_ids: list[int] = []
-        logit_rows: list[int] = []
-        slot_inits: list[SlotInit] = []
-        widest = 1
-        for index, row in enumerate(rows):
-            sequence = row.sequence
-            slot = sequence.slot
-            if slot is None:
-                raise RuntimeError("a planned sequence has no slot; this is a bug")
-            slots.append(slot)
-            if row.takes_slot:
-                # A former owner's pages.
-                self._page_table[slot, : self._num_pages[slot]] = 0
-                self._num_pages[slot] = 0
-                tokens = np.array(sequence.tokens, np.int32)
-                slot_inits.append(SlotInit(slot, sequence.sampling, tokens, sequence.num_prompt_tokens))
-            pages = sequence.pages
-            num_pages = len(pages)
-            if (known := self._num_pages[slot]) < num_pages:
-                self._page_table[slot, known:num_pages] = pages[known:]
-                self._num_pages[slot] = num_pages
-            if num_pages > widest:
-                widest = num_pages
-            end = row.start + row.num_tokens
-            if end > len(sequence.tokens):
-                input_ids.append(FROM_SLOT)
-            else:
-                input_ids.extend(sequence.tokens[row.start : end])
-            query_starts.append(len(input_ids))
-            if row.samples:
-                logit_rows.append(index)
-        slot_ids = np.array(slots, np.int32)
+    def build(self, plan: Plan) -> StepBatch:
+        """Arrays of the plan's rows; later steps do not change them."""
+        for sequence in plan.slot_takers:
+            self._clear(sequence)  # a former owner's pages
+            self._note_pages(sequence)
+        for sequence in plan.grown:
+            self._note_pages(sequence)
+        slots = np.array(plan.slots, np.int32)
+        lengths = np.array(plan.lengths, np.int32)
+        query_starts = np.zeros(len(plan) + 1, np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        input_ids = np.full(query_starts[-1], FROM_SLOT, np.int32)
+        for index in range(plan.num_decodes, len(plan)):
+            end = plan.ends[index]
+            known = plan.sequences[index].tokens[end - plan.lengths[index] : end]
+            input_ids[query_starts[index] : query_starts[index + 1]] = known
         return StepBatch(
-            input_ids=np.array(input_ids, np.int32),
-            query_starts=np.array(query_starts, np.int32),
-            context_lens=np.array([row.start for row in rows], np.int32),
-            page_table=self._page_table[slot_ids, :widest],
-            slots=slot_ids,
-            logit_rows=np.array(logit_rows, np.int32),
-            slot_inits=tuple(slot_inits),
+            input_ids=input_ids,
+            query_starts=query_starts,
+            context_lens=np.array(plan.ends, np.int32) - lengths,
+            page_table=self._page_table[slots, : self._num_pages[slots].max()],
+            slots=slots,
+            logit_rows=np.array(plan.logit_rows, np.int32),
+            slot_inits=tuple(map(_slot_init, plan.slot_takers)),
+            page_copies=tuple(plan.page_copies.values()),
         )
 
+    def _clear(self, sequence: Sequence) -> None:
+        self._page_table[sequence.slot, : self._num_pages[sequence.slot]] = 0
+        self._num_pages[sequence.slot] = 0
 
-def keep_rows(batch: StepBatch, kept: list[int]) -> StepBatch:
-    """The batch with only the rows of these ascending indices: late binding, when others ended since the plan."""
+    def _note_pages(self, sequence: Sequence) -> None:
+        slot, pages = sequence.slot, sequence.pages
+        for place in range(self._num_pages[slot], len(pages)):
+            self._page_table[slot, place] = pages[place]
+        self._num_pages[slot] = len(pages)
+
+
+def _slot_init(sequence: Sequence) -> SlotInit:
+    if sequence.slot is None:
+        raise RuntimeError("a planned sequence has no slot; this is a bug")
+    tokens = np.array(sequence.tokens, np.int32)
+    return SlotInit(sequence.slot, sequence.sampling, tokens, sequence.num_prompt_tokens)
+
+
+def keep_rows(batch: StepBatch, kept: list[int], page_copies: Iterable[tuple[int, int]]) -> StepBatch:
+    """The batch with only the rows of these ascending indices, and their page copies: late binding, when others ended
+    since the plan."""
     rows = np.array(kept, np.int64)
     lengths = np.diff(batch.query_starts)
     token_kept = np.repeat(np.isin(np.arange(batch.num_rows), rows), lengths)
@@ -83,4 +85,5 @@ def keep_rows(batch: StepBatch, kept: list[int]) -> StepBatch:
         slots=slots,
         logit_rows=logit_rows[logit_rows >= 0],
         slot_inits=tuple(init for init in batch.slot_inits if init.slot in slots),
+        page_copies=tuple(page_copies),
     )

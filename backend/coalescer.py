@@ -23,7 +23,8 @@ class ShareKey:
 
     @classmethod
     def of(cls, salt: bytes, prompt: bytes, sampling: SamplingParams) -> ShareKey:
-        """At temperature 0 neither the filters nor the seed decide anything; penalties and bias do."""
+        """At temperature 0 neither the filters nor the seed decide anything; penalties and bias do. How many log
+        probabilities are told with a token is not the listener's own affair either."""
         if sampling.temperature == 0.0:
             sampling = replace(
                 _GREEDY,
@@ -31,6 +32,7 @@ class ShareKey:
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 logit_bias=sampling.logit_bias,
+                num_logprobs=sampling.num_logprobs,
             )
         return cls(salt, prompt, sampling)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from backend.executor import ExecutorFailed
 from backend.forward_pass import NOT_FINITE, DeviceLost
+from backend.plan import NO_SAMPLE
 from shm.link import Cancellation, FrontendDeath, Submission
 
 if TYPE_CHECKING:
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 
     from backend.batch_builder import BatchBuilder
     from backend.executor import Executor, StepResult
+    from backend.plan import Plan
     from backend.requests import Requests
-    from backend.scheduler import Row, Scheduler
+    from backend.scheduler import Scheduler
     from shm.board import BackendBoard
     from shm.link import BackendLink
 
@@ -79,9 +81,9 @@ class Engine:
             if isinstance(result.error, DeviceLost):
                 self._link.flush()  # who was in that step is told; the others' frontends send them again
                 raise ExecutorFailed("the device is lost") from result.error
-        while self._executor.has_room and (rows := self._scheduler.plan()):
-            self._note_starts(rows)
-            self._executor.launch(rows, self._builder.build(rows))
+        while self._executor.has_room and (plan := self._scheduler.plan()):
+            self._note_starts(plan)
+            self._executor.launch(plan, self._builder.build(plan))
         self._link.flush()
         self._show_on_board()
 
@@ -103,47 +105,58 @@ class Engine:
             return False
         return self._clock() >= self._drain_deadline_s or not (self._requests.num_open or self._executor.is_busy)
 
-    def _note_starts(self, rows: list[Row]) -> None:
+    def _note_starts(self, plan: Plan) -> None:
         now_s = self._clock()
-        for row in rows:
-            if row.takes_slot and row.sequence.queue_s is None:
-                row.sequence.queue_s = now_s - next(iter(row.sequence.subscribers)).arrived_s
+        for sequence in plan.slot_takers:
+            if sequence.queue_s is None:
+                sequence.queue_s = now_s - next(iter(sequence.subscribers)).arrived_s
 
     def _apply(self, result: StepResult) -> None:
         """Each sampled token goes to its subscribers; a failed step ends the requests that were in it, no others."""
-        self._board.steps += 1
+        plan, board = result.plan, self._board
+        board.steps += 1
         if result.error is not None:
-            logger.error("a step of %d rows failed", len(result.rows), exc_info=result.error)
-            self._num_failed_steps += 1
-            if self._num_failed_steps >= _MAX_FAILED_STEPS:
-                raise ExecutorFailed(f"{self._num_failed_steps} steps in a row have failed") from result.error
-        elif result.rows:
+            self._apply_failure(plan, result.error)
+            return
+        if plan:
             self._num_failed_steps = 0
-        token_ids = iter(result.token_ids if result.error is None else ())
-        num_computed = num_generated = 0
-        for row in result.rows:
-            num_computed += row.num_tokens
-            token_id = next(token_ids, None) if row.samples else None
-            sequence = row.sequence
-            if sequence.ended or sequence.generation != row.generation:
-                self._board.wasted_tokens += row.num_tokens
-                continue
-            if result.error is not None:
+        token_ids = _by_row(result)
+        special = self._requests.deliver_plain(plan, token_ids)
+        board.generated_tokens += len(plan) - len(special)
+        for index in special:
+            self._apply_row(plan, index, token_ids[index])
+        for index in result.stops:
+            sequence = plan.sequences[index]
+            if sequence.generation == plan.generations[index]:
+                # Who came while the executor saw the others' end wants more: rows planned since were dropped.
+                sequence.rewind(plan.ends[index])
+        board.computed_tokens += sum(plan.lengths)
+
+    def _apply_row(self, plan: Plan, index: int, token_id: int) -> None:
+        sequence = plan.sequences[index]
+        if sequence.generation != plan.generations[index]:
+            self._board.wasted_tokens += plan.lengths[index]
+            return
+        self._scheduler.note_computed(sequence, plan.ends[index])
+        if token_id == NOT_FINITE:
+            logger.error("the logits of a row are not finite; its requests fail")
+            self._scheduler.distrust(sequence)
+            self._requests.fail(sequence)
+        elif token_id != NO_SAMPLE:
+            self._board.generated_tokens += 1
+            self._requests.deliver(sequence, token_id)
+
+    def _apply_failure(self, plan: Plan, error: Exception) -> None:
+        logger.error("a step of %d rows failed", len(plan), exc_info=error)
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= _MAX_FAILED_STEPS:
+            raise ExecutorFailed(f"{self._num_failed_steps} steps in a row have failed") from error
+        self._board.computed_tokens += sum(plan.lengths)
+        for sequence, generation, length in zip(plan.sequences, plan.generations, plan.lengths, strict=True):
+            if sequence.generation == generation:
                 self._requests.fail(sequence)
-                continue
-            self._scheduler.note_computed(row)
-            if token_id == NOT_FINITE:
-                logger.error("the logits of a row are not finite; its requests fail")
-                self._scheduler.distrust(sequence)
-                self._requests.fail(sequence)
-            elif token_id is not None:
-                num_generated += 1
-                self._requests.deliver(sequence, token_id)
-                if row.stops and not sequence.ended:
-                    # Who came while the executor saw the others' end wants more: rows planned since were dropped.
-                    sequence.rewind(row.start + row.num_tokens)
-        self._board.computed_tokens += num_computed
-        self._board.generated_tokens += num_generated
+            else:
+                self._board.wasted_tokens += length
 
     def _show_on_board(self) -> None:
         board = self._board
@@ -163,3 +176,14 @@ class Engine:
         """Raises RuntimeError unless requests, sequences, pages and slots all account for each other."""
         self._scheduler.check_integrity()
         self._requests.check_integrity(self._scheduler.num_running + self._scheduler.num_waiting)
+
+
+def _by_row(result: StepResult) -> list[int]:
+    """The sampled token of each row, or NO_SAMPLE."""
+    plan = result.plan
+    if len(plan.logit_rows) == len(plan):
+        return result.token_ids
+    token_ids = [NO_SAMPLE] * len(plan)
+    for index, token_id in zip(plan.logit_rows, result.token_ids, strict=True):
+        token_ids[index] = token_id
+    return token_ids

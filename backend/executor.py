@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from backend.forward_pass import IBatchedForwardPass, PendingOutput, StepBatch
-    from backend.scheduler import Row
+    from backend.plan import Plan
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -29,12 +29,14 @@ class ExecutorFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought. token_ids has one entry for each of rows that samples, in order; rows are those that ran."""
+    """What a step brought. plan is of the rows that ran; token_ids has one entry for each of its logit_rows."""
 
-    rows: list[Row]
+    plan: Plan
     token_ids: list[int]
     step_s: float
     error: Exception | None = None
+    stops: tuple[int, ...] = ()
+    """Indices of rows whose token ends their sequence, as far as its listeners wished when it was sampled."""
 
 
 class Executor:
@@ -48,7 +50,7 @@ class Executor:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._plans: queue.SimpleQueue[tuple[list[Row], StepBatch] | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[Plan, StepBatch] | None] = queue.SimpleQueue()
         self._results: deque[StepResult] = deque()
         self._num_in_flight = 0
         self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
@@ -89,9 +91,9 @@ class Executor:
         except IndexError:
             return 0.0
 
-    def launch(self, rows: list[Row], batch: StepBatch) -> None:
+    def launch(self, plan: Plan, batch: StepBatch) -> None:
         self._num_in_flight += 1
-        self._plans.put((rows, batch))
+        self._plans.put((plan, batch))
 
     def results(self) -> list[StepResult]:
         """The results since the last call, in the order of launching. Raises ExecutorFailed if the thread has died."""
@@ -149,10 +151,10 @@ class Executor:
 
     def _launch_plans(self, forward_pass: IBatchedForwardPass) -> Iterator[LaunchedStep]:
         """Launches the plans as they come, until the executor is closed."""
-        while (plan := self._plans.get()) is not None:
+        while (planned := self._plans.get()) is not None:
             if not self._closing:
                 self._step_starts_s.append(time.monotonic())
-                yield launch_step(forward_pass, *plan)
+                yield launch_step(forward_pass, *planned)
 
     def _run_ahead(self, forward_pass: IBatchedForwardPass) -> None:
         collector = threading.Thread(target=self._collect, name="collector", daemon=True)
@@ -173,12 +175,12 @@ class Executor:
             self.wake()
 
     def _finish(self, step: LaunchedStep) -> None:
-        token_ids, fault = step.finish()
+        token_ids, stops, fault = step.finish()
         now_s = time.monotonic()
         started_s = self._step_starts_s.popleft()
         if self._step_starts_s:  # launched while this one ran; it begins now
             self._step_starts_s[0] = now_s
-        self._results.append(StepResult(step.rows, token_ids, now_s - started_s, fault))
+        self._results.append(StepResult(step.plan, token_ids, now_s - started_s, fault, stops))
         self.wake()
 
 
@@ -186,53 +188,53 @@ class Executor:
 class LaunchedStep:
     """A step that the device has been given: the rows that run, and what will come of it or why nothing will."""
 
-    rows: list[Row]
+    plan: Plan
     output: PendingOutput | None
     """None where no row samples, or after an error."""
     error: Exception | None = None
 
-    def finish(self) -> tuple[list[int], Exception | None]:
-        """Waits for the tokens of the rows that sample, or gives the fault. Marks the rows that are their sequence's
-        last, so that plans made meanwhile drop them."""
-        sampling_rows = [row for row in self.rows if row.samples]
-        error, token_ids = self.error, []
+    def finish(self) -> tuple[list[int], tuple[int, ...], Exception | None]:
+        """Waits for the tokens of the rows that sample, or gives the fault. Marks sequences that stop, so that plans
+        made meanwhile drop their rows; the indices of those that a token stops are given as well."""
+        plan, error, token_ids = self.plan, self.error, []
         if self.output is not None:
             try:
                 token_ids = self.output.wait().token_ids.tolist()
-                if len(token_ids) != len(sampling_rows):
-                    raise RuntimeError(f"{len(token_ids)} tokens sampled for {len(sampling_rows)} rows")
+                if len(token_ids) != len(plan.logit_rows):
+                    raise RuntimeError(f"{len(token_ids)} tokens sampled for {len(plan.logit_rows)} rows")
             except Exception as fault:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
                 error, token_ids = fault, []
         if error is not None:
-            for row in self.rows:
-                row.sequence.stopped_generation = row.generation
-            return [], error
-        for row, token_id in zip(sampling_rows, token_ids, strict=True):
-            if token_id == NOT_FINITE or token_id in row.sequence.common_stop_ids:
-                row.stops = True
-                row.sequence.stopped_generation = row.generation
-        return token_ids, None
+            for sequence, generation in zip(plan.sequences, plan.generations, strict=True):
+                sequence.stopped_generation = generation
+            return [], (), error
+        stops = []
+        for index, token_id in zip(plan.logit_rows, token_ids, strict=True):
+            sequence = plan.sequences[index]
+            if token_id in sequence.common_stop_ids or token_id == NOT_FINITE:
+                sequence.stopped_generation = plan.generations[index]
+                stops.append(index)
+        return token_ids, tuple(stops), None
 
 
-def launch_step(forward_pass: IBatchedForwardPass, rows: list[Row], batch: StepBatch) -> LaunchedStep:
+def launch_step(forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch) -> LaunchedStep:
     """Gives the device one plan, without the rows that no longer count."""
-    kept = [index for index, row in enumerate(rows) if not row.is_stale]
-    if len(kept) < len(rows):
-        rows = [rows[index] for index in kept]
-        batch = keep_rows(batch, kept)
-    if not rows:
-        return LaunchedStep([], None)
+    kept = plan.live_rows()
+    if len(kept) < len(plan):
+        plan = plan.keep(kept)
+        batch = keep_rows(batch, kept, plan.page_copies.values())
+    if not kept:
+        return LaunchedStep(plan, None)
     try:
         logits = forward_pass.forward(batch)
-        share_outputs(forward_pass, logits, [(r.sequence, r.start + r.num_tokens) for r in rows if r.samples])
-        return LaunchedStep(rows, forward_pass.sample(logits, batch) if len(batch.logit_rows) else None)
+        share_outputs(forward_pass, logits, [(plan.sequences[i], plan.ends[i]) for i in plan.logit_rows])
+        return LaunchedStep(plan, forward_pass.sample(logits, batch) if len(batch.logit_rows) else None)
     except Exception as error:  # noqa: BLE001 - as in `finish`
-        return LaunchedStep(rows, None, error)
+        return LaunchedStep(plan, None, error)
 
 
-def run_step(
-    forward_pass: IBatchedForwardPass, rows: list[Row], batch: StepBatch
-) -> tuple[list[Row], list[int], Exception | None]:
-    """Runs one plan: the rows that still count, the tokens of those that sample, and the fault if there was one."""
-    step = launch_step(forward_pass, rows, batch)
-    return step.rows, *step.finish()
+def run_step(forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch) -> StepResult:
+    """Runs one plan on the caller's thread."""
+    step = launch_step(forward_pass, plan, batch)
+    token_ids, stops, error = step.finish()
+    return StepResult(step.plan, token_ids, 0.0, error, stops)

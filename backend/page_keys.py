@@ -22,6 +22,16 @@ def extend_page_keys(
     salt, so that sequences of different tenants never share a page.
     """
     for page in range(len(keys), num_tokens // page_size_tokens):
-        digest = hashlib.blake2b(keys[-1] if keys else salt, digest_size=16, key=_SECRET)
-        digest.update(tokens[page * page_size_tokens : (page + 1) * page_size_tokens].tobytes())
-        keys.append(digest.digest())
+        content = tokens[page * page_size_tokens : (page + 1) * page_size_tokens].tobytes()
+        keys.append(_digest(keys[-1] if keys else salt, content))
+
+
+def part_key(before: bytes, content: bytes) -> bytes:
+    """A key for a page that is not full, after the page of key `before`; never that of a full one."""
+    return _digest(before, content) + b"part"
+
+
+def _digest(before: bytes, content: bytes) -> bytes:
+    digest = hashlib.blake2b(before, digest_size=16, key=_SECRET)
+    digest.update(content)
+    return digest.digest()

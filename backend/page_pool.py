@@ -20,6 +20,9 @@ class PagePool:
         self._num_holders = [0] * num_pages
         self._page_of_key: dict[bytes, int] = {}
         self._key_of_page: dict[int, bytes] = {}
+        self._pages_after: dict[bytes, dict[int, bytes]] = {}
+        """Key of the page before → the named pages that follow it, and their content."""
+        self._key_before: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
 
     @property
@@ -46,8 +49,15 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
-        del self._page_of_key[self._key_of_page.pop(page)]
+        self._forget(page)
         return page
+
+    def _forget(self, page: int) -> None:
+        del self._page_of_key[self._key_of_page.pop(page)]
+        before = self._key_before.pop(page)
+        del self._pages_after[before][page]
+        if not self._pages_after[before]:
+            del self._pages_after[before]
 
     def find(self, key: bytes) -> int | None:
         """The page with this content, held or idle. The caller holds nothing by it."""
@@ -63,21 +73,28 @@ class PagePool:
         self._idle.pop(page, None)
         self._num_holders[page] += 1
 
-    def name(self, page: int, key: bytes) -> None:
-        """The content of a held page is complete and from now on found by key; a second page of that content is not."""
+    def name(self, page: int, key: bytes, before: bytes, content: bytes) -> None:
+        """The content of a held page stays as it is, and from now on the page is found: by its key, or by what comes
+        before it and its content, int32 tokens. A second page of that content is not."""
         if not self._num_holders[page]:
             raise ValueError(f"page {page} is named but not held")
         if key not in self._page_of_key and page not in self._key_of_page:
             self._page_of_key[key] = page
             self._key_of_page[page] = key
+            self._key_before[page] = before
+            self._pages_after.setdefault(before, {})[page] = content
+
+    def pages_after(self, before: bytes) -> dict[int, bytes]:
+        """The named pages that follow the one of this key, and their content; the latest last. Not to be changed."""
+        return self._pages_after.get(before, {})
 
     def disown(self, pages: list[int]) -> None:
         """The content of these held pages is not to be trusted: nobody finds it any more, and its holders stay."""
         for page in pages:
             if not self._num_holders[page]:
                 raise ValueError(f"page {page} is disowned but not held")
-            if (key := self._key_of_page.pop(page, None)) is not None:
-                del self._page_of_key[key]
+            if page in self._key_of_page:
+                self._forget(page)
 
     def give_back(self, pages: list[int]) -> None:
         """Raises ValueError for a page that is not held: one given back twice would serve two sequences.
@@ -104,6 +121,9 @@ class PagePool:
             raise RuntimeError(f"{len(free)} free, {len(idle)} idle and {len(held)} held of {self.num_pages} pages")
         if {page: key for key, page in self._page_of_key.items()} != self._key_of_page:
             raise RuntimeError("keys and pages do not match")
+        following = {page: before for before, pages in self._pages_after.items() for page in pages}
+        if following != self._key_before or following.keys() != self._key_of_page.keys():
+            raise RuntimeError("named pages and those that follow others do not match")
         if not idle <= self._key_of_page.keys() or free & self._key_of_page.keys():
             raise RuntimeError("an idle page has no key, or a free page has one")
 

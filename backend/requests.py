@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from shm.wire import Failure, FailureCode, Finish, Started
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from backend.plan import Plan
     from backend.scheduler import Scheduler
     from shm.board import BackendBoard
     from shm.link import BackendLink, Submission
@@ -153,20 +155,41 @@ class Requests:
 
     # Getting tokens
 
+    def deliver_plain(self, plan: Plan, token_ids: list[int]) -> list[int]:
+        """Tells a step's tokens, one for each row, to those for whom they are a token and nothing else.
+
+        Returns the indices of the other rows, which are untouched: stale, without a token, or with one that completes a
+        page, begins a stream or may end one.
+        """
+        special = []
+        outputs: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        rows = zip(plan.sequences, plan.generations, plan.ends, token_ids, strict=True)
+        for index, (sequence, generation, end, token_id) in enumerate(rows):
+            if end < sequence.plain_until and sequence.generation == generation and token_id not in sequence.stop_ids:
+                sequence.tokens.append(token_id)
+                for subscriber in sequence.subscribers:
+                    request_ids, tokens = outputs[subscriber.frontend]
+                    request_ids.append(subscriber.request_id)
+                    tokens.append(token_id)
+            else:
+                special.append(index)
+        for frontend, (request_ids, tokens) in outputs.items():
+            self._link.push_tokens(frontend, request_ids, tokens)
+        return special
+
     def deliver(self, sequence: Sequence, token_id: int) -> None:
         """The sequence's next token, to all who listen; those it ends leave, and with the last the sequence."""
-        sequence.num_pending -= 1
         index = len(sequence.tokens)
         sequence.tokens.append(token_id)
         for subscriber in tuple(sequence.subscribers):
             if self._give(sequence, subscriber, index, token_id):
                 self._leave(sequence, subscriber)
+        sequence.settle()
 
     def _give(self, sequence: Sequence, subscriber: Subscriber, index: int, token_id: int) -> bool:
         """True where this token ends the subscriber's stream."""
         if index < subscriber.next_index:  # it brought this token along
             return False
-        subscriber.next_index = index + 1
         started = None
         if not subscriber.is_started:
             subscriber.is_started = True

@@ -1,45 +1,25 @@
 """Which sequences run in the next step, and how many tokens of each. Knows pages and slots; knows no model, no link.
 
-There is no prefill phase and no decode phase: running sequences first, those that need one token before those that
-need many, then as many waiting ones as slots, pages and the token budget allow.
+There is no prefill phase and no decode phase: running sequences first, those whose last token was sampled before those
+that have more to compute, then as many waiting ones as slots, pages and the token budget allow.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from backend.page_keys import extend_page_keys
+from backend.plan import Plan
+from backend.prefixes import Prefixes
 from backend.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from backend.page_pool import PagePool
+    from backend.prefixes import Prefix
     from backend.sequence import Sequence
 
-
-@dataclass(slots=True)
-class Row:
-    """A sequence's part in one step: num_tokens from position start on."""
-
-    sequence: Sequence
-    generation: int
-    start: int
-    num_tokens: int
-    samples: bool
-    """The row reaches the sequence's last token, so the step samples the next one."""
-    takes_slot: bool
-    """The first row since the sequence was given its slot, or since the slot's state ran ahead of it."""
-    stops: bool = False
-    """Set by the executor: the token sampled for it ends the sequence, as far as its listeners then wished."""
-
-    @property
-    def is_stale(self) -> bool:
-        """The sequence ended, was restarted or sampled its last token after this row was planned."""
-        sequence = self.sequence
-        return (
-            sequence.ended or sequence.generation != self.generation or sequence.stopped_generation == self.generation
-        )
+    Chunk: TypeAlias = tuple[Sequence, int]
+    """A sequence with tokens that are known and not computed, and how many of them the step computes."""
 
 
 class Scheduler:
@@ -58,8 +38,13 @@ class Scheduler:
         self.max_running = max_running
         self._waiting = WaitingRoom()
         self._running: dict[Sequence, None] = {}  # in order of admission
-        self._computing: dict[bytes, Sequence] = {}
-        """Key of a page that a running sequence is about to complete → that sequence."""
+        self._prefixes = Prefixes(pool, page_size_tokens)
+        self._grown: list[Sequence] = []
+        """Those that got more pages for the step that is being planned."""
+        self._page_copies: dict[Sequence, tuple[int, int]] = {}
+        """Of that step, and..."""
+        self._sources: list[int] = []
+        """...the idle pages among its sources, held until all pages of the step are chosen: none is a destination."""
         self._num_added = 0
         self.num_preemptions = 0
 
@@ -92,60 +77,83 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended, for whatever reason and in whatever state; its pages and slot are free at once."""
         sequence.ended = True
+        sequence.generation += 1
         if sequence in self._running:
             self._stop_running(sequence)
         else:
             self._waiting.forget(sequence)
 
-    def plan(self) -> list[Row]:
-        """The rows of the next step, those of one token first; empty when there is nothing to do."""
-        single, several = [], []
-        for sequence in self._running:
-            if (num_tokens := sequence.num_to_compute) == 1:
-                single.append((sequence, 1))
-            elif num_tokens > 1:
-                several.append((sequence, num_tokens))
-        rows: list[Row] = []
+    def plan(self) -> Plan:
+        """The rows of the next step; none when there is nothing to do."""
         budget = self._max_batch_tokens
+        decodes: list[Sequence] = []
+        short, unfinished = [], []
+        for sequence in self._running:
+            end = sequence.num_computed + 1
+            if end <= sequence.num_brought:
+                unfinished.append(sequence)
+            elif end >= sequence.max_total_tokens:
+                continue  # the last token of all is never computed: nothing follows it
+            elif end > sequence.room_tokens:
+                short.append(sequence)
+            else:
+                sequence.num_computed = end
+                decodes.append(sequence)
+        for sequence in decodes[budget:]:
+            sequence.num_computed -= 1
+        del decodes[budget:]
         num_preemptions = self.num_preemptions
-        for sequence, num_wanted in single + several:
-            if budget == 0:
-                break
-            if sequence.slot is None:  # preempted for one before it
-                continue
-            num_tokens = num_wanted if num_wanted < budget else budget
-            end = sequence.num_computed + num_tokens
-            if end <= len(sequence.pages) * self._page_size or self._find_pages(sequence, end):
-                rows.append(self._advance(sequence, num_tokens))
+        for sequence in short:
+            if len(decodes) < budget and self._find_pages(sequence, sequence.num_computed + 1):
+                sequence.num_computed += 1
+                decodes.append(sequence)
+        budget -= len(decodes)
+        chunks: list[Chunk] = []
+        for sequence in unfinished:
+            num_tokens = min(sequence.num_brought - sequence.num_computed, budget)
+            if num_tokens > 0 and self._find_pages(sequence, sequence.num_computed + num_tokens):
+                chunks.append((sequence, num_tokens))
                 budget -= num_tokens
-        if self.num_preemptions != num_preemptions:
-            rows = [row for row in rows if not row.is_stale]
+        if self.num_preemptions == num_preemptions:
+            self._admit(chunks, budget)
         else:
-            self._admit(rows, budget)
-        if several or len(rows) > len(single):
-            rows.sort(key=lambda row: row.num_tokens > 1)
-        return rows
+            decodes = [sequence for sequence in decodes if sequence.slot is not None]
+            chunks = [chunk for chunk in chunks if chunk[0].slot is not None]
+        return self._make_plan(decodes, chunks)
 
-    def note_computed(self, row: Row) -> None:
-        """The row's step has been applied: pages that it completed can be shared, and who waited for them may go on."""
-        sequence = row.sequence
-        num_full = (row.start + row.num_tokens) // self._page_size
-        if num_full <= sequence.num_named_pages:
-            return
-        extend_page_keys(
-            sequence.page_keys, sequence.tokens, num_full * self._page_size, self._page_size, sequence.salt
-        )
-        keys = sequence.page_keys[sequence.num_named_pages : num_full]
-        for page, key in zip(sequence.pages[sequence.num_named_pages : num_full], keys, strict=True):
-            self._pool.name(page, key)
-        sequence.num_named_pages = num_full
-        self._end_computing(sequence, keys)
+    def _make_plan(self, decodes: list[Sequence], chunks: list[Chunk]) -> Plan:
+        """Of sequences that have been advanced by a token, and of others that are to be by as many as is said."""
+        plan = Plan(decodes, lengths=[1] * len(decodes), num_decodes=len(decodes))
+        plan.logit_rows = list(range(len(decodes)))
+        for sequence, num_tokens in sorted(chunks, key=lambda chunk: chunk[1] > 1):
+            sequence.num_computed += num_tokens
+            if sequence.num_computed == len(sequence.tokens):
+                plan.logit_rows.append(len(plan))
+            if sequence.needs_slot_init:
+                sequence.needs_slot_init = False
+                plan.slot_takers.append(sequence)
+            plan.sequences.append(sequence)
+            plan.lengths.append(num_tokens)
+        plan.generations = [sequence.generation for sequence in plan.sequences]
+        plan.slots = [sequence.slot for sequence in plan.sequences]
+        plan.ends = [sequence.num_computed for sequence in plan.sequences]
+        plan.grown = [sequence for sequence in self._grown if sequence.slot is not None]
+        self._grown.clear()
+        plan.page_copies, self._page_copies = self._page_copies, {}
+        self._pool.give_back(self._sources)
+        self._sources.clear()
+        return plan
+
+    def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The step that computed the first num_tokens has been applied: pages that are full with them can be shared,
+        and who waited for them may go on."""
+        self._waiting.unpark(self._prefixes.note_computed(sequence, num_tokens))
 
     def distrust(self, sequence: Sequence) -> None:
         """A running sequence's logits were bad, and so may be what its pages hold: nobody is to find them."""
-        self._pool.disown(sequence.pages)
+        self._prefixes.distrust(sequence)
 
-    def _admit(self, rows: list[Row], budget: int) -> None:
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Starts waiting sequences in order while budget, slots and pages last.
 
         A slot is kept for each one that is parked: it came first, and a thousand of one prefix are not looked at in one
@@ -156,68 +164,45 @@ class Scheduler:
             and budget > 0
             and (sequence := self._waiting.head()) is not None
         ):
-            found, key = self._find_prefix(sequence)
-            if key is not None:
-                self._waiting.park_head(key)
+            prefix = self._prefixes.find(sequence)
+            if prefix.awaited is not None:
+                self._waiting.park_head(prefix.awaited)
                 continue
             # All its known tokens and the next must fit now, so that it is not preempted before it makes progress.
-            num_new = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens)) - len(found)
-            if num_new + sum(self._pool.is_idle(page) for page in found) > self._pool.num_available:
+            num_new = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens)) - len(prefix.pages)
+            num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
+            if num_left < 0:
                 return
             self._waiting.take_head()
-            self._start(sequence, found, num_new)
-            num_tokens = min(sequence.num_to_compute, budget)
-            rows.append(self._advance(sequence, num_tokens))
+            self._start(sequence, prefix, num_new, may_copy=num_left > 0 or not self._pool.is_idle(prefix.source))
+            num_tokens = min(sequence.num_brought - sequence.num_computed, budget)
+            chunks.append((sequence, num_tokens))
             budget -= num_tokens
 
-    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], bytes | None]:
-        """Pages that hold the beginning of the sequence; and the key of the last one that another is computing now.
-
-        One token at least is left to compute: the logits of the last one are needed.
-        """
-        num_tokens = len(sequence.tokens) - 1
-        extend_page_keys(sequence.page_keys, sequence.tokens, num_tokens, self._page_size, sequence.salt)
-        keys = sequence.page_keys[: num_tokens // self._page_size]
-        found: list[int] = []
-        for key in keys:
-            if (page := self._pool.find(key)) is None:
-                break
-            found.append(page)
-        awaited = None
-        for key in keys[len(found) :]:
-            if key not in self._computing:
-                break
-            awaited = key
-        return found, awaited
-
-    def _start(self, sequence: Sequence, found: list[int], num_new_pages: int) -> None:
+    def _start(self, sequence: Sequence, prefix: Prefix, num_new_pages: int, *, may_copy: bool) -> None:
+        """may_copy: the page to copy from is held by others, or there is one to spare."""
         self._running[sequence] = None
         sequence.slot = self._free_slots.pop()
-        for page in found:
+        for page in prefix.pages:
             self._pool.hold(page)
-        sequence.pages = found + self._pool.take(num_new_pages)
-        sequence.num_named_pages = len(found)
-        sequence.num_computed = sequence.num_cached = len(found) * self._page_size
-        for key in sequence.page_keys[len(found) :]:
-            self._computing.setdefault(key, sequence)
-
-    def _end_computing(self, sequence: Sequence, keys: list[bytes]) -> None:
-        ended = [key for key in keys if self._computing.get(key) is sequence]
-        for key in ended:
-            del self._computing[key]
-        self._waiting.unpark(ended)
-
-    def _advance(self, sequence: Sequence, num_tokens: int) -> Row:
-        start = sequence.num_computed
-        sequence.num_computed += num_tokens
-        takes_slot, sequence.needs_slot_init = sequence.needs_slot_init, False
-        samples = sequence.num_computed == len(sequence.tokens) + sequence.num_pending
-        if samples:
-            sequence.num_pending += 1
-        return Row(sequence, sequence.generation, start, num_tokens, samples, takes_slot)
+        num_cached = sequence.num_prefilled = len(prefix.pages) * self._page_size
+        if prefix.num_copied and may_copy:
+            num_cached += prefix.num_copied
+            if self._pool.is_idle(prefix.source):
+                self._pool.hold(prefix.source)
+                self._sources.append(prefix.source)
+        self._give_pages(sequence, prefix.pages + self._pool.take(num_new_pages))
+        if num_cached > sequence.num_prefilled:
+            self._page_copies[sequence] = prefix.source, sequence.pages[len(prefix.pages)]
+        sequence.num_computed = sequence.num_cached = num_cached
+        sequence.num_named_pages = len(prefix.pages)
+        sequence.next_page_end = sequence.num_prefilled + self._page_size
+        self._prefixes.start(sequence)
 
     def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for num_tokens of a running sequence, at the cost of lower ranks. False: it was preempted itself."""
+        """Pages for num_tokens of a running sequence, at the cost of lower ranks. False: it is preempted itself."""
+        if sequence.slot is None:
+            return False
         missing = self._pages_for(num_tokens) - len(sequence.pages)
         while missing > self._pool.num_available:
             last = max(self._running, key=lambda running: (running.rank, running.order))
@@ -225,8 +210,13 @@ class Scheduler:
             if last is sequence:
                 return False
         if missing > 0:
-            sequence.pages += self._pool.take(missing)
+            self._give_pages(sequence, self._pool.take(missing))
+            self._grown.append(sequence)
         return True
+
+    def _give_pages(self, sequence: Sequence, pages: list[int]) -> None:
+        sequence.pages += pages
+        sequence.room_tokens = len(sequence.pages) * self._page_size
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""
@@ -237,7 +227,7 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self._running[sequence]
-        self._end_computing(sequence, sequence.page_keys[sequence.num_named_pages :])
+        self._waiting.unpark(self._prefixes.stop(sequence))
         self._pool.give_back(sequence.pages)
         sequence.pages = []
         if sequence.slot is not None:
@@ -264,7 +254,4 @@ class Scheduler:
         for sequence in self._waiting.sequences():
             if sequence.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
                 raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
-        if not self._waiting.parked_keys() <= self._computing.keys():
-            raise RuntimeError("a sequence waits for a page that nobody computes")
-        if any(sequence not in self._running for sequence in self._computing.values()):
-            raise RuntimeError("a page is computed by a sequence that does not run")
+        self._prefixes.check_integrity(self._running, self._waiting.parked_keys())

@@ -7,9 +7,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from backend.forward_pass import NOT_FINITE
+
 if TYPE_CHECKING:
     from backend.forward_pass import SamplingParams
     from shm.buffer_export import Loan
+
+_NO_TOKEN = frozenset([NOT_FINITE])
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +26,7 @@ class Subscriber:
     """Prompt and generated tokens after which it has had enough."""
     stop_token_ids: frozenset[int]
     next_index: int
-    """Index in the sequence of the next token it is to get: what it has had, or brought along, lies before."""
+    """Index in the sequence of the first token it is to get: what it brought along lies before."""
     arrived_s: float
     deadline_s: float | None = None
     has_joined: bool = False
@@ -32,7 +36,10 @@ class Subscriber:
 
 
 class Sequence:
-    """Tokens being computed. `num_computed` catches up with `tokens` and those pending; nothing says prefill or decode.
+    """Tokens being computed. `num_computed` catches up with those that there are and those that launched steps sample.
+
+    The first `num_brought` tokens are known here, and are given to the steps; each later one is the one that the
+    sequence's slot sampled last, known here or not.
 
     The main thread alone writes, with one exception: the executor sets `stopped_generation` when a sampled token ends
     the sequence for all its subscribers, or a fault does, so that a row already planned for it is dropped before the
@@ -40,26 +47,33 @@ class Sequence:
     """
 
     __slots__ = (
+        "_first_limit",
         "_totals",
         "common_stop_ids",
         "ended",
         "generation",
+        "is_distrusted",
         "max_total_tokens",
         "needs_slot_init",
+        "next_page_end",
+        "num_brought",
         "num_cached",
         "num_computed",
         "num_named_pages",
-        "num_pending",
+        "num_prefilled",
         "num_prompt_tokens",
         "order",
         "output",
         "page_keys",
         "pages",
+        "plain_until",
         "queue_s",
         "rank",
+        "room_tokens",
         "salt",
         "sampling",
         "slot",
+        "stop_ids",
         "stopped_generation",
         "subscribers",
         "tokens",
@@ -97,22 +111,38 @@ class Sequence:
         self._totals: Counter[int] = Counter()
         self.max_total_tokens = 0
         self.common_stop_ids: frozenset[int] = frozenset()
+        """Those at which all stop."""
+        self.stop_ids: frozenset[int] = frozenset()
+        """What the next token must not be to be a mere token: one at which a listener stops, or none at all."""
+        self.plain_until = 0
+        """A step after which fewer tokens than this are computed brings a mere token: it completes no page, all
+        listeners have begun, and none comes to its limit. See `settle`."""
+        self._first_limit = 0
+        """The same as far as limits go; 0 where it is to be found out anew."""
         self.subscribe(subscriber)
         # Until preempted or ended.
         self.slot: int | None = None
         self.needs_slot_init = True
         """The pass must be told, with the next row, which sequence its slot now has."""
         self.pages: list[int] = []
+        self.room_tokens = 0
+        """Tokens whose KV its pages hold."""
         self.num_cached = 0
         """Tokens whose KV was there already when it was admitted."""
+        self.is_distrusted = False
+        """What its pages hold may be bad."""
+        self.num_prefilled = 0
+        """Of what it brought, the tokens whose KV is computed by steps that have been applied."""
         self.num_named_pages = 0
         """Its first pages whose content is complete and named in the pool."""
+        self.next_page_end = 0
+        """Tokens that complete the next page."""
         self.num_computed = 0
         """Tokens whose KV is computed by steps launched so far."""
-        self.num_pending = 0
-        """Tokens that launched steps will sample, not yet known here."""
+        self.num_brought = len(self.tokens)
+        """Tokens known when it took its slot."""
         self.generation = 0
-        """Counts restarts: what a step brings for an older generation is dropped."""
+        """Counts restarts, and its end: what a step brings for an older generation is dropped."""
         self.stopped_generation = -1
         """The generation in which a token was sampled that ends it for all, or a step of it failed."""
         self.ended = False
@@ -125,6 +155,7 @@ class Sequence:
         self.subscribers[subscriber] = None
         self._totals[subscriber.max_total_tokens] += 1
         self.max_total_tokens = max(self.max_total_tokens, subscriber.max_total_tokens)
+        self.plain_until = self._first_limit = 0
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """What is common to those that stay may be more than is noted: that may cost a row, never a token."""
@@ -134,25 +165,33 @@ class Sequence:
             del self._totals[subscriber.max_total_tokens]
             if self._totals:
                 self.max_total_tokens = max(self._totals)
+        self.plain_until = self._first_limit = 0
+
+    def settle(self) -> None:
+        """A token has been looked at closely; notes up to where the next ones need not be, if nothing changes."""
+        if not self._first_limit and all(subscriber.is_started for subscriber in self.subscribers):
+            self._first_limit = min(self._totals, default=1) - 1
+            self.stop_ids = _NO_TOKEN.union(*(subscriber.stop_token_ids for subscriber in self.subscribers))
+        self.plain_until = min(self.next_page_end, self._first_limit)
 
     @property
-    def num_to_compute(self) -> int:
-        """Tokens that the next step may compute. The last token of all is never computed: nothing follows it."""
-        num_known = len(self.tokens) + self.num_pending
-        num_wanted = self.max_total_tokens - 1
-        return (num_known if num_known < num_wanted else num_wanted) - self.num_computed
+    def num_applied(self) -> int:
+        """Tokens whose KV is computed by steps that have been applied: it stands in its pages for good."""
+        return len(self.tokens) - 1 if len(self.tokens) > self.num_brought else self.num_prefilled
 
     def restart(self) -> None:
         """After preemption: pages are found again or computed again; steps in flight no longer count."""
         self.slot = None
         self.pages = []
+        self.room_tokens = 0
         self.num_cached = 0
         self.num_named_pages = 0
         self.rewind(0)
 
     def rewind(self, num_computed: int) -> None:
         """Steps in flight no longer count; what stands in its pages is the KV of its first num_computed tokens."""
-        self.num_computed = num_computed
-        self.num_pending = 0
+        self.num_computed = self.num_prefilled = num_computed
+        self.num_brought = len(self.tokens)
+        self.plain_until = 0
         self.needs_slot_init = True
         self.generation += 1

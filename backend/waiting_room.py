@@ -1,4 +1,4 @@
-"""Sequences that wait to be admitted, in order of rank; some of them parked until another has computed their prefix."""
+"""Sequences that wait to be admitted, in order of rank; some are parked until another has computed what they need."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from backend.prefixes import Awaited
     from backend.sequence import Sequence
 
 
@@ -17,8 +18,8 @@ class WaitingRoom:
     def __init__(self) -> None:
         self._queue: list[tuple[float, int, Sequence]] = []
         self._num_gone = 0
-        self._parked: dict[bytes, dict[Sequence, None]] = {}
-        self._key_of: dict[Sequence, bytes] = {}
+        self._parked: dict[Awaited, dict[Sequence, None]] = {}
+        self._key_of: dict[Sequence, Awaited] = {}
 
     def __len__(self) -> int:
         return len(self._queue) - self._num_gone + len(self._key_of)
@@ -41,13 +42,13 @@ class WaitingRoom:
     def take_head(self) -> None:
         heapq.heappop(self._queue)
 
-    def park_head(self, key: bytes) -> None:
+    def park_head(self, key: Awaited) -> None:
         """Out of the queue until `unpark` is called with the key."""
         sequence = heapq.heappop(self._queue)[2]
         self._parked.setdefault(key, {})[sequence] = None
         self._key_of[sequence] = key
 
-    def unpark(self, keys: Iterable[bytes]) -> None:
+    def unpark(self, keys: Iterable[Awaited]) -> None:
         for key in keys:
             for sequence in self._parked.pop(key, ()):
                 del self._key_of[sequence]
@@ -70,5 +71,5 @@ class WaitingRoom:
         """All of them, in no order; for checks."""
         return [entry[2] for entry in self._queue if not entry[2].ended] + list(self._key_of)
 
-    def parked_keys(self) -> set[bytes]:
+    def parked_keys(self) -> set[Awaited]:
         return set(self._parked)

@@ -472,6 +472,18 @@ class BackendLink:
         self._pending[frontend] = target
         target.add(request_id, token_id, finish, started, failure)
 
+    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
+        """`push` of one token for each of several requests of a frontend, none of which it starts or ends."""
+        target = self._frontends.get(frontend)
+        if target is None:
+            return
+        if not target.open_requests.issuperset(request_ids):
+            for request_id, token_id in zip(request_ids, token_ids, strict=True):
+                self.push(frontend, request_id, token_id)
+            return
+        self._pending[frontend] = target
+        target.add_tokens(request_ids, token_ids)
+
     def flush(self) -> None:
         """Sends what credit allows, one message per frontend and step; keeps the rest in order. Never blocks."""
         for frontend in list(self._pending.values()):

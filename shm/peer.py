@@ -141,6 +141,12 @@ class Peer:
         if failure is not None:
             self._failures.append(failure)
 
+    def add_tokens(self, request_ids: list[int], token_ids: list[int]) -> None:
+        """Events of a token each that neither start nor end their request."""
+        self._request_ids.extend(request_ids)
+        self._token_ids.extend(token_ids)
+        self._finishes += bytes(len(token_ids))
+
     def next_outputs(self) -> StepOutputs:
         """The first of the unsent events, as many as one message takes; they stay until `sent`.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from backend.batch_builder import BatchBuilder
 from backend.engine import Engine
-from backend.executor import StepResult, run_step
+from backend.executor import run_step
 from backend.forward_pass import PassOptions
 from backend.page_pool import PagePool
 from backend.passes.fake import FakePass, next_token
@@ -20,8 +20,9 @@ from shm.link import Cancellation, FrontendDeath, Submission
 from shm.wire import Failure, Finish, Sampling, Started, Submit
 
 if TYPE_CHECKING:
+    from backend.executor import StepResult
     from backend.forward_pass import IBatchedForwardPass, StepBatch
-    from backend.scheduler import Row
+    from backend.plan import Plan
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -82,6 +83,10 @@ class ScriptedLink:
         received.started = received.started or started
         received.failure = failure
 
+    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            self.push(frontend, request_id, token_id)
+
     def flush(self) -> None:
         pass
 
@@ -94,7 +99,7 @@ class SteppedExecutor:
     def __init__(self, forward_pass: IBatchedForwardPass, capacity: int) -> None:
         self._pass = forward_pass
         self._capacity = capacity
-        self._plans: deque[tuple[list[Row], StepBatch]] = deque()
+        self._plans: deque[tuple[Plan, StepBatch]] = deque()
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self.batches: list[StepBatch] = []
@@ -121,17 +126,17 @@ class SteppedExecutor:
     def wake(self) -> None:
         pass
 
-    def launch(self, rows: list[Row], batch: StepBatch) -> None:
-        self._plans.append((rows, batch))
+    def launch(self, plan: Plan, batch: StepBatch) -> None:
+        self._plans.append((plan, batch))
         self.batches.append(batch)
         self._num_in_flight += 1
 
     def run_one(self) -> bool:
         if not self._plans:
             return False
-        rows, token_ids, error = run_step(self._pass, *self._plans.popleft())
-        self.num_rows_run += len(rows)
-        self._results.append(StepResult(rows, token_ids, 0.0, error))
+        result = run_step(self._pass, *self._plans.popleft())
+        self.num_rows_run += len(result.plan)
+        self._results.append(result)
         return True
 
     def results(self) -> list[StepResult]:

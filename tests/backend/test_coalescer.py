@@ -91,13 +91,15 @@ OTHER = {
     "top_p": 0.5,
     "top_k": 5,
     "min_p": 0.1,
+    "typical_p": 0.9,
     "repetition_penalty": 1.2,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "logit_bias": ((3, 1.0),),
     "seed": 9,
+    "num_logprobs": 3,
 }
-OF_NO_EFFECT_WHEN_GREEDY = {"top_p", "top_k", "min_p", "seed"}
+OF_NO_EFFECT_WHEN_GREEDY = {"top_p", "top_k", "min_p", "typical_p", "seed"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -231,7 +231,7 @@ def test_an_identical_prompt_still_computes_its_last_token() -> None:
         bench.run_dry()
     started = bench.received(1).started
     assert started is not None
-    assert started.cached_tokens == 36
+    assert started.cached_tokens == 39
     assert bench.received(1).token_ids == bench.received(0).token_ids
 
 
@@ -259,7 +259,7 @@ def test_a_cancelled_requests_pages_stay_reusable() -> None:
     bench.run_dry()
     started = bench.received(1).started
     assert started is not None
-    assert started.cached_tokens == 36
+    assert started.cached_tokens == 39
 
 
 def test_tenants_do_not_find_each_others_pages() -> None:
@@ -282,6 +282,81 @@ def test_a_shared_prefix_that_arrives_together_is_computed_once() -> None:
     for request_id in range(32):
         expected = expected_tokens([*PREFIX, request_id, request_id + 1], 1, bench.vocab_size)
         assert bench.received(request_id).token_ids == expected
+
+
+@pytest.mark.parametrize("max_batch_tokens", [5, 16, 64])
+@pytest.mark.parametrize("page_size", [3, 7, 16, 64])
+def test_a_prefix_that_ends_within_a_page_is_computed_once(page_size: int, max_batch_tokens: int) -> None:
+    """But for less than an eighth of a page, for which nobody waits a step."""
+    bench = Bench(num_pages=800, page_size=page_size, max_running=16, max_batch_tokens=max_batch_tokens)
+    prompts = [[*PREFIX, request_id, 7, request_id + 1, 8] for request_id in range(16)]
+    for request_id, prompt in enumerate(prompts):
+        bench.submit(prompt, 1, request_id=request_id)
+    bench.run_dry()
+    assert computed_tokens(bench) <= len(PREFIX) + 16 * 4 + 15 * ((page_size - 1) // 8)
+    cached = [received.started.cached_tokens for i in range(16) if (received := bench.received(i)).started is not None]
+    assert sum(cached) == sum(map(len, prompts)) - computed_tokens(bench)
+    for request_id, prompt in enumerate(prompts):
+        assert bench.received(request_id).token_ids == expected_tokens(prompt, 1, bench.vocab_size)
+
+
+def test_a_page_that_a_running_sequence_decodes_into_is_copied_as_far_as_it_is_computed() -> None:
+    bench = Bench(page_size=16)
+    bench.submit([1, 2, 3], 40)
+    for _ in range(6):
+        bench.turn()
+    tokens = list(bench.received().token_ids)
+    assert len(tokens) == 5
+    prompt = [1, 2, 3, *tokens, 9]
+    bench.submit(prompt, 4, request_id=1)
+    bench.run_dry()
+    started = bench.received(1).started
+    assert started is not None
+    assert started.cached_tokens == 3 + 5  # the KV of the last one was computed by the step just applied
+    assert bench.received(1).token_ids == expected_tokens(prompt, 4, bench.vocab_size)
+
+
+def test_a_conversation_goes_on_within_the_page_in_which_the_last_answer_ended() -> None:
+    bench = Bench(page_size=16)
+    bench.submit([1, 2, 3], 5)
+    bench.run_dry()
+    prompt = [1, 2, 3, *bench.received().token_ids, 9, 9, 9]
+    bench.submit(prompt, 4, request_id=1)
+    bench.run_dry()
+    started = bench.received(1).started
+    assert started is not None
+    assert started.cached_tokens == 3 + 4
+    assert bench.received(1).token_ids == expected_tokens(prompt, 4, bench.vocab_size)
+
+
+def test_a_page_copy_goes_with_its_row_when_that_is_dropped() -> None:
+    bench = Bench(page_size=16, capacity=1)
+    bench.submit([1, 2, 3, 4], 2)
+    bench.run_dry()
+    bench.submit([1, 2, 3, 5], 8, request_id=1)
+    bench.submit([1, 2, 3, 6], 8, request_id=2)
+    bench.engine.turn()
+    assert len(bench.executor.batches[-1].page_copies) == 0  # a plan behind it has nothing to copy
+    planned = next(batch for batch in bench.executor.batches if batch.page_copies)
+    assert [destination for _, destination in planned.page_copies] == planned.page_table[:, 0].tolist()
+    plan, _ = bench.executor._plans[0]
+    kept = plan.keep([1])
+    assert list(kept.page_copies.values()) == [planned.page_copies[1]]
+    bench.cancel(1)
+    bench.run_dry()
+    assert bench.received(2).token_ids == expected_tokens([1, 2, 3, 6], 8, bench.vocab_size)
+
+
+def test_an_idle_page_that_is_to_be_copied_yields_where_the_last_pages_are_needed() -> None:
+    """Four pages: two full ones that are found, one to copy from, and two to fill would be one too many."""
+    bench = Bench(num_pages=4, page_size=4)
+    bench.submit([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 1)
+    bench.run_dry()
+    assert bench.pool.num_idle == 3
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13]
+    bench.submit(prompt, 4, request_id=1)
+    bench.run_dry()
+    assert bench.received(1).token_ids == expected_tokens(prompt, 4, bench.vocab_size)
 
 
 def test_pages_that_others_hold_are_no_bar_to_who_shares_them() -> None:
@@ -316,7 +391,8 @@ def test_non_deterministic_duplicates_share_the_prefill_and_differ_in_their_toke
         bench.submit(PREFIX, 8, request_id=request_id, sampling=sampling)
     bench.run_dry()
     assert len({tuple(bench.received(request_id).token_ids) for request_id in range(6)}) == 6
-    assert computed_tokens(bench) == 36 + 6 * 4 + 6 * 7
+    # Of the prompt each but the first computes the last token, for the sake of its logits.
+    assert computed_tokens(bench) == len(PREFIX) + 5 + 6 * 7
 
 
 # Deadlines and priorities

@@ -12,6 +12,11 @@ from backend.page_pool import PagePool
 KEYS = [bytes([number]) * 16 for number in range(12)]
 
 
+def before_of(key: bytes) -> bytes:
+    """Several pages follow one."""
+    return KEYS[key[0] % 3]
+
+
 class PagePoolMachine(RuleBasedStateMachine):
     """Holdings stand for sequences: lists of pages, each given back as a whole."""
 
@@ -52,7 +57,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         if not holding:
             return
         page = data.draw(st.sampled_from(holding))
-        self.pool.name(page, key)
+        self.pool.name(page, key, before_of(key), key)
         if page not in self.key_of and key not in self.key_of.values():
             self.key_of[page] = key
 
@@ -93,7 +98,7 @@ class PagePoolMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"page {page} is given back"):
                 self.pool.give_back([page])
             with pytest.raises(ValueError, match=f"page {page} is named"):
-                self.pool.name(page, KEYS[0])
+                self.pool.name(page, KEYS[0], KEYS[1], b"")
             with pytest.raises(ValueError, match=f"page {page} is disowned"):
                 self.pool.disown([page])
         if page not in self.key_of:
@@ -113,6 +118,9 @@ class PagePoolMachine(RuleBasedStateMachine):
             assert self.pool.num_holders(page) == sum(holding.count(page) for holding in self.holdings)
         found = {self.pool.find(key): key for key in KEYS if self.pool.find(key) is not None}
         assert found == self.key_of
+        for before in KEYS[:3]:
+            following = {page: key for page, key in self.key_of.items() if before_of(key) == before}
+            assert self.pool.pages_after(before) == following
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):

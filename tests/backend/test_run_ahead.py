@@ -14,7 +14,7 @@ import pytest
 from backend.executor import Executor, ExecutorFailed, StepResult
 from backend.forward_pass import FROM_SLOT, DeviceLost, SamplingParams, SlotInit, StepBatch, StepOutput
 from backend.passes.fake import FakePass, next_token
-from backend.scheduler import Row
+from backend.plan import Plan
 from backend.sequence import Sequence, Subscriber
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def launch(executor: Executor, sequence: Sequence, ids: list[int], start: int) -
         logit_rows=np.zeros(1, np.int32),
         slot_inits=(init,) if start == 0 else (),
     )
-    executor.launch([Row(sequence, sequence.generation, start, len(ids), samples=True, takes_slot=start == 0)], batch)
+    executor.launch(Plan([sequence], [sequence.generation], [0], [start + len(ids)], [len(ids)], logit_rows=[0]), batch)
 
 
 def next_results(executor: Executor, count: int) -> list[StepResult]:
@@ -110,7 +110,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_it_are_known(
     results = next_results(executor, 2)
     token = next_token(PROMPT, VOCAB_SIZE)
     assert [result.token_ids for result in results] == [[token], [next_token([*PROMPT, token], VOCAB_SIZE)]]
-    assert [result.rows[0].stops for result in results] == [False, True]
+    assert [result.stops for result in results] == [(), (0,)]
     assert executor.running_s() == 0
 
 
@@ -125,7 +125,7 @@ def test_a_step_that_is_launched_after_its_sequence_stopped_has_no_row_of_it(
     next_results(executor, 2)
     launch(executor, sequence, [FROM_SLOT], 4)
     (result,) = next_results(executor, 1)
-    assert result.rows == []
+    assert len(result.plan) == 0
     assert forward_pass.launched.empty()
 
 
@@ -139,7 +139,7 @@ def test_a_fault_on_the_device_is_the_fault_of_its_own_step(
     (result,) = next_results(executor, 1)
     assert result.error is fault
     assert result.token_ids == []
-    assert result.rows[0].is_stale
+    assert result.plan.live_rows() == []
 
 
 def test_a_thread_that_dies_while_it_waits_for_tokens_fails_the_executor() -> None:

@@ -135,5 +135,5 @@ def test_with_prefix_hits(make_bench: MakeBench) -> None:
     bench.run_dry()
     started = bench.received().started
     assert started is not None
-    assert started.cached_tokens == 32
+    assert started.cached_tokens == 35  # three of them in a page that was copied
     assert tokens(bench) == tokens_alone(make_bench)

@@ -220,6 +220,24 @@ def test_one_message_a_step_carries_all_events_of_a_frontend(backend: Backend) -
         assert backend.link.counters.events_out == 200
 
 
+def test_tokens_of_several_requests_are_pushed_together_and_those_of_closed_ones_are_left_out(
+    backend: Backend,
+) -> None:
+    backend.link.push_tokens(12345, [0], [1])
+    with backend.session() as frontend:
+        for request_id in range(3):
+            frontend.submit(request_id, [1])
+        backend.until(Submission, 3)
+        backend.link.push_tokens(frontend.epoch, [0, 1, 2], [10, 11, 12])
+        backend.link.push(frontend.epoch, 1, 13, Finish.STOP)
+        backend.link.push_tokens(frontend.epoch, [0, 1, 2], [20, 21, 22])
+        backend.link.flush()
+        assert columns(frontend.receive(1)) == [
+            *[(0, 10, 0), (1, 11, 0), (2, 12, 0)],
+            *[(1, 13, Finish.STOP), (0, 20, 0), (2, 22, 0)],
+        ]
+
+
 def test_a_long_prompt_goes_through_the_arena_and_its_slot_comes_back_at_once(backend: Backend) -> None:
     prompt = list(range(100_000))
     with backend.session() as frontend:

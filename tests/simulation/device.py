@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from backend.executor import StepResult, run_step
+from backend.executor import run_step
 from tests.simulation.models import ChainPass, PlantedFault, Violation
 
 if TYPE_CHECKING:
+    from backend.executor import StepResult
     from backend.forward_pass import IBatchedForwardPass, StepBatch
-    from backend.scheduler import Row
+    from backend.plan import Plan, Row
     from backend.sequence import Sequence
     from tests.simulation.world import World
 
@@ -25,7 +26,7 @@ class SimulatedExecutor:
         self._pass = forward_pass
         self._capacity = capacity
         self._page_size = page_size
-        self._plans: deque[tuple[list[Row], StepBatch]] = deque()
+        self._plans: deque[tuple[Plan, StepBatch]] = deque()
         self._running: tuple[StepResult, list[tuple[Sequence, int]]] | None = None
         self._results: list[StepResult] = []
         self._num_in_flight = 0
@@ -50,12 +51,12 @@ class SimulatedExecutor:
     def wake(self) -> None:
         pass
 
-    def launch(self, rows: list[Row], batch: StepBatch) -> None:
-        if not rows or self._num_in_flight > self._capacity:
-            raise Violation(f"a plan of {len(rows)} rows beside {self._num_in_flight} in flight")
+    def launch(self, plan: Plan, batch: StepBatch) -> None:
+        if not plan or self._num_in_flight > self._capacity:
+            raise Violation(f"a plan of {len(plan)} rows beside {self._num_in_flight} in flight")
         self._num_in_flight += 1
-        self._plans.append((rows, batch))
-        self._world.note_plan(rows)
+        self._plans.append((plan, batch))
+        self._world.note_plan(list(plan.rows()))
         self._world.device_goes_on()
 
     def results(self) -> list[StepResult]:
@@ -78,15 +79,17 @@ class SimulatedExecutor:
             return False
         return True
 
-    def _start(self, planned: list[Row], batch: StepBatch) -> None:
+    def _start(self, planned: Plan, batch: StepBatch) -> None:
         if isinstance(self._pass, ChainPass):
             self._pass.fault = self._world.draw_fault(len(planned))
-        before = [(row.sequence, row.sequence.stopped_generation) for row in planned]
-        rows, token_ids, error = run_step(self._pass, planned, batch)
+        before = [(sequence, sequence.stopped_generation) for sequence in planned.sequences]
+        result = run_step(self._pass, planned, batch)
+        rows, error = list(result.plan.rows()), result.error
         self._world.covered["rows bound late"] += len(planned) - len(rows)
         if isinstance(error, Violation) or (error is not None and not self._is_planted(error)):
             raise error
-        tokens = iter(token_ids)
+        tokens = iter(result.token_ids)
+        self._note_copies(result.plan)
         for row in rows:
             self._judge(row)
             if error is not None or (row.samples and next(tokens) < 0):
@@ -95,14 +98,21 @@ class SimulatedExecutor:
         stopped = [(s, s.stopped_generation) for s, generation in before if s.stopped_generation != generation]
         for sequence, generation in before:
             sequence.stopped_generation = generation
-        self._running = StepResult(rows, token_ids, 0.0, error), stopped
+        self._running = result, stopped
         if self._world.log is not None:
-            told = [(row.start, row.num_tokens, row.sequence.order) for row in rows]
-            self._world.log(f"  step of (start, tokens, order) {told} brings {token_ids or error!r}")
+            told = [(row.start, row.end, row.sequence.order) for row in rows]
+            self._world.log(f"  step of (start, end, order) {told} brings {result.token_ids or error!r}")
 
     def _is_planted(self, error: Exception) -> bool:
         fault = self._pass.fault if isinstance(self._pass, ChainPass) else None
         return isinstance(error, PlantedFault) or (fault is not None and fault.kind == "miscount")
+
+    def _note_copies(self, plan: Plan) -> None:
+        for sequence, (source, destination) in plan.page_copies.items():
+            self._world.covered["page copied"] += 1
+            if self._salts.get(source) != sequence.salt:
+                raise Violation("a row copies what another tenant wrote, or what nobody did")
+            self._salts[destination] = sequence.salt
 
     def _judge(self, row: Row) -> None:
         """Somebody wants what the row computes, and what it reads is of its own tenant."""
@@ -110,9 +120,9 @@ class SimulatedExecutor:
         listeners = self._world.backend.link.open
         if sequence.ended or not any((s.frontend, s.request_id) in listeners for s in sequence.subscribers):
             raise Violation("a row runs to which nobody listens")
-        first_written, end = row.start // size, row.start + row.num_tokens
+        first_written = row.start // size
         for page in sequence.pages[: -(-row.start // size)]:
             if self._salts.get(page) != sequence.salt:
                 raise Violation("a row reads what another tenant wrote, or what nobody did")
-        for page in sequence.pages[first_written : -(-end // size)]:
+        for page in sequence.pages[first_written : -(-row.end // size)]:
             self._salts[page] = sequence.salt

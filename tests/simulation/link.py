@@ -148,6 +148,10 @@ class SimulatedLink:
         if self._world.log is not None:
             self._world.log(f"  → {heard.ask} {token_id} {finish.name if finish else ''}")
 
+    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            self.push(frontend, request_id, token_id)
+
     def _judge_token(self, heard: Open, token_id: int, started: Started | None) -> None:
         ask, index = heard.ask, heard.next_index
         if index >= len(ask.expected) or ask.expected[index] != token_id:

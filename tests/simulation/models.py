@@ -138,6 +138,7 @@ class ChainPass:
         starts, ids = batch.query_starts.tolist(), batch.input_ids.tolist()
         contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
         self._check(starts, ids, slots, table)
+        self._copy_pages(batch.page_copies, contexts, table)
         ends, written = [], set()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
@@ -177,6 +178,18 @@ class ChainPass:
             raise Violation("a page that does not exist")
         if any(slot not in self._slots for slot in slots):
             raise Violation("a slot that nobody took")
+
+    def _copy_pages(self, copies: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]]) -> None:
+        """Each belongs to a row that goes on within the page."""
+        size, cells = self._page_size, self.cells
+        sources, destinations = {source for source, _ in copies}, [destination for _, destination in copies]
+        if len(set(destinations)) != len(destinations) or not sources.isdisjoint(destinations):
+            raise Violation(f"page copies {copies}")
+        current = [pages[context // size] for context, pages in zip(contexts, table, strict=True) if context % size]
+        if any(current.count(page) != 1 for page in destinations):
+            raise Violation(f"of the page copies {copies} one belongs to no row")
+        for source, destination in copies:
+            cells[destination * size : (destination + 1) * size] = cells[source * size : (source + 1) * size]
 
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = _Slot(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from backend import scheduler as scheduler_module
+from backend import prefixes as prefixes_module
 from backend.batch_builder import BatchBuilder
 from backend.coalescer import Coalescer, ShareKey
 from backend.engine import Engine
 from backend.executor import StepResult
 from backend.forward_pass import NOT_FINITE
 from backend.page_pool import PagePool
+from backend.plan import Plan
+from backend.prefixes import Prefix, Prefixes
 from backend.requests import Requests
-from backend.scheduler import Row, Scheduler
+from backend.scheduler import Scheduler
 from backend.sequence import Sequence, Subscriber
 from backend.waiting_room import WaitingRoom
 from tests.simulation.world import run_seed
@@ -46,17 +48,12 @@ def _gives_back_twice(give_back: Any, pool: PagePool, pages: list[int]) -> None:
     give_back(pool, [page for page in pages if pool.num_holders(page)])
 
 
-def _forgets_who_is_parked(_: Any, scheduler: Scheduler, sequence: Sequence, keys: list[bytes]) -> None:
-    for key in keys:
-        if scheduler._computing.get(key) is sequence:
-            del scheduler._computing[key]
-
-
-def _names_pages_when_planned(advance: Any, scheduler: Scheduler, sequence: Sequence, num_tokens: int) -> Row:
-    row: Row = advance(scheduler, sequence, num_tokens)
-    if row.start + row.num_tokens <= len(sequence.tokens):
-        scheduler.note_computed(row)
-    return row
+def _names_pages_when_planned(plan_step: Any, scheduler: Scheduler) -> Plan:
+    plan: Plan = plan_step(scheduler)
+    for row in plan.rows():
+        if row.end <= len(row.sequence.tokens):
+            scheduler.note_computed(row.sequence, row.end)
+    return plan
 
 
 def _keeps_who_cancelled(_: Any, requests: Requests, sequence: Sequence, subscriber: Subscriber) -> None:
@@ -117,6 +114,53 @@ def _steps_in_flight_still_count(rewind: Any, sequence: Sequence, num_computed: 
     sequence.generation -= 1
 
 
+def _copies_a_token_too_many(find: Any, prefixes: Prefixes, sequence: Sequence) -> Prefix:
+    found: Prefix = find(prefixes, sequence)
+    num_left = min(prefixes._page_size, len(sequence.tokens) - len(found.pages) * prefixes._page_size) - 1
+    return replace(found, num_copied=found.num_copied + 1) if 0 < found.num_copied < num_left else found
+
+
+def _copies_what_is_planned(find: Any, prefixes: Prefixes, sequence: Sequence) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "num_applied", property(lambda other: min(other.num_computed, len(other.tokens))))
+        return find(prefixes, sequence)
+
+
+def _page_copies_stay_when_their_row_is_dropped(keep: Any, plan: Plan, kept: list[int]) -> Plan:
+    result: Plan = keep(plan, kept)
+    result.page_copies = plan.page_copies
+    return result
+
+
+def _sources_can_be_evicted(start: Any, scheduler: Scheduler, *args: Any, **options: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagePool, "is_idle", lambda _pool, _page: False)
+        start(scheduler, *args, **options)
+
+
+def _distrusted_parts_are_kept(distrust: Any, prefixes: Prefixes, sequence: Sequence) -> None:
+    distrust(prefixes, sequence)
+    sequence.is_distrusted = False
+
+
+def _a_newcomer_is_not_noticed(subscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
+    settled = (sequence.plain_until, sequence._first_limit) if sequence.subscribers else (0, 0)
+    subscribe(sequence, subscriber)
+    sequence.plain_until, sequence._first_limit = settled
+
+
+def _a_restart_leaves_tokens_plain(rewind: Any, sequence: Sequence, num_computed: int) -> None:
+    plain_until = sequence.plain_until
+    rewind(sequence, num_computed)
+    sequence.plain_until = plain_until
+
+
+def _plain_tokens_complete_pages(settle: Any, sequence: Sequence) -> None:
+    next_page_end, sequence.next_page_end = sequence.next_page_end, 1 << 30
+    settle(sequence)
+    sequence.next_page_end = next_page_end
+
+
 def _waiting_requests_never_expire(expire: Any, requests: Requests) -> None:
     waiting = [
         subscriber
@@ -146,27 +190,17 @@ def _evicts_what_is_held(_: Any, pool: PagePool, page: int) -> None:
     pool._num_holders[page] += 1
 
 
-def _finds_the_whole_prompt(find: Any, scheduler: Scheduler, sequence: Sequence) -> Any:
+def _finds_the_whole_prompt(find: Any, prefixes: Prefixes, sequence: Sequence) -> Any:
     sequence.tokens.append(0)
     try:
-        return find(scheduler, sequence)
+        return find(prefixes, sequence)
     finally:
         sequence.tokens.pop()
 
 
-def _page_table_keeps_a_former_owners_pages(build: Any, builder: BatchBuilder, rows: list[Row]) -> Any:
-    known = list(builder._num_pages)
-    for row in rows:
-        if row.takes_slot and row.sequence.slot is not None:
-            known[row.sequence.slot] = min(known[row.sequence.slot], len(row.sequence.pages))
-    fresh = [row for row in rows if row.takes_slot]
-    for row in fresh:
-        row.takes_slot = False
-    batch = build(builder, rows)
-    for row in fresh:
-        row.takes_slot = True
-    inits = tuple(build(builder, fresh).slot_inits) if fresh else ()
-    return replace(batch, slot_inits=inits)
+def _page_table_keeps_a_former_owners_pages(clear: Any, builder: BatchBuilder, sequence: Sequence) -> None:
+    known = int(builder._num_pages[sequence.slot])
+    builder._num_pages[sequence.slot] = min(known, len(sequence.pages))
 
 
 def _drops_one_request_of_a_dead_frontend(_: Any, requests: Requests, frontend: int) -> None:
@@ -192,13 +226,13 @@ def _never_unparks_in_order(unpark: Any, room: WaitingRoom, keys: Any) -> None:
 
 PLANTED: dict[str, Plant] = {
     "pages are given back twice": _wrap(PagePool, "give_back", _gives_back_twice),
-    "who waits for a prefix is forgotten": _wrap(Scheduler, "_end_computing", _forgets_who_is_parked),
+    "who waits for a prefix is forgotten": _wrap(WaitingRoom, "unpark", lambda *_: None),
     "only the first of several keys lets go of who waits": _wrap(WaitingRoom, "unpark", _never_unparks_in_order),
-    "a page is named before its step is applied": _wrap(Scheduler, "_advance", _names_pages_when_planned),
+    "a page is named before its step is applied": _wrap(Scheduler, "plan", _names_pages_when_planned),
     "a cancelled subscriber goes on listening": _wrap(Requests, "_leave", _keeps_who_cancelled),
     "a sequence that has ended takes on listeners": _joins_what_has_ended,
     "tenants share sequences": _wrap(ShareKey, "of", lambda of, _salt, *rest: of(b"", *rest)),
-    "tenants share pages": _wrap(scheduler_module, "extend_page_keys", _page_keys_without_salt),
+    "tenants share pages": _wrap(prefixes_module, "extend_page_keys", _page_keys_without_salt),
     "different seeds share a sequence": _wrap(
         ShareKey, "of", lambda of, salt, prompt, sampling: of(salt, prompt, replace(sampling, seed=0))
     ),
@@ -207,7 +241,7 @@ PLANTED: dict[str, Plant] = {
     ),
     "a stopped sequence keeps its slot": _wrap(Scheduler, "_stop_running", _slot_is_lost),
     "page keys ignore what came before": lambda patch: patch.setattr(
-        scheduler_module, "extend_page_keys", _page_keys_without_chain
+        prefixes_module, "extend_page_keys", _page_keys_without_chain
     ),
     "a sequence that goes on after a stop is not rewound": _wrap(Sequence, "rewind", _rewinds_only_restarts),
     "the slot is not told of a restart": _wrap(Sequence, "rewind", _slot_is_not_told_of_a_restart),
@@ -219,21 +253,45 @@ PLANTED: dict[str, Plant] = {
             requests, replace(event, submit=msgspec.structs.replace(event.submit, priority=-event.submit.priority))
         ),
     ),
+    "who joins a stream is not looked at": _wrap(Sequence, "subscribe", _a_newcomer_is_not_noticed),
+    "tokens are plain beyond the first limit": _wrap(
+        Sequence,
+        "unsubscribe",
+        lambda leave, sequence, one: (leave(sequence, one), setattr(sequence, "_first_limit", 99)),
+    ),
+    "tokens are plain across a restart": _wrap(Sequence, "rewind", _a_restart_leaves_tokens_plain),
+    "tokens that complete a page are plain": _wrap(Sequence, "settle", _plain_tokens_complete_pages),
+    "a token too many is taken from a copied page": _wrap(Prefixes, "find", _copies_a_token_too_many),
+    "what two pages have in common is overestimated": _wrap(
+        prefixes_module,
+        "count_common",
+        lambda count, *texts: min(count(*texts) + 1, *(len(text) // 4 for text in texts)),
+    ),
+    "tokens are copied before their step is applied": _wrap(Prefixes, "find", _copies_what_is_planned),
+    "tenants copy from each other's pages": _wrap(
+        prefixes_module, "_key_before", lambda key, sequence, num_pages: key(sequence, num_pages) if num_pages else b""
+    ),
+    "pages are not copied": _wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), page_copies=())),
+    "a page copy outlives its row": _wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
+    "a page is evicted while it is to be copied": _wrap(Scheduler, "_start", _sources_can_be_evicted),
+    "part of a page with bad logits is left behind": _wrap(Prefixes, "distrust", _distrusted_parts_are_kept),
     "waiting requests never expire": _wrap(Requests, "expire", _waiting_requests_never_expire),
     "a replay leaves out the first token": _wrap(Requests, "_replay", _replays_one_too_few),
     "a resumed stream begins again": _wrap(Requests, "_give", _repeats_what_was_brought),
     "tokens are computed for who has left": _wrap(Sequence, "unsubscribe", _keeps_the_limit_of_who_left),
     "a page found again can still be evicted": _wrap(PagePool, "hold", _evicts_what_is_held),
-    "a prefix hit leaves nothing to compute": _wrap(Scheduler, "_find_prefix", _finds_the_whole_prompt),
+    "a prefix hit leaves nothing to compute": _wrap(Prefixes, "find", _finds_the_whole_prompt),
     "the page table keeps a former owner's pages": _wrap(
-        BatchBuilder, "build", _page_table_keeps_a_former_owners_pages
+        BatchBuilder, "_clear", _page_table_keeps_a_former_owners_pages
     ),
     "a dead frontend's requests live on": _wrap(Requests, "drop_frontend", _drops_one_request_of_a_dead_frontend),
     "the last one to come goes first": _wrap(WaitingRoom, "put", _goes_to_the_head_of_the_queue),
-    "membership is bound when planned": lambda patch: patch.setattr(Row, "is_stale", False),
+    "membership is bound when planned": lambda patch: patch.setattr(
+        Plan, "live_rows", lambda plan: list(range(len(plan)))
+    ),
     "bad logits fail the whole step": _wrap(Engine, "_apply", _a_bad_row_spoils_the_step),
     "bad logits leave their pages behind": lambda patch: patch.setattr(
-        Scheduler, "distrust", lambda _scheduler, _sequence: None
+        Prefixes, "distrust", lambda _prefixes, _sequence: None
     ),
 }
 

@@ -23,6 +23,7 @@ _MUST_OCCUR = {
     "joined late": 20,
     "prefix found": 5,
     "parked": 20,
+    "page copied": 5,
     "rewound": 1000,
     "rows bound late": 5,
     "credit spent": 20,

@@ -22,7 +22,7 @@ from tests.simulation.workload import Ask, Setup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backend.scheduler import Row
+    from backend.plan import Row
     from backend.sequence import Sequence
 
 _MAX_ARRIVAL_TICKS = 80
@@ -345,7 +345,7 @@ class World:
         for row in rows:
             listeners = [self._names[s.frontend, s.request_id] for s in row.sequence.subscribers]
             wanted = max(len(ask.prompt) + ask.max_tokens for ask in listeners)
-            if row.start + row.num_tokens >= min(wanted, self.setup.context):
+            if row.end >= min(wanted, self.setup.context):
                 raise Violation(f"{[str(ask) for ask in listeners]} do not want what is planned")
             if row.takes_slot and row.start > row.sequence.num_cached:
                 self.covered["rewound"] += 1
@@ -415,7 +415,12 @@ class World:
             raise Violation("tokens were computed again though nobody had joined")
         if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.num_open:
             raise Violation("something is left over")
-        if len(backend.requests._coalescer) or scheduler._computing or backend.executor.is_busy:
+        if (
+            len(backend.requests._coalescer)
+            or scheduler._prefixes._computing
+            or scheduler._prefixes._filling
+            or backend.executor.is_busy
+        ):
             raise Violation("something is still remembered")
         for ask in self.asks:
             whole = ask.ended in (Finish.STOP, Finish.LENGTH)

@@ -40,16 +40,14 @@ def test_eight_streams_are_compared_with_one_round_by_round() -> None:
     assert [aim.reached for aim in found.aims()] == [False, True]
 
 
-@pytest.mark.parametrize(("page_size", "least"), [(1, 1000 + 64 * 32), (8, 1000 + 64 * 32), (32, 992 + 64 * 40)])
-def test_whole_pages_leave_the_prefixs_end_to_everyone(page_size: int, least: int) -> None:
-    load = PrefixLoad(64, prefix_tokens=1000, suffix_tokens=32, page_size_tokens=page_size)
+def test_distinct_tokens_are_the_prefix_once_and_every_suffix() -> None:
+    load = PrefixLoad(64, prefix_tokens=1000, suffix_tokens=32)
     assert load.distinct_tokens == 1000 + 64 * 32
-    assert load.least_tokens == least
     assert load.sent_tokens == 64 * 1032
 
 
 def test_prompts_with_one_prefix_have_it_in_common_and_no_more() -> None:
-    load = PrefixLoad(6, prefix_tokens=20, suffix_tokens=12, page_size_tokens=8)
+    load = PrefixLoad(6, prefix_tokens=20, suffix_tokens=12)
     workload = Workload(Lengths(1, 1), Lengths(4, 4), vocab_size=4096)
     requests, others = load.draw(workload, seed=1), load.draw(workload, seed=2)
     prompts = [request.prompt for request in requests]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from backend.forward_pass import StepBatch
-    from backend.scheduler import Row
+    from backend.plan import Plan
     from shm.events import Event
     from shm.rendezvous import Connection
     from tools.bench.context import Bench
@@ -105,6 +105,10 @@ class UnsentLink:
         peer = self._pending[frontend] = self._peers[frontend]
         peer.add(request_id, token_id, finish, started, failure)
 
+    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
+        peer = self._pending[frontend] = self._peers[frontend]
+        peer.add_tokens(request_ids, token_ids)
+
     def flush(self) -> None:
         for peer in self._pending.values():
             encode(peer.next_outputs())
@@ -120,7 +124,7 @@ class _Executor:
     """Executor without a device, with room for one plan behind the running one."""
 
     def __init__(self) -> None:
-        self._launched: list[list[Row]] = []
+        self._launched: list[Plan] = []
         self._results: list[StepResult] = []
         self._token_ids = itertools.cycle(range(1, _VOCAB_SIZE))
 
@@ -129,9 +133,8 @@ class _Executor:
         return len(self._launched) + len(self._results) <= 1
 
     def run_one(self) -> None:
-        rows = self._launched.pop(0)
-        token_ids = [next(self._token_ids) for row in rows if row.samples]
-        self._results.append(StepResult(rows, token_ids, 0.0))
+        plan = self._launched.pop(0)
+        self._results.append(StepResult(plan, [next(self._token_ids) for _ in plan.logit_rows], 0.0))
 
     def running_s(self) -> float:
         return 0.0
@@ -139,8 +142,8 @@ class _Executor:
     def clear_wake(self) -> None:
         pass
 
-    def launch(self, rows: list[Row], _batch: StepBatch) -> None:
-        self._launched.append(rows)
+    def launch(self, plan: Plan, _batch: StepBatch) -> None:
+        self._launched.append(plan)
 
     def results(self) -> list[StepResult]:
         results, self._results = self._results, []

@@ -1,8 +1,6 @@
 """Requests that share a long prefix and arrive together: how often is the prefix computed?
 
-Distinct tokens are the prefix once and each request's own suffix. Pages are shared whole, so that each request computes
-for itself what the prefix leaves over a multiple of the page size: `least_tokens` counts that too, and is what a cache
-of whole pages can reach.
+Distinct tokens are the prefix once and each request's own suffix: the least that can be computed.
 """
 
 from __future__ import annotations
@@ -36,16 +34,10 @@ class PrefixLoad:
     num_requests: int
     prefix_tokens: int
     suffix_tokens: int
-    page_size_tokens: int
 
     @property
     def distinct_tokens(self) -> int:
         return self.prefix_tokens + self.num_requests * self.suffix_tokens
-
-    @property
-    def least_tokens(self) -> int:
-        rest = self.prefix_tokens % self.page_size_tokens
-        return self.prefix_tokens - rest + self.num_requests * (rest + self.suffix_tokens)
 
     @property
     def sent_tokens(self) -> int:
@@ -80,7 +72,6 @@ class PrefixRound:
 class SharedPrefix:
     load: PrefixLoad
     distinct_tokens: int
-    least_tokens: int
     rounds: list[PrefixRound]
 
     @property
@@ -90,20 +81,12 @@ class SharedPrefix:
     def aims(self) -> list[Aim]:
         return [
             Aim("prompt tokens, computed / distinct", self.prefill_tokens / self.distinct_tokens, "at most", 1.05),
-            Aim(
-                "prompt tokens, computed / least of whole pages",
-                self.prefill_tokens / self.least_tokens,
-                "at most",
-                1.05,
-            ),
         ]
 
 
 def run_shared_prefix(bench: Bench, console: Console) -> bool:
     options = bench.options
-    load = PrefixLoad(
-        options.requests or _NUM_REQUESTS, options.prefix_tokens, options.suffix_tokens, bench.server.page_size
-    )
+    load = PrefixLoad(options.requests or _NUM_REQUESTS, options.prefix_tokens, options.suffix_tokens)
     with bench.own_server() as own:
         found = uvloop.run(_on(bench, own, load))
     bench.report.sections["shared_prefix"] = found
@@ -113,7 +96,7 @@ def run_shared_prefix(bench: Bench, console: Console) -> bool:
 
 
 async def _on(bench: Bench, own: OwnServer, load: PrefixLoad) -> SharedPrefix:
-    found = SharedPrefix(load, load.distinct_tokens, load.least_tokens, [])
+    found = SharedPrefix(load, load.distinct_tokens, [])
     async with bench.target(own.url) as target, backend_counters(own) as counters:
         workload = bench.plain_workload(target)
         await warm_up(target, workload, bench.options.warmup, load.num_requests, bench.options.seed)
@@ -144,7 +127,7 @@ def shared_prefix_table(found: SharedPrefix) -> Table:
     load = found.load
     title = (
         f"{load.num_requests} requests at once: {load.prefix_tokens:,} tokens in common, {load.suffix_tokens} of each "
-        f"one's own, {load.page_size_tokens} in a page"
+        "one's own"
     )
     table = make_table(title, "prompt tokens", "", "by distinct", "wall ms", "TTFT ms p50 / p99")
     table.add_row("sent", f"{load.sent_tokens:,}", f"{load.sent_tokens / found.distinct_tokens:.2f} ×")
@@ -158,9 +141,6 @@ def shared_prefix_table(found: SharedPrefix) -> Table:
         f"{found.prefill_tokens / found.distinct_tokens:.3f} ×",
         f"{1000 * wall_s:.0f}",
         f"{1000 * p50_s:.0f} / {1000 * p99_s:.0f}",
-    )
-    table.add_row(
-        "least, sharing whole pages", f"{found.least_tokens:,}", f"{found.least_tokens / found.distinct_tokens:.3f} ×"
     )
     table.add_row("distinct", f"{found.distinct_tokens:,}", "1 ×")
     return table

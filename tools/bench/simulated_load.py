@@ -30,7 +30,7 @@ from tools.bench.scheduling import UnsentLink
 
 if TYPE_CHECKING:
     from backend.forward_pass import StepBatch
-    from backend.scheduler import Row
+    from backend.plan import Plan
     from tools.bench.workload import PlannedRequest
 
 STEP_S = 0.005
@@ -48,10 +48,10 @@ class _Device:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._plans: deque[list[Row]] = deque()
-        self._unready: list[list[Row]] = []
+        self._plans: deque[Plan] = deque()
+        self._unready: list[Plan] = []
         """Launched in the turn that is going on."""
-        self._running: list[Row] | None = None
+        self._running: Plan | None = None
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self._token_ids = itertools.cycle(range(1, VOCAB_SIZE))
@@ -72,9 +72,9 @@ class _Device:
     def clear_wake(self) -> None:
         pass
 
-    def launch(self, rows: list[Row], _batch: StepBatch) -> None:
+    def launch(self, plan: Plan, _batch: StepBatch) -> None:
         self._num_in_flight += 1
-        self._unready.append(rows)
+        self._unready.append(plan)
 
     def results(self) -> list[StepResult]:
         results, self._results = self._results, []
@@ -90,9 +90,9 @@ class _Device:
     def advance(self, until_s: float) -> None:
         """Steps end, and planned ones begin behind them, up to then."""
         while self._running is not None and self._ends_s <= until_s:
-            rows, self._running = self._running, None
+            plan, self._running = self._running, None
             self.num_steps += 1
-            self._results.append(StepResult(rows, [next(self._token_ids) for row in rows if row.samples], STEP_S))
+            self._results.append(StepResult(plan, [next(self._token_ids) for _ in plan.logit_rows], STEP_S))
             self._begin(self._ends_s)
 
     def take_plans(self, now_s: float) -> None:
@@ -104,13 +104,13 @@ class _Device:
     def _begin(self, now_s: float) -> None:
         while self._running is None and self._plans:
             planned = self._plans.popleft()
-            rows = [row for row in planned if not row.is_stale]
-            self.saved_tokens += sum(row.num_tokens for row in planned if row.is_stale)
-            if not rows:
-                self._results.append(StepResult([], [], 0.0))
+            plan = planned.keep(planned.live_rows())
+            self.saved_tokens += sum(planned.lengths) - sum(plan.lengths)
+            if not plan:
+                self._results.append(StepResult(plan, [], 0.0))
                 continue
             self.idle_s += now_s - self._ends_s if self.num_steps else 0.0
-            self._running, self._ends_s = rows, now_s + STEP_S
+            self._running, self._ends_s = plan, now_s + STEP_S
 
 
 class _Link(UnsentLink):
@@ -125,6 +125,10 @@ class _Link(UnsentLink):
     ) -> None:
         super().push(frontend, request_id, token_id, finish, *rest, **named)
         self.pushed.append((request_id, token_id >= 0, finish is not Finish.NONE))
+
+    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
+        super().push_tokens(frontend, request_ids, token_ids)
+        self.pushed += [(request_id, True, False) for request_id in request_ids]
 
 
 @dataclass(slots=True)

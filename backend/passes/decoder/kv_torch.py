@@ -31,12 +31,31 @@ class PagedHeads(Protocol):
         """What is read of these pages is 0 until it is written."""
         ...
 
+    def copy(self, source: int, destination: int, num_places: int) -> None:
+        """The first num_places of a page to another; what is read of its other places is 0 until it is written."""
+        ...
+
     def read(self, pages: Tensor) -> Tensor:
         """[num_kv_heads, *pages.shape, page_size, head_dim] fp32."""
         ...
 
 
-class FloatHeads:
+class _Pages:
+    """What does not depend on how a number is stored."""
+
+    tensors: tuple[Tensor, ...]
+
+    def clear(self, pages: Tensor) -> None:
+        for tensor in self.tensors:
+            tensor[:, pages] = 0
+
+    def copy(self, source: int, destination: int, num_places: int) -> None:
+        for tensor in self.tensors:
+            tensor[:, destination, num_places:] = 0
+            tensor[:, destination, :num_places] = tensor[:, source, :num_places]
+
+
+class FloatHeads(_Pages):
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         self.numbers = torch.zeros(shape, dtype=dtype)
         self.tensors = (self.numbers,)
@@ -44,14 +63,11 @@ class FloatHeads:
     def write(self, pages: Tensor, places: Tensor, heads: Tensor) -> None:
         self.numbers[:, pages, places] = heads.transpose(0, 1).to(self.numbers.dtype)
 
-    def clear(self, pages: Tensor) -> None:
-        self.numbers[:, pages] = 0
-
     def read(self, pages: Tensor) -> Tensor:
         return self.numbers[:, pages].float()
 
 
-class Q8Heads:
+class Q8Heads(_Pages):
     """head_dim in blocks of 32 that share a scale."""
 
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
@@ -64,10 +80,6 @@ class Q8Heads:
         numbers, scales = quantise(heads.transpose(0, 1))
         self.numbers[:, pages, places] = numbers
         self.scales[:, pages, places] = scales
-
-    def clear(self, pages: Tensor) -> None:
-        self.numbers[:, pages] = 0
-        self.scales[:, pages] = 0
 
     def read(self, pages: Tensor) -> Tensor:
         return (self.numbers[:, pages] * self.scales[:, pages].float()).flatten(-2)

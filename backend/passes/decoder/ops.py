@@ -130,5 +130,5 @@ class HostOps(Ops, Protocol):
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
-        """input_ids [T] are batch.input_ids with every FROM_SLOT resolved."""
+        """Copies batch.page_copies. input_ids [T] are batch.input_ids with every FROM_SLOT resolved."""
         ...

@@ -243,6 +243,10 @@ class NativeOps:
         self._library.ps_set_cache(self._engine, page_size_tokens, _CACHE_FORMS[kv_dtype])
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> _Step:
+        if batch.page_copies:
+            sources, destinations = np.array(batch.page_copies).T
+            for pages in self.cache:
+                pages[destinations] = pages[sources]
         ends = batch.context_lens + batch.query_starts[1:] - batch.query_starts[:-1]
         self._rope_address = self._rope_table.cover(int(ends.max())).data_ptr()
         for buffer in self._activations:

@@ -83,6 +83,7 @@ class TorchOps:
         self.values = [make_paged_heads(shape, kv_dtype) for _ in range(num_layers)]
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
+        self._copy_pages(batch)
         lengths = np.diff(batch.query_starts)
         rows = np.repeat(np.arange(batch.num_rows), lengths)
         positions = np.arange(batch.num_tokens) - np.repeat(batch.query_starts[:-1] - batch.context_lens, lengths)
@@ -101,6 +102,17 @@ class TorchOps:
             queries=queries,
             last_tokens=torch.from_numpy(batch.query_starts[1:][batch.logit_rows].astype(np.int64) - 1),
         )
+
+    def _copy_pages(self, batch: StepBatch) -> None:
+        """Only the places that a row is going to see, for others might hold a NaN."""
+        if not batch.page_copies:
+            return
+        size = self._page_size_tokens
+        contexts = enumerate(batch.context_lens.tolist())
+        num_seen = {int(batch.page_table[row, context // size]): context % size for row, context in contexts}
+        for source, destination in batch.page_copies:
+            for heads in (*self.keys, *self.values):
+                heads.copy(source, destination, num_seen.get(destination, size))
 
     def embed(self, table: Tensor, step: TorchStep) -> Tensor:
         return functional.embedding(step.input_ids, table).float()
