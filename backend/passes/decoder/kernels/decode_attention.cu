@@ -18,13 +18,9 @@
 constexpr int kThreads = 32 * NUM_WARPS;
 constexpr int kFp32 = 0, kBf16 = 1;  // values of act; 2 is fp16
 
-struct Sizes {
-    int num_heads, num_kv_heads, group, max_chunks;
-};
-
-struct Partials {
-    float* out;     // [row][head][max_chunks][HEAD_DIM], unnormalised
-    float2* peaks;  // [row][head][max_chunks]: greatest logit, and sum of the weights relative to it
+// What a block does at a time.
+struct Work {
+    int row, chunk, num_chunks, kv_head;
 };
 
 __device__ __forceinline__ void store4(void* target, long long at, int act, float4 x) {
@@ -74,103 +70,105 @@ struct Merged {
     }
 };
 
-// The warps' results, rows [NUM_WARPS][group][kMergeStride], become the chunk's.
-__device__ __forceinline__ void merge_warps(const float* rows, const float2 (*peaks)[kMaxGroup], const Sizes& sizes,
-                                            const Partials& partials, void* out, int act, int row, int first_head,
-                                            int chunk, bool alone) {
-    for (int i = 4 * threadIdx.x; i < sizes.group * HEAD_DIM; i += 4 * kThreads) {
-        const int head = i / HEAD_DIM, dim = i % HEAD_DIM;
-        const Merged merged(rows + head * kMergeStride + dim, sizes.group * kMergeStride, &peaks[0][head], kMaxGroup,
-                            NUM_WARPS);
-        const long long at = static_cast<long long>(row) * sizes.num_heads + first_head + head;
-        if (alone) {
-            store4(out, at * HEAD_DIM + dim, act, divide(merged.out, merged.sum));
-        } else {
-            const long long place = at * sizes.max_chunks + chunk;
-            *reinterpret_cast<float4*>(partials.out + place * HEAD_DIM + dim) = merged.out;
-            if (dim == 0) partials.peaks[place] = make_float2(merged.peak, merged.sum);
+// Where outputs go, and what chunks leave behind for each other.
+struct Results {
+    void* out;      // [row][head][HEAD_DIM], of the type that act names
+    float* chunks;  // [row][head][max_chunks][HEAD_DIM], unnormalised
+    float2* peaks;  // [row][head][max_chunks]: greatest logit, and sum of the weights relative to it
+    int act, num_heads, group, max_chunks;
+
+    // The warps' results, rows [NUM_WARPS][group][kMergeStride], become the chunk's.
+    __device__ __forceinline__ void merge_warps(const Work& work, const float* rows,
+                                                const float2 (*row_peaks)[kMaxGroup]) const {
+        for (int i = 4 * threadIdx.x; i < group * HEAD_DIM; i += 4 * kThreads) {
+            const int head = i / HEAD_DIM, dim = i % HEAD_DIM;
+            const Merged merged(rows + head * kMergeStride + dim, group * kMergeStride, &row_peaks[0][head], kMaxGroup,
+                                NUM_WARPS);
+            if (work.num_chunks == 1) {
+                store(work, head, dim, merged);
+            } else {
+                const long long place = head_of(work, head) * max_chunks + work.chunk;
+                *reinterpret_cast<float4*>(chunks + place * HEAD_DIM + dim) = merged.out;
+                if (dim == 0) peaks[place] = make_float2(merged.peak, merged.sum);
+            }
         }
     }
-}
 
-__device__ __forceinline__ void merge_chunks(const Sizes& sizes, const Partials& partials, void* out, int act, int row,
-                                             int first_head, int num_chunks) {
-    for (int i = 4 * threadIdx.x; i < sizes.group * HEAD_DIM; i += 4 * kThreads) {
-        const int head = i / HEAD_DIM, dim = i % HEAD_DIM;
-        const long long at = static_cast<long long>(row) * sizes.num_heads + first_head + head;
-        const long long place = at * sizes.max_chunks;
-        const Merged merged(partials.out + place * HEAD_DIM + dim, HEAD_DIM, partials.peaks + place, 1, num_chunks);
-        store4(out, at * HEAD_DIM + dim, act, divide(merged.out, merged.sum));
+    __device__ __forceinline__ void merge_chunks(const Work& work) const {
+        for (int i = 4 * threadIdx.x; i < group * HEAD_DIM; i += 4 * kThreads) {
+            const int head = i / HEAD_DIM, dim = i % HEAD_DIM;
+            const long long place = head_of(work, head) * max_chunks;
+            const Merged merged(chunks + place * HEAD_DIM + dim, HEAD_DIM, peaks + place, 1, work.num_chunks);
+            store(work, head, dim, merged);
+        }
     }
-}
 
-// qkv: [rows, (num_heads + 2 num_kv_heads) * HEAD_DIM] and out: [rows, num_heads * HEAD_DIM], of the type that act names. cache: the layer's.
-// page_table: [slots, max_pages]. items, num_items: plan_decode's, with the same window and max_chunks. tickets:
-// [rows * num_kv_heads], 0 before and after.
+  private:
+    __device__ __forceinline__ long long head_of(const Work& work, int head) const {
+        return static_cast<long long>(work.row) * num_heads + work.kv_head * group + head;
+    }
+    __device__ __forceinline__ void store(const Work& work, int head, int dim, const Merged& merged) const {
+        store4(out, head_of(work, head) * HEAD_DIM + dim, act, divide(merged.out, merged.sum));
+    }
+};
+
+// qkv: [rows, (num_heads + 2 num_kv_heads) * HEAD_DIM] and out: [rows, num_heads * HEAD_DIM], of the type that act
+// names. cache: the layer's. page_table: [slots, max_pages]. items, num_items: plan_decode's, with the same window and
+// max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     decode_attention(const void* __restrict__ qkv, unsigned char* __restrict__ cache,
                      const int* __restrict__ page_table, const Item* __restrict__ items,
-                     const int* __restrict__ num_items, float* partial_out, float2* partial_peaks, unsigned* tickets,
+                     const int* __restrict__ num_items, float* chunks, float2* peaks, unsigned* tickets,
                      void* __restrict__ out, int act, int max_pages, int num_heads, int num_kv_heads, int page_shift,
                      int window, int max_chunks, int ring_tiles, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
-    __shared__ float2 peaks[NUM_WARPS][kMaxGroup];
-    __shared__ int is_last;
-    const int warp = threadIdx.x / 32;
-    const Sizes sizes{num_heads, num_kv_heads, num_heads / num_kv_heads, max_chunks};
-    const Partials partials{partial_out, partial_peaks};
-    const Scorer scorer(scale, softcap);
     __shared__ WarpHeads::Shared heads_shared;
-    WarpHeads heads(heads_shared);
-    TileStream stream;
-    stream.layer = cache;
-    stream.page_table = page_table;
-    stream.ring = shared + warp * ring_tiles * kTileBytes;
-    stream.ring_tiles = ring_tiles;
-    stream.page_shift = page_shift;
-    stream.max_pages = max_pages;
-    stream.num_kv_heads = num_kv_heads;
-
+    __shared__ float2 warp_peaks[NUM_WARPS][kMaxGroup];
+    __shared__ int is_last;
+    const int warp = threadIdx.x / 32, group = num_heads / num_kv_heads;
     const int num_works = *num_items * num_kv_heads;
-    int work = blockIdx.x;
-    if (work >= num_works) return;
-    Item item = items[work / num_kv_heads];
-    Span span(item.length, window, max_chunks);
-    stream.open(item, span, work % num_kv_heads);
-    stream.start();
-    while (true) {
-        const int row = item.row, chunk = item.chunk, kv_head = work % num_kv_heads, num_chunks = span.num_chunks;
-        const int first_head = kv_head * sizes.group;
-        work += gridDim.x;
-        const bool more = work < num_works;
-        if (more) item = items[work / num_kv_heads];
+    int next = blockIdx.x;
+    if (next >= num_works) return;
 
-        load_queries(heads, qkv, (static_cast<long long>(row) * (num_heads + 2 * num_kv_heads) + first_head) * HEAD_DIM, act, sizes.group);
+    float* rows = reinterpret_cast<float*>(shared);
+    const Results results{out, chunks, peaks, act, num_heads, group, max_chunks};
+    const Scorer scorer(scale, softcap);
+    WarpHeads heads(heads_shared);
+    TileStream stream(shared + warp * ring_tiles * kTileBytes, ring_tiles, cache, page_table, max_pages, page_shift,
+                      num_kv_heads);
+    Item item = items[next / num_kv_heads];
+    Span span(item.length, window, max_chunks);
+    stream.open(item, span, next % num_kv_heads);
+    stream.start();
+    for (bool more = true; more;) {
+        const Work work{item.row, item.chunk, span.num_chunks, next % num_kv_heads};
+        next += gridDim.x;
+        more = next < num_works;
+        if (more) item = items[next / num_kv_heads];
+
+        const long long qkv_row = static_cast<long long>(work.row) * (num_heads + 2 * num_kv_heads);
+        load_queries(heads, qkv, (qkv_row + work.kv_head * group) * HEAD_DIM, act, group);
         for (int tile = 0; tile < stream.num_tiles; ++tile) {
-            heads.add_keys(stream.next(), scorer, stream.token(tile), stream.begin, stream.end, sizes.group);
-            heads.add_values(stream.next(), sizes.group);
+            heads.add_keys(stream.next(), scorer, stream.token(tile), stream.begin, stream.end, group);
+            heads.add_values(stream.next(), group);
         }
         if (more) {
             span = Span(item.length, window, max_chunks);
-            stream.open(item, span, work % num_kv_heads);
+            stream.open(item, span, next % num_kv_heads);
         }
         __syncthreads();  // the rings are free for the warps' results
-        float* rows = reinterpret_cast<float*>(shared);
-        heads.store(rows + warp * sizes.group * kMergeStride, peaks[warp], sizes.group);
+        heads.store(rows + warp * group * kMergeStride, warp_peaks[warp], group);
         __syncthreads();
-        merge_warps(rows, peaks, sizes, partials, out, act, row, first_head, chunk, num_chunks == 1);
+        results.merge_warps(work, rows, warp_peaks);
         __syncthreads();  // and now for the next item's tiles
         if (more) stream.start();
+        if (work.num_chunks == 1) continue;
 
-        if (num_chunks > 1) {
-            unsigned* ticket = tickets + row * num_kv_heads + kv_head;
-            if (threadIdx.x == 0) is_last = take_ticket(ticket) == static_cast<unsigned>(num_chunks) - 1;
-            __syncthreads();
-            if (is_last) {
-                merge_chunks(sizes, partials, out, act, row, first_head, num_chunks);
-                if (threadIdx.x == 0) *ticket = 0;
-            }
-        }
-        if (!more) break;
+        unsigned* ticket = tickets + work.row * num_kv_heads + work.kv_head;
+        if (threadIdx.x == 0) is_last = take_ticket(ticket) + 1 == static_cast<unsigned>(work.num_chunks);
+        __syncthreads();
+        if (!is_last) continue;
+        results.merge_chunks(work);
+        if (threadIdx.x == 0) *ticket = 0;
     }
 }

@@ -23,10 +23,11 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
 
 struct TileStream {
     // What all items share.
+    unsigned char* ring;  // the warp's
+    int ring_tiles;
     unsigned char* layer;
     const int* page_table;
-    unsigned char* ring;  // the warp's
-    int ring_tiles, page_shift, max_pages, num_kv_heads;
+    int max_pages, page_shift, num_kv_heads;
 
     // Of the chunk: tokens in [begin, end) count, and the warp's tiles begin at token first, first + stride, …
     const int* row_pages;
@@ -36,6 +37,11 @@ struct TileStream {
     int copy_at, read_at;  // where in the ring
 
     static constexpr int kStride = NUM_WARPS * kTileTokens;
+
+    __device__ __forceinline__ TileStream(unsigned char* ring, int ring_tiles, unsigned char* layer,
+                                          const int* page_table, int max_pages, int page_shift, int num_kv_heads)
+        : ring(ring), ring_tiles(ring_tiles), layer(layer), page_table(page_table), max_pages(max_pages),
+          page_shift(page_shift), num_kv_heads(num_kv_heads) {}
 
     // Names the chunk, and asks for its pages.
     __device__ __forceinline__ void open(const Item& item, const Span& span, int head) {
