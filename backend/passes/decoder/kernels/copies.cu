@@ -13,9 +13,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
 
 constexpr int kUnitsPerThread = 4;
 
-// Pages of source to pages of destination, in all layers. pairs [n, 2]: (source page, destination page), a negative one:
-// padding; no page is both. page_units: 16 bytes each, of one layer's page; the strides are those between layers. Blocks:
-// x pairs, y layers, z pieces of a page.
+// Pages of source to pages of destination, in all layers. pairs [n, 2]: (source page, destination page), a negative
+// one is padding; no page is both. page_units: 16 bytes each, of one layer's page; the strides are those between
+// layers. Blocks: x pairs, y layers, z pieces of a page.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     copy_pages(const uint4* source, uint4* destination, const int* __restrict__ pairs, int page_units,
                long long source_stride, long long destination_stride) {

@@ -1,7 +1,8 @@
-// Top-k, typical-p and top-p without a sort. Each filter keeps the tokens whose key is not above a threshold, all of those
-// that share it included. Keys are the bits of a float that is not negative, and the threshold is found bit by bit, 11, 10
-// and 10, from histograms of the tokens that share the bits found so far: of how many there are, or of their probability
-// mass. Mass is a whole number of 2^-38 of the peak's, so that sums do not depend on their order and the levels agree.
+// Top-k, typical-p and top-p without a sort. Each filter keeps the tokens whose key is not above a threshold, all of
+// those that share it included. Keys are the bits of a float that is not negative, and the threshold is found by 11, 10
+// and 10 bits, from histograms of the tokens that share the bits found so far: of how many there are, or of their
+// probability mass. Mass is a whole number of 2^-38 of the peak's, so that sums do not depend on their order and the
+// levels agree.
 
 #include "sampling.cuh"
 
@@ -73,7 +74,8 @@ __device__ __forceinline__ bool is_on(const SlotParams& params, int filter) {
 }
 
 // How much of total the filter keeps, at least.
-__device__ __forceinline__ unsigned long long target_of(const SlotParams& params, int filter, unsigned long long total) {
+__device__ __forceinline__ unsigned long long target_of(const SlotParams& params, int filter,
+                                                        unsigned long long total) {
     if (filter == kTopK) return params.top_k;
     const double share = filter == kTypical ? params.typical_p : params.top_p, exact = share * double(total);
     const unsigned long long whole = (unsigned long long)(exact);

@@ -16,10 +16,12 @@ __device__ __forceinline__ void load_logits(const Act* row, int vocab_size, int 
     for (int j = 0; j < 8; ++j) x[j] = first + j < vocab_size ? to_float(row[first + j]) : -infinity();
 }
 
+constexpr unsigned kNotANumber = 0xffffffffu;
+
 // Larger for larger numbers; of NaN largest of all.
 __device__ __forceinline__ unsigned order_of(float x) {
     const unsigned bits = __float_as_uint(x);
-    if (x != x) return 0xffffffffu;
+    if (x != x) return kNotANumber;
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float number_of(unsigned order) {

@@ -20,8 +20,8 @@ __device__ __forceinline__ unsigned long long best_below(const Act* row, int voc
     return best;
 }
 
-// A block a row that asks. logits [L, logits_stride], tokens [L]; rows [K], -1: padding. chosen and ranks [K], top_ids and
-// top [K, width], width at most vocab_size. A row without a token gets NaN, rank 0 and ids of -1.
+// A block a row that asks. logits [L, logits_stride], tokens [L]; rows [K], -1: padding. chosen and ranks [K], top_ids
+// and top [K, width], width at most vocab_size. A row without a token gets NaN, rank 0 and ids of -1.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     log_probabilities(const Act* __restrict__ logits, long long logits_stride, int vocab_size,
                       const int* __restrict__ tokens, const int* __restrict__ rows, float* __restrict__ chosen,

@@ -11,8 +11,8 @@ template <class T, class F> __device__ __forceinline__ T reduce_lanes(T x, int w
     return x;
 }
 
-// Each thread gets the result over the block; combine(x, 0) is x. one_per_warp: kMaxWarps entries of shared memory, free to
-// use again after the next __syncthreads().
+// Each thread gets the result over the block; combine(x, 0) is x. one_per_warp: kMaxWarps entries of shared memory,
+// free to use again after the next __syncthreads().
 template <class T, class F> __device__ __forceinline__ T reduce_block(T x, T* one_per_warp, const F& combine) {
     const unsigned lane = threadIdx.x % 32;
     x = reduce_lanes(x, 32, combine);

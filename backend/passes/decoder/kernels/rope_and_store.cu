@@ -1,7 +1,7 @@
 // Norms and rotates q in place, norms and rotates k, and writes k and v to the paged cache in its dtype.
 //
-// A block takes one token and some of its heads, a group of lanes a head, 8 numbers a lane. After the norm and after the
-// rotation numbers are rounded to Act, as they would be between separate operations.
+// A block takes one token and some of its heads, a group of lanes a head, 8 numbers a lane. After the norm and after
+// the rotation numbers are rounded to Act, as they would be between separate operations.
 
 #include "reduce.cuh"
 #include "step_rows.cuh"
@@ -15,7 +15,8 @@ __device__ __forceinline__ void round_to_act(float (&x)[8]) {
 }
 
 // x is chunk `lane` of a head that `lanes` lanes hold; those past its end hold zeros.
-__device__ __forceinline__ void norm_head(float (&x)[8], const float* weight, int lane, int lanes, int head_dim, float eps) {
+__device__ __forceinline__ void norm_head(float (&x)[8], const float* weight, int lane, int lanes, int head_dim,
+                                          float eps) {
     float squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) squares += x[j] * x[j];
@@ -63,15 +64,16 @@ __device__ __forceinline__ float quantise(float (&x)[8]) {
     return scale;
 }
 
-// qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; rope [positions, rotary_dim]; layer: where the layer's pages begin;
-// page_table [max_slots, max_pages]; query_starts [num_rows + 1]; context_lens and slots [num_rows], a slot of -1: the row
-// is padding. rotary_dim 0: no rotation. Blocks: x tokens, y heads.
+// qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; rope [positions, rotary_dim]; layer: where the layer's pages
+// begin; page_table [max_slots, max_pages]; query_starts [num_rows + 1]; context_lens and slots [num_rows], a slot of
+// -1: the row is padding. rotary_dim 0: no rotation. Blocks: x tokens, y heads.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     rope_and_store(Act* __restrict__ qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
-                   const float* __restrict__ rope, unsigned char* __restrict__ layer, const int* __restrict__ page_table,
-                   const int* __restrict__ query_starts, const int* __restrict__ context_lens,
-                   const int* __restrict__ slots, int num_rows, int max_pages, int page_size, int num_heads,
-                   int num_kv_heads, int head_dim, int rotary_dim, int has_norm, float eps) {
+                   const float* __restrict__ rope, unsigned char* __restrict__ layer,
+                   const int* __restrict__ page_table, const int* __restrict__ query_starts,
+                   const int* __restrict__ context_lens, const int* __restrict__ slots, int num_rows, int max_pages,
+                   int page_size, int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int has_norm,
+                   float eps) {
     const int token = blockIdx.x, row = row_of_token(token, query_starts, num_rows), slot = slots[row];
     if (slot < 0) return;
     const int lanes = head_dim <= 64 ? 8 : head_dim <= 128 ? 16 : 32;

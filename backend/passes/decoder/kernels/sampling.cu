@@ -3,8 +3,8 @@
 
 #include "sampling.cuh"
 
-// Rows without filters get their token. Of the others, and of all, the peak becomes known: a row whose peak is no finite
-// number gets -1.
+// Rows without filters get their token. The peak of the others becomes known. A row whose peak is no finite number
+// gets -1.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMETERS) {
     __shared__ float segment_biases[kSegment];
     __shared__ unsigned long long best_of_warp[kMaxWarps];
@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMET
         peak = fmaxf(peak, top);
     });
     best = reduce_block(best, best_of_warp, Largest{});
-    unsigned largest = reduce_block(order_of(has_nan ? __uint_as_float(0x7fc00000u) : peak), largest_of_warp, Largest{});
+    unsigned largest = has_nan ? kNotANumber : order_of(peak);
+    largest = reduce_block(largest, largest_of_warp, Largest{});
     if (threadIdx.x == 0) {
         atomicMax(&state.best, best);
         atomicMax(&state.largest, largest);

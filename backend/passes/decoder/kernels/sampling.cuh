@@ -24,12 +24,12 @@ struct __align__(16) SlotParams {
     int padding[3];
 };
 
-// What the sampling of one row keeps between its kernels. Blocks of the row add to `best`, `largest` and the sums; the one
-// that comes last reads them and sets them back.
+// What the sampling of one row keeps between its kernels. Blocks of the row add to `best`, `largest` and the sums; the
+// one that comes last reads them and sets them back.
 struct __align__(16) RowState {
     unsigned long long best;          // score and token of the best draw, see `candidate`
     unsigned long long likeliest;     // largest logit and its token that the filters before min_p left
-    unsigned long long target;        // of the filter being computed: how much of the bins' content is still to be found
+    unsigned long long target;        // of the filter being computed: how much of its content is still to be found
     unsigned long long mass;          // fixed point, and of gaps times mass
     unsigned long long gap_mass;
     unsigned largest;                 // order_of the largest logit
@@ -119,9 +119,12 @@ struct Step {
 
     // Where in its sequence the token will stand that the block's row samples.
     __device__ __forceinline__ int position() const { return context_lens[blockIdx.y] + 1; }
-    __device__ __forceinline__ long long counts_of(int slot) const { return (long long)(slot) * ((vocab_size + 7) / 8 * 8); }
+    __device__ __forceinline__ long long counts_of(int slot) const {
+        return (long long)(slot) * ((vocab_size + 7) / 8 * 8);
+    }
 
-    // The block's row and segment, blockIdx.y and x. segment_biases: kSegment entries of shared memory; all threads call.
+    // The block's row and segment, blockIdx.y and x. segment_biases: kSegment entries of shared memory. All threads
+    // call.
     __device__ __forceinline__ Row row(int slot, const SlotParams& params, float* segment_biases) const {
         const Act* row_logits = logits + blockIdx.y * logits_stride;
         const int mask_row = mask_rows[blockIdx.y];
@@ -173,8 +176,8 @@ template <class F> __device__ __forceinline__ void for_segment(const Row& row, c
     }
 }
 
-// Whether this block is the last of its row's to come here, with all that the others did before in its sight. All threads
-// call.
+// Whether this block is the last of its row's to come here, with all that the others did before in its sight. All
+// threads call.
 __device__ __forceinline__ bool is_last_of_row(RowState& state) {
     __shared__ bool is_last;
     __syncthreads();
@@ -213,10 +216,10 @@ __device__ __forceinline__ float gumbel(unsigned bits) {
     return -kLn2 * lg2_approx(exponential);
 }
 
-// The better of best and the draws of tokens first … first + 7 at these logits: logit / T + Gumbel noise of (seed, position,
-// token), whose argmax has the softmax's distribution.
-__device__ __forceinline__ unsigned long long draw(const SlotParams& params, int position, int first, const float (&x)[8],
-                                                   unsigned long long best) {
+// The better of best and the draws of tokens first … first + 7 at these logits: logit / T + Gumbel noise of (seed,
+// position, token), whose argmax has the softmax's distribution.
+__device__ __forceinline__ unsigned long long draw(const SlotParams& params, int position, int first,
+                                                   const float (&x)[8], unsigned long long best) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float top = fmaxf(fmaxf(x[4 * half], x[4 * half + 1]), fmaxf(x[4 * half + 2], x[4 * half + 3]));

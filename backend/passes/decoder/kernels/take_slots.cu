@@ -7,7 +7,7 @@ struct SlotUpdate {
     SlotParams params;
     int slot;
     int first_bias;               // where in the array the (token, value) pairs begin
-    int first_count, num_counts;  // and the tokens seen, token << 14 | times generated << 1 | whether it is in the prompt
+    int first_count, num_counts;  // and the tokens seen: token << 14 | times generated << 1 | whether in the prompt
 };
 
 // A block a slot. updates: num_updates of SlotUpdate, and then what they point to.

@@ -26,9 +26,9 @@ __device__ __forceinline__ float to_float(Fp8 x) { return f16_to_float((unsigned
 // To the nearest, ties to even; Fp8 saturates at ±448, and only a NaN stays one.
 template <class T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <> __device__ __forceinline__ Bf16 from_float<Bf16>(float x) { return {(unsigned short)(pack_bf16x2(x, 0.0f))}; }
-template <> __device__ __forceinline__ Fp16 from_float<Fp16>(float x) { return {(unsigned short)(pack_f16x2(x, 0.0f))}; }
-template <> __device__ __forceinline__ Fp8 from_float<Fp8>(float x) { return {(unsigned char)(pack_e4m3x2(x, 0.0f))}; }
+template <> __device__ __forceinline__ Bf16 from_float<Bf16>(float x) { return {float_to_bf16(x)}; }
+template <> __device__ __forceinline__ Fp16 from_float<Fp16>(float x) { return {float_to_f16(x)}; }
+template <> __device__ __forceinline__ Fp8 from_float<Fp8>(float x) { return {float_to_e4m3(x)}; }
 
 // Two neighbours in one register, the first in the lower half.
 __device__ __forceinline__ void unpack(Bf16, unsigned pair, float& low, float& high) {
