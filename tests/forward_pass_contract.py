@@ -20,17 +20,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PAGE_SIZE = 4
+"""Where the pass takes any; small, so that sequences have many pages."""
 NUM_PAGES = 256
 MAX_RUNNING = 20
 MAX_BATCH_TOKENS = 512
 TOLERANCE = 1e-3
 GREEDY = SamplingParams(temperature=0.0)
+_EMULATED = "tests.decoder.cuda.emulated_pass:EmulatedCudaPass"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pass_name" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--forward-pass")
-        passes = [(chosen, None)] if chosen else [("fake", None), ("decoder", None), ("decoder", "q8_0")]
+        own = [("fake", None), ("decoder", None), ("decoder", "q8_0"), (_EMULATED, None)]
+        passes = [(chosen, None)] if chosen else own
         metafunc.parametrize(("pass_name", "kv_dtype"), passes, scope="module")
 
 
@@ -39,14 +42,19 @@ def forward_pass(
     pass_name: str, kv_dtype: str | None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
     model_dir: Path | None = request.config.getoption("--model")
-    if pass_name == "decoder" and model_dir is None:
-        model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"), head_dim=32)
+    if pass_name in ("decoder", _EMULATED) and model_dir is None:
+        head_dim = 32 if pass_name == "decoder" else 64
+        model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"), head_dim=head_dim)
     options = PassOptions(dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=MAX_BATCH_TOKENS)
     loaded = find_forward_pass(pass_name).load(model_dir, options)
     kv_dtypes = list(loaded.spec.kv_bytes_per_token)
-    loaded.create_cache(NUM_PAGES, PAGE_SIZE, kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0]))
+    loaded.create_cache(NUM_PAGES, page_size_of(loaded), kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0]))
     yield loaded
     loaded.close()
+
+
+def page_size_of(forward_pass: IBatchedForwardPass) -> int:
+    return min(forward_pass.spec.page_sizes, default=PAGE_SIZE)
 
 
 @dataclass
@@ -69,7 +77,7 @@ class Run:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def pages(self, num_tokens: int) -> list[int]:
-        return self.rng.permutation(NUM_PAGES)[: -(-num_tokens // PAGE_SIZE)].tolist()
+        return self.rng.permutation(NUM_PAGES)[: -(-num_tokens // page_size_of(self.forward_pass))].tolist()
 
     def prompt(self, num_tokens: int) -> list[int]:
         return self.rng.integers(0, self.forward_pass.spec.vocab_size, num_tokens).tolist()
