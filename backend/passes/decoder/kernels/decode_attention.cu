@@ -5,8 +5,8 @@
 // chunk is then done. Of a longer one the chunks leave their peaks, sums and unnormalised outputs in the workspace, and
 // the block that comes last merges them in their order: what a row becomes depends on nothing but the row.
 //
-// Macros: KV_DTYPE, HEAD_DIM, NUM_WARPS. Dynamic shared memory: NUM_WARPS rings of ring_tiles tiles, or the merge's rows
-// where those are more.
+// Macros: KV_DTYPE, HEAD_DIM, NUM_WARPS. Dynamic shared memory: NUM_WARPS rings of ring_tiles tiles, or the merge's
+// rows where those are more.
 
 #include "decode_stream.cuh"
 #if KV_DTYPE == 0

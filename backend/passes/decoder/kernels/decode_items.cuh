@@ -12,8 +12,8 @@ struct __align__(16) Item {
     int chunk;
 };
 
-// What a row attends to, and how it is cut: by its own length and constants of the model only, so that a row's bits know
-// nothing of its batch.
+// What a row attends to, and how it is cut: by its own length and constants of the model only, so that a row's bits
+// know nothing of its batch.
 struct Span {
     int begin;         // the first token attended to
     int first;         // where the first chunk begins: begin, rounded down

@@ -1,5 +1,5 @@
-// One warp's way through a chunk: keys and values of every NUM_WARPS-th tile, K V K V …, through a ring in shared memory
-// of the warp's own, so that nobody waits for another warp.
+// One warp's way through a chunk: keys and values of every NUM_WARPS-th tile, K V K V …, through a ring in shared
+// memory of the warp's own, so that nobody waits for another warp.
 
 #pragma once
 

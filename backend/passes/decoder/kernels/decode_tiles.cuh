@@ -5,7 +5,8 @@
 
 #include "values.cuh"
 
-constexpr int kTileTokens = 32 / int(sizeof(Kv));  // of 8-bit numbers one ldmatrix takes 32 rows of 16, of 16-bit ones 16
+// Of 8-bit numbers one ldmatrix takes 16 dimensions of 32 tokens, of 16-bit ones of 16.
+constexpr int kTileTokens = 32 / int(sizeof(Kv));
 constexpr int kRowBytes = HEAD_DIM * int(sizeof(Kv));
 constexpr int kRowPieces = kRowBytes / 16;
 // Rows that are read at once begin in different banks: those of ldmatrix if a row is an odd number of pieces, those of
