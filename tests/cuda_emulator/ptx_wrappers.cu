@@ -3,7 +3,8 @@
 #include "ptx.cuh"
 
 // a [16, 16] and b [16, 8] row by row, in 16-bit floats; out [16, 8] += a · b. One warp.
-extern "C" __global__ void __launch_bounds__(32, 1) multiply(const unsigned short* a, const unsigned short* b, float* out) {
+extern "C" __global__ void __launch_bounds__(32, 1)
+    multiply(const unsigned short* a, const unsigned short* b, float* out) {
     const int lane = int(threadIdx.x), g = lane / 4, t = lane % 4;
     const auto pair = [](unsigned short low, unsigned short high) { return low | unsigned(high) << 16; };
     const auto a_pair = [&](int row, int column) { return pair(a[row * 16 + column], a[row * 16 + column + 1]); };
@@ -40,6 +41,16 @@ extern "C" __global__ void __launch_bounds__(32, 1) load(const unsigned short* m
     keep(3, two, 2);
 }
 
+// As below, of 4 bytes: 5 threads.
+extern "C" __global__ void __launch_bounds__(5, 1) copy_words(const unsigned char* source, unsigned char* out) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    const int mine = 4 * int(threadIdx.x);
+    cp_async_4(bytes + mine, source + mine, int(threadIdx.x));
+    cp_async_commit();
+    cp_async_wait<0>();
+    for (int i = 0; i < 4; ++i) out[mine + i] = bytes[mine + i];
+}
+
 // Zeros follow what is not read. 16 threads copy 16 bytes each.
 extern "C" __global__ void __launch_bounds__(16, 1) copy(const unsigned char* source, unsigned char* out) {
     extern __shared__ __align__(16) unsigned char bytes[];
@@ -51,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(16, 1) copy(const unsigned char* so
     for (int i = 0; i < 16; ++i) out[256 + mine + i] = bytes[mine + i];
 }
 
-extern "C" __global__ void narrow(const float* in, unsigned short* bf16, unsigned short* f16, unsigned char* e4m3, int count) {
+extern "C" __global__ void narrow(const float* in, unsigned short* bf16, unsigned short* f16, unsigned char* e4m3,
+                                  int count) {
     for (int i = int(blockIdx.x * blockDim.x + threadIdx.x); i < count; i += int(gridDim.x * blockDim.x)) {
         bf16[i] = float_to_bf16(in[i]);
         f16[i] = float_to_f16(in[i]);
@@ -60,7 +72,8 @@ extern "C" __global__ void narrow(const float* in, unsigned short* bf16, unsigne
 }
 
 // Pairs: in [count, 2], the others [count, 2] too.
-extern "C" __global__ void narrow_pairs(const float* in, unsigned* bf16, unsigned* f16, unsigned short* e4m3, int count) {
+extern "C" __global__ void narrow_pairs(const float* in, unsigned* bf16, unsigned* f16, unsigned short* e4m3,
+                                        int count) {
     for (int i = int(blockIdx.x * blockDim.x + threadIdx.x); i < count; i += int(gridDim.x * blockDim.x)) {
         bf16[i] = pack_bf16x2(in[2 * i], in[2 * i + 1]);
         f16[i] = pack_f16x2(in[2 * i], in[2 * i + 1]);
@@ -78,6 +91,12 @@ extern "C" __global__ void widen(float* bf16, float* f16, float2* bf16_pairs, fl
         f16_pairs[i] = unpack_f16x2(i | (~i << 16));
         e4m3_pairs[i] = unpack_e4m3x2(bits);
     }
+}
+
+// Of 64 pairs of fp16; out [2, 64].
+extern "C" __global__ void reckon(const unsigned* a, const unsigned* b, unsigned* out) {
+    out[threadIdx.x] = add_f16x2(a[threadIdx.x], b[threadIdx.x]);
+    out[64 + threadIdx.x] = mul_f16x2(a[threadIdx.x], b[threadIdx.x]);
 }
 
 extern "C" __global__ void permute(const unsigned* a, const unsigned* b, const unsigned* selector, unsigned* out) {

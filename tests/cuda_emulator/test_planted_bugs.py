@@ -46,12 +46,17 @@ class Planted:
         self.num_blocks = num_blocks
         self.shared_bytes = shared_bytes
 
-    def launch(self, launcher: EmulatedLauncher, bug: bool) -> None:
+    def launch(self, launcher: EmulatedLauncher, bug: bool) -> list[torch.Tensor]:
+        """Returns the tensors that it was given, of which those that are nobody's parts are its own."""
         kernel = Kernel("planted_bugs.cu", self.entry, (("BUG", int(bug)),), NUM_THREADS, self.shared_bytes)
-        arguments = [
-            value.clone() if type(value) is torch.Tensor and value._base is None else value for value in self.arguments
-        ]
+        arguments = [fresh(argument) for argument in self.arguments]
         launcher.launch(kernel, (self.num_blocks, 1, 1), *arguments)
+        return [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+
+
+def fresh(argument: Argument) -> Argument:
+    whole = isinstance(argument, torch.Tensor) and argument._base is None
+    return argument.clone() if isinstance(argument, torch.Tensor) and whole else argument
 
 
 RACE = r"race \((read after write|write after read|write after write)\)"
@@ -118,6 +123,19 @@ def test_the_fast_mode_names_bugs_of_control_flow(planted: Planted, order: Order
 @pytest.mark.parametrize("planted", CHECKED, ids=lambda planted: planted.entry)
 def test_nothing_is_found_where_the_bug_is_not(planted: Planted, mode: Mode, order: Order) -> None:
     planted.launch(launcher(mode, order), bug=False)
+
+
+@pytest.mark.parametrize(("order", "arrived"), [("forward", False), ("reverse", True)])
+def test_a_copy_lands_as_late_as_it_may_or_as_early(order: Order, arrived: bool) -> None:
+    planted = Planted("wait_too_weak", "", inner(), out(), shared_bytes=1024)
+    result = planted.launch(launcher("fast", order), bug=True)[1]
+    assert result.equal(torch.ones(NUM_THREADS)) if arrived else result.isnan().any()
+
+
+def test_a_missing_barrier_gives_another_result_in_another_order() -> None:
+    planted = Planted("missing_barrier", "", out())
+    results = [planted.launch(launcher("fast", order), bug=True)[0] for order in ORDERS]
+    assert not all(result.equal(results[0]) for result in results)
 
 
 def test_a_race_is_told_with_both_places_and_the_kernels_macros() -> None:

@@ -76,6 +76,13 @@ def test_a_copy_ends_in_zeros_where_nothing_is_to_be_read() -> None:
     assert result[1].equal(source.view(16, 16) * read)
 
 
+def test_a_copy_of_a_word_ends_in_zeros_too() -> None:
+    source = torch.arange(1, 21, dtype=torch.uint8)
+    result = torch.full((5, 4), 255, dtype=torch.uint8)
+    launch("copy_words", source, result, num_threads=5, shared_bytes=20)
+    assert result.equal(source.view(5, 4) * (torch.arange(4)[None, :] < torch.arange(5)[:, None]))
+
+
 def expected_narrow(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As bits; every NaN is the one that the instructions make."""
     nan = x.isnan()
@@ -115,6 +122,13 @@ def test_all_narrow_values_widen_as_torch_has_it() -> None:
         (e4m3_pairs, bits.view(torch.float8_e4m3fn).view(65536, 2)),
     ):
         torch.testing.assert_close(result, expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_pairs_of_fp16_are_added_and_multiplied_as_torch_does() -> None:
+    a, b = torch.randn(2, 64, 2, generator=torch.Generator().manual_seed(3)).half()
+    result = torch.empty(2, 64, 2, dtype=torch.float16)
+    launch("reckon", a.view(torch.int32), b.view(torch.int32), result.view(torch.int32), num_threads=64)
+    assert result.equal(torch.stack([a + b, a * b]))
 
 
 def test_bytes_are_permuted_as_the_selector_says() -> None:

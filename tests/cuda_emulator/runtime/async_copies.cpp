@@ -1,5 +1,5 @@
-// A copy lands when its thread waits for it, the latest moment allowed, or, in the reverse order, at once, the earliest:
-// a missing wait shows in the one, a buffer that is still being read in the other.
+// A copy lands when its thread waits for it, the latest moment allowed, or, in the reverse order, at once, the
+// earliest: a missing wait shows in the one, a buffer that is still being read in the other.
 
 #include "async_copies.h"
 

@@ -119,7 +119,8 @@ class Check {
     void against_write(const Record& write) const {
         if (write.under_way && access_ != Access::kCopyLands)
             fail("cp.async not awaited: access at @%x@ to byte %llu of %s, which the copy of thread %d, begun at @%x@, "
-                 "may still be writing", mine_.site, offset(), region_.name.c_str(), write.moment.thread, write.site);
+                 "may still be writing",
+                 mine_.site, offset(), region_.name.c_str(), write.moment.thread, write.site);
         against(write, access_ == Access::kRead ? "read after write" : "write after write");
     }
 
@@ -129,7 +130,8 @@ class Check {
         if ((other.atomic && mine_.atomic) || ordered_before(other.moment, thread_)) return;
         const bool here = other.moment.block == current_block();
         fail("race (%s) at @%x@ on byte %llu of %s: thread %d of %s block was at @%x@, and nothing orders the two",
-             kind, mine_.site, offset(), region_.name.c_str(), other.moment.thread, here ? "this" : "another", other.site);
+             kind, mine_.site, offset(), region_.name.c_str(), other.moment.thread, here ? "this" : "another",
+             other.site);
     }
 
     // Keeps only reads that no later write could be told to come after by other means.

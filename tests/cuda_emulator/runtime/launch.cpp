@@ -13,13 +13,13 @@
 
 namespace cusim {
 
-// As emulator.py lays them out. dtype_kind and dtype_bytes: of a tensor's elements, 0 where any pointer will do.
+// These three as launcher.py lays them out.
 struct Argument {
     void* value;
-    int kind, bytes;
-    void* tensor;  // null for scalars, and so is tensor_bytes
+    int kind, bytes;  // of the value, a Kind
+    void* tensor;     // null for scalars; what follows is of tensors
     size_t tensor_bytes;
-    int dtype_kind, dtype_bytes;
+    int dtype_kind, dtype_bytes;  // of an element
 };
 
 // A __shared__ variable: where in the module's section.
@@ -60,9 +60,8 @@ bool fits(const Kernel& kernel, const Launch& launch) {
         return refuse("a block of %d threads, but __launch_bounds__ allows %d", launch.num_threads, kernel.max_threads);
     if (launch.grid[0] > 0x7fffffffu || launch.grid[1] > 65535 || launch.grid[2] > 65535)
         return refuse("a grid beyond 2147483647 x 65535 x 65535", 0);
-    const size_t fixed = size_t(kernel.module.shared_end - kernel.module.shared);
-    if (launch.shared_bytes + fixed > kMaxSharedBytes)
-        return refuse("%d bytes of shared memory, of which a GPU has %d at most", int(launch.shared_bytes + fixed),
+    if (launch.shared_bytes > kMaxSharedBytes)
+        return refuse("%d bytes of shared memory, of which a GPU has %d at most", int(launch.shared_bytes),
                       int(kMaxSharedBytes));
     if (launch.num_arguments != kernel.num_parameters)
         return refuse("the kernel takes %d arguments, not %d", kernel.num_parameters, launch.num_arguments);

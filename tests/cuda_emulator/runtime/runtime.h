@@ -41,7 +41,22 @@ enum class Vote { kNone, kOr, kAnd, kCount };
 // __syncthreads, and its forms that combine a predicate of all threads.
 int block_barrier(Vote vote, bool predicate, Here here);
 
-enum class WarpCall { kShuffle, kBallot, kAny, kAll, kMatch, kAdd, kMin, kMax, kAnd, kOr, kXor, kSync, kMma, kLdmatrix };
+enum class WarpCall {
+    kShuffle,
+    kBallot,
+    kAny,
+    kAll,
+    kMatch,
+    kAdd,
+    kMin,
+    kMax,
+    kAnd,
+    kOr,
+    kXor,
+    kSync,
+    kMma,
+    kLdmatrix
+};
 
 // The lanes of mask exchange values. from_lane is of shuffles: whose value this thread gets.
 uint64_t warp_call(WarpCall call, unsigned mask, uint64_t value, int from_lane, Here here);

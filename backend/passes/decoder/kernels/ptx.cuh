@@ -1,7 +1,7 @@
 // Every inline PTX instruction of the kernels, each with its emulation for the CPU (#ifdef CUSIM; tests/cuda_emulator).
 //
 // 16-bit floats travel as unsigned short, pairs of them as unsigned with the first in the low half; e4m3 bytes as
-// unsigned char, pairs as unsigned short. A NaN becomes the one NaN that the instruction makes: 0x7fff, or 0x7f in e4m3.
+// unsigned char, pairs as unsigned short. A NaN becomes the one that the instruction makes: 0x7fff, or 0x7f in e4m3.
 // What is said of a warp needs all its 32 lanes, at the same call.
 
 #pragma once
@@ -256,14 +256,17 @@ __device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
 
 // ---- Without an instruction of their own on some or all GPUs ----
 
-__device__ __forceinline__ float bf16_to_float(unsigned short x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
+__device__ __forceinline__ float bf16_to_float(unsigned short x) {
+    return __uint_as_float(static_cast<unsigned>(x) << 16);
+}
 
 __device__ __forceinline__ float2 unpack_bf16x2(unsigned x) {
     return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
 
 __device__ __forceinline__ float2 unpack_f16x2(unsigned x) {
-    return make_float2(f16_to_float(static_cast<unsigned short>(x)), f16_to_float(static_cast<unsigned short>(x >> 16)));
+    const unsigned short low = static_cast<unsigned short>(x), high = static_cast<unsigned short>(x >> 16);
+    return make_float2(f16_to_float(low), f16_to_float(high));
 }
 
 #if !defined(CUSIM) && __CUDA_ARCH__ >= 890
