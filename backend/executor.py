@@ -227,7 +227,7 @@ def launch_step(forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch)
         return LaunchedStep(plan, None)
     try:
         logits = forward_pass.forward(batch)
-        share_outputs(forward_pass, logits, [(plan.sequences[i], plan.ends[i]) for i in plan.logit_rows])
+        share_outputs(forward_pass, logits, plan)
         return LaunchedStep(plan, forward_pass.sample(logits, batch) if len(batch.logit_rows) else None)
     except Exception as error:  # noqa: BLE001 - as in `finish`
         return LaunchedStep(plan, None, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,29 +11,31 @@ import numpy as np
 from backend.errors import StartupError
 from backend.forward_pass import IDeviceLogits
 from shm.buffer_export import BufferExporter
-from shm.cuda_driver import CudaDevice
+from shm.cuda_driver import DriverDevice
 from shm.device_api import DeviceError, DeviceRow
 from shm.wire import BufferContent, BufferKind, ContentSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from backend.forward_pass import IBatchedForwardPass
-    from backend.sequence import Sequence
+    from backend.plan import Plan
     from shm.device_api import DeviceApi
+
+_OUTPUT = attrgetter("output")
 
 _log = logging.getLogger("penstock.backend")
 
 
-def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, sampled: Iterable[tuple[Sequence, int]]) -> None:
-    """To be called between `forward` and `sample`, on their thread.
+def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, plan: Plan) -> None:
+    """To be called between `forward` and `sample`, on their thread; logits are those of plan.logit_rows.
 
-    sampled is, for each row of logits, its sequence and the index in it of the token that will be sampled from the row.
     Raises DeviceError where a copy on the device cannot be launched.
     """
+    if not any(map(_OUTPUT, plan.sequences)):  # nearly always, so at next to no cost
+        return
     on_device = on_host = None
-    for row, (sequence, index) in enumerate(sampled):
-        loan, generated_index = sequence.output, index - sequence.num_prompt_tokens
+    for row, index in enumerate(plan.logit_rows):
+        sequence = plan.sequences[index]
+        loan, generated_index = sequence.output, plan.ends[index] - sequence.num_prompt_tokens
         if loan is None or not loan.wants(generated_index):
             continue
         if not loan.is_on_device:
@@ -54,7 +57,7 @@ def open_device_of(device: str) -> DeviceApi | None:
     if device == "cpu":
         return None
     try:
-        return CudaDevice(int(device.removeprefix("cuda:")))
+        return DriverDevice(int(device.removeprefix("cuda:")))
     except DeviceError as error:
         _log.warning("no memory is shared on %s: %s", device, error)
         return None

@@ -95,7 +95,7 @@ class _Driver:
         return DeviceError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
 
 
-class CudaDevice:
+class DriverDevice:
     """See `DeviceApi`. Keeps the device's primary context until the process ends."""
 
     def __init__(self, ordinal: int, library: str = _LIBRARY) -> None:
@@ -224,7 +224,7 @@ def _handle(data: bytes) -> _Handle:
     return _Handle.from_buffer_copy(data)
 
 
-def open_device(uuid: bytes, library: str = _LIBRARY) -> CudaDevice:
+def open_device(uuid: bytes, library: str = _LIBRARY) -> DriverDevice:
     """The device with this UUID, wherever it stands among this process's. Raises DeviceError."""
     driver = _Driver(library)
     count = c_int()
@@ -234,5 +234,5 @@ def open_device(uuid: bytes, library: str = _LIBRARY) -> CudaDevice:
         driver.call("cuDeviceGet", ctypes.byref(device), ordinal)
         driver.call("cuDeviceGetUuid_v2", ctypes.byref(found), device)
         if bytes(found.bytes) == uuid:
-            return CudaDevice(ordinal, library)
+            return DriverDevice(ordinal, library)
     raise DeviceError(f"the backend's GPU is none of the {count.value} that this process sees")

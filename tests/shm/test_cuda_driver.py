@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shm.cuda_driver import CudaDevice, open_device
+from shm.cuda_driver import DriverDevice, open_device
 from shm.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, ImportedDeviceMemory
 from shm.device_api import HANDLE_BYTES, UUID_BYTES, DeviceApi, DeviceError, DeviceRow
 from shm.host_memory import HostRegistration
@@ -51,22 +51,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def device(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+def device(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DriverDevice:
     monkeypatch.setenv("STUB_CUDA_DIR", str(tmp_path))
-    return CudaDevice(1, library)
+    return DriverDevice(1, library)
 
 
-def test_a_device_is_found_by_its_uuid_wherever_it_stands(device: CudaDevice, library: str) -> None:
+def test_a_device_is_found_by_its_uuid_wherever_it_stands(device: DriverDevice, library: str) -> None:
     api: DeviceApi = device
     assert api.uuid == bytes([41]) * UUID_BYTES
     assert open_device(api.uuid, library).uuid == api.uuid
     with pytest.raises(DeviceError, match="none of the 2 that this process sees"):
         open_device(bytes(UUID_BYTES), library)
     with pytest.raises(DeviceError, match="device 2 of 2"):
-        CudaDevice(2, library)
+        DriverDevice(2, library)
 
 
-def test_an_allocation_begins_as_zeroes_and_ends_once(device: CudaDevice) -> None:
+def test_an_allocation_begins_as_zeroes_and_ends_once(device: DriverDevice) -> None:
     pointer = device.allocate(BLOCK_BYTES)
     assert device.read(pointer, BLOCK_BYTES) == bytes(BLOCK_BYTES)
     device.free(pointer)
@@ -78,7 +78,7 @@ def test_an_allocation_begins_as_zeroes_and_ends_once(device: CudaDevice) -> Non
 
 @pytest.mark.parametrize("stream", [0, BUSY_STREAM])
 def test_another_process_reads_and_writes_and_its_event_is_seen(
-    device: CudaDevice, library: str, tmp_path: Path, stream: int
+    device: DriverDevice, library: str, tmp_path: Path, stream: int
 ) -> None:
     exported = ExportedDeviceMemory(device, 1, BLOCK_BYTES)
     source = device.allocate(BLOCK_BYTES)
@@ -98,7 +98,7 @@ def test_another_process_reads_and_writes_and_its_event_is_seen(
     assert os.listdir(tmp_path) == []
 
 
-def test_handles_that_are_none_open_nothing(device: CudaDevice) -> None:
+def test_handles_that_are_none_open_nothing(device: DriverDevice) -> None:
     pointer, event = device.allocate(BLOCK_BYTES), device.create_event()
     for bad in (b"short", bytes(HANDLE_BYTES), device.export_event(event)):
         with pytest.raises(DeviceError):
@@ -114,7 +114,7 @@ def test_handles_that_are_none_open_nothing(device: CudaDevice) -> None:
     device.free(pointer)
 
 
-def test_a_read_only_mapping_is_page_locked_and_unlocked(device: CudaDevice) -> None:
+def test_a_read_only_mapping_is_page_locked_and_unlocked(device: DriverDevice) -> None:
     with contextlib.closing(mmap.mmap(-1, 4 * mmap.PAGESIZE, prot=mmap.PROT_READ)) as mapping:
         registration = HostRegistration(device, mapping)
         with pytest.raises(DeviceError, match="cuMemHostRegister_v2"):

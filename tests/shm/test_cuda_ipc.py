@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shm.cuda_driver import CudaDevice, open_device
+from shm.cuda_driver import DriverDevice, open_device
 from shm.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, ImportedDeviceMemory
 from shm.device_api import HANDLE_BYTES, DeviceError, DeviceRow
 from shm.host_memory import HostRegistration
@@ -347,6 +347,6 @@ def test_a_device_that_refuses_to_page_lock_is_asked_once_and_prompts_are_copied
 
 def test_without_a_driver_the_device_says_so() -> None:
     with pytest.raises(DeviceError, match="no usable CUDA driver"):
-        CudaDevice(0, library="libno-such-driver.so.1")
+        DriverDevice(0, library="libno-such-driver.so.1")
     with pytest.raises(DeviceError, match="no usable CUDA driver"):
         open_device(UUID, library="libno-such-driver.so.1")

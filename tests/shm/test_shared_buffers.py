@@ -8,16 +8,37 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shm.buffer_export import BufferExporter
 from shm.client import BackendClient, BackendUnavailable, BufferGone, BuffersExhausted, BufferSlice, GenerationRequest
 from shm.device_api import DeviceError
 from shm.link import NO_TOKEN, FrontendDeath
-from shm.wire import BufferContent, BufferKind, BufferRef, BufferReturn, BufferWish, FailureCode, Finish, Sampling
+from shm.wire import (
+    MAX_CONTEXT_TOKENS,
+    MAX_SHARED_BUFFERS,
+    PROTOCOL_VERSION,
+    BufferContent,
+    BufferGrant,
+    BufferKind,
+    BufferRef,
+    BufferReturn,
+    BufferWish,
+    FailureCode,
+    Finish,
+    Hello,
+    Sampling,
+    Welcome,
+    WireError,
+    decode_hello,
+    decode_to_backend,
+    decode_welcome,
+    encode,
+)
 from tests.shm.buffer_backend import BLOCK, BOTH, CONTENTS, VOCAB, Refusal, TurnedBackend, TurnedClient, make_submit
 from tests.shm.fake_device import FakeDevice
-from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens
+from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens, model_card
 from tests.shm.test_client import at_base, until
 
 GREEDY = Sampling(temperature=0.0)
@@ -411,3 +432,44 @@ async def test_where_the_gpu_cannot_be_opened_the_hosts_buffers_serve(
         await client.close()
     with pytest.raises(ValueError, match="needs open_device"):
         BackendClient(socket_path, buffers=BufferWish(1, 1, BOTH))
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        BufferRef(MAX_SHARED_BUFFERS, 1, LOGITS, 1),
+        BufferRef(-1, 1, LOGITS, 1),
+        BufferRef(0, -1, LOGITS, 1),
+        BufferRef(0, 1 << 63, LOGITS, 1),
+        BufferRef(0, 1, LOGITS, 0),
+        BufferRef(0, 1, LOGITS, MAX_CONTEXT_TOKENS + 1),
+        BufferRef(0, 1, 4, 1),  # type: ignore[arg-type]
+    ],
+)
+@pytest.mark.parametrize("field", ["tokens", "output"])
+def test_a_reference_beyond_its_bounds_is_no_message(ref: BufferRef, field: str) -> None:
+    with pytest.raises(WireError):
+        decode_to_backend(encode(make_submit(1, **{field: ref})))
+
+
+@pytest.mark.parametrize(
+    "wish", [BufferWish(0, 1), BufferWish(65, 1), BufferWish(1, 0), BufferWish(1, (1 << 30) + 1), BufferWish(1, 1, ())]
+)
+def test_a_wish_beyond_its_bounds_is_no_hello(wish: BufferWish) -> None:
+    with pytest.raises(WireError):
+        decode_hello(encode(Hello(PROTOCOL_VERSION, wish)))
+
+
+def test_the_longest_grant_fits_a_welcome_and_odd_handles_do_not() -> None:
+    handles = (b"h" * 64,) * MAX_SHARED_BUFFERS
+    grant = BufferGrant(BufferKind.CUDA, MAX_SHARED_BUFFERS, 1 << 30, CONTENTS * 4, bytes(16), handles, handles)
+    welcome = Welcome(1, b"i" * 16, "ipc:///x", 2, 4, 4096, 256, model_card(), grant)
+    assert decode_welcome(encode(welcome)) == welcome
+    assert len(encode(welcome)) < 1 << 15
+    for bad in ((b"h" * 63,), (b"h" * 65,), (*handles, handles[0])):
+        wrong = msgspec.structs.replace(welcome, buffers=msgspec.structs.replace(grant, memory_handles=bad))
+        with pytest.raises(WireError):
+            decode_welcome(encode(wrong))
