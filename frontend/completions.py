@@ -38,10 +38,26 @@ _INLINE_CHARACTERS = 64 << 10
 
 async def chat_completion(exchange: Exchange, data: bytes, served: ServedModel, backend: BackendClient) -> None:
     """Answers one chat request. Raises ApiError, ClientGoneError."""
-    body = decode_chat(data)
-    prompt = await render_chat(body, served, is_long=len(data) > _INLINE_CHARACTERS)
+    await answer_chat(exchange, decode_chat(data), served, backend, "chatcmpl-", ChatFormat, size=len(data))
+
+
+async def answer_chat(
+    exchange: Exchange,
+    body: ChatBody,
+    served: ServedModel,
+    backend: BackendClient,
+    id_prefix: str,
+    make_format: MakeFormat,
+    *,
+    size: int,
+) -> None:
+    """Answers a chat, whatever endpoint's body said it, in that endpoint's format. size is of that body, in bytes.
+
+    Raises ApiError, ClientGoneError.
+    """
+    prompt = await render_chat(body, served, is_long=size > _INLINE_CHARACTERS)
     guidance = Guidance(grammar=read_grammar(body))
-    await generate(exchange, body, [prompt], guidance, served, backend, "chatcmpl-", ChatFormat)
+    await generate(exchange, body, [prompt], guidance, served, backend, id_prefix, make_format)
 
 
 async def completion(exchange: Exchange, data: bytes, served: ServedModel, backend: BackendClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TypeVar
 
 import msgspec
@@ -25,24 +26,27 @@ _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
 _any = msgspec.json.Decoder()
 
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=Struct)
 
 
 def decode_completion(data: bytes) -> CompletionBody:
     """Raises ApiError naming the field, its value and the limit."""
-    body = _decode(_completion, data)
+    body = decode_body(_completion, data)
+    check_stream_options(body)
     check_completion(body)
     return body
 
 
 def decode_chat(data: bytes) -> ChatBody:
     """Raises ApiError naming the field, its value and the limit."""
-    body = _decode(_chat, data)
+    body = decode_body(_chat, data)
+    check_stream_options(body)
     check_chat(body)
     return body
 
 
-def _decode(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
+def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
+    """Raises ApiError naming the field, its value and the limit; also for a field that is declared to be refused."""
     # The codec raises these four for hostile bytes.
     try:
         body = decoder.decode(data)
@@ -55,26 +59,26 @@ def _decode(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     except RecursionError:
         raise ApiError(ErrorKind.INVALID_JSON, "the body is nested too deeply") from None
     _refuse_unsupported(body)
-    if body.stream_options is not None and not body.stream:
-        invalid("stream_options", "only allowed when stream is true")
     return body
 
 
-def _refuse_unsupported(body: GenerationBody) -> None:
-    for field in _RAW_FIELDS[type(body)]:
+def check_stream_options(body: GenerationBody) -> None:
+    """Raises ApiError."""
+    if body.stream_options is not None and not body.stream:
+        invalid("stream_options", "only allowed when stream is true")
+
+
+def _refuse_unsupported(body: Struct) -> None:
+    for field in _raw_fields(type(body)):
         raw = bytes(getattr(body, field))
         if raw in _ASKS_FOR_NOTHING or _is_default(field, raw):
             continue
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{field}: not supported by this server", param=field)
 
 
+@cache
 def _raw_fields(struct: type[Struct]) -> tuple[str, ...]:
     return tuple(field.name for field in msgspec.structs.fields(struct) if field.type is Raw)
-
-
-_RAW_FIELDS: dict[type[GenerationBody], tuple[str, ...]] = {
-    struct: _raw_fields(struct) for struct in (CompletionBody, ChatBody)
-}
 
 
 def _is_default(field: str, raw: bytes) -> bool:
