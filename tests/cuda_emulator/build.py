@@ -1,4 +1,4 @@
-"""Compiles a kernel's source with g++ to a library for the emulator, and keeps it for the next time.
+"""Compiles a kernel's source with g++ and binutils to a library for the emulator, and keeps it for the next time.
 
 Libraries lie in the user's cache directory under a name that hashes all that decides them, and appear there whole: any
 number of processes may build at once.
@@ -82,7 +82,12 @@ def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) 
         kernels, assembly, library = (Path(temporary, name) for name in ("kernels.cpp", "kernels.s", path.name))
         kernels.write_text(_as_cpp(text, source))
         _run(("g++", "-S", *flags, "-DCUSIM", f"-I{RUNTIME_DIR}", str(kernels), "-o", str(assembly)))
-        assembly.write_text(_SHARED_VARIABLE.sub(_IN_SHARED_SECTION, assembly.read_text()))
+        code = _SHARED_VARIABLE.sub(_IN_SHARED_SECTION, assembly.read_text())
+        if ".bss" in code:
+            raise KernelFailed(
+                f"{source.name}: g++ lays out a __shared__ variable in a way that the emulator cannot use"
+            )
+        assembly.write_text(code)
         _run(("g++", "-shared", str(assembly), str(runtime), "-o", str(library)))
         library.rename(path)
     return path
@@ -116,6 +121,7 @@ class SharedVariable:
 
 
 def shared_variables(library: Path) -> list[SharedVariable]:
+    """All of a library's kernels, with the gaps between them left out."""
     symbols = [line.split() for line in _run(("nm", "-S", str(library))).splitlines()]
     starts = [int(words[0], 16) for words in symbols if words[-1] == "__start_cusim_shared"]
     ends = [int(words[0], 16) for words in symbols if words[-1] == "__stop_cusim_shared"]
