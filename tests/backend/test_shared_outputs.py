@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backend.batch_builder import BatchBuilder
-from backend.engine import Engine
 from backend.errors import StartupError
-from backend.executor import Executor
 from backend.forward_pass import DeviceLogits, IBatchedForwardPass, PassOptions, StepBatch
 from backend.main import DEMO_MODEL_DIR
-from backend.page_pool import PagePool
 from backend.passes.decoder.forward_pass import DecoderPass
 from backend.passes.fake import FakePass
-from backend.requests import Limits, Requests
-from backend.scheduler import Scheduler
 from backend.shared_outputs import check_choice, make_exporter, open_device_of
-from shm.board import BackendBoard
-from shm.client import BackendClient, BufferSlice, GenerationRequest
-from shm.device_api import DeviceApi
-from shm.link import BackendLink
-from shm.wire import BufferContent, BufferKind, BufferWish, Finish, ModelCard, Sampling
+from shm.client import BufferSlice, GenerationRequest
+from shm.wire import BufferContent, BufferKind, BufferWish, Finish, Sampling
+from tests.backend.served import MAX_RUNNING, connected, generate, served
 from tests.shm.fake_device import FakeDevice
 
 GREEDY = Sampling(temperature=0.0)
-VOCAB, PAGE, NUM_PAGES, MAX_RUNNING = 64, 4, 24, 8
+VOCAB, PAGE, NUM_PAGES = 64, 4, 24
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -67,49 +56,6 @@ class DeviceFakePass(FakePass):
         super().close()
 
 
-@contextmanager
-def served(
-    load: Callable[[], IBatchedForwardPass], choice: str = "auto", device: DeviceApi | None = None
-) -> Iterator[Path]:
-    """An engine in a thread; its socket's path."""
-    executor = Executor(1)
-    forward_pass = executor.start(load)
-    board = BackendBoard.create()
-    board.max_waiting = 100
-    board.beat()
-    card = ModelCard("m", "", 1, forward_pass.spec.vocab_size, NUM_PAGES * PAGE, 100)
-    with TemporaryDirectory(prefix="ps-") as directory:
-        path = Path(directory) / "b.sock"
-        exporter = make_exporter(choice, 64 << 20, forward_pass, device)
-        link = BackendLink(path, card, board, exporter=exporter)
-        scheduler = Scheduler(PagePool(NUM_PAGES), PAGE, MAX_RUNNING, 6)
-        requests = Requests(link, scheduler, board, Limits(card.vocab_size, card.max_context_tokens, 100))
-        engine = Engine(link, executor, scheduler, BatchBuilder(MAX_RUNNING, NUM_PAGES), requests, board)
-        thread = threading.Thread(target=engine.run)
-        thread.start()
-        try:
-            yield path
-        finally:
-            engine.drain(0.0)
-            thread.join(30)
-            link.close()
-            executor.close()
-            board.close()
-    assert not exporter.held_bytes
-
-
-@asynccontextmanager
-async def connected(path: Path, wish: BufferWish, device: DeviceApi | None = None) -> AsyncIterator[BackendClient]:
-    open_device = None if device is None else (lambda _uuid: device)
-    client = BackendClient(path, buffers=wish, open_device=open_device)
-    await client.start()
-    async with asyncio.timeout(20):
-        while not client.ready:  # noqa: ASYNC110 - another thread brings it about
-            await asyncio.sleep(0.002)
-    yield client
-    await client.close()
-
-
 def fake() -> IBatchedForwardPass:
     forward_pass = FakePass(VOCAB, MAX_RUNNING)
     forward_pass.create_cache(NUM_PAGES, PAGE, "fp32")
@@ -139,10 +85,6 @@ def logits_alone(load: Callable[[], IBatchedForwardPass], tokens: list[int], num
         rows.append(forward_pass.host_logits(forward_pass.forward(batch))[0].copy())
     forward_pass.close()
     return np.stack(rows)
-
-
-async def generate(client: BackendClient, request: GenerationRequest) -> list[int]:
-    return [token for batch in [b async for b in client.submit(request)] for token in batch.token_ids]
 
 
 @pytest.mark.parametrize("load", [fake, decoder])

@@ -1,0 +1,78 @@
+"""An engine in a thread behind its real link, for clients that get more than tokens from it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from backend.batch_builder import BatchBuilder
+from backend.engine import Engine
+from backend.executor import Executor
+from backend.forward_pass import IBatchedForwardPass
+from backend.page_pool import PagePool
+from backend.requests import Limits, Requests
+from backend.scheduler import Scheduler
+from backend.shared_outputs import make_exporter
+from shm.board import BackendBoard
+from shm.client import BackendClient, GenerationRequest
+from shm.device_api import DeviceApi
+from shm.link import BackendLink
+from shm.wire import BufferWish, ModelCard
+
+MAX_RUNNING = 8
+
+
+@contextmanager
+def served(
+    load: Callable[[], IBatchedForwardPass],
+    choice: str = "auto",
+    device: DeviceApi | None = None,
+    *,
+    num_pages: int = 24,
+    page_size: int = 4,
+) -> Iterator[Path]:
+    """An engine in a thread; its socket's path."""
+    executor = Executor(1)
+    forward_pass = executor.start(load)
+    board = BackendBoard.create()
+    board.max_waiting = 100
+    board.beat()
+    card = ModelCard("m", "", 1, forward_pass.spec.vocab_size, num_pages * page_size, 100)
+    with TemporaryDirectory(prefix="ps-") as directory:
+        path = Path(directory) / "b.sock"
+        exporter = make_exporter(choice, 64 << 20, forward_pass, device)
+        link = BackendLink(path, card, board, exporter=exporter)
+        scheduler = Scheduler(PagePool(num_pages), page_size, MAX_RUNNING, 6)
+        requests = Requests(link, scheduler, board, Limits(card.vocab_size, card.max_context_tokens, 100))
+        engine = Engine(link, executor, scheduler, BatchBuilder(MAX_RUNNING, num_pages), requests, board)
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        try:
+            yield path
+        finally:
+            engine.drain(0.0)
+            thread.join(30)
+            link.close()
+            executor.close()
+            board.close()
+    assert not exporter.held_bytes
+
+
+@asynccontextmanager
+async def connected(path: Path, wish: BufferWish, device: DeviceApi | None = None) -> AsyncIterator[BackendClient]:
+    open_device = None if device is None else (lambda _uuid: device)
+    client = BackendClient(path, buffers=wish, open_device=open_device)
+    await client.start()
+    async with asyncio.timeout(20):
+        while not client.ready:  # noqa: ASYNC110 - another thread brings it about
+            await asyncio.sleep(0.002)
+    yield client
+    await client.close()
+
+
+async def generate(client: BackendClient, request: GenerationRequest) -> list[int]:
+    return [token for batch in [b async for b in client.submit(request)] for token in batch.token_ids]
