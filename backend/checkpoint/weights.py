@@ -112,13 +112,13 @@ class DecoderWeights:
         """Size of all needed tensors in the checkpoint's own dtype."""
         return _stored_bytes(self._config, self._files)
 
-    def choose_dtype(self, requested: str) -> torch.dtype:
+    def choose_dtype(self, requested: str, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
         """The dtype to compute in: "bf16", "fp32", or for "auto" what config.json declares, else what is stored.
 
-        fp16 becomes bf16, which has its size and no fp16-only hardware needs. Raises StartupError on another name.
+        fp16 becomes fp16_as: bf16 has its size, and CPUs are made for it. Raises StartupError on another name.
         """
         stored = FLOAT_DTYPES[_stored(self._files, _EMBEDDING).dtype]
-        return choose_dtype(requested, self._declared_dtype or stored)
+        return choose_dtype(requested, self._declared_dtype or stored, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor:
         """[vocab_size, hidden_size]"""
@@ -171,15 +171,15 @@ def open_weights(
         return DecoderWeights(config, files, read_declared_dtype(model_dir), progress, closers.pop_all())
 
 
-def choose_dtype(requested: str, own: torch.dtype) -> torch.dtype:
-    """The dtype to compute in; "auto" is the checkpoint's own, with bf16 for fp16. Raises StartupError."""
+def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """The dtype to compute in; "auto" is the checkpoint's own, with fp16_as for fp16. Raises StartupError."""
     match requested:
         case "bf16":
             return torch.bfloat16
         case "fp32":
             return torch.float32
         case "auto":
-            return torch.bfloat16 if own is torch.float16 else own
+            return fp16_as if own is torch.float16 else own
     raise StartupError(f"dtype is {shorten(requested)}; it must be auto, bf16 or fp32")
 
 

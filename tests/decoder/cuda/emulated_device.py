@@ -110,6 +110,10 @@ class EmulatedDevice:
         self.shared_bytes_per_sm = 228 << 10
         self.launcher = RecordingLauncher(shared_launcher(self.mode))
 
+    @property
+    def last_launch(self) -> str:
+        return self.launcher.last_launch
+
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         self.pinned_tensors.append(torch.zeros(num_elements, dtype=dtype))
         return self.pinned_tensors[-1]
@@ -138,6 +142,9 @@ class EmulatedDevice:
         assert self.launcher.recorded is None, "waiting in a captured step"
         if self.fault is not None:
             raise self.fault
+
+    def trim(self) -> None:
+        return
 
     def check(self, doing: str) -> None:
         try:

@@ -17,9 +17,10 @@ from backend.executor import Executor, ExecutorFailed
 from backend.forward_pass import FROM_SLOT, DeviceLost, PassOptions, SlotInit, StepBatch
 from backend.passes.decoder.cuda import plan
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from backend.passes.decoder.cuda.launcher import KernelFailed
 from shm.wire import Failure, Finish
 from tests.backend.harness import Bench
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import load_oracle, make_checkpoint
 from tests.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.decoder.cuda.tiny_models import (
     MAX_ROWS,
@@ -32,7 +33,7 @@ from tests.decoder.cuda.tiny_models import (
     oracle_logits,
     prompts,
 )
-from tests.decoder.driver import GREEDY
+from tests.decoder.driver import GREEDY, Driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -188,6 +189,30 @@ def test_a_model_that_no_kernel_covers_is_refused_in_one_line(
             start(model_dir, PassOptions(dtype="fp32"))
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_kernel_that_does_not_run_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_pass()
+
+    def fail(kernels: Any) -> None:
+        raise KernelFailed(f"{next(iter(kernels))} cannot be compiled: no such header\nand more")
+
+    monkeypatch.setattr(made.device.launcher, "prepare", fail)
+    with pytest.raises(StartupError, match=r"kernels do not run: embed\[ACT=0\] cannot be compiled: no such header \("):
+        made.create_cache(8, 16, "fp32")
+
+
+def test_fp16_weights_stay_fp16_on_a_gpu(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama3", tmp_path, dtype=torch.float16, num_hidden_layers=1, head_dim=64)
+    made = EmulatedCudaPass.load(model_dir, PassOptions(max_running=2, max_batch_tokens=16))
+    assert made._dtype is torch.float16
+    assert list(made.spec.kv_bytes_per_token) == ["bf16", "q8_0", "fp8", "fp32"]
+    driver = Driver(made, num_pages=4, page_size=16, kv_dtype="bf16")
+    row = driver.add([3, 1, 4, 1, 5])
+    logits = driver.prefill()[row.slot]
+    with torch.inference_mode():
+        exact = load_oracle(model_dir)(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1].numpy()
+    assert np.sqrt(np.mean((logits - exact) ** 2) / np.mean(exact**2)) < 0.02
 
 
 def test_a_page_size_that_no_kernel_covers_is_refused() -> None:

@@ -20,6 +20,9 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         torch.cuda.set_device(index)
+        # Sums of products that are cut along their length stay in fp32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.torch_device = torch.device("cuda", index)
         # Graphs cannot be captured on the default stream.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -29,6 +32,10 @@ class CudaDevice:
         self.num_sms: int = properties.multi_processor_count
         self.shared_bytes_per_sm: int = properties.shared_memory_per_multiprocessor
         self._graph_pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def last_launch(self) -> str:
+        return self.launcher.last_launch
 
     @property
     def stream(self) -> int:
@@ -45,18 +52,23 @@ class CudaDevice:
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # On our own stream the products find the workspace that they were given outside the graph.
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._stream):
+        # Other threads may go on using the device meanwhile.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._stream, capture_error_mode=mode):
             work()
         return graph
 
     def synchronize(self) -> None:
         self._stream.synchronize()
 
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
     def check(self, doing: str) -> None:
         try:
             self._stream.synchronize()
         except Exception as fault:  # whatever it is, a device that cannot be waited for computes no more
             raise DeviceLost(
-                f"{doing}: {str(fault).strip().splitlines()[0]}; given last was {self.launcher.last_launch}, and the "
+                f"{doing}: {str(fault).strip().splitlines()[0]}; given last was {self.last_launch}, and the "
                 "fault may be an earlier kernel's: CUDA_LAUNCH_BLOCKING=1 names it"
             ) from fault

@@ -26,6 +26,7 @@ class CupyLauncher:
     def __init__(self, device_index: int) -> None:
         import cupy
 
+        cupy.cuda.Device(device_index).use()
         self._cupy = cupy
         self._device_index = device_index
         self._functions: dict[Kernel, Any] = {}

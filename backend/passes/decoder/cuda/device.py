@@ -39,6 +39,11 @@ class Device(Protocol):
     def launcher(self) -> Launcher: ...
 
     @property
+    def last_launch(self) -> str:
+        """The kernel that was launched last, and its grid: for messages."""
+        ...
+
+    @property
     def num_sms(self) -> int:
         """Multiprocessors."""
         ...
@@ -65,6 +70,10 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Waits for all work in the stream."""
+        ...
+
+    def trim(self) -> None:
+        """Gives memory that nothing holds any more back to the system."""
         ...
 
     def check(self, doing: str) -> None:

@@ -37,6 +37,7 @@ from backend.passes.decoder.cuda.results import PendingTokens, ResultBuffers
 from backend.passes.decoder.cuda.sampling import DeviceSampler, Selection, SlotArrays
 from backend.passes.decoder.cuda.step_buffers import StepBuffers
 from backend.passes.decoder.cuda.transfers import Uplink
+from backend.passes.decoder.heap import freed_memory_returns
 from backend.passes.decoder.model import DecoderModel
 from backend.passes.decoder.rope import RopeTable
 
@@ -90,14 +91,14 @@ class CudaDecoderPass:
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
+        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16, torch.float16)
         return plan_spec(config, dtype, step_sizes(config, options))
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions, device: Device) -> CudaDecoderPass:
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        with open_weights(model_dir, config) as weights:
-            dtype = weights.choose_dtype(options.dtype)
+        with freed_memory_returns(), open_weights(model_dir, config) as weights:
+            dtype = weights.choose_dtype(options.dtype, torch.float16)
             try:
                 return cls(config, weights, device, dtype, step_sizes(config, options))
             except torch.OutOfMemoryError as error:
@@ -133,8 +134,11 @@ class CudaDecoderPass:
             device.launcher.prepare([*self._ops.kernels(), *self._sampler.kernels, *step_buffers.kernels()])
             self.link = measure_link(device)
             self._graphs = DecodeGraphs(device, sizes.max_graph_rows, self._run_padding)
-        except KernelFailed as error:
-            raise StartupError(f"a kernel does not run: {_first_line(error)}") from error
+        except torch.OutOfMemoryError:
+            raise
+        except (KernelFailed, RuntimeError) as error:
+            reason = f"the GPU's kernels do not run: {_first_line(error)} (given last: {device.last_launch})"
+            raise StartupError(reason) from error
         logger.info("host link: %s; pages of preempted sequences are computed again", self.link)
 
     @torch.inference_mode()
@@ -166,6 +170,7 @@ class CudaDecoderPass:
         self._device.synchronize()
         self._ops.close()
         del self._graphs, self._buffers, self._sampler, self._masks, self._results, self._model
+        self._device.trim()
 
     def _forward(self, batch: StepBatch) -> Tensor:
         num_decode = _count_decode_rows(batch)

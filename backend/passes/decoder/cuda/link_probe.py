@@ -36,7 +36,10 @@ def measure_link(device: Device, num_bytes: int = _PROBE_BYTES) -> LinkSpeed:
     """Copies between pinned memory and the device, the best of a few; about 20 ms."""
     pinned = device.pinned(num_bytes, torch.uint8)
     there = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-    return LinkSpeed(_best_speed(device, pinned, there), _best_speed(device, there, pinned))
+    speed = LinkSpeed(_best_speed(device, pinned, there), _best_speed(device, there, pinned))
+    del pinned, there
+    device.trim()
+    return speed
 
 
 def _best_speed(device: Device, source: Tensor, target: Tensor) -> float:

@@ -99,6 +99,9 @@ class StepBuffers:
         """The last tokens of the rows that want logits, as rows of one token each."""
         self.logit_tokens = self._view("logit_tokens")
         """Where those tokens lie in the step."""
+        for arrays in (self.rows, self.logit_rows):  # all of them padding, until the first step
+            arrays.slots.fill_(-1)
+            torch.arange(rows + 1, dtype=torch.int32, out=arrays.query_starts)
 
     @staticmethod
     def num_bytes(limits: StepLimits) -> int:
