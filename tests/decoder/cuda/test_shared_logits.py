@@ -1,4 +1,4 @@
-"""The CUDA pass's logits in clients' buffers on the device, through the real engine; kernels and device are emulated."""
+"""The CUDA pass's logits in clients' buffers, through the real engine; kernels and device are emulated."""
 
 from __future__ import annotations
 
