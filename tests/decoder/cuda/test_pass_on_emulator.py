@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from backend.forward_pass import SamplingParams
+from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.graphs import DecodeGraphs
 from backend.passes.decoder.forward_pass import DecoderPass
+from tests.decoder.cuda.emulated_device import EmulatedDevice
 from tests.decoder.cuda.tiny_models import (
     ARCHITECTURES,
     checkpoint,
@@ -22,6 +25,8 @@ from tests.decoder.cuda.tiny_models import (
     run_prompts,
 )
 from tests.decoder.driver import Driver
+
+DRAWN = SamplingParams(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -164,3 +169,25 @@ def test_a_copied_page_holds_what_its_source_held() -> None:
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match="pages to copy are 0 … 32; there are 32"):
         driver.forward_pass.forward(replace(batch, page_copies=((0, 32),)))
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("fp32", "fp32"), ("bf16", "q8_0")])
+def test_no_step_races_or_touches_memory_that_is_not_an_argument(dtype: str, kv_dtype: str) -> None:
+    """Whole steps in the emulator's checking mode, with every kernel of the sampler."""
+    device = EmulatedDevice(mode="check")
+    made = CudaDecoderPass.load(checkpoint("qwen3"), options(dtype, max_batch_tokens=32), device)
+    driver = Driver(made, num_pages=8, page_size=16, kv_dtype=kv_dtype)
+    everything = replace(
+        DRAWN, typical_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, logit_bias=((3, 1.0),), num_logprobs=2
+    )
+    rows = [driver.add([1, 2, 3, 4, 5], everything), driver.add(range(20))]
+    driver.prefill()
+    driver.decode(2)
+    assert [len(generated(row)) for row in rows] == [3, 3]
+    assert generated(rows[1]) == greedy_choices("qwen3", rows[1]) or dtype == "bf16"
+    ran = {"prefill_attention", "prefill_attention_fp32"} & set(device.launcher.launched)
+    assert ran
+    assert set(device.launcher.launched) - ran == {
+        "embed", "add_rms_norm", "rope_and_store", "silu_mul", "plan_decode", "decode_attention", "gather_rows",
+        "change_pages", "take_slots", "scan_rows", "mean_gaps", "filter_level", "draw_rows", "log_probabilities",
+    }  # fmt: skip
