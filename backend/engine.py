@@ -82,8 +82,7 @@ class Engine:
                 self._link.flush()  # who was in that step is told; the others' frontends send them again
                 raise ExecutorFailed("the device is lost") from result.error
         while self._executor.has_room and (plan := self._scheduler.plan()):
-            self._note_starts(plan)
-            self._executor.launch(plan, self._builder.build(plan))
+            self._launch(plan)
         self._link.flush()
         self._show_on_board()
 
@@ -105,6 +104,15 @@ class Engine:
             return False
         return self._clock() >= self._drain_deadline_s or not (self._requests.num_open or self._executor.is_busy)
 
+    def _launch(self, plan: Plan) -> None:
+        try:
+            self._note_starts(plan)
+            batch = self._builder.build(plan)
+        except Exception as error:  # noqa: BLE001 - the plan's requests fail with it, others go on
+            self._apply_failure(plan, error)
+        else:
+            self._executor.launch(plan, batch)
+
     def _note_starts(self, plan: Plan) -> None:
         now_s = self._clock()
         for sequence in plan.slot_takers:
@@ -112,9 +120,10 @@ class Engine:
                 sequence.queue_s = now_s - next(iter(sequence.subscribers)).arrived_s
 
     def _apply(self, result: StepResult) -> None:
-        """Each sampled token goes to its subscribers; a failed step ends the requests that were in it, no others."""
+        """Each sampled token goes to its subscribers. A fault of ours ends the requests whose it is, no others."""
         plan, board = result.plan, self._board
         board.steps += 1
+        board.computed_tokens += sum(plan.lengths)
         if result.error is not None:
             self._apply_failure(plan, result.error)
             return
@@ -130,33 +139,40 @@ class Engine:
             if sequence.generation == plan.generations[index]:
                 # Who came while the executor saw the others' end wants more: rows planned since were dropped.
                 sequence.rewind(plan.ends[index])
-        board.computed_tokens += sum(plan.lengths)
 
     def _apply_row(self, plan: Plan, index: int, token_id: int) -> None:
         sequence = plan.sequences[index]
         if sequence.generation != plan.generations[index]:
             self._board.wasted_tokens += plan.lengths[index]
             return
-        self._scheduler.note_computed(sequence, plan.ends[index])
-        if token_id == NOT_FINITE:
-            logger.error("the logits of a row are not finite; its requests fail")
-            self._scheduler.distrust(sequence)
+        try:
+            self._scheduler.note_computed(sequence, plan.ends[index])
+            if token_id == NOT_FINITE:
+                logger.error("the logits of a row are not finite; its requests fail")
+                self._scheduler.distrust(sequence)
+                self._requests.fail(sequence)
+            elif token_id != NO_SAMPLE:
+                self._board.generated_tokens += 1
+                self._requests.deliver(sequence, token_id)
+        except Exception:
+            logger.exception("what a row brought could not be taken in; its requests fail")
             self._requests.fail(sequence)
-        elif token_id != NO_SAMPLE:
-            self._board.generated_tokens += 1
-            self._requests.deliver(sequence, token_id)
 
     def _apply_failure(self, plan: Plan, error: Exception) -> None:
+        """A step of one row was that row's fault. Of several it is not known whose: they run again in halves, so that
+        the guilty one ends up alone, and who shared a step with it goes on."""
         logger.error("a step of %d rows failed", len(plan), exc_info=error)
         self._num_failed_steps += 1
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise ExecutorFailed(f"{self._num_failed_steps} steps in a row have failed") from error
-        self._board.computed_tokens += sum(plan.lengths)
-        for sequence, generation, length in zip(plan.sequences, plan.generations, plan.lengths, strict=True):
-            if sequence.generation == generation:
-                self._requests.fail(sequence)
-            else:
-                self._board.wasted_tokens += length
+        rows = zip(plan.sequences, plan.generations, plan.lengths, strict=True)
+        live = [(sequence, length) for sequence, generation, length in rows if sequence.generation == generation]
+        self._board.wasted_tokens += sum(plan.lengths) - sum(length for _, length in live)
+        if len(plan) > 1 and not isinstance(error, DeviceLost):
+            self._scheduler.try_apart(live)
+            return
+        for sequence, _ in live:
+            self._requests.fail(sequence)
 
     def _show_on_board(self) -> None:
         board = self._board

@@ -103,9 +103,9 @@ class Prefixes:
         extend_page_keys(
             sequence.page_keys, sequence.tokens, num_full * self._page_size, self._page_size, sequence.salt
         )
-        self._leave(sequence)
         for index in range(num_named, num_full):
             self._name(sequence, index, num_tokens)
+        self._leave(sequence)
         sequence.num_named_pages = num_full
         sequence.next_page_end = (num_full + 1) * self._page_size
         self._filling[_key_before(sequence, num_full)][sequence] = None
@@ -114,7 +114,7 @@ class Prefixes:
     def stop(self, sequence: Sequence) -> list[Awaited]:
         """The sequence runs no longer. It still holds its pages; of a part-filled one the content is kept as well."""
         self._leave(sequence)
-        if sequence.num_applied % self._page_size and not sequence.is_distrusted:
+        if sequence.num_applied > sequence.num_named_pages * self._page_size and not sequence.is_distrusted:
             self._name(sequence, sequence.num_named_pages, sequence.num_applied)
         return [sequence, *self._end_computing(sequence, sequence.page_keys[sequence.num_named_pages :])]
 

@@ -98,6 +98,7 @@ class Requests:
                 subscriber, submission.tokens, submit.num_prompt_tokens, sampling, salt=submit.salt, rank=rank
             )
             sequence.output = submission.output
+            self._open_for(subscriber, sequence)
             self._scheduler.add(sequence)
             self._board.prompt_tokens += submit.num_prompt_tokens
             if key is not None and num_tokens == submit.num_prompt_tokens:
@@ -106,14 +107,17 @@ class Requests:
         else:
             subscriber.has_joined = True
             sequence.subscribe(subscriber)
+            self._open_for(subscriber, sequence)
             self._board.requests_coalesced += 1
-        self._board.requests_accepted += 1
-        self._open.setdefault(frontend, {})[submit.request_id] = sequence, subscriber
+            self._replay(sequence, subscriber)
+
+    def _open_for(self, subscriber: Subscriber, sequence: Sequence) -> None:
+        """From now on `_leave` undoes whatever was done for the request: nothing of it can be left without an owner."""
+        self._open.setdefault(subscriber.frontend, {})[subscriber.request_id] = sequence, subscriber
         self.num_open += 1
+        self._board.requests_accepted += 1
         if subscriber.deadline_s is not None:
             self._note_deadline(subscriber, subscriber.deadline_s)
-        if subscriber.has_joined:
-            self._replay(sequence, subscriber)
 
     def _refusal(self, submission: Submission) -> Failure | None:
         """Frontends check all this for the sake of the message; here it is checked for the sake of the engine."""
@@ -268,6 +272,8 @@ class Requests:
         self._board.requests_failed += 1
         if (found := self._open.get(frontend, {}).get(request_id)) is not None:
             self._leave(*found)
+        else:
+            self._board.requests_accepted += 1
 
     def _end(
         self,

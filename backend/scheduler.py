@@ -6,7 +6,7 @@ that have more to compute, then as many waiting ones as slots, pages and the tok
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING, TypeAlias
 
 from backend.plan import Plan
@@ -30,7 +30,15 @@ class Scheduler:
     step that completed it has been applied.
     """
 
-    def __init__(self, pool: PagePool, page_size_tokens: int, max_running: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size_tokens: int,
+        max_running: int,
+        max_batch_tokens: int,
+        patience_steps: int = 64,
+    ) -> None:
+        """patience_steps: who waits for what another computes does so as long as that gets on within so many."""
         self._pool = pool
         self._page_size = page_size_tokens
         self._max_batch_tokens = max_batch_tokens
@@ -45,6 +53,11 @@ class Scheduler:
         """Of that step, and..."""
         self._sources: list[int] = []
         """...the idle pages among its sources, held until all pages of the step are chosen: none is a destination."""
+        self._patience_steps = patience_steps
+        self._trials: deque[list[Chunk]] = deque()
+        """Steps that are to be run first, and have nobody else."""
+        self._num_plans = 0
+        """That had rows."""
         self._num_added = 0
         self.num_preemptions = 0
 
@@ -78,6 +91,8 @@ class Scheduler:
         """The sequence ended, for whatever reason and in whatever state; its pages and slot are free at once."""
         sequence.ended = True
         sequence.generation += 1
+        if sequence.order < 0:  # it never came here
+            return
         if sequence in self._running:
             self._stop_running(sequence)
         else:
@@ -85,6 +100,10 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The rows of the next step; none when there is nothing to do."""
+        while self._trials:
+            if trial := [(sequence, length) for sequence, length in self._trials.popleft() if not sequence.ended]:
+                return self._make_plan([], trial)
+        self._waiting.unpark_overdue(self._num_plans)
         budget = self._max_batch_tokens
         decodes: list[Sequence] = []
         short, unfinished = [], []
@@ -119,7 +138,18 @@ class Scheduler:
         else:
             decodes = [sequence for sequence in decodes if sequence.slot is not None]
             chunks = [chunk for chunk in chunks if chunk[0].slot is not None]
-        return self._make_plan(decodes, chunks)
+        plan = self._make_plan(decodes, chunks)
+        self._num_plans += bool(plan)
+        return plan
+
+    def try_apart(self, chunks: list[Chunk]) -> None:
+        """A step with these rows has failed, for the fault of one or of none: they go back to before it, and run again
+        in two steps of their own before anything else does."""
+        for sequence, _ in chunks:
+            sequence.rewind(sequence.num_applied)
+            sequence.num_cached = min(sequence.num_cached, sequence.num_computed)
+        middle = (len(chunks) + 1) // 2
+        self._trials.extendleft(half for half in (chunks[middle:], chunks[:middle]) if half)
 
     def _make_plan(self, decodes: list[Sequence], chunks: list[Chunk]) -> Plan:
         """Of sequences that have been advanced by a token, and of others that are to be by as many as is said."""
@@ -165,8 +195,8 @@ class Scheduler:
             and (sequence := self._waiting.head()) is not None
         ):
             prefix = self._prefixes.find(sequence)
-            if prefix.awaited is not None:
-                self._waiting.park_head(prefix.awaited)
+            if prefix.awaited is not None and self._is_patient(sequence, prefix):
+                self._waiting.park_head(prefix.awaited, self._num_plans + self._patience_steps)
                 continue
             # All its known tokens and the next must fit now, so that it is not preempted before it makes progress.
             num_new = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens)) - len(prefix.pages)
@@ -178,6 +208,14 @@ class Scheduler:
             num_tokens = min(sequence.num_brought - sequence.num_computed, budget)
             chunks.append((sequence, num_tokens))
             budget -= num_tokens
+
+    def _is_patient(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether what the sequence waits for has got on of late."""
+        num_there = len(prefix.pages) * self._page_size + prefix.num_copied
+        if num_there > sequence.num_there:
+            sequence.num_there = num_there
+            sequence.patient_until = self._num_plans + self._patience_steps
+        return self._num_plans < sequence.patient_until
 
     def _start(self, sequence: Sequence, prefix: Prefix, num_new_pages: int, *, may_copy: bool) -> None:
         """may_copy: the page to copy from is held by others, or there is one to spare."""
@@ -254,4 +292,6 @@ class Scheduler:
         for sequence in self._waiting.sequences():
             if sequence.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
                 raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
+        if any(sequence.patient_until < self._num_plans for sequence in self._waiting.parked()):
+            raise RuntimeError("a sequence waits in vain")
         self._prefixes.check_integrity(self._running, self._waiting.parked_keys())

@@ -62,10 +62,12 @@ class Sequence:
         "num_named_pages",
         "num_prefilled",
         "num_prompt_tokens",
+        "num_there",
         "order",
         "output",
         "page_keys",
         "pages",
+        "patient_until",
         "plain_until",
         "queue_s",
         "rank",
@@ -97,8 +99,8 @@ class Sequence:
         """Where its one subscriber wants its logits; ended by the link, with the request."""
         self.rank = rank
         """Lower runs sooner and is preempted later."""
-        self.order = 0
-        """Its place in the order of arrival, which decides among equal ranks; set by the scheduler."""
+        self.order = -1
+        """Its place in the order of arrival, which decides among equal ranks; set by the scheduler as it is added."""
         self.tokens = array("i")
         self.tokens.frombytes(tokens)
         self.page_keys: list[bytes] = []
@@ -120,6 +122,11 @@ class Sequence:
         self._first_limit = 0
         """The same as far as limits go; 0 where it is to be found out anew."""
         self.subscribe(subscriber)
+        # While it waits for what another is computing.
+        self.num_there = -1
+        """Of its tokens, how many it need not compute."""
+        self.patient_until = 0
+        """The plan until which that must have become more."""
         # Until preempted or ended.
         self.slot: int | None = None
         self.needs_slot_init = True
@@ -186,6 +193,7 @@ class Sequence:
         self.room_tokens = 0
         self.num_cached = 0
         self.num_named_pages = 0
+        self.num_there = -1
         self.rewind(0)
 
     def rewind(self, num_computed: int) -> None:

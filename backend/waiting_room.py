@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ class WaitingRoom:
         self._num_gone = 0
         self._parked: dict[Awaited, dict[Sequence, None]] = {}
         self._key_of: dict[Sequence, Awaited] = {}
+        self._overdue: deque[tuple[int, Sequence]] = deque()
+        """Until when those wait that were parked, the next to be put back first; some have been put back since."""
 
     def __len__(self) -> int:
         return len(self._queue) - self._num_gone + len(self._key_of)
@@ -42,9 +45,11 @@ class WaitingRoom:
     def take_head(self) -> None:
         heapq.heappop(self._queue)
 
-    def park_head(self, key: Awaited) -> None:
-        """Out of the queue until `unpark` is called with the key."""
+    def park_head(self, key: Awaited, until: int) -> None:
+        """Out of the queue until `unpark` is called with the key, or `unpark_overdue` with `until`, which never falls
+        from call to call."""
         sequence = heapq.heappop(self._queue)[2]
+        self._overdue.append((until, sequence))
         self._parked.setdefault(key, {})[sequence] = None
         self._key_of[sequence] = key
 
@@ -54,12 +59,22 @@ class WaitingRoom:
                 del self._key_of[sequence]
                 self.put(sequence)
 
+    def unpark_overdue(self, now: int) -> None:
+        while self._overdue and self._overdue[0][0] <= now:
+            _, sequence = self._overdue.popleft()
+            if (key := self._key_of.pop(sequence, None)) is not None:
+                self._remove_parked(key, sequence)
+                self.put(sequence)
+
+    def _remove_parked(self, key: Awaited, sequence: Sequence) -> None:
+        del self._parked[key][sequence]
+        if not self._parked[key]:
+            del self._parked[key]
+
     def forget(self, sequence: Sequence) -> None:
         """A waiting sequence has ended. One in the queue is dropped when its turn comes, or when such are the most."""
         if (key := self._key_of.pop(sequence, None)) is not None:
-            del self._parked[key][sequence]
-            if not self._parked[key]:
-                del self._parked[key]
+            self._remove_parked(key, sequence)
             return
         self._num_gone += 1
         if self._num_gone > 64 and self._num_gone * 2 > len(self._queue):
@@ -70,6 +85,9 @@ class WaitingRoom:
     def sequences(self) -> list[Sequence]:
         """All of them, in no order; for checks."""
         return [entry[2] for entry in self._queue if not entry[2].ended] + list(self._key_of)
+
+    def parked(self) -> list[Sequence]:
+        return list(self._key_of)
 
     def parked_keys(self) -> set[Awaited]:
         return set(self._parked)

@@ -160,6 +160,7 @@ class Bench:
         max_waiting: int = 1000,
         vocab_size: int = 97,
         priority_step_s: float = 0.0,
+        patience_steps: int = 64,
         forward_pass: Any = None,
     ) -> None:
         self.vocab_size = vocab_size
@@ -170,7 +171,7 @@ class Bench:
         self.link = ScriptedLink()
         self.pool = PagePool(num_pages)
         self.board = BackendBoard.create()
-        self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens)
+        self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens, patience_steps)
         self.now_s = 0.0
         self.requests = Requests(
             self.link,  # type: ignore[arg-type]

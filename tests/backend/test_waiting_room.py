@@ -21,6 +21,8 @@ class WaitingRoomMachine(RuleBasedStateMachine):
         self.queue: list[Sequence] = []
         self.parked: dict[bytes, list[Sequence]] = {}
         self.running: list[Sequence] = []
+        self.now = 0
+        self.overdue: list[tuple[int, Sequence]] = []
 
     def make(self, rank: float) -> Sequence:
         subscriber = Subscriber(1, self.num_made, 10, frozenset(), 1, 0.0)
@@ -50,8 +52,23 @@ class WaitingRoomMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def park(self, key: bytes) -> None:
         assert self.room.head() is self.queue[0]
-        self.room.park_head(key)
+        self.room.park_head(key, self.now + 3)
+        self.overdue.append((self.now + 3, self.queue[0]))
         self.parked.setdefault(key, []).append(self.queue.pop(0))
+
+    @rule(steps=st.integers(1, 4))
+    def time_passes(self, steps: int) -> None:
+        """Who was put back and parked anew meanwhile is put back as well, for the sake of the first time."""
+        self.now += steps
+        self.room.unpark_overdue(self.now)
+        due = {sequence for until, sequence in self.overdue if until <= self.now}
+        self.overdue = [entry for entry in self.overdue if entry[0] > self.now]
+        for key, parked in list(self.parked.items()):
+            self.queue += [sequence for sequence in parked if sequence in due]
+            self.parked[key] = [sequence for sequence in parked if sequence not in due]
+            if not self.parked[key]:
+                del self.parked[key]
+        self.queue.sort(key=lambda waiting: (waiting.rank, waiting.order))
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4))
     def unpark(self, keys: list[bytes]) -> None:

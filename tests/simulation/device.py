@@ -32,7 +32,7 @@ class SimulatedExecutor:
         self._num_in_flight = 0
         self._salts: dict[int, bytes] = {}  # of each page, whose tokens it holds
         self.faulty: dict[tuple[Sequence, int], bool] = {}
-        """(sequence, generation) of rows in steps that failed, False, or whose logits were not finite, True."""
+        """(sequence, generation) of rows that failed in a step of their own, False, or whose logits were bad, True."""
 
     @property
     def has_room(self) -> bool:
@@ -56,7 +56,11 @@ class SimulatedExecutor:
             raise Violation(f"a plan of {len(plan)} rows beside {self._num_in_flight} in flight")
         self._num_in_flight += 1
         self._plans.append((plan, batch))
-        self._world.note_plan(list(plan.rows()))
+        rows = list(plan.rows())
+        self._world.note_plan(rows)
+        for row in rows:
+            if (copy := plan.page_copies.get(row.sequence)) is not None:
+                self._world.judge_copy(copy[0], row.start % self._page_size)
         self._world.device_goes_on()
 
     def results(self) -> list[StepResult]:
@@ -81,7 +85,7 @@ class SimulatedExecutor:
 
     def _start(self, planned: Plan, batch: StepBatch) -> None:
         if isinstance(self._pass, ChainPass):
-            self._pass.fault = self._world.draw_fault(len(planned))
+            self._pass.fault = self._world.draw_fault([planned.sequences[row] for row in planned.live_rows()])
         before = [(sequence, sequence.stopped_generation) for sequence in planned.sequences]
         result = run_step(self._pass, planned, batch)
         rows, error = list(result.plan.rows()), result.error
@@ -92,7 +96,7 @@ class SimulatedExecutor:
         self._note_copies(result.plan)
         for row in rows:
             self._judge(row)
-            if error is not None or (row.samples and next(tokens) < 0):
+            if (error is not None and len(rows) == 1) or (error is None and row.samples and next(tokens) < 0):
                 self.faulty[row.sequence, row.generation] = error is None
         # The executor's thread has compared, and not yet said what it found: others may subscribe just now.
         stopped = [(s, s.stopped_generation) for s, generation in before if s.stopped_generation != generation]

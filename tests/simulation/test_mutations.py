@@ -23,6 +23,8 @@ from backend.requests import Requests
 from backend.scheduler import Scheduler
 from backend.sequence import Sequence, Subscriber
 from backend.waiting_room import WaitingRoom
+from shm.link import NO_TOKEN
+from shm.wire import Finish
 from tests.simulation.world import run_seed
 
 if TYPE_CHECKING:
@@ -141,6 +143,23 @@ def _sources_can_be_evicted(start: Any, scheduler: Scheduler, *args: Any, **opti
 def _distrusted_parts_are_kept(distrust: Any, prefixes: Prefixes, sequence: Sequence) -> None:
     distrust(prefixes, sequence)
     sequence.is_distrusted = False
+
+
+def _a_failed_step_fails_them_all(_: Any, engine: Engine, plan: Plan, error: Exception) -> None:
+    for row in plan.rows():
+        if row.sequence.generation == row.generation:
+            engine._requests.fail(row.sequence)
+
+
+def _tries_without_going_back(_: Any, scheduler: Scheduler, chunks: list[Any]) -> None:
+    for sequence, _length in chunks:
+        sequence.rewind(sequence.num_computed)
+    scheduler._trials.extend([chunk] for chunk in chunks)
+
+
+def _abandons_without_leaving(_: Any, requests: Requests, frontend: int, request_id: int) -> None:
+    requests._link.push(frontend, request_id, NO_TOKEN, Finish.FAILED)
+    requests._board.requests_failed += 1
 
 
 def _a_newcomer_is_not_noticed(subscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
@@ -275,6 +294,10 @@ PLANTED: dict[str, Plant] = {
     "a page copy outlives its row": _wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
     "a page is evicted while it is to be copied": _wrap(Scheduler, "_start", _sources_can_be_evicted),
     "part of a page with bad logits is left behind": _wrap(Prefixes, "distrust", _distrusted_parts_are_kept),
+    "who waits for a prefix waits for ever": _wrap(WaitingRoom, "unpark_overdue", lambda *_: None),
+    "a failed step fails all its requests": _wrap(Engine, "_apply_failure", _a_failed_step_fails_them_all),
+    "a failed step counts as computed": _wrap(Scheduler, "try_apart", _tries_without_going_back),
+    "a request that could not be taken on is kept": _wrap(Requests, "abandon", _abandons_without_leaving),
     "waiting requests never expire": _wrap(Requests, "expire", _waiting_requests_never_expire),
     "a replay leaves out the first token": _wrap(Requests, "_replay", _replays_one_too_few),
     "a resumed stream begins again": _wrap(Requests, "_give", _repeats_what_was_brought),

@@ -38,6 +38,8 @@ class Ask:
     """What its frontend has been told."""
     ended: Finish | None = None
     num_lives: int = 0
+    curse: str = ""
+    """Where the engine breaks down on it, see `faults`."""
 
     def __str__(self) -> str:
         return f"#{self.number}"
@@ -58,6 +60,7 @@ class Setup:
     context: int
     credit: int
     num_asks: int
+    patience_steps: int
     rates: dict[str, float]
     pace: str
     """How the device's pace compares with the loop's: "slow", "even", "fast" or "changing"."""
@@ -97,6 +100,7 @@ class Setup:
             context=context,
             credit=rng.choice((1, 2, 8)),
             num_asks=rng.choice((6, 16, 30)),
+            patience_steps=rng.choice((1, 2, 64)),
             rates={
                 "submit": rng.choice((0.2, 0.4, 0.8)),
                 "alike": rng.choice((0.1, 0.8)),
@@ -107,6 +111,7 @@ class Setup:
                 "restart": rng.choice((0.0, 0.03, 0.06)),
                 "drain": rng.choice((0.0, 0.0, 0.0, 0.03)),
                 "fault": 0.0 if is_real else rng.choice((0.0, 0.0, 0.03, 0.1)),
+                "curse": 0.0 if is_real else rng.choice((0.0, 0.0, 0.1)),
                 "bad request": seldom,
                 "nap": rng.choice((0.0, 0.3)),
                 "slow frontend": rng.choice((0.0, 0.7)),

@@ -6,24 +6,24 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING
 
-from backend.batch_builder import BatchBuilder
 from backend.engine import Engine
+from backend.executor import ExecutorFailed
 from backend.page_pool import PagePool
-from backend.requests import Limits, Requests
-from backend.scheduler import Scheduler
+from backend.requests import Limits
 from shm.board import BackendBoard
 from shm.link import FrontendDeath
 from shm.wire import FailureCode, Finish
 from tests.simulation.device import SimulatedExecutor
+from tests.simulation.faults import CURSES, FaultyBuilder, FaultyRequests, FaultyScheduler
 from tests.simulation.link import Frontend, Open, SimulatedLink
-from tests.simulation.models import ChainPass, Fault, Violation
+from tests.simulation.models import ChainPass, Fault, PlantedFault, Violation
 from tests.simulation.workload import Ask, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from backend.plan import Row
-    from backend.sequence import Sequence
+    from backend.sequence import Sequence, Subscriber
 
 _MAX_ARRIVAL_TICKS = 80
 _SUSPEND_RATE = 0.001
@@ -42,14 +42,16 @@ class Backend:
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
         self.pool = PagePool(setup.num_pages)
         self.board = BackendBoard.create()
-        self.scheduler = Scheduler(self.pool, setup.page_size, setup.max_running, setup.max_batch_tokens)
+        self.scheduler = FaultyScheduler(
+            world, self.pool, setup.page_size, setup.max_running, setup.max_batch_tokens, setup.patience_steps
+        )
         limits = Limits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
-        self.requests = Requests(self.link, self.scheduler, self.board, limits, world.clock)  # type: ignore[arg-type]
+        self.requests = FaultyRequests(world, self.link, self.scheduler, self.board, limits, world.clock)
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
             self.executor,  # type: ignore[arg-type]
             self.scheduler,
-            BatchBuilder(setup.max_running, -(-setup.context // setup.page_size)),
+            FaultyBuilder(world, setup.max_running, -(-setup.context // setup.page_size)),
             self.requests,
             self.board,
             world.clock,
@@ -60,6 +62,8 @@ class Backend:
         """When each sequence's turn is, by the policy: lower is sooner."""
         self.since: dict[Sequence, int] = {}
         """The tick in which each sequence came."""
+        self.struck: set[object] = set()
+        """Sequences, and (frontend, request id), on which the engine broke down, and which may fail for it."""
         self.burnt: dict[tuple[int, int], int] = {}
         """(fault, page) → the tick in which a request failed for what the fault had left in the page."""
 
@@ -134,7 +138,12 @@ class World:
 
     def _turn(self) -> None:
         backend = self.backend
-        backend.engine.turn()
+        try:
+            backend.engine.turn()
+        except ExecutorFailed:
+            self.covered["gave up"] += 1
+            self._restart()
+            return
         backend.engine.check_integrity()
         self._judge_turn()
         if backend.is_draining and backend.engine._is_drained():
@@ -178,7 +187,10 @@ class World:
         if self.rng.random() < self.setup.rates["alike"]:
             models = [ask for ask in self.asks if ask.ended is None] or self.asks[-4:]
             like = self.rng.choice(models) if models else None
-        return self.setup.draw_ask(self.rng, len(self.asks), like)
+        ask = self.setup.draw_ask(self.rng, len(self.asks), like)
+        if self.rng.random() < self.setup.rates["curse"]:
+            ask.curse = self.rng.choice(CURSES)
+        return ask
 
     def _submit(self, ask: Ask) -> None:
         frontend = self.rng.choice(list(self.frontends.values()))
@@ -285,8 +297,32 @@ class World:
         while self.rng.random() < 0.2 and self.backend.executor.advance():
             pass
 
-    def draw_fault(self, num_rows: int) -> Fault | None:
-        if not self._faults_allowed or self.rng.random() >= self.setup.rates["fault"]:
+    def is_struck(self, kind: str, subscriber: Subscriber) -> bool:
+        """Whether the engine breaks down on the request now."""
+        ask = self._names[subscriber.frontend, subscriber.request_id]
+        return ask.curse == kind and self._faults_allowed and self.rng.random() < 0.5
+
+    def strike(self, kind: str, sequences: list[Sequence]) -> None:
+        """One sequence is blamed; of several nobody, for the engine cannot know whose the fault is."""
+        if any(self.is_struck(kind, subscriber) for sequence in sequences for subscriber in sequence.subscribers):
+            self.covered[f"curse: {kind}"] += 1
+            if len(sequences) == 1:
+                self.backend.struck.add(sequences[0])
+            raise PlantedFault(kind)
+
+    def strike_request(self, kind: str, subscriber: Subscriber) -> None:
+        if self.is_struck(kind, subscriber):
+            self.backend.struck.add((subscriber.frontend, subscriber.request_id))
+            raise PlantedFault(kind)
+
+    def draw_fault(self, sequences: list[Sequence]) -> Fault | None:
+        """What goes wrong in a step of these."""
+        try:
+            self.strike("step", sequences)
+        except PlantedFault:
+            return Fault(self.rng.choice(("raise", "raise late", "miscount")), 0, 0)
+        num_rows = len(sequences)
+        if num_rows == 0 or not self._faults_allowed or self.rng.random() >= self.setup.rates["fault"]:
             return None
         self._num_faults += 1
         fault = Fault(self.rng.choice(_FAULTS), self.rng.randrange(num_rows), self._num_faults)
@@ -337,20 +373,32 @@ class World:
     def note_plan(self, rows: list[Row]) -> None:
         """Whose turn it is, and how far they go."""
         places, waiting = self.backend.places, self.backend.scheduler._waiting
-        admitted = [row.sequence for row in rows if row.takes_slot and row.start == row.sequence.num_cached]
+        admitted = self.backend.scheduler.started
         if admitted:
             queue = [places[sequence] for sequence in waiting.sequences() if sequence not in waiting._key_of]
             if queue and max(places[sequence] for sequence in admitted) > min(queue):
                 raise Violation("somebody is admitted before their turn")
+        num_plans = self.backend.scheduler._num_plans
+        self.covered["stopped waiting"] += sum(0 < sequence.patient_until <= num_plans for sequence in admitted)
         for row in rows:
             listeners = [self._names[s.frontend, s.request_id] for s in row.sequence.subscribers]
             wanted = max(len(ask.prompt) + ask.max_tokens for ask in listeners)
             if row.end >= min(wanted, self.setup.context):
                 raise Violation(f"{[str(ask) for ask in listeners]} do not want what is planned")
-            if row.takes_slot and row.start > row.sequence.num_cached:
+            if (row.sequence, row.generation) in self.backend.scheduler.tried:
+                self.covered["tried apart"] += row.takes_slot
+            elif row.takes_slot and row.start > row.sequence.num_cached:
                 self.covered["rewound"] += 1
             elif row.takes_slot and row.sequence.generation:
                 self.covered["preempted and resumed"] += 1
+
+    def judge_copy(self, source: int, num_tokens: int) -> None:
+        """As it is planned."""
+        backend = self.backend
+        if isinstance(backend.forward_pass, ChainPass):
+            poison = backend.forward_pass.poison_in([source], num_tokens)
+            if any(pair in backend.burnt for pair in poison):
+                raise Violation("a page is copied for which a request has failed")
 
     def judge_rejection(self, heard: Open, code: FailureCode) -> None:
         backend, ask = self.backend, heard.ask
@@ -371,6 +419,9 @@ class World:
     def judge_failure(self, heard: Open, key: tuple[int, int]) -> None:
         backend = self.backend
         sequence = backend.requests._open[key[0]][key[1]][0]
+        if sequence in backend.struck or key in backend.struck:
+            self.covered["failed by a curse"] += 1
+            return
         if (sequence, sequence.generation) not in backend.executor.faulty:
             raise Violation(f"{heard.ask} fails without a fault")
         was_bad = backend.executor.faulty[sequence, sequence.generation]
