@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from backend.batch_builder import BatchBuilder
+from backend.buffer_options import check_choice, make_exporter, open_device_of
 from backend.checkpoint.hub import resolve_config, resolve_model
 from backend.engine import Engine
 from backend.errors import StartupError
@@ -29,7 +30,6 @@ from backend.plan_table import plan_tables
 from backend.plugins import find_forward_pass
 from backend.requests import Limits, Requests
 from backend.scheduler import Scheduler
-from backend.shared_outputs import check_choice, make_exporter, open_device_of
 from shm.board import BackendBoard
 from shm.cli import fail, format_size, make_app
 from shm.link import BackendLink

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from backend.checkpoint.config_json import parse_decoder_config
 from backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE
-from backend.checkpoint.weights import expected_tensors
+from backend.checkpoint.tensors import expected_tensors
 from backend.errors import StartupError
 from shm.cli import fail, format_size
 

@@ -14,7 +14,6 @@ exception is `mapped_embedding`, for a table of which rows are looked up and whi
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,10 +23,20 @@ from backend.checkpoint.json_file import shorten
 from backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
 from backend.checkpoint.progress import make_progress
 from backend.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from backend.checkpoint.tensors import (
+    EMBEDDING,
+    LayerWeights,
+    Part,
+    embedding_part,
+    expected_tensors,
+    final_norm_part,
+    layer_parts,
+    lm_head_part,
+)
 from backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
@@ -36,45 +45,6 @@ if TYPE_CHECKING:
     from backend.checkpoint.progress import Progress
     from backend.checkpoint.safetensors_file import StoredTensor
     from backend.passes.decoder.config import DecoderConfig
-
-
-_EMBEDDING = "model.embed_tokens.weight"
-_FINAL_NORM = "model.norm.weight"
-_LM_HEAD = "lm_head.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. Linear weights are [outputs, inputs], row-major; biases [outputs]."""
-
-    qkv: Tensor
-    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: rows of q, then k, then v."""
-    o: Tensor
-    """[hidden_size, num_heads * head_dim]"""
-    gate_up: Tensor
-    """[2 * intermediate_size, hidden_size]: rows of gate, then up."""
-    down: Tensor
-    """[hidden_size, intermediate_size]"""
-    input_norm: Tensor
-    """[hidden_size]"""
-    post_attention_norm: Tensor
-    """[hidden_size]"""
-    q_norm: Tensor | None = None
-    """[head_dim]"""
-    k_norm: Tensor | None = None
-    """[head_dim]"""
-    qkv_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor as the checkpoint names it, and the shape it must have."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 class DecoderWeights:
@@ -117,33 +87,33 @@ class DecoderWeights:
 
         fp16 becomes fp16_as: bf16 has its size, and CPUs are made for it. Raises StartupError on another name.
         """
-        stored = FLOAT_DTYPES[_stored(self._files, _EMBEDDING).dtype]
+        stored = FLOAT_DTYPES[_stored(self._files, EMBEDDING).dtype]
         return choose_dtype(requested, self._declared_dtype or stored, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor:
         """[vocab_size, hidden_size]"""
-        return self._load((_embedding(self._config),), dtype)
+        return self._load((embedding_part(self._config),), dtype)
 
     def mapped_embedding(self) -> Tensor:
         """[vocab_size, hidden_size] in the stored dtype, mapped from the file and not copied.
 
         For looking rows up: only pages with rows that were asked for become resident. Stays valid after close.
         """
-        return self._files[_EMBEDDING].map(_stored(self._files, _EMBEDDING))
+        return self._files[EMBEDDING].map(_stored(self._files, EMBEDDING))
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights:
-        layout = _layer_layout(self._config, index)
+        layout = layer_parts(self._config, index)
         return LayerWeights(**{field: self._load(parts, dtype) for field, parts in layout.items()})
 
     def final_norm(self, dtype: torch.dtype) -> Tensor:
         """[hidden_size]"""
-        return self._load((_final_norm(self._config),), dtype)
+        return self._load((final_norm_part(self._config),), dtype)
 
     def lm_head(self, dtype: torch.dtype) -> Tensor | None:
         """[vocab_size, hidden_size], or None where the embedding is used again."""
-        return None if self._config.tie_embeddings else self._load((_lm_head(self._config),), dtype)
+        return None if self._config.tie_embeddings else self._load((lm_head_part(self._config),), dtype)
 
-    def _load(self, parts: tuple[_Part, ...], dtype: torch.dtype) -> Tensor:
+    def _load(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
         """The parts stacked along their first dimension."""
         rows = sum(part.shape[0] for part in parts)
         stacked = torch.empty(rows, *parts[0].shape[1:], dtype=dtype)
@@ -183,71 +153,6 @@ def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.
     raise StartupError(f"dtype is {shorten(requested)}; it must be auto, bf16 or fp32")
 
 
-def expected_tensors(config: DecoderConfig) -> Iterator[_Part]:
-    """Every tensor of the checkpoint that the model needs, with the shape it must have."""
-    yield _embedding(config)
-    for index in range(config.num_layers):
-        for parts in _layer_layout(config, index).values():
-            yield from parts
-    yield _final_norm(config)
-    if not config.tie_embeddings:
-        yield _lm_head(config)
-
-
-def _embedding(config: DecoderConfig) -> _Part:
-    return _Part(_EMBEDDING, (config.vocab_size, config.hidden_size))
-
-
-def _final_norm(config: DecoderConfig) -> _Part:
-    return _Part(_FINAL_NORM, (config.hidden_size,))
-
-
-def _lm_head(config: DecoderConfig) -> _Part:
-    return _Part(_LM_HEAD, (config.vocab_size, config.hidden_size))
-
-
-def _layer_layout(config: DecoderConfig, index: int) -> dict[str, tuple[_Part, ...]]:
-    """LayerWeights' fields that this model has → the checkpoint's tensors that make them up, in order."""
-    prefix = f"model.layers.{index}."
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if config.architecture == "Phi3ForCausalLM":
-        qkv = {"self_attn.qkv_proj": q_rows + 2 * kv_rows}
-        gate_up = {"mlp.gate_up_proj": 2 * intermediate}
-    else:
-        qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
-        gate_up = {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}
-
-    def weights(rows_by_name: dict[str, int], inputs: int) -> tuple[_Part, ...]:
-        return tuple(_Part(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in rows_by_name.items())
-
-    def vector(name: str, size: int) -> tuple[_Part, ...]:
-        return (_Part(f"{prefix}{name}.weight", (size,)),)
-
-    def biases(rows_by_name: dict[str, int]) -> tuple[_Part, ...]:
-        return tuple(_Part(f"{prefix}{name}.bias", (rows,)) for name, rows in rows_by_name.items())
-
-    o, down = {"self_attn.o_proj": hidden}, {"mlp.down_proj": hidden}
-    layout = {
-        "qkv": weights(qkv, hidden),
-        "o": weights(o, q_rows),
-        "gate_up": weights(gate_up, hidden),
-        "down": weights(down, intermediate),
-        "input_norm": vector("input_layernorm", hidden),
-        "post_attention_norm": vector("post_attention_layernorm", hidden),
-    }
-    if config.qk_norm:
-        layout["q_norm"] = vector("self_attn.q_norm", config.head_dim)
-        layout["k_norm"] = vector("self_attn.k_norm", config.head_dim)
-    if config.qkv_bias:
-        layout["qkv_bias"] = biases(qkv)
-    if config.output_bias:
-        layout["o_bias"] = biases(o)
-    if config.mlp_bias:
-        layout |= {"gate_up_bias": biases(gate_up), "down_bias": biases(down)}
-    return layout
-
-
 def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, SafetensorsFile], str]:
     """Tensor name → the file it lies in, closed by closers; and where that is, in words."""
     single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
@@ -267,7 +172,7 @@ def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Safetens
     return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
 
 
-def _check(part: _Part, files: dict[str, SafetensorsFile], where: str) -> None:
+def _check(part: Part, files: dict[str, SafetensorsFile], where: str) -> None:
     if part.name not in files:
         raise StartupError(f"tensor {part.name}, expected with shape {list(part.shape)}, is missing from {where}")
     stored, path = _stored(files, part.name), files[part.name].path

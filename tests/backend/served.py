@@ -10,13 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from backend.batch_builder import BatchBuilder
+from backend.buffer_options import make_exporter
 from backend.engine import Engine
 from backend.executor import Executor
 from backend.forward_pass import IBatchedForwardPass
 from backend.page_pool import PagePool
 from backend.requests import Limits, Requests
 from backend.scheduler import Scheduler
-from backend.shared_outputs import make_exporter
 from shm.board import BackendBoard
 from shm.client import BackendClient, GenerationRequest
 from shm.device_api import DeviceApi

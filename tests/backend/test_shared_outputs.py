@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from backend.buffer_options import check_choice, make_exporter, open_device_of
 from backend.errors import StartupError
 from backend.forward_pass import DeviceLogits, IBatchedForwardPass, PassOptions, StepBatch
 from backend.main import DEMO_MODEL_DIR
 from backend.passes.decoder.forward_pass import DecoderPass
 from backend.passes.fake import FakePass
-from backend.shared_outputs import check_choice, make_exporter, open_device_of
 from shm.client import BufferSlice, GenerationRequest
 from shm.wire import BufferContent, BufferKind, BufferWish, Finish, Sampling
 from tests.backend.served import MAX_RUNNING, connected, generate, served

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
-from backend.checkpoint.weights import choose_dtype, open_weights
 from backend.errors import StartupError
 from backend.forward_pass import PassOptions, PassSpec, StepBatch
 from backend.passes.decoder.cuda.cuda_device import CudaDevice
@@ -53,6 +51,10 @@ class DecoderPass(HostSampling):
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        # Here, as in `load`: with weights from elsewhere the pass needs no package that reads checkpoints.
+        from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+        from backend.checkpoint.weights import choose_dtype
+
         model_dir = _needed(model_dir)
         if options.device != "cpu":
             return CudaDecoderPass.describe(model_dir, options)
@@ -63,6 +65,9 @@ class DecoderPass(HostSampling):
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> DecoderPass | CudaDecoderPass:
         """On a GPU it is another pass, with the same weights."""
+        from backend.checkpoint.config_json import read_decoder_config
+        from backend.checkpoint.weights import open_weights
+
         model_dir = _needed(model_dir)
         kind, _, index = options.device.partition(":")
         if kind == "cuda":

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from backend.checkpoint.weights import LayerWeights
+    from backend.checkpoint.tensors import LayerWeights
     from backend.passes.decoder.config import DecoderConfig
 
 

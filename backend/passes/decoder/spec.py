@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from backend.checkpoint.weights import expected_tensors
+from backend.checkpoint.tensors import expected_tensors
 from backend.forward_pass import PassSpec
 from backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, quantisable
 

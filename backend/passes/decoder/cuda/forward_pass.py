@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
-from backend.checkpoint.weights import choose_dtype, open_weights
 from backend.errors import StartupError
 from backend.forward_pass import DeviceLogits
 from backend.passes.decoder.cuda import step_buffers
@@ -90,12 +88,19 @@ class CudaDecoderPass:
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
+        # Here, as in `load`: with weights from elsewhere the pass needs no package that reads checkpoints.
+        from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+        from backend.checkpoint.weights import choose_dtype
+
         config = read_decoder_config(model_dir, options.max_context_tokens)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16, torch.float16)
         return plan_spec(config, dtype, step_sizes(config, options))
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions, device: Device) -> CudaDecoderPass:
+        from backend.checkpoint.config_json import read_decoder_config
+        from backend.checkpoint.weights import open_weights
+
         config = read_decoder_config(model_dir, options.max_context_tokens)
         with freed_memory_returns(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype, torch.float16)

@@ -1,0 +1,119 @@
+"""Which tensors a decoder is made of: under the checkpoint's names and shapes, and as the model takes them.
+
+Reads no file: what computes with other weights, random ones for instance, needs no more than this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from backend.passes.decoder.config import DecoderConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Linear weights are [outputs, inputs], row-major; biases [outputs]."""
+
+    qkv: Tensor
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: rows of q, then k, then v."""
+    o: Tensor
+    """[hidden_size, num_heads * head_dim]"""
+    gate_up: Tensor
+    """[2 * intermediate_size, hidden_size]: rows of gate, then up."""
+    down: Tensor
+    """[hidden_size, intermediate_size]"""
+    input_norm: Tensor
+    """[hidden_size]"""
+    post_attention_norm: Tensor
+    """[hidden_size]"""
+    q_norm: Tensor | None = None
+    """[head_dim]"""
+    k_norm: Tensor | None = None
+    """[head_dim]"""
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor as the checkpoint names it, and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def expected_tensors(config: DecoderConfig) -> Iterator[Part]:
+    """Every tensor of the checkpoint that the model needs, with the shape it must have."""
+    yield embedding_part(config)
+    for index in range(config.num_layers):
+        for parts in layer_parts(config, index).values():
+            yield from parts
+    yield final_norm_part(config)
+    if not config.tie_embeddings:
+        yield lm_head_part(config)
+
+
+def embedding_part(config: DecoderConfig) -> Part:
+    return Part(EMBEDDING, (config.vocab_size, config.hidden_size))
+
+
+def final_norm_part(config: DecoderConfig) -> Part:
+    return Part(FINAL_NORM, (config.hidden_size,))
+
+
+def lm_head_part(config: DecoderConfig) -> Part:
+    return Part(LM_HEAD, (config.vocab_size, config.hidden_size))
+
+
+def layer_parts(config: DecoderConfig, index: int) -> dict[str, tuple[Part, ...]]:
+    """LayerWeights' fields that this model has → the checkpoint's tensors that make them up, in order."""
+    prefix = f"model.layers.{index}."
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if config.architecture == "Phi3ForCausalLM":
+        qkv = {"self_attn.qkv_proj": q_rows + 2 * kv_rows}
+        gate_up = {"mlp.gate_up_proj": 2 * intermediate}
+    else:
+        qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
+        gate_up = {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}
+
+    def weights(rows_by_name: dict[str, int], inputs: int) -> tuple[Part, ...]:
+        return tuple(Part(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in rows_by_name.items())
+
+    def vector(name: str, size: int) -> tuple[Part, ...]:
+        return (Part(f"{prefix}{name}.weight", (size,)),)
+
+    def biases(rows_by_name: dict[str, int]) -> tuple[Part, ...]:
+        return tuple(Part(f"{prefix}{name}.bias", (rows,)) for name, rows in rows_by_name.items())
+
+    o, down = {"self_attn.o_proj": hidden}, {"mlp.down_proj": hidden}
+    layout = {
+        "qkv": weights(qkv, hidden),
+        "o": weights(o, q_rows),
+        "gate_up": weights(gate_up, hidden),
+        "down": weights(down, intermediate),
+        "input_norm": vector("input_layernorm", hidden),
+        "post_attention_norm": vector("post_attention_layernorm", hidden),
+    }
+    if config.qk_norm:
+        layout["q_norm"] = vector("self_attn.q_norm", config.head_dim)
+        layout["k_norm"] = vector("self_attn.k_norm", config.head_dim)
+    if config.qkv_bias:
+        layout["qkv_bias"] = biases(qkv)
+    if config.output_bias:
+        layout["o_bias"] = biases(o)
+    if config.mlp_bias:
+        layout |= {"gate_up_bias": biases(gate_up), "down_bias": biases(down)}
+    return layout
