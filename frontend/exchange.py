@@ -9,7 +9,8 @@ import string
 import time
 from typing import TYPE_CHECKING, Any
 
-from frontend.errors import ApiError, ErrorKind, error_body
+from frontend.dialects import dialect_of
+from frontend.errors import ApiError, ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -57,6 +58,8 @@ class Exchange:
         self.last_sent_s = self.received_s
         self.idle_action: Callable[[], Awaitable[None]] | None = None
         """What to do when nothing has been sent for a while: an event stream writes a comment."""
+        self.query: bytes = scope.get("query_string", b"")
+        self._dialect = dialect_of(self.path)
         self._headers: Headers = scope["headers"]
         self._drop_connection: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT_EXTENSION)
         self._receive = receive
@@ -176,7 +179,8 @@ class Exchange:
 
     async def start(self, status: int, headers: Headers) -> None:
         self.status = status
-        sent_headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        request_id = self.request_id.encode()
+        sent_headers = [*headers, *((name, request_id) for name in self._dialect.request_id_headers)]
         await self._transmit({"type": "http.response.start", "status": status, "headers": sent_headers})
 
     async def send(self, body: bytes, *, more: bool) -> None:
@@ -199,13 +203,13 @@ class Exchange:
 
     async def respond_error(self, error: ApiError) -> None:
         """The error object with its status, whatever of the body has been read."""
-        body = error_body(error)
+        status, body = self._dialect.describe(error, self.request_id)
         if self._body_read or self._rest_is_small():
-            await self.respond(error.kind.status, body, error.headers)
+            await self.respond(status, body, error.headers)
             return
         length = (b"content-length", b"%d" % len(body))
         headers = ((b"content-type", _JSON_TYPE), length, (b"connection", b"close"), *error.headers)
-        await self.start(error.kind.status, headers)
+        await self.start(status, headers)
         await self.send(body, more=True)
         # Closing a connection with unread bytes resets it, and the client would lose the answer.
         if self.header(b"expect") is None:
