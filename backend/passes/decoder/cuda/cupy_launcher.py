@@ -29,6 +29,8 @@ class CupyLauncher:
         cupy.cuda.Device(device_index).use()
         self._cupy = cupy
         self._device_index = device_index
+        cuda = cupy.cuda
+        self._faults = (cuda.compiler.CompileException, cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
         self._functions: dict[Kernel, Any] = {}
         self._streams: dict[int, Any] = {}
         self.last_launch = "none"
@@ -49,7 +51,7 @@ class CupyLauncher:
         pointers = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
         try:
             function(grid, (kernel.num_threads,), pointers, kernel.shared_bytes, self._stream())
-        except self._cupy.cuda.driver.CUDADriverError as error:
+        except self._faults as error:
             raise KernelFailed(f"{kernel} cannot be launched with grid {grid}: {error}") from error
 
     def _stream(self) -> Any:
@@ -82,7 +84,7 @@ class CupyLauncher:
             if kernel.shared_bytes:
                 raw.max_dynamic_shared_size_bytes = kernel.shared_bytes
             return raw.kernel
-        except (self._cupy.cuda.compiler.CompileException, self._cupy.cuda.driver.CUDADriverError) as error:
+        except self._faults as error:
             raise KernelFailed(f"{kernel} of {kernel.source} cannot be compiled or loaded: {error}") from error
 
 

@@ -1,0 +1,132 @@
+"""What CuPy is told, on a machine where it is not: a stand-in with the few names that the launcher uses."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backend.passes.decoder.cuda.cupy_launcher import CupyLauncher, sources_digest
+from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Kernel, KernelFailed
+
+KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=70_000)
+TENSOR = torch.zeros(4)
+
+
+class Fault(Exception):
+    """Of the driver, the runtime or the compiler."""
+
+
+class Function:
+    """A loaded kernel: notes its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.fault: Exception | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.launches.append(arguments)
+
+
+class FakeCupy:
+    def __init__(self, *, is_14: bool = True) -> None:
+        self.function = Function()
+        self.modules: list[dict[str, Any]] = []
+        self.raw = SimpleNamespace(kernel=self.function, max_dynamic_shared_size_bytes=0)
+        self.compile_fault: Exception | None = None
+        self.device = -1
+        self.num_streams = 0
+        stream = type("Stream", (), {"from_external": self.wrap} if is_14 else {})
+        self.cuda = SimpleNamespace(
+            Stream=stream,
+            ExternalStream=lambda address, device: ("external", address, device),
+            Device=lambda index: SimpleNamespace(use=lambda: setattr(self, "device", index)),
+            compiler=SimpleNamespace(CompileException=Fault),
+            driver=SimpleNamespace(CUDADriverError=Fault),
+            runtime=SimpleNamespace(CUDARuntimeError=Fault),
+        )
+
+    def wrap(self, stream: Any) -> tuple[str, int]:
+        self.num_streams += 1
+        return "wrapped", stream.cuda_stream
+
+    def RawModule(self, **options: Any) -> Any:  # noqa: N802 - CuPy's name
+        self.modules.append(options)
+        if self.compile_fault is not None:
+            raise self.compile_fault
+        return SimpleNamespace(get_function=lambda _entry: self.raw)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    return install(monkeypatch, FakeCupy())
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fake: FakeCupy) -> FakeCupy:
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=77))
+    return fake
+
+
+def test_a_kernel_is_compiled_with_its_macros_its_headers_and_a_name_for_all_sources(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(3)
+    launcher.prepare([KERNEL, KERNEL])
+    (module,) = cupy.modules
+    assert module["code"] == (KERNELS_DIR / "norms.cu").read_text()
+    assert module["backend"] == "nvrtc"
+    assert set(module["options"]) == {
+        "--std=c++17",
+        f"-I{KERNELS_DIR}",
+        f"-DPENSTOCK_SOURCES=0x{sources_digest()}",
+        "-DACT=1",
+    }
+    assert cupy.raw.max_dynamic_shared_size_bytes == 70_000
+    assert cupy.device == 3
+
+
+def test_tensors_travel_as_addresses_and_scalars_as_they_are_in_torchs_stream(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(0)
+    launcher.prepare([KERNEL])
+    for _ in range(2):
+        launcher.launch(KERNEL, (5, 2, 1), TENSOR, np.int32(7), np.float32(0.5))
+    grid, block, arguments, shared_bytes, stream = cupy.function.launches[1]
+    assert (grid, block, shared_bytes) == ((5, 2, 1), (256,), 70_000)
+    assert arguments == (TENSOR.data_ptr(), 7, 0.5)
+    assert [type(argument) for argument in arguments] == [int, np.int32, np.float32]
+    assert stream == ("wrapped", 77)
+    assert cupy.num_streams == 1
+    assert launcher.last_launch == "add_rms_norm[ACT=1] (5, 2, 1)"
+
+
+def test_cupy_13_gets_the_stream_as_it_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = install(monkeypatch, FakeCupy(is_14=False))
+    launcher = CupyLauncher(1)
+    launcher.prepare([KERNEL])
+    launcher.launch(KERNEL, (1, 1, 1), TENSOR)
+    assert cupy.function.launches[0][-1] == ("external", 77, 1)
+
+
+def test_an_empty_grid_is_no_launch(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(0)
+    launcher.prepare([KERNEL])
+    launcher.launch(KERNEL, (0, 4, 1), TENSOR)
+    assert cupy.function.launches == []
+
+
+def test_what_fails_is_named(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(0)
+    with pytest.raises(KernelFailed, match=r"add_rms_norm\[ACT=1\] was launched before it was prepared"):
+        launcher.launch(KERNEL, (1, 1, 1), TENSOR)
+    launcher.prepare([KERNEL])
+    cupy.function.fault = Fault("CUDA_ERROR_INVALID_VALUE")
+    with pytest.raises(KernelFailed, match=r"add_rms_norm\[ACT=1\] cannot be launched with grid \(9, 1, 1\): CUDA_ERR"):
+        launcher.launch(KERNEL, (9, 1, 1), TENSOR)
+    cupy.compile_fault = Fault("line 3: no such thing")
+    with pytest.raises(KernelFailed, match=r"of norms.cu cannot be compiled or loaded: line 3"):
+        CupyLauncher(0).prepare([KERNEL])
