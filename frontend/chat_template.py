@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
-import msgspec
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from jinja2.parser import Parser
 
-    from frontend.schemas.chat import CalledTool, ChatBody, ChatMessage
+    from frontend.schemas.chat import CalledTool, ChatBody, ChatMessage, Tool
 
 
 _RENDERING_FAILS = (
@@ -91,6 +90,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template has a fault in line {error.lineno}: {error.message}") from None
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
 
@@ -100,7 +100,7 @@ class ChatTemplate:
         fixed = {
             **self._special_tokens,
             "messages": messages,
-            "tools": [msgspec.to_builtins(tool) for tool in body.tools] if body.tools else None,
+            "tools": [_described(tool) for tool in body.offered_tools] or None,
             "documents": body.documents,
             "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
         }
@@ -120,6 +120,8 @@ class ChatTemplate:
         content = message.content
         if isinstance(content, list):
             content = "\n".join(part.text or "" for part in content)
+        elif content is None and message.tool_calls:
+            content = ""  # many templates join it with other texts
         fields = {
             "role": role,
             "content": content,
@@ -137,18 +139,25 @@ def _variables(body: ChatBody, fixed: Mapping[str, object]) -> dict[str, Any]:
     for name in variables:
         if name in fixed:
             invalid(f"chat_template_kwargs.{name}", "cannot be set here")
-    if body.enable_thinking is not None:
-        variables["enable_thinking"] = body.enable_thinking
+    if body.thinks is not None:
+        variables["enable_thinking"] = body.thinks
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     return variables
 
 
+def _described(tool: Tool) -> dict[str, Any]:
+    """As models have been taught: only what was given, in this order."""
+    function = tool.function
+    told = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": "function", "function": {name: value for name, value in told.items() if value is not None}}
+
+
 def _called(call: CalledTool) -> dict[str, Any]:
-    """Templates want the arguments as an object; a text that is none they get as it is."""
-    function = {"name": call.function.name, "arguments": call.function.arguments}
+    """Templates want the arguments as an object, none at all as an empty one; a text that is none they get as it is."""
+    function: dict[str, Any] = {"name": call.function.name, "arguments": call.function.arguments.strip() or "{}"}
     with contextlib.suppress(ValueError, RecursionError):
-        function["arguments"] = json.loads(call.function.arguments)
+        function["arguments"] = json.loads(function["arguments"])
     return {"id": call.id, "type": "function", "function": function}
 
 

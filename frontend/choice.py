@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from frontend.deltas import Delta, Message, TokenLogprob
+from frontend.deltas import Delta, Message, TokenLogprob, joined_calls
 from frontend.stop_strings import StopMatcher
 from shm.wire import Finish
 
@@ -18,16 +18,22 @@ if TYPE_CHECKING:
 
 
 class OutputParser(Protocol):
-    """Sorts one choice's text into answer, reasoning and tool calls. Any split of the text gives the same pieces."""
+    """Sorts one choice's text into pieces, each of the answer, of reasoning or of a tool call. Any split of the text
+    gives the same ones, joined."""
 
     @property
     def is_reasoning(self) -> bool:
         """Whether what comes next is reasoning, as far as can be said."""
         ...
 
-    def push(self, text: str) -> Delta: ...
+    @property
+    def is_complete(self) -> bool:
+        """The answer is over, whatever else the model says."""
+        ...
 
-    def flush(self) -> Delta:
+    def push(self, text: str) -> list[Delta]: ...
+
+    def flush(self) -> list[Delta]:
         """The text has ended: what was held back."""
         ...
 
@@ -44,6 +50,8 @@ class Wanted:
     min_tokens: int = 0
     """Stop strings that are complete before so many tokens do not count."""
     skips_special_tokens: bool = True
+    kept_token_ids: frozenset[int] = frozenset()
+    """Special tokens that make_parser's parsers must see."""
     token_ids: bool = False
     logprobs: bool = False
     echo: bool = False
@@ -84,7 +92,9 @@ class Choice:
         self._tokenizer = tokenizer
         self._wanted = wanted
         self._is_plain = wanted.is_plain
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=wanted.skips_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(
+            skip_special_tokens=wanted.skips_special_tokens, kept_ids=wanted.kept_token_ids
+        )
         self._stops = StopMatcher(wanted.stop_strings, keeps_match=wanted.keeps_stop)
         self._parser = wanted.make_parser() if wanted.make_parser is not None else None
         self._has_called = False
@@ -129,10 +139,7 @@ class Choice:
                 if self.stopped_by is None or not self._wanted.keeps_stop:
                     return
             was_reasoning = self._parser is not None and self._parser.is_reasoning
-            text = self._detokenizer.push((token_id,))
-            if self.num_tokens > self._wanted.min_tokens:
-                text = self._stops.push(text)
-            self._add_text(text, pieces)
+            self._add_text(self._detokenizer.push((token_id,)), pieces)
             if was_reasoning or (self._parser is not None and self._parser.is_reasoning):
                 self.num_reasoning_tokens += 1
             if self._wanted.token_ids:
@@ -142,19 +149,20 @@ class Choice:
                 self.sum_logprob += told.logprob
                 if self._wanted.logprobs:
                     pieces.logprobs.append(self._told(token_id, told))
-            if self._stops.matched is not None:
+            if self._stops.matched is not None or (self._parser is not None and self._parser.is_complete):
                 self.stream.cancel()
                 self._end(Finish.STOP, pieces)
                 return
 
     def _end(self, finish: Finish, pieces: _Pieces) -> None:
         # Of no effect where a stop string has been complete.
-        self._add_text(self._stops.push(self._detokenizer.flush()), pieces)
-        self._add_text(self._stops.flush(), pieces)
-        if self._stops.matched is not None:
-            self.stopped_by = self._stops.matched
+        self._add_text(self._detokenizer.flush(), pieces)
         if self._parser is not None:
             self._add(self._parser.flush(), pieces)
+        if held := self._stops.flush():
+            pieces.deltas.append(Delta(held))
+        if self._stops.matched is not None:
+            self.stopped_by = self._stops.matched
         if finish is Finish.STOP or self.stopped_by is not None:
             self.finish_reason = "tool_calls" if self._has_called else "stop"
         else:
@@ -162,11 +170,17 @@ class Choice:
 
     def _add_text(self, text: str, pieces: _Pieces) -> None:
         if text:
-            self._add(Delta(text) if self._parser is None else self._parser.push(text), pieces)
+            self._add([Delta(text)] if self._parser is None else self._parser.push(text), pieces)
 
-    def _add(self, delta: Delta, pieces: _Pieces) -> None:
-        self._has_called = self._has_called or bool(delta.tool_calls)
-        pieces.deltas.append(delta)
+    def _add(self, deltas: list[Delta], pieces: _Pieces) -> None:
+        """Up to a stop string, which counts in the answer's text only: not in reasoning, not in tool calls."""
+        for delta in deltas:
+            if self._stops.matched is not None:
+                return
+            if delta.text and self.num_tokens > self._wanted.min_tokens:
+                delta.text = self._stops.push(delta.text)
+            self._has_called = self._has_called or bool(delta.tool_calls)
+            pieces.deltas.append(delta)
 
     def _echo(self, pieces: _Pieces) -> None:
         pieces.deltas.append(Delta(self._tokenizer.decode(self.prompt, skip_special_tokens=False)))
@@ -204,7 +218,7 @@ class _Pieces:
         return Delta(
             text="".join(delta.text for delta in deltas),
             reasoning="".join(delta.reasoning for delta in deltas),
-            tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+            tool_calls=joined_calls(call for delta in deltas for call in delta.tool_calls),
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
         )

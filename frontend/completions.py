@@ -13,6 +13,7 @@ from frontend.formats.base import Identity, StreamedUsage, Usage
 from frontend.formats.chat import ChatFormat
 from frontend.formats.completion import CompletionFormat
 from frontend.generation import Generation, outcome
+from frontend.guidance import guide_chat
 from frontend.request_log import RequestRecord
 from frontend.schemas.decoding import decode_chat, decode_completion
 from frontend.structured import read_grammar
@@ -56,7 +57,7 @@ async def answer_chat(
     Raises ApiError, ClientGoneError.
     """
     prompt = await render_chat(body, served, is_long=size > _INLINE_CHARACTERS)
-    guidance = Guidance(grammar=read_grammar(body))
+    prompt, guidance = await guide_chat(body, prompt, served)
     await generate(exchange, body, [prompt], guidance, served, backend, id_prefix, make_format)
 
 
@@ -136,7 +137,7 @@ async def generate(
         record.finish_reason = outcome(error) if isinstance(error, ApiError) else "cancelled"
         raise
     finally:
-        record.write(time.monotonic())
+        record.observe(backend.board, time.monotonic())
 
 
 def _streamed_usage(body: GenerationBody) -> StreamedUsage:

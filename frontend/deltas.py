@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +17,17 @@ class ToolCallDelta:
     arguments: str = ""
     id: str | None = None
     name: str | None = None
+
+
+def joined_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Arguments of a call that follow one another as one piece; where a call begins is a piece of its own."""
+    joined: list[ToolCallDelta] = []
+    for piece in pieces:
+        if joined and piece.id is None and joined[-1].id is None and joined[-1].index == piece.index:
+            joined[-1] = ToolCallDelta(piece.index, joined[-1].arguments + piece.arguments)
+        else:
+            joined.append(piece)
+    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from frontend.options import FrontendOptions
-from frontend.settings import WORKER_SETTINGS_VARIABLE, Limits, WorkerSettings
+from frontend.settings import WORKER_SETTINGS_VARIABLE, Limits, ParserNames, WorkerSettings
 from shm.cli import fail, make_app
 from shm.supervisor import ChildSpec, Supervisor, module_argv
 
@@ -48,6 +48,7 @@ def serve(options: FrontendOptions) -> int:
         drain_timeout_s=options.drain_timeout_s,
         log_level=options.log_level,
         log_json=options.log_json,
+        parsers=ParserNames(options.tool_parser, options.reasoning_parser),
     )
     environment = {**os.environ, WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
     argv = module_argv("frontend.worker")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from frontend.parsing.choose import Dialect, choose_dialect
+from frontend.settings import ParserNames
 from frontend.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
@@ -27,13 +29,21 @@ _PATIENCE_S = 2.0
 class ServedModel:
     card: ModelCard
     tokenizer: ModelTokenizer
+    dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
+
+
+def dialect_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> Dialect:  # noqa: B008 - frozen
+    template = tokenizer.chat_template
+    source = None if template is None else template.source
+    return choose_dialect(source, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
 
 
 class ModelKeeper:
     """Keeps `current` in step with the backend's model card. None until tokenizer and template are loaded."""
 
-    def __init__(self, backend: BackendClient) -> None:
+    def __init__(self, backend: BackendClient, parsers: ParserNames = ParserNames()) -> None:  # noqa: B008 - frozen
         self._backend = backend
+        self._parsers = parsers
         self._unusable: ModelCard | None = None
         self.current: ServedModel | None = None
         self.settled = asyncio.Event()
@@ -61,6 +71,6 @@ class ModelKeeper:
             self.current, self._unusable = None, card
             _log.error("cannot serve %s: %s", card.model_id, error)
         else:
-            self.current = ServedModel(card, tokenizer)
+            self.current = ServedModel(card, tokenizer, dialect_of(tokenizer, self._parsers))
             _log.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)
         self.settled.set()

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
+from frontend.parsing.names import ReasoningParserName, ToolParserName
 from shm.cli import ByteSize, default_socket_path
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
@@ -55,6 +56,13 @@ class FrontendOptions:
 
     max_open_requests: Positive = 1024
     """Requests that one worker has open at once; beyond it the answer is 429."""
+
+    tool_parser: ToolParserName = "auto"
+    """How the model writes tool calls; auto goes by its chat template, none offers no tools."""
+
+    reasoning_parser: ReasoningParserName = "auto"
+    """How the model marks its reasoning: think is <think>…</think>, mistral [THINK]…[/THINK], none leaves it in the
+    text; auto goes by the chat template and the tokens."""
 
     drain_timeout_s: Seconds = 30.0
     """Seconds that running requests get to finish when told to stop."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from frontend.parsing.names import ReasoningParserName, ToolParserName
+
 WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
 """Carries the settings: an environment is private to its user, a command line is not, and there may be keys in it."""
 
@@ -20,6 +22,13 @@ class Limits:
     client_timeout_s: float = 30.0
 
 
+class ParserNames(Struct, frozen=True):
+    """How the model's reasoning and tool calls are read; auto is by its chat template."""
+
+    tools: ToolParserName = "auto"
+    reasoning: ReasoningParserName = "auto"
+
+
 class WorkerSettings(Struct, frozen=True):
     listen_fd: int
     socket_path: str
@@ -28,3 +37,4 @@ class WorkerSettings(Struct, frozen=True):
     drain_timeout_s: float
     log_level: str
     log_json: bool
+    parsers: ParserNames = ParserNames()

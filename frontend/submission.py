@@ -43,6 +43,8 @@ class Guidance:
     thinking_budget_tokens: int = 0
     thinking_end: tuple[int, ...] = ()
     make_parser: Callable[[], OutputParser] | None = None
+    kept_token_ids: frozenset[int] = frozenset()
+    """As in `frontend.choice.Wanted`."""
 
 
 async def submit(
@@ -105,6 +107,7 @@ def _wanted(body: GenerationBody, guidance: Guidance) -> Wanted:
         prompt_logprobs=body.prompt_logprobs is not None,
         no_output=completion is not None and completion.max_tokens == 0,
         make_parser=guidance.make_parser,
+        kept_token_ids=guidance.kept_token_ids,
     )
 
 

@@ -34,6 +34,8 @@ class ModelTokenizer:
         self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """The tokens that stand beside the vocabulary, special or not: each is one token wherever it is written."""
         self.raw = TokenBytes(tokenizer)
         """The bytes of a single token."""
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
@@ -72,8 +74,9 @@ class ModelTokenizer:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For one stream."""
-        if skip_special_tokens:
+    def detokenizer(self, *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """For one stream. kept_ids are special tokens that are text all the same."""
+        if skip_special_tokens and not kept_ids:
             return Detokenizer(self.decode, self._special_ids)
-        return Detokenizer(partial(self.decode, skip_special_tokens=False))
+        silent_ids = self._special_ids - kept_ids if skip_special_tokens else frozenset()
+        return Detokenizer(partial(self.decode, skip_special_tokens=False), silent_ids)

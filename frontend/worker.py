@@ -28,7 +28,7 @@ async def serve(settings: WorkerSettings) -> None:
     max_connections = raise_fd_limit()
     backend = BackendClient(Path(settings.socket_path))
     await backend.start()
-    models = ModelKeeper(backend)
+    models = ModelKeeper(backend, settings.parsers)
     app = App(backend, models, api_keys=settings.api_keys, limits=settings.limits)
     keeper = asyncio.create_task(models.watch())
     try:

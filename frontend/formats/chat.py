@@ -31,11 +31,14 @@ class ChatFormat:
             changes["reasoning_content"] = delta.reasoning
         if delta.text:
             changes["content"] = delta.text
-        if delta.tool_calls:
-            changes["tool_calls"] = [_tool_call(piece) for piece in delta.tool_calls]
+        first, *others = delta.tool_calls or (None,)
+        if first is not None:
+            changes["tool_calls"] = [_tool_call(first)]
         logprobs = encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
         more = b',"token_ids":' + encode(delta.token_ids) if delta.token_ids else b""
-        return self._chunk(index, encode(changes), logprobs, more)
+        # One piece of a call in each chunk: clients look no further.
+        chunks = [encode({"tool_calls": [_tool_call(piece)]}) for piece in others if piece is not None]
+        return self._chunk(index, encode(changes), logprobs, more) + b"".join(self._chunk(index, c) for c in chunks)
 
     def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:
         more = b"" if stopped_by is None else b',"stop_reason":' + encode(stopped_by)

@@ -10,6 +10,8 @@ from frontend.errors import ApiError, ErrorKind, invalid, shorten
 from frontend.schemas.generation import ABSENT, GenerationBody, ShortText
 from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
+_MAX_SCHEMA_DEPTH = 64
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
 
@@ -94,6 +96,29 @@ class ChatBody(GenerationBody, kw_only=True):
     web_search_options: Raw = ABSENT
 
     @property
+    def offered_tools(self) -> list[Tool]:
+        """Those that the model may call."""
+        return [] if self.tool_choice == "none" else (self.tools or [])
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def calls_once(self) -> bool:
+        """One call ends the answer."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the answer is to begin with reasoning; None leaves it to the model."""
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        if self.thinking_budget is not None:
+            return self.thinking_budget > 0
+        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
+
+    @property
     def num_logprobs(self) -> int:
         return (self.top_logprobs or 0) if self.logprobs else -1
 
@@ -102,6 +127,7 @@ def check_chat(body: ChatBody) -> None:
     """What no single field's type says. Raises ApiError."""
     for position, message in enumerate(body.messages):
         _check_message(f"messages[{position}]", message)
+    _check_tools(body)
     if body.top_logprobs and not body.logprobs:
         invalid("top_logprobs", "needs logprobs to be true")
     if body.continue_final_message:
@@ -109,6 +135,31 @@ def check_chat(body: ChatBody) -> None:
             invalid("continue_final_message", "the last message must be the assistant's")
         if body.add_generation_prompt:
             invalid("add_generation_prompt", "cannot be true together with continue_final_message")
+
+
+def _check_tools(body: ChatBody) -> None:
+    names: set[str] = set()
+    for position, tool in enumerate(body.tools or ()):
+        path, function = f"tools[{position}].function", tool.function
+        if function.name in names:
+            invalid(f"{path}.name", f"{shorten(function.name)} is there twice")
+        names.add(function.name)
+        if (function.parameters or {}).get("type", "object") != "object":
+            invalid(f"{path}.parameters.type", 'must be "object"')
+        if not _is_shallow(function.parameters, _MAX_SCHEMA_DEPTH):
+            invalid(f"{path}.parameters", f"nested more than {_MAX_SCHEMA_DEPTH} deep")
+    if body.must_call and not names:
+        invalid("tool_choice", "needs tools")
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        invalid("tool_choice.function.name", f"{shorten(choice.function.name)} is none of the tools")
+
+
+def _is_shallow(value: object, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_shallow(item, depth - 1) for item in inner)
 
 
 def _check_message(path: str, message: ChatMessage) -> None:

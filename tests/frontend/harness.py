@@ -17,9 +17,9 @@ from uvicorn.server import ServerState
 
 from frontend.app import App
 from frontend.chat_template import ChatTemplate
-from frontend.model import ModelKeeper, ServedModel
+from frontend.model import ModelKeeper, ServedModel, dialect_of
 from frontend.server import server_config
-from frontend.settings import Limits
+from frontend.settings import Limits, ParserNames
 from frontend.tokenizer import ModelTokenizer
 from shm.board import FrontendBoard
 from shm.client import BackendUnavailable, GenerationRequest, TokenBatch
@@ -148,7 +148,7 @@ class FakeBackend:
     refusal: Exception | None = None
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     backend_counters: dict[str, int] | None = field(default_factory=lambda: {"running": 2, "pages_used": 5})
-    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FrontendBoard.fields, 0))
+    board: FrontendBoard = field(default_factory=FrontendBoard.private)
     joins: bool = False
     """Streams opened from now on listen to what another request had started."""
 
@@ -164,12 +164,23 @@ class FakeBackend:
         return stream
 
     @property
+    def counters(self) -> dict[str, int]:
+        return {name: count for name, count in self.board.values().items() if name != "pid"}
+
+    @property
     def last(self) -> GenerationRequest:
         return self.streams[-1].request
 
 
-def served_model(card: ModelCard) -> ServedModel:
-    return ServedModel(card, ModelTokenizer(TOKENIZER, ChatTemplate(CHAT_TEMPLATE, {})))
+def served_model(
+    card: ModelCard,
+    *,
+    template: str = CHAT_TEMPLATE,
+    tokenizer: Tokenizer = TOKENIZER,
+    parsers: ParserNames = ParserNames(),  # noqa: B008 - frozen
+) -> ServedModel:
+    loaded = ModelTokenizer(tokenizer, ChatTemplate(template, {}))
+    return ServedModel(card, loaded, dialect_of(loaded, parsers))
 
 
 def make_app(backend: FakeBackend, **options: Any) -> App:

@@ -1,0 +1,102 @@
+"""How a chat's answer begins, what it must look like and how it is read: by its body and by what the model is like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from frontend.errors import invalid
+from frontend.parsing.answer import AnswerShape
+from frontend.structured import read_grammar
+from frontend.submission import Guidance
+from frontend.tools import behind_reasoning, call_grammar, tool_format
+
+if TYPE_CHECKING:
+    from frontend.model import ServedModel
+    from frontend.parsing.reasoning import ReasoningFormat
+    from frontend.schemas.chat import ChatBody
+    from frontend.tokenizer import ModelTokenizer
+
+_TAIL_TOKENS = 32
+"""In these a marker at the prompt's end is found, even where it is spelled byte by byte."""
+
+
+async def guide_chat(body: ChatBody, prompt: list[int], served: ServedModel) -> tuple[list[int], Guidance]:
+    """The prompt, with the reasoning's markers behind it where the request decides on it, and the guidance.
+
+    prompt is what the chat template makes of the body. Raises ApiError.
+    """
+    form, reasoning = tool_format(body, served.dialect), served.dialect.reasoning
+    grammar, added_tokens = read_grammar(body), served.tokenizer.added_tokens
+    start = _Start(prompt)
+    if reasoning is not None:
+        is_limited = bool(body.thinking_budget) or grammar is not None or body.must_call
+        start = await _begin_reasoning(body, prompt, reasoning, served.tokenizer, is_limited=is_limited)
+    may_reason = reasoning if start.is_undecided and body.thinks is not False else None
+    if form is not None:
+        grammar = call_grammar(body, form, grammar, added_tokens, may_reason)
+    elif grammar is not None and may_reason is not None:
+        grammar = behind_reasoning(grammar, may_reason, added_tokens)
+    guidance = Guidance(grammar)
+    if form is not None or reasoning is not None:
+        markers = (form.markers if form is not None else ()) + (reasoning.markers if reasoning is not None else ())
+        end_id = None if reasoning is None else added_tokens.get(reasoning.closing)
+        end = (end_id,) if start.is_open and end_id is not None else ()
+        guidance = Guidance(
+            grammar,
+            grammar_after=end if grammar is not None else (),
+            thinking_budget_tokens=(body.thinking_budget or 0) if end else 0,
+            thinking_end=end if body.thinking_budget else (),
+            make_parser=AnswerShape(
+                reasoning,
+                is_reasoning_open=start.is_open,
+                tells_reasoning=body.include_reasoning is not False,
+                tools=form,
+                function_names=frozenset(tool.function.name for tool in body.offered_tools),
+                one_call=body.calls_once,
+            ),
+            kept_token_ids=frozenset(added_tokens[marker] for marker in markers if marker in added_tokens),
+        )
+    return start.prompt, guidance
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where the answer starts."""
+
+    prompt: list[int]
+    is_open: bool = False
+    """Within the reasoning."""
+    is_undecided: bool = False
+    """The model itself opens the reasoning, or does not."""
+
+
+async def _begin_reasoning(
+    body: ChatBody, prompt: list[int], form: ReasoningFormat, tokenizer: ModelTokenizer, *, is_limited: bool
+) -> _Start:
+    """is_limited: there is a budget, or a grammar behind the reasoning, so that its end must be recognised."""
+
+    async def with_text(text: str) -> list[int]:
+        return prompt + (await tokenizer.encode([text], add_special_tokens=False))[0]
+
+    is_open, is_closed = _state(body, prompt, form, tokenizer)
+    if body.thinking_budget == 0 and not is_closed:
+        return _Start(await with_text(("" if is_open else f"{form.opening}\n\n") + f"{form.closing}\n\n"))
+    if is_closed or not (is_open or (is_limited and body.thinks)):
+        return _Start(prompt, is_undecided=not is_closed)
+    if is_limited and form.closing not in tokenizer.added_tokens:
+        if body.thinking_budget:
+            invalid("thinking_budget", "this model marks the end of its reasoning in ways that cannot be limited")
+        return _Start(await with_text(f"{form.closing}\n\n") if is_open else prompt)
+    return _Start(prompt if is_open else await with_text(f"{form.opening}\n"), is_open=True)
+
+
+def _state(body: ChatBody, prompt: list[int], form: ReasoningFormat, tokenizer: ModelTokenizer) -> tuple[bool, bool]:
+    """Whether the prompt has opened the answer's reasoning, and whether it has closed it, too."""
+    if body.continue_final_message:
+        text = body.messages[-1].content
+        said = text if isinstance(text, str) else ""
+        is_open = said.rfind(form.opening) > said.rfind(form.closing)
+        return is_open, not is_open
+    tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+    return tail.endswith(form.opening), tail.endswith(form.closing)

@@ -1,0 +1,1 @@
+"""A model's text, sorted into answer, reasoning and tool calls while it comes."""

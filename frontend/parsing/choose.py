@@ -1,0 +1,78 @@
+"""How the served model writes reasoning and tool calls: by its chat template and tokens, or as the operator says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from frontend.parsing.reasoning import MISTRAL_THINK, THINK, ReasoningFormat
+from frontend.parsing.tool_formats.hermes import Hermes
+from frontend.parsing.tool_formats.llama3_json import Llama3Json
+from frontend.parsing.tool_formats.mistral import Mistral
+from frontend.parsing.tool_formats.pythonic import Pythonic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from frontend.parsing.names import ReasoningParserName, ToolParserName
+    from frontend.parsing.tool_formats.base import ToolFormat
+
+_OTHER_XML = ("<function=", "<arg_key>", "<parameter=")
+"""Marks of formats that share <tool_call> and hold no JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Of one model."""
+
+    tools: ToolFormat | None = None
+    """None where the model knows no tools, or writes calls in a way that is not known here."""
+    reasoning: ReasoningFormat | None = None
+    offers_tools: bool = True
+
+
+def choose_dialect(
+    template: str | None,
+    added_tokens: Mapping[str, int],
+    tool_parser: ToolParserName = "auto",
+    reasoning_parser: ReasoningParserName = "auto",
+) -> Dialect:
+    """template is the chat template's source; added_tokens are the tokens that stand beside the vocabulary."""
+    source = template or ""
+    found = _tool_format_of(source) if tool_parser == "auto" else tool_parser
+    formats: dict[str, ToolFormat] = {
+        "hermes": Hermes(),
+        "llama3_json": Llama3Json(),
+        "mistral": Mistral(names_first="[ARGS]" in added_tokens),
+        "pythonic": Pythonic(),
+    }
+    return Dialect(
+        tools=formats.get(found),
+        reasoning=_reasoning_format(source, added_tokens, reasoning_parser),
+        offers_tools=tool_parser != "none",
+    )
+
+
+def _tool_format_of(source: str) -> str:
+    """The order matters: templates explain several ways, and the first of these is the one that is meant."""
+    if "tools" not in source:
+        return "none"
+    if "[TOOL_CALLS]" in source:
+        return "mistral"
+    if "<tool_call>" in source:
+        return "none" if any(mark in source for mark in _OTHER_XML) else "hermes"
+    if "[func_name1(" in source:
+        return "pythonic"
+    if "<|python_tag|>" in source or ("ipython" in source and "parameters" in source):
+        return "llama3_json"
+    return "none"
+
+
+def _reasoning_format(
+    source: str, added_tokens: Mapping[str, int], asked: ReasoningParserName
+) -> ReasoningFormat | None:
+    forms = {form.name: form for form in (THINK, MISTRAL_THINK)}
+    if asked != "auto":
+        return forms.get(asked)
+    known = (form for form in forms.values() if form.closing in source or form.closing in added_tokens)
+    return next(known, None)

@@ -1,0 +1,46 @@
+"""Reasoning, which a model writes between two markers before its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from frontend.parsing.output import Output
+    from frontend.parsing.reader import Reader, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    name: str
+    opening: str
+    closing: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens."""
+        return (self.opening, self.closing)
+
+
+THINK = ReasoningFormat("think", "<think>", "</think>")
+"""Of Qwen3, DeepSeek-R1 and many others."""
+MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
+"""Of Magistral."""
+
+
+def read_reasoning(reader: Reader, output: Output, form: ReasoningFormat, *, is_open: bool) -> Steps[None]:
+    """Only what an answer begins with is reasoning; markers further on are its text. Reasoning may never end.
+
+    is_open: the prompt ends with the opening marker. Some models write it once more.
+    """
+    reader.hold()
+    yield from reader.skip_spaces()
+    is_opened = yield from reader.accept(form.opening)
+    held = reader.release()
+    if not (is_open or is_opened):
+        output.content(held)
+        return
+    output.begin_reasoning()
+    yield from reader.until(form.closing, output.reasoning)
+    yield from reader.accept(form.closing)
+    output.end_reasoning()

@@ -1,0 +1,42 @@
+"""<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen 2.5, Qwen 3 and others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from frontend.parsing.tool_formats.base import is_function_name, openai_call_id, read_json_call
+
+if TYPE_CHECKING:
+    from frontend.parsing.output import Output
+    from frontend.parsing.reader import Reader, Steps
+
+_OPENING = "<tool_call>"
+_CLOSING = "</tool_call>"
+
+
+class Hermes:
+    """See `ToolFormat`."""
+
+    name = "hermes"
+    markers: tuple[str, ...] = (_OPENING, _CLOSING)
+    trigger: str | None = _OPENING
+    opening = ""
+    separator = "\n"
+    closing = ""
+
+    def around(self, name: str) -> tuple[str, str]:
+        before = f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": '
+        return f"{_OPENING}\n{before}", f"}}\n{_CLOSING}"
+
+    def read(self, reader: Reader, output: Output, _names: frozenset[str]) -> Steps[None]:
+        while (yield from reader.until(_OPENING, output.content)):
+            reader.hold()
+            yield from reader.accept(_OPENING)
+            if (yield from read_json_call(reader, output, is_function_name)):
+                yield from reader.skip_spaces()
+                yield from reader.accept(_CLOSING)
+
+    def new_call_id(self) -> str:
+        return openai_call_id()

@@ -1,0 +1,56 @@
+"""{"name": …, "parameters": {…}}, or several with semicolons between, as the whole answer or behind <|python_tag|>:
+Llama 3.1 to 3.3."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from frontend.parsing.tool_formats.base import openai_call_id, read_json_call
+
+if TYPE_CHECKING:
+    from frontend.parsing.output import Output
+    from frontend.parsing.reader import Reader, Steps
+
+_PYTHON_TAG = "<|python_tag|>"
+
+
+class Llama3Json:
+    """See `ToolFormat`. An object that names no function of the request's is an answer in JSON."""
+
+    name = "llama3_json"
+    markers: tuple[str, ...] = (_PYTHON_TAG,)
+    trigger: str | None = None
+    opening = ""
+    separator = "; "
+    closing = ""
+
+    def around(self, name: str) -> tuple[str, str]:
+        return f'{{"name": {msgspec.json.encode(name).decode()}, "parameters": ', "}"
+
+    def read(self, reader: Reader, output: Output, names: frozenset[str]) -> Steps[None]:
+        reader.hold()
+        yield from reader.skip_spaces()
+        if (yield from reader.peek()) == "{":
+            yield from _read_calls(reader, output, names)
+        else:
+            output.content(reader.release())
+        while (yield from reader.until(_PYTHON_TAG, output.content)):
+            reader.hold()
+            yield from reader.accept(_PYTHON_TAG)
+            yield from _read_calls(reader, output, names)
+
+    def new_call_id(self) -> str:
+        return openai_call_id()
+
+
+def _read_calls(reader: Reader, output: Output, names: frozenset[str]) -> Steps[None]:
+    while (yield from read_json_call(reader, output, names.__contains__)):
+        reader.hold()
+        yield from reader.skip_spaces()
+        yield from reader.accept(";")
+        yield from reader.skip_spaces()
+        if (yield from reader.peek()) != "{":
+            output.content(reader.release())
+            return

@@ -1,0 +1,91 @@
+"""[f(a=1), g(b="x")] as the whole answer: Llama 3.2 and 4, ToolACE and others."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from frontend.parsing.reader import Malformed
+from frontend.parsing.tool_formats.base import openai_call_id
+from frontend.parsing.tool_formats.python_values import read_value
+
+if TYPE_CHECKING:
+    from frontend.parsing.output import Output
+    from frontend.parsing.reader import Reader, Steps
+
+_NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")
+_WORD = re.compile(r"\w+")
+
+
+class Pythonic:
+    """See `ToolFormat`. A call is told when its last parenthesis is there, its arguments as JSON."""
+
+    name = "pythonic"
+    markers: tuple[str, ...] = ()
+    trigger: str | None = None
+    opening = "["
+    separator = ", "
+    closing = "]"
+
+    def around(self, name: str) -> tuple[str, str]:
+        # Keywords could not say all that a schema may ask for.
+        return f"{name}(**", ")"
+
+    def read(self, reader: Reader, output: Output, names: frozenset[str]) -> Steps[None]:
+        reader.hold()
+        try:
+            yield from reader.skip_spaces()
+            yield from reader.expect("[")
+            while True:
+                yield from _read_call(reader, output, names)
+                reader.hold()
+                yield from reader.skip_spaces()
+                if not (yield from reader.accept(",")):
+                    yield from reader.expect("]")
+                    reader.release()
+                    return
+        except Malformed:
+            output.content(reader.release())
+
+    def new_call_id(self) -> str:
+        return openai_call_id()
+
+
+def _read_call(reader: Reader, output: Output, names: frozenset[str]) -> Steps[None]:
+    yield from reader.skip_spaces()
+    parts: list[str] = []
+    yield from reader.run(_NAME_CHARACTERS, parts.append)
+    name = "".join(parts)
+    if name not in names:
+        raise Malformed
+    yield from reader.expect("(")
+    arguments: dict[str, Any] = {}
+    yield from reader.skip_spaces()
+    while not (yield from reader.accept(")")):
+        arguments.update((yield from _read_argument(reader)))
+        yield from reader.skip_spaces()
+        if not (yield from reader.accept(",")):
+            yield from reader.expect(")")
+            break
+        yield from reader.skip_spaces()
+    output.begin_call(name)
+    output.arguments(json.dumps(arguments, ensure_ascii=False))
+    output.end_call()
+
+
+def _read_argument(reader: Reader) -> Steps[dict[str, Any]]:
+    """A keyword with its value, or several behind two stars."""
+    if (yield from reader.accept("**")):
+        several = yield from read_value(reader)
+        if not isinstance(several, dict):
+            raise Malformed
+        return several
+    parts: list[str] = []
+    yield from reader.run(_WORD, parts.append)
+    if not parts:
+        raise Malformed
+    yield from reader.skip_spaces()
+    yield from reader.expect("=")
+    yield from reader.skip_spaces()
+    return {"".join(parts): (yield from read_value(reader))}
