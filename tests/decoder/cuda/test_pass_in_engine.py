@@ -99,6 +99,29 @@ def test_every_stream_is_the_oracles_greedy_one(bench: AheadBench) -> None:
     assert sum(graph.num_replays for graph in bench.forward_pass.device.graphs) > 0
 
 
+def test_streams_stay_the_oracles_through_shared_prefixes_cancellations_and_late_arrivals(bench: AheadBench) -> None:
+    rng = np.random.default_rng(11)
+    prefix = prompts((32,), seed=8)[0]
+    wanted: dict[int, tuple[tuple[int, ...], int]] = {}
+    cancelled = {2, 5, 9}
+    for request_id in range(14):
+        tail = tuple(rng.integers(0, VOCAB_SIZE, rng.integers(1, 30)).tolist())
+        wanted[request_id] = (prefix + tail if request_id % 3 == 0 else tail, int(rng.integers(1, 14)))
+        prompt, count = wanted[request_id]
+        bench.submit(list(prompt), count, request_id=request_id)
+        for _ in range(int(rng.integers(0, 4))):
+            bench.engine.turn()
+        if request_id in cancelled:
+            bench.cancel(request_id)
+    bench.run_dry()
+    for request_id, (prompt, count) in wanted.items():
+        received = bench.received(request_id)
+        assert received.token_ids == greedy(prompt, count)[: len(received.token_ids)]
+        if request_id not in cancelled:
+            assert received.finishes == [Finish.LENGTH]
+            assert len(received.token_ids) == count
+
+
 def launch(forward_pass: EmulatedCudaPass, ids: list[int], start: int) -> Any:
     init = SlotInit(3, GREEDY, np.array(ids, np.int32), len(ids))
     batch = StepBatch(
