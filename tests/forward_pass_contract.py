@@ -82,7 +82,7 @@ class Run:
     def prompt(self, num_tokens: int) -> list[int]:
         return self.rng.integers(0, self.forward_pass.spec.vocab_size, num_tokens).tolist()
 
-    def step(self, parts: list[Part]) -> tuple[np.ndarray, np.ndarray]:
+    def step(self, parts: list[Part], page_copies: tuple[tuple[int, int], ...] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Logits and sampled tokens of the rows that want them, in the order of parts."""
         order = sorted(range(len(parts)), key=lambda index: len(parts[index].token_ids) > 1)
         rows = [parts[index] for index in order]
@@ -96,6 +96,7 @@ class Run:
             slots=np.array([row.slot for row in rows], np.int32),
             logit_rows=np.array([i for i, row in enumerate(rows) if row.wants_logits], np.int32),
             slot_inits=tuple(row.init for row in rows if row.init),
+            page_copies=page_copies,
         )
         logits = self.forward_pass.forward(batch)
         host = np.array(self.forward_pass.host_logits(logits), np.float32)
@@ -161,6 +162,29 @@ def test_the_order_of_pages_does_not_matter_nor_what_they_held(run: Run) -> None
     run.prefill(run.prompt(44), pages)
     again, _ = run.prefill(prompt, pages[::-1])
     assert same(first, again)
+
+
+@pytest.mark.parametrize("num_copied", [1, 2, 3])
+def test_a_row_goes_on_within_a_page_that_was_copied_for_it(run: Run, num_copied: int) -> None:
+    """The source's owner, in the same step, writes to the source; both go their own ways afterwards."""
+    shuffled = run.rng.permutation(NUM_PAGES).tolist()
+    source, mine, expected_pages = shuffled[:8], shuffled[8:16], shuffled[16:24]
+    page_size = page_size_of(run.forward_pass)
+    common = run.prompt(2 * page_size + num_copied)
+    prompts = [common + run.prompt(9), common + run.prompt(7)]
+    inits = [SlotInit(slot, GREEDY, np.array(prompts[slot], np.int32), len(prompts[slot])) for slot in (0, 1)]
+    expected = [run.prefill(prompt, expected_pages)[0].copy() for prompt in prompts]
+    run.prefill(run.prompt(3 * page_size), mine)  # what the destination held before
+    start = len(common)
+    run.step([Part(common, 0, source, 0, False, inits[0])])
+    destination = mine[2]
+    parts = [
+        Part(prompts[0][start:], start, source, 0),
+        Part(prompts[1][start:], start, [*source[:2], destination, *mine[3:]], 1, True, inits[1]),
+    ]
+    logits, _ = run.step(parts, ((source[2], destination),))
+    assert same(logits[0], expected[0])
+    assert same(logits[1], expected[1])
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(run: Run) -> None:
