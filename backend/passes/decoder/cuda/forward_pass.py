@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from backend.errors import StartupError
-from backend.forward_pass import DeviceLogits
+from backend.forward_pass import DeviceLogits, SamplingParams, SlotInit, StepBatch
 from backend.passes.decoder.cuda import step_buffers
 from backend.passes.decoder.cuda.graphs import DecodeGraphs
 from backend.passes.decoder.cuda.launcher import KernelFailed
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from backend.forward_pass import PassOptions, PassSpec, SlotInit, StepBatch, TokenMasks
+    from backend.forward_pass import PassOptions, PassSpec, TokenMasks
     from backend.passes.decoder.config import DecoderConfig
     from backend.passes.decoder.cuda.device import Device
     from backend.passes.decoder.cuda.transfers import Ints
@@ -102,6 +102,8 @@ class CudaDecoderPass:
         from backend.checkpoint.weights import open_weights
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
+        if options.deterministic:
+            logger.warning("--deterministic is not kept on a GPU: products are chosen by the number of rows")
         with freed_memory_returns(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype, torch.float16)
             try:
@@ -115,7 +117,7 @@ class CudaDecoderPass:
 
     @torch.inference_mode()
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        """Also compiles the kernels, measures the link, and captures the decode steps."""
+        """Also compiles the kernels, measures the link, captures the decode steps, and runs one of prefill."""
         config, device = self._config, self._device
         longest = min(self._sizes.max_context_tokens, num_pages * page_size_tokens)
         sizes = StepSizes(self._sizes.max_rows, self._sizes.max_tokens, longest)
@@ -139,6 +141,7 @@ class CudaDecoderPass:
             device.launcher.prepare([*self._ops.kernels(), *self._sampler.kernels, *step_buffers.kernels()])
             self.link = measure_link(device)
             self._graphs = DecodeGraphs(device, sizes.max_graph_rows, self._run_padding)
+            self._warm_up(min(sizes.max_tokens, longest))
         except torch.OutOfMemoryError:
             raise
         except (KernelFailed, RuntimeError) as error:
@@ -228,6 +231,21 @@ class CudaDecoderPass:
         step = CudaStep(num_rows, rows, num_rows, None, logit_rows, buffers.logit_tokens[:num_rows], True)
         self._ops.begin(step)
         self._model.forward(step, wants_logits=True)
+
+    def _warm_up(self, num_tokens: int) -> None:
+        """A prefill step as large as one can be, in pages that nobody owns yet."""
+        ids = np.zeros(num_tokens, np.int32)
+        num_pages = -(-num_tokens // self._ops.layout.page_size_tokens)
+        batch = StepBatch(
+            input_ids=ids,
+            query_starts=np.array([0, num_tokens], np.int32),
+            context_lens=np.zeros(1, np.int32),
+            page_table=np.arange(num_pages, dtype=np.int32)[None],
+            slots=np.zeros(1, np.int32),
+            logit_rows=np.zeros(1, np.int32),
+            slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), ids, num_tokens),),
+        )
+        self._sample(self._forward(batch), batch, None).wait()
 
     def _pack_slots(self, inits: tuple[SlotInit, ...]) -> tuple[Ints, int]:
         """New slots as they travel with the step; where they are too many for that, they go ahead of it."""
