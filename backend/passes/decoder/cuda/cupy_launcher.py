@@ -78,7 +78,8 @@ class CupyLauncher:
             f"-DPENSTOCK_SOURCES=0x{sources_digest()}",
             *(f"-D{name}={value}" for name, value in kernel.macros),
         )
-        code = (KERNELS_DIR / kernel.source).read_text()
+        # Included, so that messages name the file, and CuPy need not write it again in whatever encoding.
+        code = f'#include "{kernel.source}"\n'
         try:
             raw = self._cupy.RawModule(code=code, options=options, backend="nvrtc").get_function(kernel.entry)
             if kernel.shared_bytes:
