@@ -7,7 +7,6 @@ import hmac
 import logging
 import os
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,6 @@ class App:
         self._salts = {key.encode(): tenant_salt(key.encode()) for key in api_keys}
         self._limits = limits
         self._open: set[Exchange] = set()
-        self._statuses: Counter[int] = Counter()
         self._draining = False
         self._idle_actions: set[asyncio.Task[None]] = set()
         reading = dict.fromkeys(_READ_ONLY, Route(self._list_models))
@@ -83,7 +81,7 @@ class App:
         finally:
             self._open.discard(exchange)
             if exchange.status is not None:
-                self._statuses[exchange.status] += 1
+                self._backend.board.count_response(exchange.status)
             exchange.finish()
 
     @property
@@ -197,7 +195,7 @@ class App:
         await exchange.respond(200, msgspec.json.encode({"status": "ready"} | shown))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        page = metrics.render(os.getpid(), self._backend.counters, self._statuses, self._backend.backend_counters)
+        page = metrics.render(os.getpid(), self._backend.counters, self._backend.backend_counters)
         await exchange.respond(200, page, content_type=metrics.CONTENT_TYPE)
 
     async def _list_models(self, exchange: Exchange) -> None:

@@ -1,23 +1,32 @@
-"""GET /metrics: the backend's board and this worker's counters in Prometheus' text format, version 0.0.4.
+"""GET /metrics in Prometheus' text format, version 0.0.4.
 
-The backend's numbers are the whole system's and the same whoever is asked; the worker's own have its pid as a label.
+Numbers without a worker's label are the whole system's, from the backend's board, and the same whoever is asked: the
+backend's own, and what all its frontends have counted since it started. Those with one are this worker's alone, since
+its start.
 """
 
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from typing import TYPE_CHECKING
+
+from shm.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from shm.board import Histogram
 
     Counters = Mapping[str, int]
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
+_US = 1e6
 # (name, help, the board's field)
 _BACKEND_GAUGES = (
     ("backend_draining", "1 once the backend accepts nothing new.", "draining"),
+    ("frontends", "Frontend processes that are connected.", "frontends"),
     ("sequences_running", "Sequences being computed.", "running"),
     ("sequences_waiting", "Sequences that wait to be admitted.", "waiting"),
     ("sequences_waiting_limit", "Sequences that may wait before new requests are answered 429.", "max_waiting"),
@@ -34,16 +43,46 @@ _BACKEND_COUNTERS = (
     ("wasted_tokens_total", "Computed tokens that nobody wanted any more when they were there.", "wasted_tokens"),
 )
 _BACKEND_OUTCOMES = ("finished", "cancelled", "rejected", "failed", "expired")
-_WORKER_OUTCOMES = ("stop", "length", "cancelled", "rejected", "failed", "expired")
-_CANCEL_BUCKETS_MS = (1, 5, 20, 100, 500)
+# (name, help, the board's histogram, how many of its units make one of the metric's)
+_BACKEND_HISTOGRAMS = (
+    (
+        "cancel_to_free_seconds",
+        "From noticing that a client has gone to its pages being free.",
+        BackendBoard.cancel_to_free_us,
+        _US,
+    ),
+    ("step_duration_seconds", "From a step's launch to its result.", BackendBoard.step_us, _US),
+    ("step_rows", "Sequences that had tokens in a step.", BackendBoard.step_rows, 1),
+    ("step_tokens", "Tokens of prompts and answers that a step computed.", BackendBoard.step_tokens, 1),
+)
+_FRONTEND_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From a request's arrival to its first token.", FrontendBoard.ttft_us, _US),
+    ("inter_token_latency_seconds", "Between a stream's tokens.", FrontendBoard.itl_us, _US),
+    (
+        "request_queue_time_seconds",
+        "From the backend's receipt to the first step; a request that joined another has none.",
+        FrontendBoard.queue_us,
+        _US,
+    ),
+    (
+        "e2e_request_latency_seconds",
+        "From a request's arrival to its end, of those that were answered whole.",
+        FrontendBoard.latency_us,
+        _US,
+    ),
+)
+_STREAM_OUTCOMES = ("stop", "length", "cancelled", "rejected", "failed", "expired")
 
 
-def render(worker_pid: int, worker: Counters, statuses: Mapping[int, int], backend: Counters | None) -> bytes:
-    """The whole page. worker and backend are boards' fields; statuses counts this worker's HTTP answers."""
+def render(worker_pid: int, worker: Counters, backend: Counters | None) -> bytes:
+    """The whole page. worker and backend are the fields of boards; backend is None where there is none."""
     lines = _family("backend_up", "gauge", "1 while this worker is connected to a backend.", [("", int(bool(backend)))])
     if backend is not None:
         lines += _backend(backend)
-    lines += _worker(f'worker="{worker_pid}"', worker, statuses)
+        lines += _streams("", "", {name: backend.get(Board.TOTALS + name, 0) for name in worker})
+        for name, help_text, histogram, unit in _FRONTEND_HISTOGRAMS:
+            lines += _histogram(name, help_text, histogram, unit, backend, Board.TOTALS)
+    lines += _streams("worker_", f'worker="{worker_pid}"', worker)
     return ("\n".join(lines) + "\n").encode()
 
 
@@ -54,62 +93,68 @@ def _backend(board: Counters) -> list[str]:
             lines += _family(name, kind, help_text, [("", board[field])])
     beat_age_s = max(0, time.monotonic_ns() - board["heartbeat_ns"]) / 1e9
     lines += _family("backend_heartbeat_age_seconds", "gauge", "Since the engine's last turn.", [("", beat_age_s)])
-    used, idle = board["pages_used"], board["pages_idle"]
+    used, idle, total = board["pages_used"], board["pages_idle"], board["pages_total"]
     # The fields are not of one moment.
-    pages = {"used": used, "idle": idle, "free": max(0, board["pages_total"] - used - idle)}
+    pages = {"used": used, "idle": idle, "free": max(0, total - used - idle)}
     lines += _family(
         "kv_pages",
         "gauge",
         "Pages of the KV cache: used by sequences, idle but kept for their content, free.",
         [(f'state="{state}"', count) for state, count in pages.items()],
     )
+    usage = used / total if total else 0.0
+    lines += _family("kv_cache_usage_ratio", "gauge", "Pages used by sequences, of all pages.", [("", usage)])
     lines += _family(
         "requests_total",
         "counter",
         "Requests by how they ended in the backend.",
         [(f'outcome="{outcome}"', board[f"requests_{outcome}"]) for outcome in _BACKEND_OUTCOMES],
     )
-    return lines + _cancel_to_free(board)
-
-
-def _cancel_to_free(board: Counters) -> list[str]:
-    name = "penstock_cancel_to_free_seconds"
-    count = board["cancel_to_free_count"]
-    lines = _head(name, "histogram", "From noticing that a client has gone to its pages being free.")
-    in_bucket = 0
-    for limit_ms in _CANCEL_BUCKETS_MS:
-        # The board may be written while it is read; buckets must never fall, nor be above the count.
-        in_bucket = min(count, max(in_bucket, board[f"cancel_to_free_le_{limit_ms}ms"]))
-        lines.append(f'{name}_bucket{{le="{limit_ms / 1000:g}"}} {in_bucket}')
-    lines.append(f'{name}_bucket{{le="+Inf"}} {count}')
-    lines.append(f"{name}_sum {board['cancel_to_free_sum_us'] / 1e6}")
-    lines.append(f"{name}_count {count}")
+    for name, help_text, histogram, unit in _BACKEND_HISTOGRAMS:
+        lines += _histogram(name, help_text, histogram, unit, board)
     return lines
 
 
-def _worker(label: str, worker: Counters, statuses: Mapping[int, int]) -> list[str]:
-    lines = _family("worker_streams_open", "gauge", "Token streams open now.", [(label, worker["requests_open"])])
+def _streams(prefix: str, label: str, board: Counters) -> list[str]:
+    """What frontends count: of one worker, or of all together."""
+    more = f"{label}," if label else ""
+    lines = _family(f"{prefix}streams_open", "gauge", "Token streams open now.", [(label, board["requests_open"])])
     lines += _family(
-        "worker_streams_total",
+        f"{prefix}streams_total",
         "counter",
         "Token streams by how they ended; a request has one for each choice.",
-        [(f'{label},outcome="{outcome}"', worker[f"requests_{outcome}"]) for outcome in _WORKER_OUTCOMES],
+        [(f'{more}outcome="{outcome}"', board[f"requests_{outcome}"]) for outcome in _STREAM_OUTCOMES],
     )
     lines += _family(
-        "worker_streams_resumed_total",
+        f"{prefix}streams_resumed_total",
         "counter",
         "Token streams taken to another backend when theirs had died.",
-        [(label, worker["requests_resumed"])],
+        [(label, board["requests_resumed"])],
     )
     lines += _family(
-        "worker_tokens_streamed_total", "counter", "Tokens received.", [(label, worker["tokens_streamed"])]
+        f"{prefix}tokens_streamed_total",
+        "counter",
+        "Tokens that streams received.",
+        [(label, board["tokens_streamed"])],
     )
     return lines + _family(
-        "worker_http_responses_total",
+        f"{prefix}http_responses_total",
         "counter",
         "HTTP answers by status.",
-        [(f'{label},status="{status}"', count) for status, count in sorted(statuses.items())],
+        [(f'{more}status="{name.removeprefix("responses_")}"', board[name]) for name in RESPONSE_FIELDS],
     )
+
+
+def _histogram(
+    name: str, help_text: str, histogram: Histogram, unit: float, board: Counters, prefix: str = ""
+) -> list[str]:
+    name = f"penstock_{name}"
+    buckets, total = histogram.read(board, prefix)
+    lines = _head(name, "histogram", help_text)
+    bounds = [*(f"{bound / unit:g}" for bound in histogram.bounds), "+Inf"]
+    for bound, count in zip(bounds, accumulate(buckets), strict=True):
+        lines.append(f'{name}_bucket{{le="{bound}"}} {count}')
+    return [*lines, f"{name}_sum {total / unit}", f"{name}_count {sum(buckets)}"]
 
 
 def _family(name: str, kind: str, help_text: str, samples: Iterable[tuple[str, float]]) -> list[str]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shm.board import FrontendBoard
 
 _log = logging.getLogger("penstock.request")
+
+_UNANSWERED = ("error", "cancelled", "timeout")
 
 
 @dataclass(slots=True)
@@ -24,6 +29,14 @@ class RequestRecord:
     completion_tokens: int = 0
     first_token_s: float | None = None
     finish_reason: str = "error"
+
+    def observe(self, board: FrontendBoard, ended_s: float) -> None:
+        """Logs the line and counts the request's times."""
+        if self.first_token_s is not None:
+            board.ttft_us.observe(int(1e6 * (self.first_token_s - self.received_s)))
+        if self.finish_reason not in _UNANSWERED:
+            board.latency_us.observe(int(1e6 * (ended_s - self.received_s)))
+        self.write(ended_s)
 
     def write(self, ended_s: float) -> None:
         """Logs the line. Rates: prompt tokens until the first token, further tokens after it, both over the whole."""

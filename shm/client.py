@@ -15,6 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from shm.arena import ArenaFull
+from shm.board import FrontendBoard
 from shm.device_api import DeviceError
 from shm.ledger import Ledger
 from shm.link import NO_TOKEN, LinkBroken
@@ -70,6 +71,10 @@ _PLACEHOLDER = bytes(4)
 _EXPIRY_GRACE_S = 0.1
 """The backend ends an expired stream on time. This much later the client does, for a backend that is dead or hangs."""
 _MAX_TIMEOUT_MS = 1 << 31
+_OUTCOMES: dict[Finish, str] = {
+    finish: f"requests_{finish.name.lower()}" for finish in Finish if finish is not Finish.NONE
+}
+"""Fields of the board."""
 
 
 class BackendUnavailable(Exception):
@@ -119,9 +124,10 @@ class BackendClient:
         self._outbox: deque[TokenStream | int] = deque()  # streams to submit, request ids to cancel
         self._suspects: deque[TokenStream] = deque()  # to be submitted one after the other
         self._on_trial: TokenStream | None = None
-        self._counts = dict.fromkeys(Finish, 0)
-        self._num_resumed = 0
-        self._num_tokens = 0
+        self._counted_before = dict.fromkeys(FrontendBoard.fields, 0)  # with backends that are gone
+        self.board = FrontendBoard.private()
+        """This process's own numbers: of the present session, or since the last one ended; the backend adds up all its
+        frontends'. The client's user writes what it alone knows, such as its answers' times. Ask for it each time."""
         self._rate_sample = (0.0, 0)  # monotonic time, the backend's finished requests
         self.ledger = Ledger()
 
@@ -162,19 +168,10 @@ class BackendClient:
 
     @property
     def counters(self) -> dict[str, int]:
-        """This client's own numbers, by their names on its board (`shm.board.FrontendBoard`)."""
-        counts = self._counts
-        return {
-            "requests_open": len(self._streams),
-            "requests_stop": counts[Finish.STOP],
-            "requests_length": counts[Finish.LENGTH],
-            "requests_cancelled": counts[Finish.CANCELLED],
-            "requests_rejected": counts[Finish.REJECTED],
-            "requests_failed": counts[Finish.FAILED],
-            "requests_expired": counts[Finish.EXPIRED],
-            "requests_resumed": self._num_resumed,
-            "tokens_streamed": self._num_tokens,
-        }
+        """This process's numbers since its start, by their names on its board (`shm.board.FrontendBoard`)."""
+        now = self.board.values()
+        counted = {name: value + self._counted_before[name] for name, value in now.items() if name != "pid"}
+        return counted | {"requests_open": len(self._streams)}
 
     def balance(self) -> dict[str, int]:
         """What is held at this moment: sessions, streams, slots, and messages and credits not sent yet."""
@@ -230,13 +227,13 @@ class BackendClient:
         self._next_request_id += 1
         stream = TokenStream(submit, tokens, self._cancel, request.deadline_s)
         self._streams[submit.request_id] = stream
+        self.board.requests_open = len(self._streams)
         self.ledger.acquire("stream", submit.request_id, "client")
         if request.deadline_s is not None:
             delay_s = max(0.0, request.deadline_s - time.monotonic()) + _EXPIRY_GRACE_S
             stream._expiry = asyncio.get_running_loop().call_later(delay_s, self._abandon, stream, Finish.EXPIRED)
         self._enqueue(stream)
         self._send_outbox()
-        self._update_board()
         return stream
 
     def _retry_after_s(self, num_waiting: int, num_finished: int) -> int:
@@ -264,7 +261,6 @@ class BackendClient:
         if not stream._queued and self._session is not None:
             self._outbox.append(stream._submit.request_id)
             self._send_outbox()
-        self._update_board()
 
     def _finish(self, stream: TokenStream, finish: Finish) -> None:
         request_id = stream._submit.request_id
@@ -272,7 +268,8 @@ class BackendClient:
         if stream._queued:
             self._take_back(stream)
         self.ledger.release("stream", request_id)
-        self._counts[finish] += 1
+        self.board.increase(_OUTCOMES[finish])
+        self.board.requests_open = len(self._streams)
         if stream._expiry is not None:
             stream._expiry.cancel()
             stream._expiry = None
@@ -300,6 +297,8 @@ class BackendClient:
             if stream is not None and len(stream._tokens) == stream._submit.num_prompt_tokens:
                 stream.cached_tokens, stream.queue_s = started.cached_tokens, started.queue_s
                 stream.is_coalesced = started.is_coalesced
+                if not started.is_coalesced:
+                    self.board.queue_us.observe(int(1e6 * max(0.0, started.queue_s)))
         for failure in outputs.failures:
             stream = streams.get(failure.request_id)
             if stream is not None:
@@ -310,6 +309,8 @@ class BackendClient:
             for request_id in request_ids:
                 session.heard_of(request_id)
         num_tokens = 0
+        now_ns = time.monotonic_ns()
+        num_by_last_ns: dict[int, int] = {}  # streams of one batch mostly got their last token together
         for request_id, token_id, finish in zip(request_ids, token_ids, outputs.finishes, strict=True):
             stream = streams.get(request_id)
             if stream is None:
@@ -318,12 +319,18 @@ class BackendClient:
                 stream._tokens.append(token_id)
                 stream._fruitless_lives = 0
                 num_tokens += 1
+                last_ns, stream._last_token_ns = stream._last_token_ns, now_ns
+                if last_ns:
+                    num_by_last_ns[last_ns] = num_by_last_ns.get(last_ns, 0) + 1
                 waiter = stream._waiter
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
             if finish:
                 self._finish(stream, Finish(finish))
-        self._num_tokens += num_tokens
+        board = self.board
+        board.tokens_streamed += num_tokens
+        for last_ns, num_gaps in num_by_last_ns.items():
+            board.itl_us.observe((now_ns - last_ns) // 1000, num_gaps)
 
     # The outbox: what waits for the link to stand, for room in it, or for a slot of the arena
 
@@ -404,6 +411,7 @@ class BackendClient:
     def _attach(self, session: Session) -> None:
         self._session = session
         self._session_over = asyncio.Event()
+        self._show_board(session)
         self._stop_waiting_for_a_backend()
         previous, self._model = self._model, session.model
         same = previous is None or _identity(previous) == _identity(session.model)
@@ -415,7 +423,6 @@ class BackendClient:
         loop = asyncio.get_running_loop()
         loop.add_reader(session.control_fd, self._on_control, session)
         loop.add_reader(session.link_fd, self._on_link, session)
-        self._update_board()
         self._on_link(session)
 
     def _resume(self) -> None:
@@ -432,7 +439,7 @@ class BackendClient:
                 _log.error("a request of %d prompt tokens is given up", stream._submit.num_prompt_tokens)
                 self._fail(stream, FailureCode.INTERNAL)
                 continue
-            self._num_resumed += 1
+            self.board.requests_resumed += 1
             if stream._fruitless_lives < 2:
                 self._enqueue(stream)
             else:
@@ -461,6 +468,7 @@ class BackendClient:
         # Shared buffers go with the session, and with them the streams that use some.
         for stream in [stream for stream in self._streams.values() if stream._loans]:
             self._fail(stream, FailureCode.UNAVAILABLE)
+        self._leave_board()
         session.close()
         if self._streams:
             self._give_up = loop.call_later(self._resume_timeout_s, self._fail_all)
@@ -494,14 +502,20 @@ class BackendClient:
             return
         session.return_credits()
         self._send_outbox()
-        self._update_board()
 
-    def _update_board(self) -> None:
-        if self._session is None:
-            return
-        board = self._session.board
-        for name, value in self.counters.items():
-            setattr(board, name, value)
+    def _show_board(self, session: Session) -> None:
+        """From here on the backend sees what is counted, and what has been since it last did."""
+        session.board.add(self.board)
+        self.board.close()
+        self.board = session.board
+
+    def _leave_board(self) -> None:
+        """The session is about to end, and its board with it."""
+        self._counted_before = {
+            name: value + self._counted_before[name] for name, value in self.board.values().items()
+        } | {"requests_open": 0}
+        self.board = FrontendBoard.private()
+        self.board.requests_open = len(self._streams)
 
 
 def _prompt_tokens(request: GenerationRequest) -> array[int]:

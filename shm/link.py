@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from shm.arena import DescriptorError
+from shm.board import FrontendTotals
 from shm.buffer_export import LoanError, WishRefused
 from shm.device_api import DeviceError
 from shm.events import Cancellation, Event, FrontendDeath, Submission
@@ -65,6 +66,7 @@ _HANDSHAKE_TIMEOUT_S = 3.0
 _LAST_WORDS_MS = 1000
 """How long a closing backend waits for what it has sent to reach its frontends."""
 _RETRY_S = 0.02
+_TOTALS_EVERY_S = 0.25
 _ONE_PART = 1
 NO_TOKEN = -1
 
@@ -205,6 +207,8 @@ class BackendLink:
         self._stall_limit_s = stall_limit_s
         self._card = card
         self._board = board
+        self._totals = FrontendTotals()
+        self._totals_due_s = 0.0
         self._credit = credit
         self._frontends: dict[int, Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
@@ -286,10 +290,14 @@ class BackendLink:
     # Receiving
 
     def receive(self) -> list[Event]:
-        """All that has happened, in order; never blocks. Answers by itself what is malformed."""
+        """All that has happened, in order; never blocks. Answers by itself what is malformed.
+
+        Several times a second it also adds up the frontends' boards on the backend's.
+        """
         self._receive_messages()
         self._meet()
         self._give_up_stalled()
+        self._show_totals()
         events = list(self._events)
         self._events.clear()
         return events
@@ -435,6 +443,7 @@ class BackendLink:
         self._pending.pop(frontend.epoch, None)
         self._rendezvous.drop(frontend.connection)
         self._take_back_buffers(frontend.buffers, has_closed=frontend.connection.said_farewell)
+        self._totals.retire(frontend.board)
         frontend.close()
         self.ledger.release("frontend", frontend.epoch)
         self._events.append(FrontendDeath(frontend.epoch))
@@ -448,6 +457,13 @@ class BackendLink:
                 self.counters.stalled += 1
                 _log.warning("frontend %d (pid %d) takes no output", frontend.epoch, frontend.connection.pid)
                 self._bury(frontend)
+
+    def _show_totals(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._totals_due_s:
+            self._totals_due_s = now_s + _TOTALS_EVERY_S
+            sums = self._totals.sums(frontend.board for frontend in self._frontends.values())
+            self._board.show_totals(len(self._frontends), sums)
 
     # Sending
 

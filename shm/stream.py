@@ -82,6 +82,7 @@ class TokenStream:
         "_failure_limit",
         "_finish",
         "_fruitless_lives",
+        "_last_token_ns",
         "_queued",
         "_submit",
         "_tokens",
@@ -114,6 +115,7 @@ class TokenStream:
         self._deadline_s = deadline_s
         self._expiry: asyncio.TimerHandle | None = None
         self._queued = False  # waits in the client: no backend, or not the present one, knows of it
+        self._last_token_ns = 0  # CLOCK_MONOTONIC; 0 before the first
         self._fruitless_lives = 0  # backends that died with this stream since its last token
         self._finish = Finish.NONE
         self._failure: FailureCode | None = None

@@ -168,6 +168,10 @@ class FakeBackend:
         return {name: count for name, count in self.board.values().items() if name != "pid"}
 
     @property
+    def counters(self) -> dict[str, int]:
+        return {name: count for name, count in self.board.values().items() if name != "pid"}
+
+    @property
     def last(self) -> GenerationRequest:
         return self.streams[-1].request
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from shm.board import Board, FrontendBoard
 from shm.client import BackendClient, BackendUnavailable, GenerationRequest, Overloaded, TokenBatch, TokenStream
 from shm.wire import PROTOCOL_VERSION, FailureCode, Finish, Sampling, Submit
 from tests.shm.scripted_backend import (
@@ -378,21 +379,58 @@ async def test_the_frontends_board_tells_its_counts_to_the_backend(socket_path: 
             await read(client.submit(request([FAILING_TOKEN], 5)))
             await until(lambda: at_base(client))
             (board,) = backend.engine.link.frontends.values()
-            assert board.values() == {
-                "pid": os.getpid(),
-                "requests_open": 0,
-                "requests_stop": 0,
-                "requests_length": 1,
-                "requests_cancelled": 0,
-                "requests_rejected": 0,
-                "requests_failed": 1,
-                "requests_expired": 0,
-                "requests_resumed": 0,
-                "tokens_streamed": 8,
-            }
+            told = {name: value for name, value in board.values().items() if value and "_us_" not in name}
+            assert told == {"pid": os.getpid(), "requests_length": 1, "requests_failed": 1, "tokens_streamed": 8}
             assert {"pid": os.getpid()} | client.counters == board.values()
+            itl, sum_us = FrontendBoard.itl_us.read(board.values())
+            assert sum(itl) == 6  # between the first one's seven tokens; the other had one
+            assert sum_us > 0
+            assert sum(FrontendBoard.queue_us.read(board.values())[0]) == 2
             assert client.backend_counters is not None
             assert client.backend_counters["generated_tokens"] == 8
+
+
+async def test_the_backends_board_adds_up_all_frontends_that_it_has_had(socket_path: Path) -> None:
+    def totals(client: BackendClient) -> dict[str, int]:
+        counters = client.backend_counters or {}
+        return {name.removeprefix(Board.TOTALS): value for name, value in counters.items()}
+
+    with ScriptedBackend(socket_path):
+        async with connected(socket_path) as stays:
+            async with connected(socket_path) as goes:
+                goes.board.count_response(200)
+                stays.board.count_response(200)
+                stays.board.count_response(777)
+                await tokens_of(goes.submit(request([1], 7)))
+                await tokens_of(stays.submit(request([2], 5)))
+                await until(lambda: totals(stays)["tokens_streamed"] == 12)
+                assert totals(stays)["frontends"] == 2
+            await until(lambda: totals(stays)["frontends"] == 1)
+            told = totals(stays)
+            assert told["tokens_streamed"] == 12
+            assert told["requests_length"] == 2
+            assert (told["responses_200"], told["responses_other"]) == (2, 1)
+            assert sum(told[word] for word in FrontendBoard.itl_us.words[:-1]) == 6 + 4
+
+
+async def test_a_frontend_tells_each_backend_what_happened_since_the_one_before(socket_path: Path) -> None:
+    client = BackendClient(socket_path)
+    await client.start()
+    client.board.count_response(503)
+    with ScriptedBackend(socket_path) as backend:
+        await until(lambda: client.ready)
+        await tokens_of(client.submit(request([1], 3)))
+        (board,) = backend.engine.link.frontends.values()
+        assert (board.responses_503, board.tokens_streamed, board.pid) == (1, 3, os.getpid())
+    await until(lambda: client.backend_counters is None)
+    client.board.count_response(503)
+    with ScriptedBackend(socket_path) as backend:
+        await until(lambda: client.ready)
+        await tokens_of(client.submit(request([1], 2)))
+        (board,) = backend.engine.link.frontends.values()
+        assert (board.responses_503, board.tokens_streamed, board.requests_open) == (1, 2, 0)
+    assert (client.counters["responses_503"], client.counters["tokens_streamed"]) == (2, 5)
+    await client.close()
 
 
 # Terms and deadlines
@@ -469,7 +507,7 @@ async def test_the_next_backend_is_given_what_is_left_of_the_time(socket_path: P
     with BackendProcess(socket_path, step_s=0.005):
         await until(lambda: client.ready)
         stream = client.submit(expiring([1], 10_000, in_s=1000.0))
-        await until(lambda: client._num_tokens)
+        await until(lambda: client.board.tokens_streamed)
         began_s = time.monotonic()
     with ScriptedBackend(socket_path) as backend:
         backend.engine.paused = True
@@ -534,18 +572,18 @@ async def test_killed_backends_are_replaced_and_streams_go_on(socket_path: Path)
                 await until(lambda s=shortest, a=already: len(s._tokens) - s._submit.num_prompt_tokens >= a)
                 backend.restart()
             assert await asyncio.gather(*readers) == [expected_tokens(p, 150) for p in prompts]
-            assert client._num_resumed == 3 * len(prompts)
+            assert client.counters["requests_resumed"] == 3 * len(prompts)
 
 
 async def test_a_lost_message_is_noticed_and_the_stream_resumes_whole(socket_path: Path) -> None:
     with ScriptedBackend(socket_path, Script(step_s=0.001)) as backend:
         async with connected(socket_path) as client:
             reader = asyncio.create_task(tokens_of(client.submit(request([1, 2], 200))))
-            await until(lambda: client._num_tokens > 20)
+            await until(lambda: client.board.tokens_streamed > 20)
             (frontend,) = backend.engine.link._frontends.values()
             frontend._next_sequence += 1
             assert await reader == expected_tokens([1, 2], 200)
-            assert client._num_resumed == 1
+            assert client.counters["requests_resumed"] == 1
             assert len(backend.engine.deaths) == 1
 
 
@@ -571,7 +609,7 @@ async def connected_to_nothing_after_two_streams(
     with BackendProcess(socket_path, step_s=0.005):
         await until(lambda: client.ready)
         streams = [client.submit(request([n, n + 1], 300)) for n in range(2)]
-        await until(lambda: client._num_tokens > 10)
+        await until(lambda: client.board.tokens_streamed > 10)
     await until(lambda: not client.ready)
     try:
         yield client, streams
@@ -603,7 +641,7 @@ async def test_a_request_that_kills_backends_is_given_up_and_others_finish(socke
     with BackendProcess(socket_path, step_s=0.02) as backend:
         async with connected(socket_path) as client:
             innocent = asyncio.create_task(tokens_of(client.submit(request([1, 2], 100))))
-            await until(lambda: client._num_tokens > 3)
+            await until(lambda: client.board.tokens_streamed > 3)
             poison = asyncio.create_task(read(client.submit(request([KILLING_TOKEN], 5))))
             while not poison.done():
                 await asyncio.to_thread(backend.wait_for_death, 0.5)
