@@ -19,6 +19,7 @@ from tests.decoder.cuda.tiny_models import (
     generated,
     greedy_choices,
     make_driver,
+    make_pass,
     options,
     oracle_logits,
     prompts,
@@ -38,6 +39,15 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(architecture: str) -
     driver.decode(12)
     for row in driver.rows:
         assert generated(row) == greedy_choices(architecture, row)
+
+
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_pages_of_any_size_that_the_kernels_have_hold_the_same(page_size: int) -> None:
+    driver = Driver(make_pass("mistral"), num_pages=16, page_size=page_size)
+    run_prompts(driver, prompts((31, 33, 64, 5)), chunk=21)
+    driver.decode(8)
+    for row in driver.rows:
+        assert generated(row) == greedy_choices("mistral", row)
 
 
 @pytest.mark.parametrize("architecture", ["llama3", "qwen3", "mistral"])

@@ -116,8 +116,14 @@ class StepBuffers:
         parts, of tail_ints in all, travel along; returns where they are, each int32 [n]. A token id FROM_SLOT stays
         one. Raises ValueError for a batch that breaks its contract.
         """
-        self._check(batch)
-        changes = self._page_changes(batch)
+        changes = self._page_changes(batch, self._check(batch))
+        try:
+            return self._send(batch, num_padded_rows, changes, parts)
+        except Exception:
+            self._pages[batch.slots] = -1  # who knows what has arrived
+            raise
+
+    def _send(self, batch: StepBatch, num_padded_rows: int, changes: Ints, parts: list[Ints]) -> list[Tensor]:
         while len(changes) > _CHANGES_AT_ONCE:
             # Only where a step brings very many pages at once: ahead of it, in copies of their own.
             self._apply(*self.uplink.send([changes[:_CHANGES_AT_ONCE]]))
@@ -131,13 +137,17 @@ class StepBuffers:
     def _view(self, name: str) -> Tensor:
         return self.uplink.block[self._places[name]]
 
-    def _check(self, batch: StepBatch) -> None:
-        limits = self._limits
+    def _check(self, batch: StepBatch) -> Ints:
+        """Where each row ends, [R]: tokens of its sequence. Raises ValueError."""
+        limits, starts = self._limits, batch.query_starts
         if batch.num_tokens > limits.max_tokens or batch.num_rows > limits.max_rows:
             raise ValueError(
                 f"the step has {batch.num_tokens} tokens in {batch.num_rows} rows; "
                 f"at most {limits.max_tokens} in {limits.max_rows} are allowed"
             )
+        lengths = np.diff(starts)
+        if len(lengths) != batch.num_rows or starts[0] != 0 or starts[-1] != batch.num_tokens or lengths.min() < 1:
+            raise ValueError(f"rows begin at {starts.tolist()}, of {batch.num_rows} rows and {batch.num_tokens} tokens")
         if batch.slots.min() < 0 or batch.slots.max() >= limits.max_rows:
             raise ValueError(f"slots are {batch.slots.min()} … {batch.slots.max()}; there are {limits.max_rows}")
         if batch.input_ids.min() < FROM_SLOT or batch.input_ids.max() >= limits.vocab_size:
@@ -145,25 +155,31 @@ class StepBuffers:
                 f"token ids are {batch.input_ids.min()} … {batch.input_ids.max()}; the vocabulary has "
                 f"{limits.vocab_size}"
             )
-        last = int((batch.context_lens + np.diff(batch.query_starts)).max())
+        if len(wanting := batch.logit_rows) and (wanting[0] < 0 or wanting[-1] >= batch.num_rows):
+            raise ValueError(f"logits are wanted of rows {wanting[0]} … {wanting[-1]}; there are {batch.num_rows}")
+        ends: Ints = batch.context_lens + lengths
         held = min(batch.page_table.shape[1], limits.max_pages) * limits.page_size_tokens
-        if last > held or batch.context_lens.min() < 0:
-            raise ValueError(f"a row ends at {last} tokens; its pages hold {held}")
+        if ends.max() > held or batch.context_lens.min() < 0:
+            raise ValueError(f"a row ends at {ends.max()} tokens; its pages hold {held}")
+        return ends
 
-    def _page_changes(self, batch: StepBatch) -> Ints:
+    def _page_changes(self, batch: StepBatch, ends: Ints) -> Ints:
         """[n, 3] slot, place and page where the batch's pages differ from what the device has. Notes them as done."""
         limits = self._limits
-        ends = batch.context_lens + np.diff(batch.query_starts)
         num_pages = -(-ends // limits.page_size_tokens)
         width = int(num_pages.max())
         wanted = batch.page_table[:, :width]
         differs = (wanted != self._pages[batch.slots, :width]) & (np.arange(width) < num_pages[:, None])
         rows, places = np.nonzero(differs)
+        changes = np.empty((len(rows), 3), np.int32)
+        if not len(rows):
+            return changes
         pages, slots = wanted[rows, places], batch.slots[rows]
-        if len(pages) and (pages.min() < 0 or pages.max() >= limits.num_pages):
+        if pages.min() < 0 or pages.max() >= limits.num_pages:
             raise ValueError(f"pages are {pages.min()} … {pages.max()}; there are {limits.num_pages}")
         self._pages[slots, places] = pages
-        return np.stack([slots, places, pages], axis=1).astype(np.int32)
+        changes[:, 0], changes[:, 1], changes[:, 2] = slots, places, pages
+        return changes
 
     def _write_fixed(self, batch: StepBatch, num_padded_rows: int) -> None:
         fixed, places = self._fixed, self._places
