@@ -9,6 +9,7 @@ from backend.forward_pass import SamplingParams
 
 if TYPE_CHECKING:
     from backend.sequence import Sequence
+    from shm.wire import Constraints
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -20,10 +21,22 @@ class ShareKey:
     salt: bytes
     prompt: bytes
     sampling: SamplingParams
+    constraints: Constraints | None
+    kept_out: tuple[int, ...]
+    """Stop ids that may not be sampled at first."""
 
     @classmethod
-    def of(cls, salt: bytes, prompt: bytes, sampling: SamplingParams) -> ShareKey:
-        """At temperature 0 neither the filters nor the seed decide anything; penalties and bias do. How many log
+    def of(
+        cls,
+        salt: bytes,
+        prompt: bytes,
+        sampling: SamplingParams,
+        constraints: Constraints | None = None,
+        stop_ids: tuple[int, ...] = (),
+    ) -> ShareKey:
+        """Stop ids are each listener's own affair, unless constraints keep them out.
+
+        At temperature 0 neither the filters nor the seed decide anything; penalties and bias do. How many log
         probabilities are told with a token is not the listener's own affair either."""
         if sampling.temperature == 0.0:
             sampling = replace(
@@ -34,7 +47,8 @@ class ShareKey:
                 logit_bias=sampling.logit_bias,
                 num_logprobs=sampling.num_logprobs,
             )
-        return cls(salt, prompt, sampling)
+        kept_out = tuple(sorted(stop_ids)) if constraints is not None and constraints.min_tokens else ()
+        return cls(salt, prompt, sampling, constraints, kept_out)
 
 
 class Coalescer:

@@ -6,9 +6,12 @@ taken in and then dropped, as at a preemption, is taken back by its number.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from backend.forward_pass import TokenMasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,6 +29,29 @@ class ConstraintFailed(Exception):
     """A grammar met a limit in the middle of an answer. It is the request's own fault, and ends it alone."""
 
 
+def fill_masks(
+    rows: list[tuple[int, int, SequenceConstraints]], vocab_size: int
+) -> tuple[TokenMasks | None, dict[int, str]]:
+    """The masks of a step, and why there is none for the rows whose constraints cannot go on.
+
+    rows are (place in the step's logit rows, tokens generated so far, constraints), ascending.
+    """
+    bits = np.empty((len(rows), -(-vocab_size // 32)), np.uint32)
+    filled: list[int] = []
+    faults: dict[int, str] = {}
+    for place, num_generated, constraints in rows:
+        constraints.rewind(num_generated)
+        try:
+            constraints.fill(bits[len(filled)])
+        except ConstraintFailed as error:
+            faults[place] = str(error)
+        else:
+            filled.append(place)
+    if not filled:
+        return None, faults
+    return TokenMasks(np.array(filled, np.int32), bits[: len(filled)]), faults
+
+
 class SequenceConstraints:
     """Used by the thread that runs the steps, once it has been made."""
 
@@ -35,8 +61,8 @@ class SequenceConstraints:
         """matcher is the sequence's own, at its beginning; stop_ids are what min_tokens keeps out."""
         self._wanted = wanted
         self._matcher = matcher
-        allowed = wanted.allowed_token_ids or range(vocab_size)
-        self._allowed = _row_of(allowed, vocab_size)
+        allowed = wanted.allowed_token_ids
+        self._allowed = _row_of(allowed, vocab_size) if allowed else _row_of_all(vocab_size)
         self._all_but_stops = ~_row_of(stop_ids, vocab_size)
         self._tokens: list[int] = []
         self._grammar_start = 0 if not wanted.grammar_after else None
@@ -108,6 +134,11 @@ class SequenceConstraints:
 
     def _ends_with(self, run: tuple[int, ...]) -> bool:
         return bool(run) and tuple(self._tokens[-len(run) :]) == run
+
+
+@lru_cache(maxsize=1)
+def _row_of_all(vocab_size: int) -> Row:
+    return _row_of(range(vocab_size), vocab_size)
 
 
 def _row_of(token_ids: Iterable[int], vocab_size: int) -> Row:

@@ -10,12 +10,16 @@ from backend.executor import ExecutorFailed
 from backend.forward_pass import NOT_FINITE, DeviceLost
 from backend.plan import NO_SAMPLE
 from shm.link import Cancellation, FrontendDeath, Submission
+from shm.wire import EventLogprobs, FailureCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llguidance import LLMatcher
+
     from backend.batch_builder import BatchBuilder
     from backend.executor import Executor, StepResult
+    from backend.forward_pass import TokenLogprobs
     from backend.plan import Plan
     from backend.requests import Requests
     from backend.scheduler import Scheduler
@@ -75,6 +79,8 @@ class Engine:
                     self._requests.cancel(frontend, request_id, noticed_ns)
                 case FrontendDeath(frontend):
                     self._requests.drop_frontend(frontend)
+        for submission, matcher in self._requests.compiled():
+            self._submit(submission, matcher)
         self._requests.expire()
         for result in self._executor.results():
             self._apply(result)
@@ -86,9 +92,9 @@ class Engine:
         self._link.flush()
         self._show_on_board()
 
-    def _submit(self, submission: Submission) -> None:
+    def _submit(self, submission: Submission, matcher: LLMatcher | None = None) -> None:
         try:
-            self._requests.submit(submission)
+            self._requests.submit(submission, matcher)
         except Exception:
             logger.exception("a submission failed; the other requests go on")
             self._requests.abandon(submission.frontend, submission.request_id)
@@ -132,15 +138,26 @@ class Engine:
         token_ids = _by_row(result)
         special = self._requests.deliver_plain(plan, token_ids)
         board.generated_tokens += len(plan) - len(special)
+        faults = {plan.logit_rows[place]: fault for place, fault in result.faults.items()}
+        logprobs = {} if result.logprobs is None else _by_index(plan, result.logprobs)
         for index in special:
-            self._apply_row(plan, index, token_ids[index])
+            if index in faults:
+                self._fail_constrained(plan, index, faults[index])
+            else:
+                self._apply_row(plan, index, token_ids[index], logprobs.get(index))
         for index in result.stops:
             sequence = plan.sequences[index]
             if sequence.generation == plan.generations[index]:
                 # Who came while the executor saw the others' end wants more: rows planned since were dropped.
                 sequence.rewind(plan.ends[index])
 
-    def _apply_row(self, plan: Plan, index: int, token_id: int) -> None:
+    def _fail_constrained(self, plan: Plan, index: int, fault: str) -> None:
+        """A grammar met its limits in the middle of an answer."""
+        sequence = plan.sequences[index]
+        if sequence.generation == plan.generations[index]:
+            self._requests.fail(sequence, FailureCode.BAD_GRAMMAR, fault)
+
+    def _apply_row(self, plan: Plan, index: int, token_id: int, logprobs: EventLogprobs | None) -> None:
         sequence = plan.sequences[index]
         if sequence.generation != plan.generations[index]:
             self._board.wasted_tokens += plan.lengths[index]
@@ -153,7 +170,7 @@ class Engine:
                 self._requests.fail(sequence)
             elif token_id != NO_SAMPLE:
                 self._board.generated_tokens += 1
-                self._requests.deliver(sequence, token_id)
+                self._requests.deliver(sequence, token_id, logprobs)
         except Exception:
             logger.exception("what a row brought could not be taken in; its requests fail")
             self._requests.fail(sequence)
@@ -203,3 +220,15 @@ def _by_row(result: StepResult) -> list[int]:
     for index, token_id in zip(plan.logit_rows, result.token_ids, strict=True):
         token_ids[index] = token_id
     return token_ids
+
+
+def _by_index(plan: Plan, logprobs: TokenLogprobs) -> dict[int, EventLogprobs]:
+    """By row: each with as many of the likeliest tokens as its sequence asks for."""
+    columns = zip(logprobs.rows.tolist(), logprobs.chosen.tolist(), logprobs.ranks.tolist(), strict=True)
+    entries = {}
+    for place, (row, chosen, rank) in enumerate(columns):
+        index = plan.logit_rows[row]
+        width = plan.sequences[index].sampling.num_logprobs
+        top_ids, top = logprobs.top_ids[place, :width].tolist(), logprobs.top[place, :width].tolist()
+        entries[index] = EventLogprobs(0, chosen, rank, tuple(top_ids), tuple(top))
+    return entries

@@ -7,17 +7,18 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from backend.batch_builder import keep_rows
+from backend.constraints import ConstraintFailed, fill_masks
 from backend.forward_pass import NOT_FINITE
 from backend.shared_outputs import share_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from backend.forward_pass import IBatchedForwardPass, PendingOutput, StepBatch
+    from backend.forward_pass import IBatchedForwardPass, PendingOutput, StepBatch, TokenLogprobs, TokenMasks
     from backend.plan import Plan
 
 _CLOSE_TIMEOUT_S = 10.0
@@ -37,6 +38,10 @@ class StepResult:
     error: Exception | None = None
     stops: tuple[int, ...] = ()
     """Indices of rows whose token ends their sequence, as far as its listeners wished when it was sampled."""
+    logprobs: TokenLogprobs | None = None
+    """Its rows are places in the plan's logit_rows."""
+    faults: dict[int, str] = field(default_factory=dict)
+    """By place in logit_rows, why a row's constraints cannot go on; it has no token."""
 
 
 class Executor:
@@ -151,10 +156,12 @@ class Executor:
 
     def _launch_plans(self, forward_pass: IBatchedForwardPass) -> Iterator[LaunchedStep]:
         """Launches the plans as they come, until the executor is closed."""
+        before: LaunchedStep | None = None
         while (planned := self._plans.get()) is not None:
             if not self._closing:
                 self._step_starts_s.append(time.monotonic())
-                yield launch_step(forward_pass, *planned)
+                before = launch_step(forward_pass, *planned, before)
+                yield before
 
     def _run_ahead(self, forward_pass: IBatchedForwardPass) -> None:
         collector = threading.Thread(target=self._collect, name="collector", daemon=True)
@@ -175,12 +182,12 @@ class Executor:
             self.wake()
 
     def _finish(self, step: LaunchedStep) -> None:
-        token_ids, stops, fault = step.finish()
+        finished = step.finish()
         now_s = time.monotonic()
         started_s = self._step_starts_s.popleft()
         if self._step_starts_s:  # launched while this one ran; it begins now
             self._step_starts_s[0] = now_s
-        self._results.append(StepResult(step.plan, token_ids, now_s - started_s, fault, stops))
+        self._results.append(replace(finished, step_s=now_s - started_s))
         self.wake()
 
 
@@ -192,33 +199,54 @@ class LaunchedStep:
     output: PendingOutput | None
     """None where no row samples, or after an error."""
     error: Exception | None = None
+    faults: dict[int, str] = field(default_factory=dict)
+    is_finished: threading.Event = field(default_factory=threading.Event)
+    """Its tokens have been taken in by the constraints of their sequences."""
 
-    def finish(self) -> tuple[list[int], tuple[int, ...], Exception | None]:
+    def finish(self) -> StepResult:
         """Waits for the tokens of the rows that sample, or gives the fault. Marks sequences that stop, so that plans
-        made meanwhile drop their rows; the indices of those that a token stops are given as well."""
-        plan, error, token_ids = self.plan, self.error, []
-        if self.output is not None:
-            try:
-                token_ids = self.output.wait().token_ids.tolist()
-                if len(token_ids) != len(plan.logit_rows):
-                    raise RuntimeError(f"{len(token_ids)} tokens sampled for {len(plan.logit_rows)} rows")
-            except Exception as fault:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
-                error, token_ids = fault, []
-        if error is not None:
-            for sequence, generation in zip(plan.sequences, plan.generations, strict=True):
+        made meanwhile drop their rows."""
+        try:
+            result = self._take_in()
+        except Exception as fault:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
+            for sequence, generation in zip(self.plan.sequences, self.plan.generations, strict=True):
                 sequence.stopped_generation = generation
-            return [], (), error
+            result = StepResult(self.plan, [], 0.0, fault)
+        self.is_finished.set()
+        return result
+
+    def _take_in(self) -> StepResult:
+        plan, faults = self.plan, self.faults
+        if self.error is not None:
+            raise self.error
+        if self.output is None:
+            return StepResult(plan, [], 0.0)
+        output = self.output.wait()
+        token_ids = output.token_ids.tolist()
+        if len(token_ids) != len(plan.logit_rows):
+            raise RuntimeError(f"{len(token_ids)} tokens sampled for {len(plan.logit_rows)} rows")
         stops = []
-        for index, token_id in zip(plan.logit_rows, token_ids, strict=True):
+        for place, (index, token_id) in enumerate(zip(plan.logit_rows, token_ids, strict=True)):
             sequence = plan.sequences[index]
-            if token_id in sequence.common_stop_ids or token_id == NOT_FINITE:
+            if sequence.constraints is not None and token_id != NOT_FINITE and place not in faults:
+                try:
+                    sequence.constraints.advance(token_id)
+                except ConstraintFailed as error:
+                    faults[place] = str(error)
+            if token_id in sequence.common_stop_ids or token_id == NOT_FINITE or place in faults:
                 sequence.stopped_generation = plan.generations[index]
                 stops.append(index)
-        return token_ids, tuple(stops), None
+        return StepResult(plan, token_ids, 0.0, None, tuple(stops), output.logprobs, faults)
 
 
-def launch_step(forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch) -> LaunchedStep:
-    """Gives the device one plan, without the rows that no longer count."""
+def launch_step(
+    forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch, before: LaunchedStep | None = None
+) -> LaunchedStep:
+    """Gives the device one plan, without the rows that no longer count.
+
+    What constrained rows may sample depends on the tokens of the step before, which therefore is waited for, while the
+    device already computes this one's logits.
+    """
     kept = plan.live_rows()
     if len(kept) < len(plan):
         plan = plan.keep(kept)
@@ -228,13 +256,27 @@ def launch_step(forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch)
     try:
         logits = forward_pass.forward(batch)
         share_outputs(forward_pass, logits, plan)
-        return LaunchedStep(plan, forward_pass.sample(logits, batch) if len(batch.logit_rows) else None)
+        if not plan.logit_rows:
+            return LaunchedStep(plan, None)
+        masks, faults = _masks(plan, forward_pass.spec.vocab_size, before)
+        return LaunchedStep(plan, forward_pass.sample(logits, batch, masks), faults=faults)
     except Exception as error:  # noqa: BLE001 - as in `finish`
         return LaunchedStep(plan, None, error)
 
 
+def _masks(plan: Plan, vocab_size: int, before: LaunchedStep | None) -> tuple[TokenMasks | None, dict[int, str]]:
+    constrained = [
+        (place, plan.ends[index] - sequence.num_prompt_tokens, sequence.constraints)
+        for place, index in enumerate(plan.logit_rows)
+        if (sequence := plan.sequences[index]).constraints is not None
+    ]
+    if not constrained:
+        return None, {}
+    if before is not None:
+        before.is_finished.wait()
+    return fill_masks(constrained, vocab_size)
+
+
 def run_step(forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch) -> StepResult:
     """Runs one plan on the caller's thread."""
-    step = launch_step(forward_pass, plan, batch)
-    token_ids, stops, error = step.finish()
-    return StepResult(step.plan, token_ids, 0.0, error, stops)
+    return launch_step(forward_pass, plan, batch).finish()

@@ -59,7 +59,7 @@ class GrammarCompiler:
         return matcher.deep_copy()
 
     def compile(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Begins to compile, or joins who has begun. Done in the worker's thread: `finished` takes the result in.
+        """Begins to compile, or joins who has begun. Done in the worker's thread; `finished` takes it in.
 
         The future raises BadGrammar.
         """
@@ -70,14 +70,15 @@ class GrammarCompiler:
             future = self._pending[grammar] = self._worker.submit(self._compile, grammar)
         return future
 
-    def finished(self, grammar: Grammar) -> LLMatcher:
-        """Of a future that is done: a matcher of the caller's own, kept for the next one as well. Raises BadGrammar."""
-        future = self._pending.pop(grammar, None)
-        if future is not None:
-            self._keep(grammar, future.result(timeout=0))
-        matcher = self._compiled.get(grammar)
-        if matcher is None:
-            raise BadGrammar("it is larger than what is kept of all grammars together")
+    def finished(self, grammar: Grammar, future: Future[LLMatcher]) -> LLMatcher:
+        """Of what `compile` returned, and is done: a matcher of the caller's own; the grammar is kept for others.
+
+        Raises BadGrammar.
+        """
+        self._pending.pop(grammar, None)
+        matcher = future.result(timeout=0)
+        if grammar not in self._compiled:
+            self._keep(grammar, matcher)
         return matcher.deep_copy()
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ from backend.engine import Engine
 from backend.errors import StartupError
 from backend.executor import Executor, ExecutorFailed
 from backend.forward_pass import PassOptions
+from backend.grammar_desk import GrammarDesk
+from backend.grammars import GrammarCompiler
 from backend.kv_plan import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, plan_kv
 from backend.memory import Memory, device_memory
 from backend.model_card import make_card
@@ -111,12 +113,15 @@ def serve(options: BackendOptions) -> None:
         max_open=options.max_waiting + 16 * options.max_running,
         priority_step_s=options.priority_step_s,
     )
+    tokenizer_json = model_dir / "tokenizer.json"
+    is_readable = tokenizer_json.is_file()
+    compiler = GrammarCompiler(tokenizer_json, card.vocab_size, card.eos_token_ids) if is_readable else None
     engine = Engine(
         link,
         executor,
         scheduler,
         BatchBuilder(options.max_running, plan.max_pages_per_sequence),
-        Requests(link, scheduler, board, limits),
+        Requests(link, scheduler, board, limits, desk=GrammarDesk(compiler, executor.wake, options.max_waiting)),
         board,
     )
     _drain_on_signals(engine)
@@ -128,6 +133,8 @@ def serve(options: BackendOptions) -> None:
         engine.run()
     finally:
         link.close()
+        if compiler is not None:
+            compiler.close()
         executor.close()
     logger.info("drained after %d steps", board.steps)
 

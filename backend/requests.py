@@ -12,18 +12,23 @@ import msgspec
 import numpy as np
 
 from backend.coalescer import Coalescer, ShareKey
+from backend.constraints import SequenceConstraints
 from backend.forward_pass import SamplingParams
+from backend.grammar_desk import GrammarDesk
 from backend.sequence import Sequence, Subscriber
 from shm.link import NO_TOKEN
 from shm.wire import Failure, FailureCode, Finish, Started
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from llguidance import LLMatcher
 
     from backend.plan import Plan
     from backend.scheduler import Scheduler
     from shm.board import BackendBoard
     from shm.link import BackendLink, Submission
+    from shm.wire import EventLogprobs, Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,11 @@ class Requests:
         board: BackendBoard,
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        desk: GrammarDesk | None = None,
     ) -> None:
+        """Without a desk, grammars are refused."""
+        self._desk = desk or GrammarDesk(None, lambda: None, 0)
         self._link = link
         self._scheduler = scheduler
         self._board = board
@@ -58,16 +67,39 @@ class Requests:
         self._coalescer = Coalescer()
         self._open: dict[int, dict[int, tuple[Sequence, Subscriber]]] = {}
         self._deadlines: list[tuple[float, int, int]] = []
-        self.num_open = 0
+        self._num_listening = 0
         self.is_draining = False
+
+    @property
+    def num_open(self) -> int:
+        return self._num_listening + self._desk.num_waiting
 
     # Coming
 
-    def submit(self, submission: Submission) -> None:
-        """A new request: refused, or listening to a sequence in flight, or with one of its own."""
+    def compiled(self) -> list[tuple[Submission, LLMatcher]]:
+        """Requests that waited for their grammars and are to be submitted again with them."""
+        ready = []
+        for submission, outcome in self._desk.settled():
+            if isinstance(outcome, Failure):
+                self._reject(submission, outcome)
+            else:
+                ready.append((submission, outcome))
+        return ready
+
+    def submit(self, submission: Submission, matcher: LLMatcher | None = None) -> None:
+        """A new request: refused, or waiting for its grammar, or listening to a sequence in flight, or with one of its
+        own. matcher is of its grammar, at the beginning, once that has been compiled.
+        """
         submit, frontend, now_s = submission.submit, submission.frontend, self._clock()
         if (failure := self._refusal(submission)) is not None:
             self._reject(submission, failure)
+            return
+        if matcher is None and submit.constraints is not None and submit.constraints.grammar is not None:
+            taken = self._desk.take(submission, submit.constraints.grammar)
+            if isinstance(taken, Failure):
+                self._reject(submission, taken)
+            elif taken is not None:
+                self.submit(submission, taken)
             return
         num_tokens = len(submission.tokens) // 4
         subscriber = Subscriber(
@@ -85,7 +117,9 @@ class Requests:
             return
         sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
         prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
-        key = ShareKey.of(submit.salt, prompt, sampling) if submit.may_share else None
+        key = None
+        if submit.may_share:
+            key = ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
         rank = now_s + submit.priority * self._limits.priority_step_s if self._limits.priority_step_s else 0.0
         sequence = self._coalescer.find(key) if key is not None else None
         if sequence is not None and sequence.slot is None and rank < sequence.rank:
@@ -95,7 +129,13 @@ class Requests:
                 self._reject(submission, Failure(submit.request_id, FailureCode.OVERLOADED, self._limits.max_waiting))
                 return
             sequence = Sequence(
-                subscriber, submission.tokens, submit.num_prompt_tokens, sampling, salt=submit.salt, rank=rank
+                subscriber,
+                submission.tokens,
+                submit.num_prompt_tokens,
+                sampling,
+                salt=submit.salt,
+                rank=rank,
+                constraints=self._constraints(submission, matcher),
             )
             sequence.output = submission.output
             self._open_for(subscriber, sequence)
@@ -114,7 +154,7 @@ class Requests:
     def _open_for(self, subscriber: Subscriber, sequence: Sequence) -> None:
         """From now on `_leave` undoes whatever was done for the request: nothing of it can be left without an owner."""
         self._open.setdefault(subscriber.frontend, {})[subscriber.request_id] = sequence, subscriber
-        self.num_open += 1
+        self._num_listening += 1
         self._board.requests_accepted += 1
         if subscriber.deadline_s is not None:
             self._note_deadline(subscriber, subscriber.deadline_s)
@@ -128,14 +168,24 @@ class Requests:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
         if self.num_open >= limits.max_open:
             return Failure(request_id, FailureCode.OVERLOADED, limits.max_open)
-        if request_id in self._open.get(submission.frontend, {}):
+        if request_id in self._open.get(submission.frontend, {}) or self._desk.holds(submission.frontend, request_id):
             return Failure(request_id, FailureCode.INTERNAL)
         if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > limits.max_context_tokens:
             return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, limits.max_context_tokens)
-        bias_ids = [token_id for token_id, _ in submit.sampling.logit_bias]
-        if tokens.min() < 0 or max(int(tokens.max()), *bias_ids, 0) >= limits.vocab_size:
+        if tokens.min() < 0 or max(int(tokens.max()), *_named_ids(submit), 0) >= limits.vocab_size:
             return Failure(request_id, FailureCode.BAD_TOKEN, limits.vocab_size)
         return None
+
+    def _constraints(self, submission: Submission, matcher: LLMatcher | None) -> SequenceConstraints | None:
+        """Raises ConstraintFailed for brought-along tokens that the grammar does not allow."""
+        submit = submission.submit
+        if submit.constraints is None:
+            return None
+        stop_ids = frozenset(submit.stop_token_ids)
+        constraints = SequenceConstraints(submit.constraints, matcher, stop_ids, self._limits.vocab_size)
+        for token_id in memoryview(submission.tokens).cast("i")[submit.num_prompt_tokens :]:
+            constraints.advance(token_id)
+        return constraints
 
     def _is_full(self, is_resumed: bool) -> bool:
         """Whether a new sequence finds no place in the queue.
@@ -181,10 +231,12 @@ class Requests:
             self._link.push_tokens(frontend, request_ids, tokens)
         return special
 
-    def deliver(self, sequence: Sequence, token_id: int) -> None:
+    def deliver(self, sequence: Sequence, token_id: int, logprobs: EventLogprobs | None = None) -> None:
         """The sequence's next token, to all who listen; those it ends leave, and with the last the sequence."""
         index = len(sequence.tokens)
         sequence.tokens.append(token_id)
+        if sequence.logprobs is not None and logprobs is not None:
+            sequence.logprobs.append(logprobs)
         for subscriber in tuple(sequence.subscribers):
             if self._give(sequence, subscriber, index, token_id):
                 self._leave(sequence, subscriber)
@@ -203,12 +255,14 @@ class Requests:
             started = Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
             if not subscriber.has_joined:
                 self._board.cached_tokens += num_cached
+        # Of all that were generated here the last stands last.
+        logprobs = sequence.logprobs[index - len(sequence.tokens)] if sequence.logprobs else None
         if token_id in subscriber.stop_token_ids:
-            self._end(subscriber, token_id, Finish.STOP, started=started)
+            self._end(subscriber, token_id, Finish.STOP, started=started, logprobs=logprobs)
         elif index + 1 >= subscriber.max_total_tokens:
-            self._end(subscriber, token_id, Finish.LENGTH, started=started)
+            self._end(subscriber, token_id, Finish.LENGTH, started=started, logprobs=logprobs)
         else:
-            self._link.push(subscriber.frontend, subscriber.request_id, token_id, started=started)
+            self._link.push(subscriber.frontend, subscriber.request_id, token_id, started=started, logprobs=logprobs)
             return False
         return True
 
@@ -219,13 +273,16 @@ class Requests:
 
         noticed_ns, CLOCK_MONOTONIC, is when the frontend noticed; 0 is unknown.
         """
-        if (found := self._open.get(frontend, {}).get(request_id)) is not None:
+        if self._desk.forget(frontend, request_id):
+            self._board.requests_cancelled += 1
+        elif (found := self._open.get(frontend, {}).get(request_id)) is not None:
             self._leave(*found)
             self._board.requests_cancelled += 1
             if noticed_ns and found[0].ended:
                 self._board.observe_cancel(max(0, time.monotonic_ns() - noticed_ns) // 1000)
 
     def drop_frontend(self, frontend: int) -> None:
+        self._board.requests_cancelled += self._desk.forget_frontend(frontend)
         for sequence, subscriber in list(self._open.get(frontend, {}).values()):
             self._leave(sequence, subscriber)
             self._board.requests_cancelled += 1
@@ -258,10 +315,10 @@ class Requests:
             return at_most_s
         return min(at_most_s, max(0.0, self._deadlines[0][0] - self._clock()))
 
-    def fail(self, sequence: Sequence) -> None:
-        """A fault of ours: all who listen to the sequence are told, and it ends."""
+    def fail(self, sequence: Sequence, code: FailureCode = FailureCode.INTERNAL, text: str = "") -> None:
+        """A fault of ours, or of its constraints: all who listen to the sequence are told, and it ends."""
         for subscriber in list(sequence.subscribers):
-            failure = Failure(subscriber.request_id, FailureCode.INTERNAL)
+            failure = Failure(subscriber.request_id, code, text=text)
             self._end(subscriber, NO_TOKEN, Finish.FAILED, failure=failure)
             self._leave(sequence, subscriber)
 
@@ -282,8 +339,17 @@ class Requests:
         finish: Finish,
         started: Started | None = None,
         failure: Failure | None = None,
+        logprobs: EventLogprobs | None = None,
     ) -> None:
-        self._link.push(subscriber.frontend, subscriber.request_id, token_id, finish, started=started, failure=failure)
+        self._link.push(
+            subscriber.frontend,
+            subscriber.request_id,
+            token_id,
+            finish,
+            started=started,
+            failure=failure,
+            logprobs=logprobs,
+        )
         if finish in (Finish.STOP, Finish.LENGTH):
             self._board.requests_finished += 1
         elif finish is Finish.EXPIRED:
@@ -296,7 +362,7 @@ class Requests:
         del self._open[subscriber.frontend][subscriber.request_id]
         if not self._open[subscriber.frontend]:
             del self._open[subscriber.frontend]
-        self.num_open -= 1
+        self._num_listening -= 1
         sequence.unsubscribe(subscriber)
         if not sequence.subscribers:
             self._coalescer.withdraw(sequence)
@@ -306,11 +372,22 @@ class Requests:
         """Raises RuntimeError unless each open request listens to one sequence, and each of num_scheduled is heard."""
         pairs = [pair for by_id in self._open.values() for pair in by_id.values()]
         sequences = {sequence for sequence, _ in pairs}
-        if len(pairs) != self.num_open or any(subscriber not in sequence.subscribers for sequence, subscriber in pairs):
-            raise RuntimeError(f"{self.num_open} requests are counted open, {len(pairs)} are")
+        if len(pairs) != self._num_listening or any(
+            subscriber not in sequence.subscribers for sequence, subscriber in pairs
+        ):
+            raise RuntimeError(f"{self._num_listening} requests are counted open, {len(pairs)} are")
         if sum(len(sequence.subscribers) for sequence in sequences) != len(pairs):
             raise RuntimeError("a sequence has a listener that is no open request")
         if num_scheduled != len(sequences) or any(sequence.ended for sequence in sequences):
             raise RuntimeError(f"{num_scheduled} sequences are scheduled, {len(sequences)} have listeners")
         if len(self._coalescer) > len(sequences):
             raise RuntimeError("a sequence that has ended can still be joined")
+
+
+def _named_ids(submit: Submit) -> Iterator[int]:
+    """Token ids that a request names besides its tokens; stop ids never meet a token that is not there."""
+    yield from (token_id for token_id, _ in submit.sampling.logit_bias)
+    if (constraints := submit.constraints) is not None:
+        yield from constraints.allowed_token_ids
+        yield from constraints.thinking_end
+        yield from (token_id for run in constraints.bad_words for token_id in run)

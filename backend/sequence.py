@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from backend.forward_pass import NOT_FINITE
 
 if TYPE_CHECKING:
+    from backend.constraints import SequenceConstraints
     from backend.forward_pass import SamplingParams
     from shm.buffer_export import Loan
+    from shm.wire import EventLogprobs
 
 _NO_TOKEN = frozenset([NOT_FINITE])
 
@@ -50,9 +52,11 @@ class Sequence:
         "_first_limit",
         "_totals",
         "common_stop_ids",
+        "constraints",
         "ended",
         "generation",
         "is_distrusted",
+        "logprobs",
         "max_total_tokens",
         "needs_slot_init",
         "next_page_end",
@@ -90,11 +94,16 @@ class Sequence:
         *,
         salt: bytes = b"",
         rank: float = 0.0,
+        constraints: SequenceConstraints | None = None,
     ) -> None:
         # For life.
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
         self.salt = salt
+        self.constraints = constraints
+        """The executor's alone."""
+        self.logprobs: list[EventLogprobs] | None = [] if sampling.num_logprobs >= 0 else None
+        """Of the tokens generated here, where they are asked for; a listener that comes late is told them too."""
         self.output: Loan | None = None
         """Where its one subscriber wants its logits; ended by the link, with the request."""
         self.rank = rank
@@ -179,7 +188,7 @@ class Sequence:
         if not self._first_limit and all(subscriber.is_started for subscriber in self.subscribers):
             self._first_limit = min(self._totals, default=1) - 1
             self.stop_ids = _NO_TOKEN.union(*(subscriber.stop_token_ids for subscriber in self.subscribers))
-        self.plain_until = min(self.next_page_end, self._first_limit)
+        self.plain_until = min(self.next_page_end, self._first_limit) if self.logprobs is None else 0
 
     @property
     def num_applied(self) -> int:

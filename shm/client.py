@@ -23,7 +23,7 @@ from shm.region import RegionError
 from shm.rendezvous import Refused
 from shm.session import Session
 from shm.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, SharedBuffer, SharedBuffers
-from shm.stream import GenerationRequest, TokenBatch, TokenStream
+from shm.stream import GenerationRequest, TokenBatch, TokenLogprobs, TokenStream
 from shm.wire import (
     BufferKind,
     BufferRef,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shm.device_api import OpenDevice
-    from shm.wire import StepOutputs
+    from shm.wire import EventLogprobs, StepOutputs
 
 __all__ = [
     "BackendClient",
@@ -216,6 +216,8 @@ class BackendClient:
             salt=request.salt,
             may_share=request.may_share and request.output is None,
             priority=request.priority,
+            constraints=request.constraints,
+            num_prompt_logprobs=request.num_prompt_logprobs,
         )
         try:
             # What the backend's decoder would drop must fail here, where somebody can still be told.
@@ -303,6 +305,8 @@ class BackendClient:
             stream = streams.get(failure.request_id)
             if stream is not None:
                 stream._failure, stream._failure_limit = FailureCode(failure.code), failure.limit
+                stream._failure_text = failure.text
+        logprobs = {entry.event: entry for entry in outputs.logprobs}
         request_ids = memoryview(outputs.request_ids).cast("Q")
         token_ids = memoryview(outputs.token_ids).cast("i")
         if session.awaits_copies:
@@ -311,11 +315,14 @@ class BackendClient:
         num_tokens = 0
         now_ns = time.monotonic_ns()
         num_by_last_ns: dict[int, int] = {}  # streams of one batch mostly got their last token together
-        for request_id, token_id, finish in zip(request_ids, token_ids, outputs.finishes, strict=True):
+        columns = zip(request_ids, token_ids, outputs.finishes, strict=True)
+        for event, (request_id, token_id, finish) in enumerate(columns):
             stream = streams.get(request_id)
             if stream is None:
                 continue
             if token_id != NO_TOKEN:
+                if stream._logprobs is not None:
+                    stream._logprobs.append(_token_logprobs(logprobs.get(event)))
                 stream._tokens.append(token_id)
                 stream._fruitless_lives = 0
                 num_tokens += 1
@@ -538,3 +545,9 @@ def _report_end(connector: asyncio.Task[None]) -> None:
 def _identity(model: ModelCard) -> tuple[str, str, int]:
     """What must be equal for a stream to go on with another backend."""
     return model.model_id, model.fingerprint, model.vocab_size
+
+
+def _token_logprobs(told: EventLogprobs | None) -> TokenLogprobs:
+    if told is None:
+        raise LinkBroken("a token without the log probability that was asked for")
+    return TokenLogprobs(told.logprob, told.rank, told.top_ids, told.top_logprobs)

@@ -32,6 +32,7 @@ from shm.wire import (
     MAX_TO_FRONTEND_BYTES,
     Cancel,
     Credit,
+    EventLogprobs,
     Failure,
     FailureCode,
     Finish,
@@ -475,10 +476,12 @@ class BackendLink:
         finish: Finish = Finish.NONE,
         started: Started | None = None,
         failure: Failure | None = None,
+        logprobs: EventLogprobs | None = None,
     ) -> None:
         """Adds an event to what the next `flush` sends. Does nothing for a request that is not open (any more).
 
-        A finish other than NONE closes the request. token_id is NO_TOKEN for an end without a token.
+        A finish other than NONE closes the request. token_id is NO_TOKEN for an end without a token. Where logprobs
+        name the event they belong to is filled in.
         """
         target = self._frontends.get(frontend)
         if target is None or request_id not in target.open_requests:
@@ -486,7 +489,7 @@ class BackendLink:
         if finish:
             self._close_request(target, request_id)
         self._pending[frontend] = target
-        target.add(request_id, token_id, finish, started, failure)
+        target.add(request_id, token_id, finish, started, failure, logprobs)
 
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         """`push` of one token for each of several requests of a frontend, none of which it starts or ends."""

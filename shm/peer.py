@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 from array import array
+from collections import deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from shm import arena
 from shm.board import FrontendBoard
 from shm.buffer_export import LoanError
-from shm.wire import ArenaRef, BufferRef, Failure, Finish, Started, StepOutputs, WireError
+from shm.wire import ArenaRef, BufferRef, EventLogprobs, Failure, Finish, Started, StepOutputs, WireError
 
 if TYPE_CHECKING:
     from shm.buffer_export import ExportedBuffers, Loan
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from shm.wire import BufferReturn, Submit
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
+MAX_LOGPROBS_PER_MESSAGE = 1 << 13
+"""At most 20 likeliest tokens each, 14 bytes apiece: together with the events they stay under a message's limit."""
 
 
 class Peer:
@@ -55,6 +60,10 @@ class Peer:
         self._finishes = bytearray()
         self._started: list[Started] = []
         self._failures: list[Failure] = []
+        self._logprobs: deque[tuple[int, EventLogprobs]] = deque()
+        """With the number of their event since the beginning."""
+        self._num_sent = 0
+        """Events in messages that have been sent."""
         self._returned: list[BufferReturn] = []
         self.arena_slots, self.arena_slot_bytes = arena.geometry(max_context_tokens)
         with ExitStack() as mappings, ExitStack() as fds:
@@ -131,11 +140,19 @@ class Peer:
         return len(self._finishes) + len(self._returned)
 
     def add(
-        self, request_id: int, token_id: int, finish: Finish, started: Started | None, failure: Failure | None
+        self,
+        request_id: int,
+        token_id: int,
+        finish: Finish,
+        started: Started | None,
+        failure: Failure | None,
+        logprobs: EventLogprobs | None,
     ) -> None:
         self._request_ids.append(request_id)
         self._token_ids.append(token_id)
         self._finishes.append(finish)
+        if logprobs is not None:
+            self._logprobs.append((self._num_sent + len(self._finishes) - 1, logprobs))
         if started is not None:
             self._started.append(started)
         if failure is not None:
@@ -152,15 +169,28 @@ class Peer:
 
         A Started or a Failure may travel ahead of its event when there are more events than that, never behind it.
         """
+        count = self._num_next()
         return StepOutputs(
             sequence=self._next_sequence,
-            request_ids=self._request_ids[:MAX_EVENTS_PER_MESSAGE].tobytes(),
-            token_ids=self._token_ids[:MAX_EVENTS_PER_MESSAGE].tobytes(),
-            finishes=bytes(self._finishes[:MAX_EVENTS_PER_MESSAGE]),
+            request_ids=self._request_ids[:count].tobytes(),
+            token_ids=self._token_ids[:count].tobytes(),
+            finishes=bytes(self._finishes[:count]),
             started=tuple(self._started[:MAX_EVENTS_PER_MESSAGE]),
             failures=tuple(self._failures[:MAX_EVENTS_PER_MESSAGE]),
             returned=tuple(self._returned),  # no more than there are buffers
+            logprobs=tuple(
+                msgspec.structs.replace(logprobs, event=number - self._num_sent)
+                for number, logprobs in self._logprobs
+                if number < self._num_sent + count
+            ),
         )
+
+    def _num_next(self) -> int:
+        """Events of the next message: log probabilities are long, and few of them fill it."""
+        count = min(len(self._finishes), MAX_EVENTS_PER_MESSAGE)
+        if len(self._logprobs) > MAX_LOGPROBS_PER_MESSAGE:
+            count = min(count, self._logprobs[MAX_LOGPROBS_PER_MESSAGE][0] - self._num_sent)
+        return count
 
     def sent(self) -> None:
         """What `next_outputs` returned is on its way."""
@@ -168,5 +198,11 @@ class Peer:
         self.credit -= 1
         self.waiting_since_s = None
         self._returned.clear()
-        for column in (self._request_ids, self._token_ids, self._finishes, self._started, self._failures):
-            del column[:MAX_EVENTS_PER_MESSAGE]
+        count = self._num_next()
+        self._num_sent += count
+        while self._logprobs and self._logprobs[0][0] < self._num_sent:
+            self._logprobs.popleft()
+        for column in (self._request_ids, self._token_ids, self._finishes):
+            del column[:count]
+        for told in (self._started, self._failures):
+            del told[:MAX_EVENTS_PER_MESSAGE]

@@ -80,9 +80,11 @@ class TokenStream:
         "_expiry",
         "_failure",
         "_failure_limit",
+        "_failure_text",
         "_finish",
         "_fruitless_lives",
         "_last_token_ns",
+        "_logprobs",
         "_queued",
         "_submit",
         "_tokens",
@@ -120,6 +122,9 @@ class TokenStream:
         self._finish = Finish.NONE
         self._failure: FailureCode | None = None
         self._failure_limit = 0
+        self._failure_text = ""
+        self._logprobs: list[TokenLogprobs] | None = [] if submit.sampling.num_logprobs >= 0 else None
+        """Of the tokens that are not delivered yet."""
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -137,9 +142,12 @@ class TokenStream:
                 self._waiter = None
         batch = TokenBatch(self._tokens[self._delivered :].tolist())
         self._delivered = len(self._tokens)
+        if self._logprobs is not None:
+            batch.logprobs, self._logprobs = self._logprobs, []
         if self._finish is not Finish.NONE:
             self._ended = True
             batch.finish, batch.failure, batch.failure_limit = self._finish, self._failure, self._failure_limit
+            batch.failure_text = self._failure_text
         return batch
 
     def cancel(self) -> None:

@@ -17,11 +17,12 @@ from backend.requests import Limits, Requests
 from backend.scheduler import Scheduler
 from shm.board import BackendBoard
 from shm.link import Cancellation, FrontendDeath, Submission
-from shm.wire import Failure, Finish, Sampling, Started, Submit
+from shm.wire import EventLogprobs, Failure, Finish, Sampling, Started, Submit
 
 if TYPE_CHECKING:
     from backend.executor import StepResult
     from backend.forward_pass import IBatchedForwardPass, StepBatch
+    from backend.grammar_desk import GrammarDesk
     from backend.plan import Plan
 
 GREEDY = Sampling(temperature=0.0)
@@ -49,6 +50,7 @@ class Received:
     finishes: list[Finish] = field(default_factory=list)
     started: Started | None = None
     failure: Failure | None = None
+    logprobs: list[EventLogprobs | None] = field(default_factory=list)
 
 
 class ScriptedLink:
@@ -72,12 +74,14 @@ class ScriptedLink:
         finish: Finish = Finish.NONE,
         started: Started | None = None,
         failure: Failure | None = None,
+        logprobs: EventLogprobs | None = None,
     ) -> None:
         assert frontend not in self.dead
         received = self.received[frontend, request_id]
         assert not received.finishes, "an event after the end"
         if token_id >= 0:
             received.token_ids.append(token_id)
+            received.logprobs.append(logprobs)
         if finish is not Finish.NONE:
             received.finishes.append(finish)
         received.started = received.started or started
@@ -162,6 +166,7 @@ class Bench:
         priority_step_s: float = 0.0,
         patience_steps: int = 64,
         forward_pass: Any = None,
+        desk: GrammarDesk | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         context = min(max_context or 1 << 16, num_pages * page_size)
@@ -179,6 +184,7 @@ class Bench:
             self.board,
             Limits(vocab_size, context, max_waiting, priority_step_s),
             self.clock,
+            desk=desk,
         )
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import wait
 from pathlib import Path
 
 import jsonschema
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 import backend.demo_model
@@ -39,14 +41,19 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
 
 
+def compile_now(compiler: GrammarCompiler, grammar: Grammar) -> LLMatcher:
+    future = compiler.compile(grammar)
+    wait([future], timeout=30)
+    return compiler.finished(grammar, future)
+
+
 def constrained(compiler: GrammarCompiler, **wanted: object) -> SequenceConstraints:
     constraints = Constraints(**wanted)  # type: ignore[arg-type]
     matcher = None
     if constraints.grammar is not None:
         matcher = compiler.compiled(constraints.grammar)
         if matcher is None:
-            compiler.compile(constraints.grammar).result(timeout=30)
-            matcher = compiler.finished(constraints.grammar)
+            matcher = compile_now(compiler, constraints.grammar)
     return SequenceConstraints(constraints, matcher, STOPS, VOCAB_SIZE)
 
 
@@ -178,11 +185,8 @@ def test_contradictory_demands_are_told(compiler: GrammarCompiler) -> None:
 def test_a_bad_or_too_large_grammar_is_refused_in_one_line(
     compiler: GrammarCompiler, grammar: Grammar, reason: str
 ) -> None:
-    future = compiler.compile(grammar)
-    with pytest.raises(BadGrammar, match=reason):
-        future.result(timeout=60)
-    with pytest.raises(BadGrammar) as refusal:
-        compiler.finished(grammar)
+    with pytest.raises(BadGrammar, match=reason) as refusal:
+        compile_now(compiler, grammar)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) <= 300
     assert compiler.compiled(grammar) is None
@@ -192,8 +196,8 @@ def test_a_grammar_is_compiled_once_for_all_who_ask(compiler: GrammarCompiler) -
     grammar = Grammar("regex", "[xyz]{2}")
     first, second = compiler.compile(grammar), compiler.compile(grammar)
     assert first is second
-    first.result(timeout=30)
-    one, other = compiler.finished(grammar), compiler.finished(grammar)
+    wait([first], timeout=30)
+    one, other = compiler.finished(grammar, first), compiler.finished(grammar, second)
     assert one is not other
     assert compiler.compiled(grammar) is not None
 
@@ -203,10 +207,8 @@ def test_the_cache_is_bounded_and_drops_what_was_used_least_lately(monkeypatch: 
     monkeypatch.setattr("backend.grammars._CACHE_BYTES", 256 * 10)
     grammars = [Grammar("regex", letter * 4) for letter in "abc"]
     for grammar in grammars[:2]:
-        compiler.compile(grammar).result(timeout=30)
-        compiler.finished(grammar)
+        compile_now(compiler, grammar)
     assert compiler.compiled(grammars[0]) is not None
-    compiler.compile(grammars[2]).result(timeout=30)
-    compiler.finished(grammars[2])
+    compile_now(compiler, grammars[2])
     assert [compiler.compiled(grammar) is not None for grammar in grammars] == [True, False, True]
     compiler.close()

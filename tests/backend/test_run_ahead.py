@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from backend.executor import Executor, ExecutorFailed, StepResult
-from backend.forward_pass import FROM_SLOT, DeviceLost, SamplingParams, SlotInit, StepBatch, StepOutput
+from backend.forward_pass import FROM_SLOT, DeviceLost, SamplingParams, SlotInit, StepBatch, StepOutput, TokenMasks
 from backend.passes.fake import FakePass, next_token
 from backend.plan import Plan
 from backend.sequence import Sequence, Subscriber
@@ -52,8 +52,8 @@ class AheadPass(FakePass):
         self.launched: queue.SimpleQueue[Pending] = queue.SimpleQueue()
         self.create_cache(1, 16, "fp32")
 
-    def sample(self, logits: np.ndarray, batch: StepBatch) -> Pending:  # type: ignore[override]
-        pending = Pending(super().sample(logits, batch))
+    def sample(self, logits: np.ndarray, batch: StepBatch, masks: TokenMasks | None = None) -> Pending:  # type: ignore[override]
+        pending = Pending(super().sample(logits, batch, masks))
         self.launched.put(pending)
         return pending
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from backend.plan import Plan
     from backend.scheduler import Chunk
     from backend.sequence import Sequence, Subscriber
+    from shm.wire import EventLogprobs
     from tests.simulation.world import World
 
 CURSES = ("add", "note", "build", "deliver", "step")
@@ -71,9 +72,9 @@ class FaultyRequests(Requests):
         super().__init__(*args)
         self._world = world
 
-    def deliver(self, sequence: Sequence, token_id: int) -> None:
+    def deliver(self, sequence: Sequence, token_id: int, logprobs: EventLogprobs | None = None) -> None:
         self._world.strike("deliver", [sequence])
-        super().deliver(sequence, token_id)
+        super().deliver(sequence, token_id, logprobs)
 
     def _replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
         self._world.strike_request("deliver", subscriber)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shm.link import Cancellation, FrontendDeath, Submission
-from shm.wire import Failure, FailureCode, Finish, Started, Submit
+from shm.wire import EventLogprobs, Failure, FailureCode, Finish, Started, Submit
 from tests.simulation.models import Violation
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class SimulatedLink:
         finish: Finish = Finish.NONE,
         started: Started | None = None,
         failure: Failure | None = None,
+        logprobs: EventLogprobs | None = None,
     ) -> None:
         heard = self.open.get((frontend, request_id))
         if heard is None:

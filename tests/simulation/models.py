@@ -194,7 +194,7 @@ class ChainPass:
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = _Slot(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
 
-    def sample(self, logits: list[int], batch: StepBatch) -> StepOutput:
+    def sample(self, logits: list[int], batch: StepBatch, masks: object = None) -> StepOutput:
         fault = self.fault
         if fault is not None and fault.kind == "raise late":
             raise PlantedFault("after the cache was written")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from backend.forward_pass import PassOptions, StepBatch, StepOutput
+from backend.forward_pass import PassOptions, StepBatch, StepOutput, TokenMasks
 from backend.passes.fake import FakePass, next_token
 from tools.bench.compare import Comparison, Round
 from tools.bench.static_batch import StaticBatch, StaticJob, StaticTiming
@@ -20,8 +20,8 @@ class RecordingPass(FakePass):
 
     streams: dict[int, list[int]]
 
-    def sample(self, logits: NDArray[np.float32], batch: StepBatch) -> StepOutput:
-        output = super().sample(logits, batch)
+    def sample(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None = None) -> StepOutput:
+        output = super().sample(logits, batch, masks)
         for slot, token in zip(batch.slots.tolist(), output.token_ids.tolist(), strict=True):
             self.streams.setdefault(slot, []).append(token)
         return output

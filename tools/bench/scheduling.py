@@ -22,7 +22,7 @@ from backend.scheduler import Scheduler
 from shm.board import BackendBoard
 from shm.link import Submission
 from shm.peer import Peer
-from shm.wire import Failure, Finish, Sampling, Started, Submit, encode
+from shm.wire import EventLogprobs, Failure, Finish, Sampling, Started, Submit, encode
 from tools.bench.report import make_table
 from tools.bench.stats import Aim
 
@@ -101,9 +101,10 @@ class UnsentLink:
         finish: Finish = Finish.NONE,
         started: Started | None = None,
         failure: Failure | None = None,
+        logprobs: EventLogprobs | None = None,
     ) -> None:
         peer = self._pending[frontend] = self._peers[frontend]
-        peer.add(request_id, token_id, finish, started, failure)
+        peer.add(request_id, token_id, finish, started, failure, logprobs)
 
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         peer = self._pending[frontend] = self._peers[frontend]

@@ -1,0 +1,231 @@
+"""Grammars, lists of tokens and log probabilities through the whole engine, with the demo model's tokenizer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from backend.forward_pass import SamplingParams
+from backend.grammar_desk import GrammarDesk
+from backend.grammars import GrammarCompiler
+from shm.link import FrontendDeath
+from shm.wire import Constraints, FailureCode, Finish, Grammar, Sampling
+from tests.backend.harness import Bench, expected_tokens
+from tests.backend.test_constraints import EOS, TOKENIZER, TOKENIZER_JSON
+
+VOCAB_SIZE = TOKENIZER.get_vocab_size()
+DIGITS = Grammar("regex", "[0-9]{5,8}")
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+    yield compiler
+    compiler.close()
+
+
+def new_bench(compiler: GrammarCompiler, max_waiting: int = 100, **options: Any) -> Bench:
+    return Bench(vocab_size=VOCAB_SIZE, desk=GrammarDesk(compiler, lambda: None, max_waiting), **options)
+
+
+def ask(bench: Bench, request_id: int, grammar: Grammar | None = DIGITS, max_tokens: int = 12, **options: Any) -> None:
+    wanted = {name: options.pop(name) for name in list(options) if name in Constraints.__struct_fields__}
+    constraints = Constraints(grammar=grammar, **wanted)
+    bench.submit(PROMPT, max_tokens, request_id=request_id, stop_ids=(EOS,), constraints=constraints, **options)
+
+
+def compile_all(bench: Bench) -> None:
+    """Turns until no request waits for its grammar any more."""
+    bench.engine.turn()
+    for _, _, future in list(bench.requests._desk._waiting.values()):
+        future.exception(timeout=30)
+    bench.engine.turn()
+
+
+def text(bench: Bench, request_id: int) -> str:
+    received = bench.received(request_id)
+    assert received.finishes == [Finish.STOP]
+    return TOKENIZER.decode(received.token_ids)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=1.5, seed=3)])
+def test_a_grammar_binds_its_own_request_and_no_other(compiler: GrammarCompiler, sampling: Sampling) -> None:
+    bench = new_bench(compiler)
+    ask(bench, 0, sampling=sampling)
+    bench.submit(PROMPT, 6, request_id=1)
+    compile_all(bench)
+    bench.run_dry()
+    assert text(bench, 0).isdigit()
+    assert 5 <= len(text(bench, 0)) <= 8
+    assert bench.received(1).token_ids == expected_tokens(PROMPT, 6, VOCAB_SIZE)
+
+
+def test_the_same_tokens_come_alone_among_others_preempted_and_in_any_chunks(compiler: GrammarCompiler) -> None:
+    alone = new_bench(compiler)
+    ask(alone, 0, sampling=Sampling(temperature=1.0, seed=9))
+    compile_all(alone)
+    alone.run_dry()
+    expected = alone.received(0).token_ids
+    rng = random.Random(4)
+    for capacity in (0, 1, 3):
+        bench = new_bench(compiler, num_pages=9, max_batch_tokens=8, capacity=capacity)
+        for request_id in range(6):
+            ask(bench, request_id, sampling=Sampling(temperature=1.0, seed=9))
+            bench.submit([rng.randrange(1, 90) for _ in range(7)], 14, request_id=100 + request_id)
+        compile_all(bench)
+        bench.run_dry()
+        assert bench.scheduler.num_preemptions > 0
+        assert all(bench.received(request_id).token_ids == expected for request_id in range(6))
+
+
+def test_requests_of_one_grammar_and_prompt_share_and_those_of_another_do_not(compiler: GrammarCompiler) -> None:
+    bench = new_bench(compiler)
+    letters = Grammar("regex", "[a-f]{5}")
+    for request_id, grammar in enumerate((DIGITS, DIGITS, letters)):
+        ask(bench, request_id, grammar, may_share=True)
+    compile_all(bench)
+    bench.run_dry()
+    assert bench.board.requests_coalesced == 1
+    assert text(bench, 0) == text(bench, 1) != text(bench, 2)
+
+
+def test_min_tokens_puts_the_end_off(compiler: GrammarCompiler) -> None:
+    expected = expected_tokens(PROMPT, 8, VOCAB_SIZE)
+    bench = new_bench(compiler)
+    for request_id, min_tokens in enumerate((0, 4)):
+        constraints = Constraints(min_tokens=min_tokens)
+        bench.submit(PROMPT, 8, request_id=request_id, stop_ids=(expected[0],), constraints=constraints)
+    bench.run_dry()
+    assert bench.received(0).token_ids == expected[:1]
+    assert len(bench.received(1).token_ids) >= 4
+    assert expected[0] not in bench.received(1).token_ids[:4]
+
+
+def test_a_stream_that_resumes_goes_on_where_its_grammar_was(compiler: GrammarCompiler) -> None:
+    bench = new_bench(compiler)
+    ask(bench, 0)
+    compile_all(bench)
+    bench.run_dry()
+    whole = bench.received(0).token_ids
+    constraints = Constraints(grammar=DIGITS)
+    bench.submit(
+        PROMPT + whole[:2], 12, request_id=1, num_prompt_tokens=len(PROMPT), stop_ids=(EOS,), constraints=constraints
+    )
+    bench.run_dry()
+    assert bench.received(1).token_ids == whole[2:]
+
+
+@pytest.mark.parametrize("grammar", [Grammar("regex", "("), Grammar("json_schema", '{"type": "nonsense"}')])
+def test_a_bad_grammar_is_its_own_requests_fault(compiler: GrammarCompiler, grammar: Grammar) -> None:
+    bench = new_bench(compiler)
+    ask(bench, 0, grammar)
+    ask(bench, 1, grammar)
+    ask(bench, 2)
+    compile_all(bench)
+    bench.run_dry()
+    for request_id in (0, 1):
+        received = bench.received(request_id)
+        assert received.finishes == [Finish.REJECTED]
+        assert received.failure is not None
+        assert received.failure.code == FailureCode.BAD_GRAMMAR
+        assert received.failure.text
+    assert text(bench, 2).isdigit()
+
+
+def test_demands_that_leave_nothing_end_their_own_request_alone(compiler: GrammarCompiler) -> None:
+    bench = new_bench(compiler)
+    ask(bench, 0, allowed_token_ids=tuple(TOKENIZER.encode("x", add_special_tokens=False).ids))
+    ask(bench, 1)
+    compile_all(bench)
+    bench.run_dry()
+    received = bench.received(0)
+    assert (received.token_ids, received.finishes) == ([], [Finish.FAILED])
+    assert received.failure is not None
+    assert received.failure.code == FailureCode.BAD_GRAMMAR
+    assert text(bench, 1).isdigit()
+
+
+def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing_behind(compiler: GrammarCompiler) -> None:
+    bench = new_bench(compiler)
+    ask(bench, 0)
+    ask(bench, 1, frontend=2)
+    bench.engine.turn()
+    assert bench.requests.num_open == 2
+    bench.cancel(0)
+    bench.link.arrivals.append(FrontendDeath(2))
+    bench.link.dead.add(2)
+    bench.engine.turn()
+    assert bench.requests.num_open == 0
+    compile_all(bench)
+    assert bench.run_dry() == 0
+    assert bench.board.requests_cancelled == 2
+
+
+def test_no_more_requests_wait_for_grammars_than_may(compiler: GrammarCompiler) -> None:
+    bench = new_bench(compiler, max_waiting=1)
+    ask(bench, 0)
+    ask(bench, 1)
+    bench.engine.turn()
+    failure = bench.received(1).failure
+    assert failure is not None
+    assert (failure.code, failure.limit) == (FailureCode.OVERLOADED, 1)
+
+
+def test_without_a_tokenizer_grammars_are_refused() -> None:
+    bench = Bench()
+    ask(bench, 0)
+    bench.run_dry()
+    failure = bench.received(0).failure
+    assert failure is not None
+    assert failure.code == FailureCode.BAD_GRAMMAR
+
+
+def test_tokens_outside_the_vocabulary_are_refused_wherever_they_are_named() -> None:
+    bench = Bench()
+    named = ({"allowed_token_ids": (999,)}, {"bad_words": ((1, 999),)}, {"thinking_end": (999,)})
+    for request_id, wanted in enumerate(named):
+        bench.submit(PROMPT, 4, request_id=request_id, constraints=Constraints(**wanted))
+    bench.run_dry()
+    for request_id in range(len(named)):
+        failure = bench.received(request_id).failure
+        assert failure is not None
+        assert (failure.code, failure.limit) == (FailureCode.BAD_TOKEN, bench.vocab_size)
+
+
+def test_each_token_comes_with_its_log_probabilities_for_late_joiners_too() -> None:
+    bench = Bench()
+    sampling = Sampling(temperature=0.0, num_logprobs=3)
+    bench.submit(PROMPT, 8, request_id=0, sampling=sampling, may_share=True)
+    bench.submit(PROMPT, 8, request_id=1)
+    for _ in range(5):
+        bench.turn()
+    bench.submit(PROMPT, 8, request_id=2, sampling=sampling, may_share=True)
+    bench.run_dry()
+    first, plain, late = (bench.received(request_id) for request_id in range(3))
+    assert bench.board.requests_coalesced == 1
+    assert first.token_ids == plain.token_ids == late.token_ids
+    assert late.logprobs == first.logprobs
+    assert plain.logprobs == [None] * 8
+    for token_id, told in zip(first.token_ids, first.logprobs, strict=True):
+        assert told is not None
+        assert (told.top_ids[0], told.rank) == (token_id, 1)
+        assert told.top_logprobs[0] == told.logprob > told.top_logprobs[1]
+        assert len(told.top_ids) == 3
+
+
+def test_rows_that_ask_for_fewer_log_probabilities_are_told_fewer() -> None:
+    bench = Bench()
+    for request_id, count in enumerate((0, 5)):
+        bench.submit(PROMPT, 4, request_id=request_id, sampling=Sampling(temperature=0.0, num_logprobs=count))
+    bench.run_dry()
+    for request_id, count in enumerate((0, 5)):
+        told = bench.received(request_id).logprobs
+        assert [len(entry.top_ids) for entry in told if entry is not None] == [count] * 4
+
+
+def test_wire_and_pass_name_the_same_parameters() -> None:
+    assert Sampling.__struct_fields__ == tuple(SamplingParams.__slots__)
