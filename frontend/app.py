@@ -6,15 +6,18 @@ import asyncio
 import hmac
 import logging
 import os
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from frontend import completions, metrics
+from frontend import completions, messages, metrics, utility_endpoints
 from frontend.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
 from frontend.exchange import ClientGoneError, Exchange
+from frontend.response_store import ResponseStore
+from frontend.responses import Responses
 from frontend.terms import tenant_salt
 
 if TYPE_CHECKING:
@@ -59,15 +62,41 @@ class App:
         self._draining = False
         self._idle_actions: set[asyncio.Task[None]] = set()
         reading = dict.fromkeys(_READ_ONLY, Route(self._list_models))
+        store = ResponseStore(
+            max_bytes=limits.max_stored_response_bytes,
+            max_responses=limits.max_stored_responses,
+            max_idle_s=limits.stored_response_idle_s,
+        )
+        responses = Responses(store, self._open)
         self._routes: dict[str, dict[str, Route]] = {
             "/health": dict.fromkeys(_READ_ONLY, Route(self._health, needs_key=False)),
             _READY_PATH: dict.fromkeys(_READ_ONLY, Route(self._ready, needs_key=False)),
             "/metrics": dict.fromkeys(_READ_ONLY, Route(self._metrics, needs_key=False)),
             "/v1/models": reading,
-            "/v1/chat/completions": {"POST": Route(self._chat_completion)},
-            "/v1/completions": {"POST": Route(self._completion)},
+            "/v1/chat/completions": {"POST": self._generating(completions.chat_completion)},
+            "/v1/completions": {"POST": self._generating(completions.completion)},
+            "/v1/messages": {"POST": self._generating(messages.create_message)},
+            "/v1/messages/count_tokens": {"POST": self._with_body(messages.count_tokens)},
+            "/v1/responses": {"POST": self._generating(responses.create)},
+            "/v1/responses/input_tokens": {"POST": self._with_body(responses.count_input)},
+            "/tokenize": {"POST": self._with_body(utility_endpoints.tokenize)},
+            "/detokenize": {"POST": self._with_body(utility_endpoints.detokenize)},
+            "/apply-template": {"POST": self._with_body(utility_endpoints.apply_template)},
+            "/version": dict.fromkeys(_READ_ONLY, Route(utility_endpoints.version)),
+            "/v1/load": dict.fromkeys(_READ_ONLY, Route(self._load)),
         }
-        self._one_model = dict.fromkeys(_READ_ONLY, Route(self._describe_model))
+        self._patterns: tuple[tuple[re.Pattern[str], dict[str, Route]], ...] = (
+            (re.compile("/v1/models/.+"), dict.fromkeys(_READ_ONLY, Route(self._describe_model))),
+            (
+                re.compile("/v1/responses/[^/]+"),
+                {**dict.fromkeys(_READ_ONLY, Route(responses.retrieve)), "DELETE": Route(responses.delete)},
+            ),
+            (re.compile("/v1/responses/[^/]+/cancel"), {"POST": Route(responses.cancel)}),
+            (
+                re.compile("/v1/responses/[^/]+/input_items"),
+                dict.fromkeys(_READ_ONLY, Route(responses.list_input)),
+            ),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -153,8 +182,8 @@ class App:
     def _route(self, exchange: Exchange) -> Route:
         path = exchange.path
         methods = self._routes.get(path)
-        if methods is None and path.startswith("/v1/models/"):
-            methods = self._one_model
+        if methods is None:
+            methods = next((methods for pattern, methods in self._patterns if pattern.fullmatch(path)), None)
         if methods is None:
             raise ApiError(ErrorKind.UNKNOWN_PATH, f"no such path: {shorten(path)}")
         route = methods.get(exchange.method)
@@ -171,12 +200,14 @@ class App:
         if not self._salts:
             return
         scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
+        if (alone := exchange.header(b"x-api-key")) is not None:  # Anthropic's clients send it so
+            scheme, given = b"bearer", alone
         # Every key is compared, so that the time says nothing about which.
         matching = [salt for key, salt in self._salts.items() if hmac.compare_digest(given.strip(), key)]
         if scheme.lower() != b"bearer" or not matching:
             raise ApiError(
                 ErrorKind.BAD_KEY,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-API-Key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
         exchange.tenant = matching[0]
@@ -210,13 +241,22 @@ class App:
             raise ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
         await exchange.respond(200, msgspec.json.encode(_describe(served)))
 
-    async def _chat_completion(self, exchange: Exchange) -> None:
-        data = await self._admit(exchange)
-        await completions.chat_completion(exchange, data, await self._served_soon(exchange), self._backend)
+    async def _load(self, exchange: Exchange) -> None:
+        await utility_endpoints.load(exchange, self._backend, len(self._open))
 
-    async def _completion(self, exchange: Exchange) -> None:
-        data = await self._admit(exchange)
-        await completions.completion(exchange, data, await self._served_soon(exchange), self._backend)
+    def _generating(self, answer: Callable[[Exchange, bytes, ServedModel, BackendClient], Awaitable[None]]) -> Route:
+        async def handle(exchange: Exchange) -> None:
+            data = await self._admit(exchange)
+            await answer(exchange, data, await self._served_soon(exchange), self._backend)
+
+        return Route(handle)
+
+    def _with_body(self, answer: Callable[[Exchange, bytes, ServedModel], Awaitable[None]]) -> Route:
+        async def handle(exchange: Exchange) -> None:
+            data = await self._admit(exchange)
+            await answer(exchange, data, await self._served_soon(exchange))
+
+        return Route(handle)
 
     async def _admit(self, exchange: Exchange) -> bytes:
         """The body of a request that may run. All that can be refused is refused before the body is read."""

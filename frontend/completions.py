@@ -78,19 +78,24 @@ async def completion(exchange: Exchange, data: bytes, served: ServedModel, backe
 
 async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> list[int]:
     """The token ids of a chat by the model's template. Raises ApiError."""
+    text = await render_text(body, served, is_long=is_long)
+    add_special_tokens = body.add_special_tokens is True  # templates write their own
+    return (await _encode("messages", [text], served, add_special_tokens=add_special_tokens))[0]
+
+
+async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> str:
+    """The prompt's text by the model's template. Raises ApiError."""
     template = served.tokenizer.chat_template
     if template is None:
         raise ApiError(
             ErrorKind.TEMPLATE_REFUSED, "this model has no chat template; use /v1/completions", param="messages"
         )
     try:
-        text = await asyncio.to_thread(template.render, body) if is_long else template.render(body)
+        return await asyncio.to_thread(template.render, body) if is_long else template.render(body)
     except TemplateRefusedError as error:
         raise ApiError(
             ErrorKind.TEMPLATE_REFUSED, f"messages: the chat template refuses them: {error}", param="messages"
         ) from None
-    add_special_tokens = body.add_special_tokens is True  # templates write their own
-    return (await _encode("messages", [text], served, add_special_tokens=add_special_tokens))[0]
 
 
 async def _encode(field: str, texts: list[str], served: ServedModel, *, add_special_tokens: bool) -> list[list[int]]:

@@ -35,6 +35,7 @@ class ErrorKind(enum.Enum):
     BAD_KEY = _Answer(401, "authentication_error", "invalid_api_key")
     UNKNOWN_PATH = _Answer(404, "invalid_request_error", "unknown_url")
     UNKNOWN_MODEL = _Answer(404, "invalid_request_error", "model_not_found")
+    UNKNOWN_RESPONSE = _Answer(404, "invalid_request_error", "response_not_found")
     WRONG_METHOD = _Answer(405, "invalid_request_error", "method_not_allowed")
     TOO_SLOW = _Answer(408, "invalid_request_error", "request_timeout")
     BODY_TOO_LARGE = _Answer(413, "invalid_request_error", "request_too_large")

@@ -45,6 +45,7 @@ class Exchange:
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.received_s = time.monotonic()

@@ -1,0 +1,223 @@
+"""POST /v1/responses: OpenAI's response object and the events by which it is streamed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from frontend.formats.base import encode
+from frontend.formats.blocks import Block, BlockKind, Blocks, whole_pieces
+from frontend.formats.logprobs import chat_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from frontend.deltas import Delta, Message, TokenLogprob
+    from frontend.errors import ApiError
+    from frontend.formats.base import Identity, Usage
+
+_ID_PREFIXES = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
+_PART_TYPES = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_text"}
+
+
+class ResponsesFormat:
+    """See `Format`. A response has one choice."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        usage: Usage,
+        settings: Mapping[str, Any],
+        on_end: Callable[[ResponsesFormat], None],
+    ) -> None:
+        """settings: the object's fields that are known before it runs. on_end is called when the answer is final."""
+        self.response_id = identity.response_id
+        self.status = "queued"
+        self.num_events = 0
+        """Also the next event's sequence_number."""
+        self._fixed = {"id": identity.response_id, "object": "response", "created_at": identity.created, **settings}
+        self._model = identity.model
+        self._usage = usage
+        self._on_end = on_end
+        self._blocks = Blocks(self)
+        self._cut_block: Block | None = None
+        """The one in which the answer broke off."""
+        self._id_suffix = identity.response_id.partition("_")[2]
+        self._delta_head = b""
+        self._error: dict[str, str] | None = None
+        self._ended_at: int | None = None
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self._blocks.all
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002 - there is one
+        self.status = "in_progress"
+        told = self.snapshot()
+        return self._event("response.created", response=told) + self._event("response.in_progress", response=told)
+
+    def delta(self, index: int, delta: Delta) -> bytes:  # noqa: ARG002
+        return self._blocks.take(delta)
+
+    def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:  # noqa: ARG002
+        events = b"" if self._blocks.all else self._blocks.begin(BlockKind.TEXT)
+        if finish_reason == "length":
+            self._cut_block = self._blocks.current
+        events += self._blocks.close()
+        self._finish("incomplete" if finish_reason == "length" else "completed")
+        return events
+
+    def end(self) -> bytes:
+        event = self._event(f"response.{self.status}", response=self.snapshot())
+        self._on_end(self)
+        return event
+
+    def failure(self, error: ApiError) -> bytes:
+        events = self.opening(0) if self.status == "queued" else b""
+        self._error = {"code": _error_code(error), "message": error.message}
+        self._break_off("failed")
+        return events + self.end()
+
+    def cancel(self) -> None:
+        """Somebody asked for its end. Nothing more is told."""
+        self._break_off("cancelled")
+        self._on_end(self)
+
+    def whole(self, messages: list[Message]) -> bytes:
+        message = messages[0]
+        for piece in whole_pieces(message, self._usage.reasoning_tokens):
+            self._blocks.take(piece)
+        self.closing(0, message.finish_reason, message.stopped_by)
+        self._on_end(self)
+        return encode(self.snapshot())
+
+    def snapshot(self) -> dict[str, Any]:
+        """The response object as it stands."""
+        is_final = self._ended_at is not None
+        return {
+            **self._fixed,
+            "model": self._model,
+            "status": self.status,
+            "completed_at": self._ended_at if self.status == "completed" else None,
+            "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
+            "output": [self._item(block) for block in self._blocks.all],
+            "usage": self._usage_fields() if is_final else None,
+        }
+
+    def _finish(self, status: str) -> None:
+        self.status = status
+        self._ended_at = int(time.time())
+
+    def _break_off(self, status: str) -> None:
+        self._cut_block = self._blocks.current
+        self._blocks.current = None
+        self._finish(status)
+
+    def _usage_fields(self) -> dict[str, Any]:
+        usage = self._usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "penstock": {"coalesced": usage.is_coalesced},
+        }
+
+    # What happens to a block: see `BlockEvents`
+
+    def opened(self, block: Block) -> bytes:
+        item = self._item(block)
+        if block.kind is not BlockKind.CALL:
+            item["content"] = []
+        events = self._event("response.output_item.added", output_index=block.index, item=item)
+        place = self._place(block)
+        if block.kind is BlockKind.CALL:
+            self._delta_head = self._head("response.function_call_arguments.delta", place)
+            return events
+        place["content_index"] = 0
+        part = _part(block.kind, "", [])
+        events += self._event("response.content_part.added", **place, part=part)
+        name = "response.output_text.delta" if block.kind is BlockKind.TEXT else "response.reasoning_text.delta"
+        self._delta_head = self._head(name, place)
+        return events
+
+    def grown(self, block: Block, piece: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:
+        number = self.num_events
+        self.num_events += 1
+        if block.kind is not BlockKind.TEXT:
+            return b'%b%b,"sequence_number":%d}\n\n' % (self._delta_head, encode(piece), number)
+        told = encode(_logprobs(logprobs)) if logprobs else b"[]"
+        return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._delta_head, encode(piece), told, number)
+
+    def closed(self, block: Block) -> bytes:
+        place, text = self._place(block), block.text
+        if block.kind is BlockKind.CALL:
+            events = self._event("response.function_call_arguments.done", **place, arguments=text)
+        else:
+            place["content_index"] = 0
+            logprobs = _logprobs(block.logprobs)
+            part = _part(block.kind, text, logprobs)
+            if block.kind is BlockKind.TEXT:
+                events = self._event("response.output_text.done", **place, text=text, logprobs=logprobs)
+            else:
+                events = self._event("response.reasoning_text.done", **place, text=text)
+            events += self._event("response.content_part.done", **place, part=part)
+        return events + self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        told: dict[str, Any] = {"id": self._item_id(block), "type": "message", "status": self._item_status(block)}
+        match block.kind:
+            case BlockKind.CALL:
+                return told | {
+                    "type": "function_call",
+                    "call_id": block.call_id,
+                    "name": block.name,
+                    "arguments": block.text,
+                }
+            case BlockKind.REASONING:
+                content = [_part(block.kind, block.text, [])]
+                return told | {"type": "reasoning", "summary": [], "content": content}
+            case BlockKind.TEXT:
+                content = [_part(block.kind, block.text, _logprobs(block.logprobs))]
+                return told | {"role": "assistant", "content": content}
+
+    def _item_status(self, block: Block) -> str:
+        if block is self._cut_block:
+            return "incomplete"
+        return "in_progress" if block is self._blocks.current else "completed"
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_ID_PREFIXES[block.kind]}{self._id_suffix}_{block.index}"
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        return {"item_id": self._item_id(block), "output_index": block.index}
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        number = self.num_events
+        self.num_events += 1
+        data = encode({"type": name, **fields, "sequence_number": number})
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+    def _head(self, name: str, place: dict[str, Any]) -> bytes:
+        """Of the events that tell a block's pieces, all that stands before the piece."""
+        data = encode({"type": name, **place})[:-1]
+        return b'event: %b\ndata: %b,"delta":' % (name.encode(), data)
+
+
+def _part(kind: BlockKind, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": _PART_TYPES[kind], "text": text}
+    return part | {"annotations": [], "logprobs": logprobs} if kind is BlockKind.TEXT else part
+
+
+def _logprobs(entries: list[TokenLogprob] | tuple[TokenLogprob, ...]) -> list[Any]:
+    told: list[Any] = chat_logprobs(entries)["content"]
+    return told
+
+
+def _error_code(error: ApiError) -> str:
+    """One of the few that the API has."""
+    if error.kind.status == 429:
+        return "rate_limit_exceeded"
+    return "server_error" if error.kind.status >= 499 else "invalid_prompt"

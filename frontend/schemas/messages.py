@@ -1,0 +1,196 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from frontend.errors import ApiError, ErrorKind, invalid, shorten
+from frontend.schemas.chat import FunctionName
+from frontend.schemas.decoding import decode_body
+from frontend.schemas.generation import ABSENT, GenerationBody, ShortText, StopString
+from shm.wire import MAX_CONTEXT_TOKENS
+
+TypeName = Annotated[str, Meta(max_length=64)]
+
+_MAX_BLOCKS = 2048
+
+
+class ResultBlock(Struct, frozen=True):
+    """A part of a tool's result."""
+
+    type: TypeName
+    text: str | None = None
+
+
+class Block(Struct, frozen=True):
+    """A part of a content: every kind's fields, of which `_check_block` wants those of its own kind."""
+
+    type: TypeName
+    text: str | None = None
+    thinking: str | None = None
+    id: ShortText | None = None
+    name: FunctionName | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: ShortText | None = None
+    content: str | Annotated[list[ResultBlock], Meta(max_length=_MAX_BLOCKS)] | None = None
+    is_error: bool | None = None
+
+
+Content = str | Annotated[list[Block], Meta(max_length=_MAX_BLOCKS)]
+
+
+class AnthropicMessage(Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class AnthropicTool(Struct, frozen=True):
+    name: FunctionName
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: TypeName | None = None
+    strict: bool | None = None
+
+
+class AnthropicToolChoice(Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, frozen=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
+
+
+class OutputFormat(Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, frozen=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(Struct, frozen=True):
+    user_id: ShortText | None = None
+
+
+class CountTokensBody(GenerationBody, kw_only=True):
+    """What decides on the prompt."""
+
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=2048)]
+    system: Content | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=128)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None  # type: ignore[assignment]  # Anthropic's own shape; nobody reads either
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+    container: Raw = ABSENT
+    mcp_servers: Raw = ABSENT
+
+
+class MessagesBody(CountTokensBody, kw_only=True):
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+    stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
+
+
+_NOT_HERE = {
+    "n": (1,),
+    "stop": ([],),
+    "response_format": (),
+    "prompt_logprobs": (),
+    "stream_options": (),
+    "return_token_ids": (False,),
+}
+"""Of what other endpoints have, with the values that ask for nothing."""
+
+_messages = msgspec.json.Decoder(MessagesBody)
+_count_tokens = msgspec.json.Decoder(CountTokensBody)
+
+_Body = TypeVar("_Body", bound=CountTokensBody)
+
+
+def decode_messages(data: bytes) -> MessagesBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    body = _checked(decode_body(_messages, data))
+    thinking = body.thinking
+    if thinking is not None and thinking.budget_tokens is not None and thinking.budget_tokens >= body.max_tokens:
+        invalid(
+            "thinking.budget_tokens",
+            f"must be less than max_tokens, which is {body.max_tokens}, got {thinking.budget_tokens}",
+        )
+    return body
+
+
+def decode_count_tokens(data: bytes) -> CountTokensBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    return _checked(decode_body(_count_tokens, data))
+
+
+def _checked(body: _Body) -> _Body:
+    for field, harmless in _NOT_HERE.items():
+        value = getattr(body, field)
+        if value is not None and value not in harmless:
+            raise _unsupported(field, "not supported by this endpoint")
+    if isinstance(body.system, list):
+        for position, block in enumerate(body.system):
+            _check_block(f"system[{position}]", block, "system")
+    for position, message in enumerate(body.messages):
+        if isinstance(message.content, list):
+            for place, block in enumerate(message.content):
+                _check_block(f"messages[{position}].content[{place}]", block, message.role)
+    for position, tool in enumerate(body.tools or ()):
+        path = f"tools[{position}]"
+        if tool.type not in (None, "custom"):
+            raise _unsupported(f"{path}.type", f'only "custom" tools are supported, got {shorten(tool.type)}')
+        _required(f"{path}.input_schema", tool.input_schema)
+    if body.tool_choice is not None and body.tool_choice.type == "tool":
+        _required("tool_choice.name", body.tool_choice.name)
+    if body.thinking is not None and body.thinking.type == "enabled":
+        _required("thinking.budget_tokens", body.thinking.budget_tokens)
+    return body
+
+
+_KINDS = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
+
+
+def _check_block(path: str, block: Block, role: str) -> None:
+    if block.type not in _KINDS[role]:
+        allowed = ", ".join(_KINDS[role])
+        raise _unsupported(f"{path}.type", f"must be one of {allowed} in the {role}'s words, got {shorten(block.type)}")
+    match block.type:
+        case "text":
+            _required(f"{path}.text", block.text)
+        case "thinking":
+            _required(f"{path}.thinking", block.thinking)
+        case "tool_use":
+            _required(f"{path}.id", block.id)
+            _required(f"{path}.name", block.name)
+            _required(f"{path}.input", block.input)
+        case "tool_result":
+            _required(f"{path}.tool_use_id", block.tool_use_id)
+            for position, part in enumerate(block.content if isinstance(block.content, list) else ()):
+                where = f"{path}.content[{position}]"
+                if part.type != "text":
+                    raise _unsupported(f"{where}.type", f'only "text" is supported, got {shorten(part.type)}')
+                _required(f"{where}.text", part.text)
+
+
+def _required(path: str, value: object) -> None:
+    if value is None:
+        raise ApiError(ErrorKind.MISSING_FIELD, f"{path}: required", param=path)
+
+
+def _unsupported(path: str, message: str) -> ApiError:
+    return ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{path}: {message}", param=path)

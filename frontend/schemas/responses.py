@@ -1,0 +1,243 @@
+"""POST /v1/responses. `frontend.response_items` turns it into a chat request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from frontend.errors import ApiError, ErrorKind, invalid, shorten
+from frontend.schemas.chat import FunctionName
+from frontend.schemas.decoding import decode_body
+from frontend.schemas.generation import ABSENT, GenerationBody, ShortText
+from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+
+MAX_ITEMS = 2048
+TypeName = Annotated[str, Meta(max_length=64)]
+Role = Literal["system", "developer", "user", "assistant"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+
+
+class Part(Struct, frozen=True):
+    """A part of a content. A refusal has its text in a field of its own."""
+
+    type: TypeName
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def said(self) -> str:
+        return (self.refusal if self.type == "refusal" else self.text) or ""
+
+
+Parts = Annotated[list[Part], Meta(max_length=MAX_ITEMS)]
+
+
+class Item(Struct, frozen=True):
+    """One of the input: every kind's fields, of which `check_items` wants those of its own kind."""
+
+    type: TypeName | None = None
+    id: ShortText | None = None
+    role: Role | None = None
+    content: str | Parts | None = None
+    call_id: ShortText | None = None
+    name: FunctionName | None = None
+    arguments: str | None = None
+    output: str | Parts | None = None
+    summary: Parts | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.type or "message"
+
+
+class FunctionTool(Struct, frozen=True):
+    """name is checked to be there once the type is known to be function."""
+
+    type: TypeName
+    name: FunctionName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedChoice(Struct, frozen=True):
+    """{"type": "function", "name": …}, or {"type": "allowed_tools", "mode": …, "tools": […]}."""
+
+    type: TypeName
+    name: FunctionName | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+
+
+class TextFormat(Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: ShortText | None = None
+    description: Annotated[str, Meta(max_length=65536)] | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct, frozen=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Struct, frozen=True):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesBody(GenerationBody, kw_only=True):
+    """input may be left out where previous_response_id is given."""
+
+    input: str | Annotated[list[Item], Meta(max_length=MAX_ITEMS)] | None = None
+    instructions: str | None = None
+    previous_response_id: ShortText | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[TypeName], Meta(max_length=16)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    background: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    """Counts calls of built-in tools, of which there are none."""
+    enable_thinking: bool | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+    conversation: Raw = ABSENT
+    context_management: Raw = ABSENT
+    moderation: Raw = ABSENT
+    prompt: Raw = ABSENT
+    max_completion_tokens: Raw = ABSENT
+    max_tokens: Raw = ABSENT
+    messages: Raw = ABSENT
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+"""The second is for servers that keep reasoning from their clients; here it comes as text."""
+
+_NOT_HERE = {"n": (1,), "response_format": (), "prompt_logprobs": (), "return_token_ids": (False,)}
+"""Of what other endpoints have, with the values that ask for nothing."""
+
+_decoder = msgspec.json.Decoder(ResponsesBody)
+
+
+def decode_responses(data: bytes) -> ResponsesBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    body = decode_body(_decoder, data)
+    _check(body)
+    return body
+
+
+def _check(body: ResponsesBody) -> None:
+    for field, harmless in _NOT_HERE.items():
+        value = getattr(body, field)
+        if value is not None and value not in harmless:
+            raise ApiError(
+                ErrorKind.UNSUPPORTED_FIELD,
+                f"{field}: not supported by this endpoint, got {_shown(value)}",
+                param=field,
+            )
+    if body.input is None and body.previous_response_id is None:
+        raise ApiError(ErrorKind.MISSING_FIELD, "input: required", param="input")
+    if isinstance(body.input, list):
+        check_items(body.input)
+    for position, name in enumerate(body.include or ()):
+        if name not in _INCLUDABLE:
+            invalid(f"include[{position}]", f"must be one of {', '.join(_INCLUDABLE)}, got {shorten(name)}")
+    if body.stream_options is not None and not body.stream:
+        invalid("stream_options", "only allowed when stream is true")
+    if body.background and body.store is False:
+        invalid("background", "needs store to be true: there is no other way to the answer")
+    form = None if body.text is None else body.text.format
+    if form is not None and form.type == "json_schema" and form.schema is None:
+        raise ApiError(ErrorKind.MISSING_FIELD, "text.format.schema: required", param="text.format.schema")
+    _check_tools(body)
+
+
+def _shown(value: object) -> str:
+    return shorten(value) if isinstance(value, int | bool) else "an object"
+
+
+def _check_tools(body: ResponsesBody) -> None:
+    for position, tool in enumerate(body.tools or ()):
+        _check_function(f"tools[{position}]", tool)
+    choice = body.tool_choice
+    if not isinstance(choice, NamedChoice):
+        return
+    if choice.type not in ("function", "allowed_tools"):
+        invalid("tool_choice.type", f'must be "function" or "allowed_tools", got {shorten(choice.type)}')
+    if choice.type == "function":
+        _required("tool_choice.name", choice.name)
+        return
+    _required("tool_choice.mode", choice.mode)
+    _required("tool_choice.tools", choice.tools)
+    known = {tool.name for tool in body.tools or ()}
+    for position, tool in enumerate(choice.tools or ()):
+        _check_function(f"tool_choice.tools[{position}]", tool)
+        if tool.name not in known:
+            invalid(f"tool_choice.tools[{position}].name", f"{shorten(tool.name)} is not among tools")
+
+
+def _check_function(path: str, tool: FunctionTool) -> None:
+    if tool.type != "function":
+        message = f'{path}.type: only "function" tools are supported, got {shorten(tool.type)}'
+        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{path}.type")
+    _required(f"{path}.name", tool.name)
+
+
+def check_items(items: list[Item]) -> None:
+    """Each has what its kind needs. Raises ApiError."""
+    for position, item in enumerate(items):
+        path = f"input[{position}]"
+        match item.kind:
+            case "message":
+                _required(f"{path}.role", item.role)
+                _required(f"{path}.content", item.content)
+                _check_parts(f"{path}.content", item.content)
+            case "function_call":
+                _required(f"{path}.call_id", item.call_id)
+                _required(f"{path}.name", item.name)
+                _required(f"{path}.arguments", item.arguments)
+            case "function_call_output":
+                _required(f"{path}.call_id", item.call_id)
+                _required(f"{path}.output", item.output)
+                _check_parts(f"{path}.output", item.output)
+            case "reasoning":
+                _check_parts(f"{path}.content", item.content)
+                _check_parts(f"{path}.summary", item.summary)
+            case other:
+                message = f"{path}.type: items of type {shorten(other)} are not supported by this server"
+                raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{path}.type")
+
+
+def _check_parts(path: str, content: str | list[Part] | None) -> None:
+    for position, part in enumerate(content if isinstance(content, list) else ()):
+        where = f"{path}[{position}]"
+        if part.type not in _TEXT_PARTS:
+            message = f"{where}.type: only text parts are supported, got {shorten(part.type)}"
+            raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{where}.type")
+        if part.type == "refusal":
+            _required(f"{where}.refusal", part.refusal)
+        else:
+            _required(f"{where}.text", part.text)
+
+
+def _required(path: str, value: object) -> None:
+    if value is None:
+        raise ApiError(ErrorKind.MISSING_FIELD, f"{path}: required", param=path)

@@ -1,0 +1,67 @@
+"""POST /tokenize, /detokenize and /apply-template, in vLLM's fields and in llama.cpp's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from frontend.errors import ApiError, ErrorKind, invalid
+from frontend.schemas.chat import ChatMessage, Tool
+from frontend.schemas.decoding import decode_body, decode_chat
+from frontend.schemas.generation import ShortText, TokenId
+
+MAX_TOKENS = 1 << 20
+"""Of one text that is made from tokens."""
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """prompt or messages as at vLLM, or content as at llama.cpp."""
+
+    model: ShortText | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=2048)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    model: ShortText | None = None
+
+
+_tokenize = msgspec.json.Decoder(TokenizeBody)
+_detokenize = msgspec.json.Decoder(DetokenizeBody)
+_SOURCES = ("prompt", "messages", "content")
+
+
+def decode_tokenize(data: bytes) -> TokenizeBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    body = decode_body(_tokenize, data)
+    given = [field for field in _SOURCES if getattr(body, field) is not None]
+    if not given:
+        raise ApiError(ErrorKind.MISSING_FIELD, "prompt: required, or messages, or content", param="prompt")
+    if len(given) > 1:
+        invalid(given[1], f"cannot be combined with {given[0]}")
+    if body.messages is not None:
+        decode_chat(data)  # what a chat request's messages must be like
+    if body.parse_special is False:
+        message = "parse_special: false is not supported: the names of special tokens are always read as those tokens"
+        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="parse_special")
+    return body
+
+
+def decode_detokenize(data: bytes) -> DetokenizeBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    return decode_body(_detokenize, data)
