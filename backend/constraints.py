@@ -14,7 +14,7 @@ import numpy as np
 from backend.forward_pass import TokenMasks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from llguidance import LLMatcher
     from numpy.typing import NDArray
@@ -56,10 +56,20 @@ class SequenceConstraints:
     """Used by the thread that runs the steps, once it has been made."""
 
     def __init__(
-        self, wanted: Constraints, matcher: LLMatcher | None, stop_ids: frozenset[int], vocab_size: int
+        self,
+        wanted: Constraints,
+        matcher: LLMatcher | None,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        forced: Sequence[int] = (),
     ) -> None:
-        """matcher is the sequence's own, at its beginning; stop_ids are what min_tokens keeps out."""
+        """matcher is the sequence's own, at its beginning; stop_ids are what min_tokens keeps out. The forced ids come
+        first, and all else begins behind them: of a prompt whose log probabilities are wanted, all but the first.
+        """
         self._wanted = wanted
+        self._forced = forced
+        self._num_forced = 0
+        """Of them, how many have been taken in."""
         self._matcher = matcher
         allowed = wanted.allowed_token_ids
         self._allowed = _row_of(allowed, vocab_size) if allowed else _row_of_all(vocab_size)
@@ -72,10 +82,13 @@ class SequenceConstraints:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return self._num_forced + len(self._tokens)
 
     def advance(self, token_id: int) -> None:
         """Takes in the next generated token. Raises ConstraintFailed."""
+        if self._num_forced < len(self._forced):
+            self._num_forced += 1
+            return
         self._tokens.append(token_id)
         if self._thinking_stop is None and self._ends_with(self._wanted.thinking_end):
             self._thinking_stop = len(self._tokens)
@@ -87,7 +100,8 @@ class SequenceConstraints:
 
     def rewind(self, num_tokens: int) -> None:
         """Drops all but the first num_tokens that it has taken in, which may be all there are."""
-        num_kept = min(num_tokens, len(self._tokens))
+        self._num_forced = min(num_tokens, self._num_forced)
+        num_kept = min(num_tokens - self._num_forced, len(self._tokens))
         if self._grammar_start is not None:
             if self._matcher is not None and len(self._tokens) > self._grammar_start:
                 self._matcher.rollback(len(self._tokens) - max(num_kept, self._grammar_start))
@@ -118,7 +132,9 @@ class SequenceConstraints:
         self._drop_bad_words(row)
 
     def _forced_token(self) -> int | None:
-        """Of thinking_end, when the budget is spent."""
+        """The next of those that come first; or of thinking_end, when the budget is spent."""
+        if self._num_forced < len(self._forced):
+            return self._forced[self._num_forced]
         wanted = self._wanted
         place = len(self._tokens) - wanted.thinking_budget_tokens
         is_due = wanted.thinking_budget_tokens > 0 and place >= 0 and self._thinking_stop is None

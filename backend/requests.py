@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +17,7 @@ from backend.forward_pass import SamplingParams
 from backend.grammar_desk import GrammarDesk
 from backend.sequence import Sequence, Subscriber
 from shm.link import NO_TOKEN
-from shm.wire import Failure, FailureCode, Finish, Started
+from shm.wire import Constraints, EventLogprobs, Failure, FailureCode, Finish, Started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from backend.scheduler import Scheduler
     from shm.board import BackendBoard
     from shm.link import BackendLink, Submission
-    from shm.wire import EventLogprobs, Submit
+    from shm.wire import Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +110,22 @@ class Requests:
             num_tokens,
             now_s,
             now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None,
+            submit.sampling.num_logprobs,
+            # A stream that goes on after a backend's death has been told them.
+            submit.num_prompt_logprobs if num_tokens == submit.num_prompt_tokens > 1 else -1,
         )
         if num_tokens >= subscriber.max_total_tokens:
             self._board.requests_accepted += 1
             self._end(subscriber, NO_TOKEN, Finish.LENGTH)
             return
+        is_scored = subscriber.num_prompt_logprobs >= 0
         sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
+        if is_scored:
+            width = max(subscriber.num_logprobs, subscriber.num_prompt_logprobs)
+            sampling = replace(sampling, num_logprobs=width)
         prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
         key = None
-        if submit.may_share:
+        if submit.may_share and not is_scored:
             key = ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
         rank = now_s + submit.priority * self._limits.priority_step_s if self._limits.priority_step_s else 0.0
         sequence = self._coalescer.find(key) if key is not None else None
@@ -130,12 +137,12 @@ class Requests:
                 return
             sequence = Sequence(
                 subscriber,
-                submission.tokens,
-                submit.num_prompt_tokens,
+                submission.tokens[:4] if is_scored else submission.tokens,
+                1 if is_scored else submit.num_prompt_tokens,
                 sampling,
                 salt=submit.salt,
                 rank=rank,
-                constraints=self._constraints(submission, matcher),
+                constraints=self._constraints(submission, matcher, is_scored=is_scored),
             )
             sequence.output = submission.output
             self._open_for(subscriber, sequence)
@@ -176,14 +183,22 @@ class Requests:
             return Failure(request_id, FailureCode.BAD_TOKEN, limits.vocab_size)
         return None
 
-    def _constraints(self, submission: Submission, matcher: LLMatcher | None) -> SequenceConstraints | None:
-        """Raises ConstraintFailed for brought-along tokens that the grammar does not allow."""
-        submit = submission.submit
-        if submit.constraints is None:
+    def _constraints(
+        self, submission: Submission, matcher: LLMatcher | None, *, is_scored: bool
+    ) -> SequenceConstraints | None:
+        """A prompt that is scored is generated, all but its first token: each is forced, and what the model thought of
+        it comes out as that of any token does. Raises ConstraintFailed for brought-along tokens that the grammar does
+        not allow.
+        """
+        submit, tokens = submission.submit, memoryview(submission.tokens).cast("i")
+        wanted, stop_ids = submit.constraints, frozenset(submit.stop_token_ids)
+        if is_scored:
+            wanted = wanted or Constraints()
+            return SequenceConstraints(wanted, matcher, stop_ids, self._limits.vocab_size, tokens[1:].tolist())
+        if wanted is None:
             return None
-        stop_ids = frozenset(submit.stop_token_ids)
-        constraints = SequenceConstraints(submit.constraints, matcher, stop_ids, self._limits.vocab_size)
-        for token_id in memoryview(submission.tokens).cast("i")[submit.num_prompt_tokens :]:
+        constraints = SequenceConstraints(wanted, matcher, stop_ids, self._limits.vocab_size)
+        for token_id in tokens[submit.num_prompt_tokens :]:
             constraints.advance(token_id)
         return constraints
 
@@ -244,8 +259,16 @@ class Requests:
 
     def _give(self, sequence: Sequence, subscriber: Subscriber, index: int, token_id: int) -> bool:
         """True where this token ends the subscriber's stream."""
+        # Of all that were generated here the last stands last.
+        told = sequence.logprobs[index - len(sequence.tokens)] if sequence.logprobs else None
         if index < subscriber.next_index:  # it brought this token along
+            if told is not None and subscriber.num_prompt_logprobs >= 0:
+                entry = _narrowed(told, index, subscriber.num_prompt_logprobs)
+                self._link.push_prompt_logprobs(subscriber.frontend, subscriber.request_id, entry)
             return False
+        logprobs = None
+        if told is not None and subscriber.num_logprobs >= 0:
+            logprobs = _narrowed(told, 0, subscriber.num_logprobs)
         started = None
         if not subscriber.is_started:
             subscriber.is_started = True
@@ -255,8 +278,6 @@ class Requests:
             started = Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
             if not subscriber.has_joined:
                 self._board.cached_tokens += num_cached
-        # Of all that were generated here the last stands last.
-        logprobs = sequence.logprobs[index - len(sequence.tokens)] if sequence.logprobs else None
         if token_id in subscriber.stop_token_ids:
             self._end(subscriber, token_id, Finish.STOP, started=started, logprobs=logprobs)
         elif index + 1 >= subscriber.max_total_tokens:
@@ -382,6 +403,10 @@ class Requests:
             raise RuntimeError(f"{num_scheduled} sequences are scheduled, {len(sequences)} have listeners")
         if len(self._coalescer) > len(sequences):
             raise RuntimeError("a sequence that has ended can still be joined")
+
+
+def _narrowed(told: EventLogprobs, event: int, width: int) -> EventLogprobs:
+    return EventLogprobs(event, told.logprob, told.rank, told.top_ids[:width], told.top_logprobs[:width])
 
 
 def _named_ids(submit: Submit) -> Iterator[int]:

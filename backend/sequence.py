@@ -31,6 +31,10 @@ class Subscriber:
     """Index in the sequence of the first token it is to get: what it brought along lies before."""
     arrived_s: float
     deadline_s: float | None = None
+    num_logprobs: int = -1
+    """Of the likeliest tokens that it is told with each of its own; -1 is no log probabilities."""
+    num_prompt_logprobs: int = -1
+    """The same for the tokens that it brought along."""
     has_joined: bool = False
     """It came to a sequence that was there already."""
     is_started: bool = False

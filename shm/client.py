@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shm.device_api import OpenDevice
-    from shm.wire import EventLogprobs, StepOutputs
+    from shm.wire import EventLogprobs, PromptLogprobs, StepOutputs
 
 __all__ = [
     "BackendClient",
@@ -306,6 +306,9 @@ class BackendClient:
             if stream is not None:
                 stream._failure, stream._failure_limit = FailureCode(failure.code), failure.limit
                 stream._failure_text = failure.text
+        for scored in outputs.prompt_logprobs:
+            if (stream := streams.get(scored.request_id)) is not None:
+                _note_prompt_logprobs(stream, scored)
         logprobs = {entry.event: entry for entry in outputs.logprobs}
         request_ids = memoryview(outputs.request_ids).cast("Q")
         token_ids = memoryview(outputs.token_ids).cast("i")
@@ -551,3 +554,12 @@ def _token_logprobs(told: EventLogprobs | None) -> TokenLogprobs:
     if told is None:
         raise LinkBroken("a token without the log probability that was asked for")
     return TokenLogprobs(told.logprob, told.rank, told.top_ids, told.top_logprobs)
+
+
+def _note_prompt_logprobs(stream: TokenStream, scored: PromptLogprobs) -> None:
+    """A backend that comes after one that died begins at the first again."""
+    for entry in scored.entries:
+        place = entry.event - 1
+        if not 0 <= place <= len(stream.prompt_logprobs):
+            raise LinkBroken(f"log probabilities of a prompt's token {entry.event} after {len(stream.prompt_logprobs)}")
+        stream.prompt_logprobs[place:] = [_token_logprobs(entry)]

@@ -491,6 +491,13 @@ class BackendLink:
         self._pending[frontend] = target
         target.add(request_id, token_id, finish, started, failure, logprobs)
 
+    def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
+        """Of one of the prompt's tokens, whose index is the entry's event. Of no effect for a request that is not open."""
+        target = self._frontends.get(frontend)
+        if target is not None and request_id in target.open_requests:
+            self._pending[frontend] = target
+            target.add_prompt_logprobs(request_id, entry)
+
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         """`push` of one token for each of several requests of a frontend, none of which it starts or ends."""
         target = self._frontends.get(frontend)

@@ -14,7 +14,17 @@ import msgspec
 from shm import arena
 from shm.board import FrontendBoard
 from shm.buffer_export import LoanError
-from shm.wire import ArenaRef, BufferRef, EventLogprobs, Failure, Finish, Started, StepOutputs, WireError
+from shm.wire import (
+    ArenaRef,
+    BufferRef,
+    EventLogprobs,
+    Failure,
+    Finish,
+    PromptLogprobs,
+    Started,
+    StepOutputs,
+    WireError,
+)
 
 if TYPE_CHECKING:
     from shm.buffer_export import ExportedBuffers, Loan
@@ -62,6 +72,7 @@ class Peer:
         self._failures: list[Failure] = []
         self._logprobs: deque[tuple[int, EventLogprobs]] = deque()
         """With the number of their event since the beginning."""
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._num_sent = 0
         """Events in messages that have been sent."""
         self._returned: list[BufferReturn] = []
@@ -136,8 +147,8 @@ class Peer:
 
     @property
     def num_unsent(self) -> int:
-        """Events and returned buffers not sent yet."""
-        return len(self._finishes) + len(self._returned)
+        """Events, log probabilities of prompts and returned buffers not sent yet."""
+        return len(self._finishes) + len(self._prompt_logprobs) + len(self._returned)
 
     def add(
         self,
@@ -157,6 +168,9 @@ class Peer:
             self._started.append(started)
         if failure is not None:
             self._failures.append(failure)
+
+    def add_prompt_logprobs(self, request_id: int, entry: EventLogprobs) -> None:
+        self._prompt_logprobs.append(PromptLogprobs(request_id, (entry,)))
 
     def add_tokens(self, request_ids: list[int], token_ids: list[int]) -> None:
         """Events of a token each that neither start nor end their request."""
@@ -183,10 +197,13 @@ class Peer:
                 for number, logprobs in self._logprobs
                 if number < self._num_sent + count
             ),
+            prompt_logprobs=tuple(self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]),
         )
 
     def _num_next(self) -> int:
-        """Events of the next message: log probabilities are long, and few of them fill it."""
+        """Events of the next message: log probabilities are long, few of them fill it. Those of prompts go first."""
+        if len(self._prompt_logprobs) >= MAX_LOGPROBS_PER_MESSAGE:
+            return 0
         count = min(len(self._finishes), MAX_EVENTS_PER_MESSAGE)
         if len(self._logprobs) > MAX_LOGPROBS_PER_MESSAGE:
             count = min(count, self._logprobs[MAX_LOGPROBS_PER_MESSAGE][0] - self._num_sent)
@@ -204,5 +221,6 @@ class Peer:
             self._logprobs.popleft()
         for column in (self._request_ids, self._token_ids, self._finishes):
             del column[:count]
+        del self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]
         for told in (self._started, self._failures):
             del told[:MAX_EVENTS_PER_MESSAGE]

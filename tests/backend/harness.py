@@ -51,6 +51,7 @@ class Received:
     started: Started | None = None
     failure: Failure | None = None
     logprobs: list[EventLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[EventLogprobs] = field(default_factory=list)
 
 
 class ScriptedLink:
@@ -86,6 +87,11 @@ class ScriptedLink:
             received.finishes.append(finish)
         received.started = received.started or started
         received.failure = failure
+
+    def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
+        received = self.received[frontend, request_id]
+        assert not received.token_ids, "log probabilities of a prompt after the first token"
+        received.prompt_logprobs.append(entry)
 
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         for request_id, token_id in zip(request_ids, token_ids, strict=True):

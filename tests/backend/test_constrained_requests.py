@@ -229,3 +229,23 @@ def test_rows_that_ask_for_fewer_log_probabilities_are_told_fewer() -> None:
 
 def test_wire_and_pass_name_the_same_parameters() -> None:
     assert Sampling.__struct_fields__ == tuple(SamplingParams.__slots__)
+
+
+@pytest.mark.parametrize("num_logprobs", [-1, 1])
+def test_a_scored_prompt_is_told_what_the_model_thought_of_each_token(num_logprobs: int) -> None:
+    bench = Bench()
+    true_start = expected_tokens(PROMPT, 3, bench.vocab_size)
+    prompt = [*PROMPT, *true_start, 1, 2]
+    sampling = Sampling(temperature=0.0, num_logprobs=num_logprobs)
+    bench.submit(prompt, 4, request_id=0, sampling=sampling, num_prompt_logprobs=2, may_share=True)
+    bench.submit(prompt, 4, request_id=1, sampling=sampling, may_share=True)
+    bench.run_dry()
+    scored, plain = bench.received(0), bench.received(1)
+    assert scored.token_ids == plain.token_ids == expected_tokens(prompt, 4, bench.vocab_size)
+    assert [entry.event for entry in scored.prompt_logprobs] == list(range(1, len(prompt)))
+    assert all(len(entry.top_ids) == 2 for entry in scored.prompt_logprobs)
+    likeliest = [entry.rank == 1 for entry in scored.prompt_logprobs]
+    assert likeliest[len(PROMPT) - 1 : len(PROMPT) + 2] == [True] * 3
+    assert scored.prompt_logprobs[len(PROMPT) - 1].top_ids[0] == true_start[0]
+    assert [entry is not None for entry in scored.logprobs] == [num_logprobs >= 0] * 4
+    assert plain.prompt_logprobs == []
