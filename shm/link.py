@@ -492,7 +492,7 @@ class BackendLink:
         target.add(request_id, token_id, finish, started, failure, logprobs)
 
     def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
-        """Of one of the prompt's tokens, whose index is the entry's event. Of no effect for a request that is not open."""
+        """Of a token of the prompt, whose index is the entry's event. Of no effect for a request that is not open."""
         target = self._frontends.get(frontend)
         if target is not None and request_id in target.open_requests:
             self._pending[frontend] = target
