@@ -12,6 +12,7 @@ import torch
 from backend.passes.decoder.cuda.launcher import Kernel, KernelFailed
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode, Order
+from tools.gpu_check.cases import ptx
 
 if TYPE_CHECKING:
     from backend.passes.decoder.cuda.launcher import Argument
@@ -191,7 +192,7 @@ def test_a_launch_beyond_what_a_gpu_takes_is_refused() -> None:
 
 
 def test_a_launch_beyond_its_bounds_is_refused() -> None:
-    kernel = Kernel("ptx_wrappers.cu", "multiply", (("HALF", 0),), 64)
+    kernel = ptx.wrapper_kernel("multiply", 64)
     with pytest.raises(KernelFailed, match="a block of 64 threads, but __launch_bounds__ allows 32"):
         launcher("fast", "forward").launch(kernel, (1, 1, 1))
 

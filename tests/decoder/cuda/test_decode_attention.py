@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -13,104 +12,38 @@ import torch
 from torch import Tensor
 
 from backend.passes.decoder.cuda.attention_limits import HEAD_DIMS
-from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
-from backend.passes.decoder.cuda.decode_attention import DecodeAttention, DecodeWorkspace, kernels
+from backend.passes.decoder.cuda.cache_layout import KV_MACRO
+from backend.passes.decoder.cuda.decode_attention import DecodeWorkspace, kernels
 from backend.passes.decoder.cuda.launcher import Launcher
 from backend.passes.decoder.ops import quantisable
 from tests.cuda_emulator import EmulatedLauncher
-from tests.decoder.cuda.paged_rows import Heads, PagedRows, Row
+from tools.gpu_check.cases.decode import (
+    H200_SHARED_BYTES,
+    TOLERANCE,
+    DecodeCase,
+    attention_of,
+    poisoned_workspace,
+    row_of,
+    rows_of,
+)
+from tools.gpu_check.cases.paged_rows import Row
 
-H200_SHARED_BYTES = 228 * 1024
 SMALL_SHARED_BYTES = 100 * 1024  # sm_86, sm_89, sm_120
 FAST = EmulatedLauncher()
 ORDERS = (FAST, EmulatedLauncher(order="reverse"), EmulatedLauncher(order="random", seed=3))
 CHECKED = tuple(EmulatedLauncher("check", order, seed=5) for order in ("forward", "reverse", "random"))
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-ACT_OF = {kv_dtype: torch.float32 if kv_dtype == "fp32" else torch.bfloat16 for kv_dtype in KV_MACRO}
-
-
-def row_of(length: int, seed: int) -> Row:
-    """At its last token."""
-    return Row(length - 1, 1, seed)
-
-
-def rows_of(*lengths: int) -> list[Row]:
-    return [row_of(length, seed) for seed, length in enumerate(lengths)]
-
-
-def attention_of(
-    head_dim: int = 64,
-    kv_dtype: str = "bf16",
-    *,
-    kv_heads: int = 2,
-    group: int = 4,
-    page_size: int = 16,
-    num_sms: int = 3,
-    shared_bytes: int = H200_SHARED_BYTES,
-    max_rows: int = 16,
-    max_context: int = 8192,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> DecodeAttention:
-    return DecodeAttention(
-        CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype),
-        kv_heads * group,
-        head_dim**-0.5,
-        max_rows=max_rows,
-        max_context_tokens=max_context,
-        num_sms=num_sms,
-        shared_bytes_per_sm=shared_bytes,
-        window_tokens=window,
-        softcap=softcap,
-    )
 
 
 @dataclass(frozen=True)
-class Batch:
-    attention: DecodeAttention
-    step: PagedRows
-
-    @classmethod
-    def of(
-        cls, attention: DecodeAttention, rows: Sequence[Row | None], act: torch.dtype | None = None, seed: int = 0
-    ) -> Batch:
-        """None is a row without a slot."""
-        heads = Heads(attention.num_heads, attention.layout)
-        act = act or ACT_OF[attention.layout.kv_dtype]
-        step = PagedRows.of(heads, [row or row_of(1, 0) for row in rows], act, seed, attention.window_tokens)
-        for r, row in enumerate(rows):
-            if row is None:
-                step.arrays.slots[r], step.arrays.context_lens[r] = -1, 10**6
-        return cls(attention, step)
-
+class Batch(DecodeCase):
     def run(self, launcher: Launcher = FAST, workspace: DecodeWorkspace | None = None) -> Tensor:
-        """[R, num_heads, head_dim]"""
-        step, arrays = self.step, self.step.arrays
-        workspace = workspace or poisoned_workspace(self.attention)
-        out = torch.full_like(step.qkv[:, : self.attention.num_heads], torch.nan)
-        self.attention.plan(launcher, workspace, arrays.context_lens, arrays.slots, len(arrays.slots))
-        self.attention.attend(launcher, workspace, step.qkv.flatten(1), step.layer_cache, step.page_table, out)
-        assert not workspace.tickets.any()
-        return out
+        return super().run(launcher, workspace)
 
     def check(self, launcher: Launcher = FAST, tolerance: float | None = None) -> Tensor:
-        """Runs, and compares with float64: errors relative to the largest output."""
-        attention, planned = self.attention, self.step.arrays.slots >= 0
+        """Runs, and compares with float64."""
         out = self.run(launcher)
-        assert out[~planned].isnan().all()
-        expected = self.step.expected(attention.scale, attention.window_tokens, attention.softcap)[planned]
-        error = (out[planned] - expected).abs().amax() / expected.abs().amax()
-        assert error <= (tolerance or TOLERANCE[out.dtype])
+        assert self.error(out) <= (tolerance or TOLERANCE[out.dtype])
         return out
-
-
-def poisoned_workspace(attention: DecodeAttention) -> DecodeWorkspace:
-    workspace = attention.make_workspace("cpu")
-    for tensor in (workspace.partial_out, workspace.partial_peaks):
-        tensor.fill_(torch.nan)
-    workspace.items.fill_(-1)
-    workspace.num_items.fill_(-1)
-    return workspace
 
 
 ALL_CACHES = [(d, kv_dtype) for kv_dtype in KV_MACRO for d in HEAD_DIMS if kv_dtype != "q8_0" or quantisable(d)]

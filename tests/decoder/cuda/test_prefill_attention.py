@@ -7,49 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.passes.decoder.cuda.cache_layout import CacheLayout
 from backend.passes.decoder.cuda.launcher import Launcher
 from backend.passes.decoder.cuda.prefill_attention import PrefillAttention, kernels
 from tests.cuda_emulator import EmulatedLauncher
-from tests.decoder.cuda.paged_rows import Heads, PagedRows, Row
+from tools.gpu_check.cases import prefill
+from tools.gpu_check.cases.paged_rows import PagedRows, Row
+from tools.gpu_check.cases.prefill import TOLERANCE, attention_of, prepare, relative_error, rows_of
 
 FAST = EmulatedLauncher()
 REVERSE, RANDOM = EmulatedLauncher(order="reverse"), EmulatedLauncher(order="random", seed=3)
 CHECKED = (EmulatedLauncher("check"), EmulatedLauncher("check", "reverse"), EmulatedLauncher("check", "random", seed=5))
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-ACT_OF = {"fp32": FP32, "bf16": BF16, "q8_0": FP16, "fp8": FP16}
-"""Queries in which the products lose nothing of them."""
-TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "q8_0": 2e-3, "fp8": 2e-3}
 KV_DTYPES = tuple(TOLERANCE)
 SHAPES = [(dict(kernel.macros)["HEAD_DIM"], KV_DTYPES[dict(kernel.macros)["KV_DTYPE"]]) for kernel in kernels()]
 
 
-def attention_of(
-    head_dim: int = 64,
-    kv_dtype: str = "bf16",
-    *,
-    kv_heads: int = 1,
-    group: int = 2,
-    page_size: int = 16,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> PrefillAttention:
-    layout = CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype)
-    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap)
-
-
-def prepare(attention: PrefillAttention, rows: list[Row], act: torch.dtype | None = None, seed: int = 0) -> PagedRows:
-    heads = Heads(attention.num_heads, attention.layout)
-    return PagedRows.of(heads, rows, act or ACT_OF[attention.layout.kv_dtype], seed, attention.window_tokens)
-
-
 def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher = FAST, first_row: int = 0) -> Tensor:
-    """[T, H, D]; NaN in rows before first_row."""
-    arrays = step.arrays
-    tiles = attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row)
-    out = torch.full((len(step.qkv), attention.num_heads, attention.layout.head_dim), torch.nan, dtype=step.qkv.dtype)
-    attention.attend(launcher, step.qkv, step.layer_cache, step.page_table, arrays, torch.from_numpy(tiles), out)
-    return out
+    return prefill.run(attention, step, launcher, first_row)
 
 
 def check(
@@ -57,20 +31,9 @@ def check(
 ) -> Tensor:
     step = prepare(attention, rows, act)
     out = run(attention, step, launcher)
-    expected = step.expected(attention.scale, attention.window_tokens, attention.softcap)
-    error, limit = relative_error(out, expected), TOLERANCE[attention.layout.kv_dtype]
+    error, limit = prefill.error_of(attention, step, out), TOLERANCE[attention.layout.kv_dtype]
     assert error <= limit, f"{error} > {limit}"
     return out
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The worst of all queries': one token too few or too many of thousands would show."""
-    return float(((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).amax())
-
-
-def rows_of(*shapes: tuple[int, int]) -> list[Row]:
-    """(history, length) of different sequences."""
-    return [Row(history, length, seed) for seed, (history, length) in enumerate(shapes)]
 
 
 @pytest.mark.parametrize(("head_dim", "kv_dtype"), SHAPES)

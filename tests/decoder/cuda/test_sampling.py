@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.forward_pass import FROM_SLOT, NOT_FINITE, SamplingParams, SlotInit, StepBatch, TokenMasks
-from backend.passes.decoder.cuda.sampling import MAX_BIASES, DeviceSampler, LogprobBuffers, SlotArrays
-from backend.sampler import HostSampling, token_logprobs
+from backend.forward_pass import NOT_FINITE, SamplingParams, SlotInit
+from backend.passes.decoder.cuda.sampling import MAX_BIASES, SlotArrays
 from tests.cuda_emulator import EmulatedLauncher
+from tools.gpu_check.cases.sampling import (
+    CPU,
+    FILTERS,
+    POISON,
+    SamplingDevice,
+    check_distribution,
+    check_filter,
+    check_greedy,
+    check_logprobs,
+    check_noise,
+    check_penalties,
+    kept_by_reference,
+    mask_of,
+    random_logits,
+    report,
+    slot_init,
+)
 
 FAST = EmulatedLauncher()
 LAUNCHERS = {
@@ -22,92 +35,20 @@ LAUNCHERS = {
     "reverse": EmulatedLauncher("check", "reverse"),
     "random": EmulatedLauncher("check", "random", 5),
 }
-POISON = -77
-CPU = torch.device("cpu")
+
+
+class Device(SamplingDevice):
+    """On the emulator."""
+
+    def __init__(
+        self, vocab_size: int, max_slots: int, launcher: EmulatedLauncher = FAST, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(launcher, vocab_size, max_slots, dtype)
 
 
 @pytest.fixture(params=LAUNCHERS)
 def launcher(request: pytest.FixtureRequest) -> EmulatedLauncher:
     return LAUNCHERS[request.param]
-
-
-def slot_init(slot: int, tokens: Sequence[int] = (1,), num_prompt_tokens: int = 1, **params: object) -> SlotInit:
-    token_ids = np.array(tokens, np.int32)
-    return SlotInit(slot, SamplingParams(**params), token_ids, num_prompt_tokens)  # type: ignore[arg-type]
-
-
-class Device:
-    """A sampler on the emulator with the arrays of one step at a time."""
-
-    def __init__(
-        self, vocab_size: int, max_slots: int, launcher: EmulatedLauncher = FAST, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.slots = SlotArrays(max_slots, vocab_size, CPU)
-        self.sampler = DeviceSampler(launcher, self.slots, dtype)
-        self.dtype = dtype
-
-    def take(self, *inits: SlotInit) -> None:
-        self.sampler.take_slots(torch.from_numpy(self.sampler.pack(inits)), len(inits))
-
-    def sample(
-        self,
-        logits: NDArray[np.float32] | Tensor,
-        slots: list[int],
-        position: int = 10,
-        masks: TokenMasks | None = None,
-    ) -> list[int]:
-        """One token for each row; slots may be -1."""
-        logits = torch.as_tensor(logits).to(self.dtype)
-        tokens = torch.full((len(slots),), POISON, dtype=torch.int32)
-        bits = None
-        if masks is not None:
-            rows = torch.full((len(slots),), -1, dtype=torch.int32)
-            rows[torch.from_numpy(masks.rows).long()] = torch.arange(len(masks.rows), dtype=torch.int32)
-            bits = rows, torch.from_numpy(masks.bits.view(np.int32))
-        selection = self.sampler.selection(np.array([slot for slot in slots if slot >= 0], np.int32))
-        contexts = torch.full((len(slots),), position - 1, dtype=torch.int32)
-        self.sampler.sample(logits, torch.tensor(slots, dtype=torch.int32), contexts, selection, tokens, bits)
-        # Scratch is left as the next step expects it.
-        assert not self.slots.histograms.any()
-        return tokens.tolist()
-
-
-class Host:
-    """The host's sampler, driven in the same way."""
-
-    def __init__(self, vocab_size: int, max_slots: int) -> None:
-        self.sampler = HostSampling(vocab_size, max_slots)
-
-    def batch(self, slots: list[int], position: int, inits: tuple[SlotInit, ...] = ()) -> StepBatch:
-        n = len(slots)
-        return StepBatch(
-            input_ids=np.full(n, FROM_SLOT, np.int32),
-            query_starts=np.arange(n + 1, dtype=np.int32),
-            context_lens=np.full(n, position - 1, np.int32),
-            page_table=np.zeros((n, 1), np.int32),
-            slots=np.array(slots, np.int32),
-            logit_rows=np.arange(n, dtype=np.int32),
-            slot_inits=inits,
-        )
-
-    def take(self, *inits: SlotInit) -> None:
-        self.sampler.begin_step(self.batch([init.slot for init in inits], 1, inits))
-
-    def sample(
-        self, logits: NDArray[np.float32], slots: list[int], position: int = 10, masks: TokenMasks | None = None
-    ) -> list[int]:
-        return self.sampler.sample(logits, self.batch(slots, position), masks).token_ids.tolist()
-
-
-def mask_of(vocab_size: int, rows: dict[int, list[int]]) -> TokenMasks:
-    allowed = np.zeros((len(rows), -(-vocab_size // 32) * 32), np.uint8)
-    for place, tokens in enumerate(rows.values()):
-        allowed[place, tokens] = 1
-    return TokenMasks(np.array(list(rows), np.int32), np.packbits(allowed, axis=1, bitorder="little").view(np.uint32))
-
-
-def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> NDArray[np.float32]:
-    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
 
 
 # ---- Greedy, and what adjusts logits ----
@@ -116,13 +57,7 @@ def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> NDArray[np.
 @pytest.mark.parametrize("vocab_size", [1, 7, 32, 1001, 4096, 4097, 9000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_is_the_first_of_the_largest_logits(vocab_size: int, dtype: torch.dtype) -> None:
-    device = Device(vocab_size, 5, dtype=dtype)
-    device.take(*(slot_init(slot, temperature=0.0) for slot in range(5)))
-    logits = torch.from_numpy(random_logits(5, vocab_size)).to(dtype)
-    logits[3] = 1.5
-    expected = logits.float().numpy().argmax(axis=1).tolist()
-    assert device.sample(logits, [4, 2, 0, 1, 3]) == expected
-    assert device.slots.last_tokens.tolist() == [expected[place] for place in (2, 3, 1, 4, 0)]
+    check_greedy(FAST, dtype, vocab_size)
 
 
 def test_the_largest_vocabulary_is_served() -> None:
@@ -143,26 +78,8 @@ def test_rows_may_lie_apart(launcher: EmulatedLauncher) -> None:
 
 
 def test_penalties_biases_and_masks_give_the_hosts_greedy_tokens(launcher: EmulatedLauncher) -> None:
-    """Over several steps, so that what is sampled counts."""
-    vocab = 5000 if launcher is FAST else 90
-    rng = np.random.default_rng(3)
-    prompt = rng.integers(0, vocab, 40).tolist()
-    inits = (
-        slot_init(0, prompt, 30, temperature=0.0, repetition_penalty=1.7),
-        slot_init(1, prompt, 5, temperature=0.0, frequency_penalty=0.9, presence_penalty=-0.3),
-        slot_init(2, prompt, 40, temperature=0.0, presence_penalty=1.5, repetition_penalty=0.8),
-        slot_init(3, temperature=0.0, logit_bias=((3, 4.0), (vocab - 1, 3.5), (3, -1.0), (64, 3.0))),
-        slot_init(4, temperature=0.0),
-        slot_init(5, prompt, 20, temperature=0.0, frequency_penalty=1.0, logit_bias=((7, 5.0),)),
-    )
-    device, host = Device(vocab, 6, launcher), Host(vocab, 6)
-    device.take(*inits)
-    host.take(*inits)
-    order = [3, 1, 5, 0, 4, 2]
-    for step in range(12 if launcher is FAST else 2):
-        logits = random_logits(6, vocab, seed=1, scale=1.0)  # the same in each step: only counts change the tokens
-        masks = mask_of(vocab, {1: [5, 40, vocab - 1], 4: list(range(0, vocab, 7))}) if step % 2 else None
-        assert device.sample(logits, order, 10 + step, masks) == host.sample(logits, order, 10 + step, masks)
+    vocab_size, num_steps = (5000, 12) if launcher is FAST else (90, 2)
+    check_penalties(launcher, vocab_size, num_steps)
 
 
 def test_a_slots_next_owner_sees_nothing_of_the_last_one() -> None:
@@ -218,51 +135,9 @@ def test_a_mask_hides_what_is_no_number() -> None:
 # ---- Filters ----
 
 
-def kept_by_reference(logits: NDArray[np.float32], params: SamplingParams) -> set[int]:
-    """Which tokens one row may draw, in float64; all that tie with a filter's last one are kept."""
-    scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
-    kept = np.isfinite(scaled)
-    if 0 < params.top_k < len(scaled):
-        kept &= scaled >= np.sort(scaled)[-params.top_k]
-    if params.typical_p < 1:
-        mass = np.where(kept, np.exp(scaled), 0)
-        mass /= mass.sum()
-        surprise = -np.log(mass, where=mass > 0, out=np.full_like(mass, np.inf))
-        distance = np.abs(surprise - (mass * np.where(mass > 0, surprise, 0)).sum())
-        order = np.argsort(distance)
-        kept &= distance <= distance[order[np.searchsorted(np.cumsum(mass[order]), params.typical_p)]]
-    if params.top_p < 1:
-        mass = np.where(kept, np.exp(scaled), 0)
-        order = np.argsort(-mass)
-        kept &= mass >= mass[order[np.searchsorted(np.cumsum(mass[order]), params.top_p * mass.sum())]]
-    if params.min_p:
-        kept &= np.exp(scaled) >= params.min_p
-    return set(np.flatnonzero(kept).tolist())
-
-
-FILTERS = [
-    {"top_k": 1},
-    {"top_k": 5, "temperature": 2.0},
-    {"top_k": 29, "temperature": 3.0},
-    {"top_p": 0.6, "temperature": 1.5},
-    {"top_p": 0.01},
-    {"min_p": 0.2, "temperature": 1.3},
-    {"min_p": 1.0},
-    {"typical_p": 0.5, "temperature": 1.5},
-    {"top_k": 12, "top_p": 0.8, "temperature": 2.0},
-    {"top_k": 15, "typical_p": 0.8, "top_p": 0.7, "min_p": 0.02, "temperature": 2.0},
-]
-
-
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_filters_leave_exactly_the_tokens_of_the_reference(params: dict[str, float]) -> None:
-    """Every token that is left has 1 % of the draws at least, so that 1,200 of them miss none."""
-    vocab, draws = 30, 1200
-    logits = random_logits(vocab, seed=8, scale=1.0)
-    allowed = kept_by_reference(logits, SamplingParams(**params))  # type: ignore[arg-type]
-    device = Device(vocab, draws)
-    device.take(*(slot_init(slot, seed=slot, **params) for slot in range(draws)))
-    assert set(device.sample(np.tile(logits, (draws, 1)), list(range(draws)))) == allowed
+    check_filter(FAST, params)
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
@@ -331,45 +206,11 @@ def test_filters_have_no_races_and_stay_in_bounds(launcher: EmulatedLauncher, pa
     "params", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 12}, {"min_p": 0.05, "top_p": 0.9}], ids=str
 )
 def test_draws_follow_the_distribution_by_chi_square(params: dict[str, float]) -> None:
-    """The bound is the 1 - 1e-6 quantile of chi-square by Wilson and Hilferty."""
-    vocab, width, num_steps = 20, 500, 6
-    logits = random_logits(vocab, seed=5, scale=1.5)
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]
-    device = Device(vocab, width)
-    device.take(*(slot_init(slot, seed=slot * 7919, **params) for slot in range(width)))
-    counts = np.zeros(vocab)
-    for position in range(1, num_steps + 1):
-        tokens = device.sample(np.tile(logits, (width, 1)), list(range(width)), position)
-        counts += np.bincount(tokens, minlength=vocab)
-    kept = sorted(kept_by_reference(logits, sampling))
-    weights = np.exp(logits[kept].astype(np.float64) / sampling.temperature)
-    expected = weights / weights.sum() * width * num_steps
-    assert counts.sum() == counts[kept].sum()
-    dof = len(kept) - 1
-    statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
-    assert statistic < dof * (1 - 2 / (9 * dof) + 4.75 * (2 / (9 * dof)) ** 0.5) ** 3
+    check_distribution(FAST, params)
 
 
 def test_noise_is_philox_of_seed_position_and_token() -> None:
-    """The draw is repeated in float64 from the definition."""
-    vocab, seed, temperature = 5003, 0x1234_5678_9ABC_DEF0, 0.9
-    logits = random_logits(vocab, seed=3)
-    device = Device(vocab, 1)
-    device.take(slot_init(0, seed=seed, temperature=temperature))
-    for position in (1, 2, 70_000):
-        bits = np.concatenate([philox(seed, position, group) for group in range(-(-vocab // 4))])[:vocab]
-        noise = -np.log(-np.log1p(-(bits + 0.5) / 2.0**32))
-        assert device.sample(logits[None], [0], position) == [int((logits / temperature + noise).argmax())]
-
-
-def philox(key: int, counter_0: int, counter_1: int) -> NDArray[np.float64]:
-    low = 2**32 - 1
-    c, k = [counter_0, counter_1, 0, 0], [key & low, key >> 32]
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [p1 >> 32 ^ c[1] ^ k[0], p1 & low, p0 >> 32 ^ c[3] ^ k[1], p0 & low]
-        k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
-    return np.array(c, np.float64)
+    check_noise(FAST)
 
 
 def test_a_draw_does_not_depend_on_who_shares_the_batch_nor_on_the_slot() -> None:
@@ -403,40 +244,15 @@ def test_a_tiny_temperature_is_greedy() -> None:
 # ---- Log probabilities ----
 
 
-def report(
-    device: Device, launcher: EmulatedLauncher, logits: Tensor, tokens: list[int], rows: list[int], width: int
-) -> LogprobBuffers:
-    num_rows = len(rows)
-    out = LogprobBuffers(
-        torch.full((num_rows,), 99.0),
-        torch.full((num_rows,), POISON, dtype=torch.int32),
-        torch.full((num_rows, width), POISON, dtype=torch.int32),
-        torch.full((num_rows, width), 99.0),
-    )
-    sampler = DeviceSampler(launcher, device.slots, logits.dtype)
-    sampler.logprobs(logits, torch.tensor(tokens, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32), out)
-    return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [20, 4001, 20_000])
 def test_log_probabilities_agree_with_torch(dtype: torch.dtype, vocab_size: int) -> None:
-    logits = torch.from_numpy(random_logits(3, vocab_size, scale=4.0)).to(dtype)
-    logits[1, 10:15] = logits[1].max()
-    logits[2, 5] = -torch.inf
-    tokens = [3, 12, 7]
-    out = report(Device(vocab_size, 3), FAST, logits, tokens, [0, 2, 1], 20)
-    expected = token_logprobs(logits.float().numpy(), np.array(tokens, np.int32), np.array([0, 2, 1]), 20)
-    softmax = torch.log_softmax(logits.double(), dim=-1)
-    torch.testing.assert_close(out.chosen.double(), softmax[[0, 2, 1], [3, 7, 12]], rtol=0, atol=2e-5)
-    assert out.ranks.tolist() == expected.ranks.tolist()
-    assert out.top_ids.tolist() == expected.top_ids.tolist()
-    np.testing.assert_allclose(out.top.numpy(), expected.top, rtol=0, atol=2e-5)
+    check_logprobs(FAST, dtype, vocab_size)
 
 
 def test_log_probabilities_skip_padding_and_mark_rows_without_a_token(launcher: EmulatedLauncher) -> None:
     logits = torch.from_numpy(random_logits(2, 50))
-    out = report(Device(50, 2), launcher, logits, [NOT_FINITE, 4], [-1, 0, 1], 2)
+    out = report(launcher, SlotArrays(2, 50, CPU), logits, [NOT_FINITE, 4], [-1, 0, 1], 2)
     assert (out.chosen[0], out.ranks[0], out.top_ids[0].tolist()) == (99.0, POISON, [POISON, POISON])
     assert out.chosen[1].isnan()
     assert (out.ranks[1], out.top_ids[1].tolist()) == (0, [-1, -1])
@@ -445,7 +261,7 @@ def test_log_probabilities_skip_padding_and_mark_rows_without_a_token(launcher: 
 
 def test_a_report_without_alternatives_has_the_chosen_token_alone() -> None:
     logits = torch.from_numpy(random_logits(1, 50))
-    out = report(Device(50, 1), FAST, logits, [4], [0], 0)
+    out = report(FAST, SlotArrays(1, 50, CPU), logits, [4], [0], 0)
     torch.testing.assert_close(out.chosen[0], torch.log_softmax(logits[0], 0)[4], rtol=0, atol=1e-5)
 
 

@@ -1,0 +1,239 @@
+"""Norms, rotary embedding and the cache's writes, gates, gathers and copies: against float64, to the last bit where
+nothing is rounded, and with everything poisoned that is not to be touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from backend.forward_pass import FROM_SLOT
+from backend.passes.decoder.cuda.cache_layout import CacheLayout
+from backend.passes.decoder.cuda.elementwise import Elementwise
+from backend.passes.decoder.cuda.step_buffers import RowArrays as Rows
+from backend.passes.decoder.kv_torch import quantise
+from backend.passes.decoder.ops import HeadShape
+from tools.gpu_check.cases.comparing import require, require_close, require_same_bits, require_within
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from backend.passes.decoder.cuda.launcher import Launcher
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+EPS = 1e-5
+HEADS = HeadShape(2, 1, 64)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make(
+    launcher: Launcher,
+    dtype: torch.dtype = torch.float32,
+    heads: HeadShape = HEADS,
+    hidden: int = 64,
+    rotary_dim: int = 64,
+    kv_dtype: str = "fp32",
+    page_size: int = 16,
+) -> Elementwise:
+    device = torch.device("cpu")
+    return Elementwise(launcher, heads, hidden, rotary_dim, EPS, dtype, kv_dtype, page_size, device)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def check_close(what: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+    """To what the dtype holds. Returns the error as a share of that."""
+    return require_close(what, found, expected, TOLERANCE[dtype], 0.1 * TOLERANCE[dtype])
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@dataclass
+class StoreCase:
+    """A decode row at a page's end, a padding row, a chunk across pages, and a row that begins."""
+
+    heads: HeadShape
+    kv_dtype: str
+    page_size: int
+    rotary_dim: int
+
+    def __post_init__(self) -> None:
+        self.layout = CacheLayout(2, 11, self.page_size, self.heads.num_kv_heads, self.heads.head_dim, self.kv_dtype)
+        size = self.page_size
+        self.rows = Rows(ints(0, 1, 2, 2 + size, 7 + size), ints(size - 1, 0, size - 3, 0), ints(3, -1, 0, 5))
+        self.page_table = torch.full((6, 4), 10**6, dtype=torch.int32)
+        self.page_table[3, 0] = 7
+        self.page_table[0, :2] = ints(2, 9)
+        self.page_table[5, 0] = 4
+        self.num_tokens = 7 + size
+
+    def places(self) -> list[tuple[int, int, int]]:
+        """(token, page, place) of what is written."""
+        found = []
+        for row, slot in enumerate(self.rows.slots.tolist()):
+            first, end = self.rows.query_starts[row : row + 2].tolist()
+            for token in range(first, end) if slot >= 0 else ():
+                page, place = divmod(int(self.rows.context_lens[row]) + token - first, self.page_size)
+                found.append((token, int(self.page_table[slot, page]), place))
+        return found
+
+    def positions(self) -> Tensor:
+        starts, contexts = self.rows.query_starts.tolist(), self.rows.context_lens.tolist()
+        return torch.cat([torch.arange(c, c + e - s) for c, s, e in zip(contexts, starts, starts[1:], strict=False)])
+
+    def read(self, layer: Tensor, which: int, page: int, place: int) -> tuple[Tensor, Tensor]:
+        """Numbers [num_kv_heads, head_dim] in the cache's dtype and, of q8_0, scales [num_kv_heads, head_dim / 32]."""
+        dim, heads = self.heads.head_dim, self.heads.num_kv_heads
+        blocks = layer.view(self.layout.num_pages, 2, heads, self.layout.block_bytes)[page, which]
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "q8_0": torch.int8, "fp8": torch.float8_e4m3fn}
+        number = dtypes[self.kv_dtype]
+        cut = self.page_size * dim * number.itemsize
+        numbers = blocks[:, :cut].contiguous().view(number).view(heads, self.page_size, dim)[:, place]
+        scales = blocks[:, cut:].contiguous().view(torch.float16).view(heads, self.page_size, -1)[:, place]
+        return numbers, scales
+
+
+def expected_heads(
+    qkv: Tensor, case: StoreCase, rope: Tensor | None, norms: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in float64, [T, heads, head_dim], rounded to the dtype as between separate operations."""
+    shape = case.heads
+    heads = qkv.view(len(qkv), -1, shape.head_dim)
+    q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    if norms is not None:
+        q, k = (rms_norm(x, weight).to(qkv.dtype) for x, weight in zip((q, k), norms, strict=True))
+    if rope is not None:
+        cos, sin = rope.double()[case.positions()].unsqueeze(1).chunk(2, dim=-1)
+        turned = []
+        for part in (q.double(), k.double()):
+            x, y, rest = part.split([case.rotary_dim // 2, case.rotary_dim // 2, shape.head_dim - case.rotary_dim], -1)
+            turned.append(torch.cat([x * cos - y * sin, y * cos + x * sin, rest], dim=-1))
+        q, k = turned
+    return q, k, v
+
+
+def rope_rows(num_positions: int, rotary_dim: int) -> Tensor:
+    angles = torch.outer(torch.arange(num_positions), 10000.0 ** -(torch.arange(rotary_dim // 2) / rotary_dim * 2))
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def check_store(
+    launcher: Launcher, case: StoreCase, dtype: torch.dtype, *, rotates: bool = True, norms: bool = False
+) -> float:
+    """Raises Mismatch for what is stored, rotated or left alone wrongly. Returns the error of the queries."""
+    torch.manual_seed(case.heads.head_dim)
+    elementwise = make(launcher, dtype, case.heads, 64, case.rotary_dim, case.kv_dtype, case.page_size)
+    qkv = torch.randn(case.num_tokens, case.heads.qkv_size).to(dtype)
+    rope = rope_rows(3 * case.page_size, case.rotary_dim) if rotates else None
+    weights = (torch.rand(case.heads.head_dim) + 0.5, torch.rand(case.heads.head_dim) + 0.5) if norms else None
+    cache = torch.full((case.layout.num_bytes,), 0xFF, dtype=torch.uint8)
+    layer = cache[case.layout.layer_bytes :]
+    before = qkv.clone()
+    q, k, v = expected_heads(qkv, case, rope, weights)
+    elementwise.rope_and_store(qkv, layer, case.page_table, case.rows, rope, weights)
+
+    written = [token for token, _, _ in case.places()]
+    size = case.heads.output_size
+    require_same_bits("keys and values of the step", qkv[:, size:], before[:, size:])
+    require_same_bits("the padding row", qkv[1], before[1])
+    error = check_close("queries", qkv[written, :size], q.flatten(1)[written], dtype)
+    untouched = layer.clone().view(case.layout.num_pages, 2, case.heads.num_kv_heads, -1)
+    for token, page, place in case.places():
+        for which, heads in ((0, k[token]), (1, v[token])):
+            numbers, scales = case.read(layer, which, page, place)
+            check_stored(case.kv_dtype, numbers, scales, heads, dtype, exact=which == 1)
+            rows = untouched[page, which]
+            width = case.heads.head_dim * numbers.element_size()
+            rows[:, place * width : (place + 1) * width] = 0xFF
+            if scales.numel():
+                start = case.page_size * width + place * scales.shape[1] * 2
+                rows[:, start : start + scales.shape[1] * 2] = 0xFF
+    require("a page was written that is no row's", bool((untouched == 0xFF).all()))
+    require("another layer was written", bool((cache[: case.layout.layer_bytes] == 0xFF).all()))
+    return error
+
+
+def check_stored(
+    kv_dtype: str, numbers: Tensor, scales: Tensor, heads: Tensor, dtype: torch.dtype, *, exact: bool
+) -> None:
+    """heads [num_kv_heads, head_dim]. exact: they are what was handed in, and so every bit is known."""
+    if kv_dtype == "q8_0":
+        expected, expected_scales = quantise(heads.to(dtype))
+        if exact:
+            require_same_bits("quantised numbers", numbers, expected.flatten(1))
+            require_same_bits("scales", scales, expected_scales.squeeze(-1))
+        read = numbers.view(expected.shape).float() * scales.unsqueeze(-1).float()
+        error = float((read.flatten(1) - heads).abs().max())
+        require_within("quantised numbers", error, 0.6 * float(scales.max()) + TOLERANCE[dtype])
+    elif kv_dtype == "fp8":
+        if exact:
+            require_same_bits("fp8", numbers, heads.float().clamp(-448, 448).to(torch.float8_e4m3fn))
+        require("fp8", bool(((numbers.double() - heads).abs() <= 2**-9 + 0.07 * heads.abs()).all()))
+    elif exact and (kv_dtype == "fp32" or dtype == torch.bfloat16):
+        require("values are not those of the step", torch.equal(numbers.double(), heads.double()))
+    else:
+        check_close("what is stored", numbers, heads, torch.bfloat16 if kv_dtype == "bf16" else dtype)
+
+
+def check_norm(launcher: Launcher, dtype: torch.dtype, hidden: int) -> float:
+    """The norm of a sum."""
+    torch.manual_seed(hidden)
+    residual, delta, weight = torch.randn(5, hidden), torch.randn(5, hidden).to(dtype), torch.randn(hidden)
+    out, summed = poisoned(5, hidden, dtype=dtype), residual + delta.float()
+    make(launcher, dtype, hidden=hidden).add_rms_norm(residual, delta, weight, out)
+    require_same_bits("the sum", residual, summed)
+    return check_close("the norm", out, rms_norm(summed, weight), dtype)
+
+
+def check_gate(launcher: Launcher, dtype: torch.dtype, name: str, size: int) -> float:
+    """name: silu_mul or gelu_mul."""
+    torch.manual_seed(1)
+    gate_up = torch.randn(3, 2 * size) * 4
+    gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -30.0])
+    gate_up, out = gate_up.to(dtype), poisoned(3, size, dtype=dtype)
+    getattr(make(launcher, dtype), name)(gate_up, out)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    functional = torch.nn.functional
+    activated = functional.silu(gate) if name == "silu_mul" else functional.gelu(gate, approximate="tanh")
+    return check_close(name, out, activated * up, dtype)
+
+
+def check_embedding(launcher: Launcher, dtype: torch.dtype) -> None:
+    """With last tokens of slots, and zeros for what is no token."""
+    table, residual = torch.randn(50, 72).to(dtype), poisoned(7, 72, dtype=torch.float32)
+    rows = Rows(ints(0, 1, 2, 3, 7), ints(0, 0, 0, 0), ints(2, 0, -1, 1))
+    input_ids, last_tokens = ints(FROM_SLOT, 49, FROM_SLOT, 50, -7, 0, FROM_SLOT), ints(10**9, 13, 7)
+    make(launcher, dtype, hidden=72).embed(table, input_ids, rows, last_tokens, residual)
+    expected = torch.stack([table[7], table[49], *[torch.zeros_like(table[0])] * 3, table[0], table[13]])
+    require_same_bits("the embeddings", residual, expected.float())
+
+
+def check_gather(launcher: Launcher, dtype: torch.dtype) -> None:
+    """Padding stays as it is."""
+    source = torch.randn(9, 2080).to(dtype)
+    out = torch.full((4, 2064), 5.0, dtype=dtype)
+    make(launcher).gather_rows(source, ints(8, 0, -1, 3), out[:, :2056])
+    expected = torch.full_like(out, 5.0)
+    expected[[0, 1, 3], :2056] = source[[8, 0, 3], :2056]
+    require_same_bits("the gathered rows", out, expected)
+
+
+def check_page_copies(launcher: Launcher, kv_dtype: str) -> None:
+    """In all layers, and nothing else."""
+    layout = CacheLayout(3, 6, 16, 2, 160, kv_dtype)
+    cache = torch.randint(0, 256, (layout.num_bytes,), dtype=torch.uint8).view(3, 6, -1)
+    expected = cache.clone()
+    expected[:, 5], expected[:, 0] = cache[:, 2], cache[:, 4]
+    make(launcher).copy_pages(cache, cache, ints(2, 5, -1, -1, 4, 0).view(3, 2), layout)
+    require_same_bits("the cache", cache, expected)

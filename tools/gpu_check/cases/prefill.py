@@ -1,0 +1,63 @@
+"""Prefill attention: steps of rows of any length, over caches that are NaN wherever no row may look."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from backend.passes.decoder.cuda.cache_layout import CacheLayout
+from backend.passes.decoder.cuda.prefill_attention import PrefillAttention
+from tools.gpu_check.cases.paged_rows import Heads, PagedRows, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from backend.passes.decoder.cuda.launcher import Launcher
+
+ACT_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "q8_0": torch.float16, "fp8": torch.float16}
+"""Queries in which the products lose nothing of them."""
+TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "q8_0": 2e-3, "fp8": 2e-3}
+
+
+def attention_of(
+    head_dim: int = 64,
+    kv_dtype: str = "bf16",
+    *,
+    kv_heads: int = 1,
+    group: int = 2,
+    page_size: int = 16,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> PrefillAttention:
+    layout = CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype)
+    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap)
+
+
+def rows_of(*shapes: tuple[int, int]) -> list[Row]:
+    """(history, length) of different sequences."""
+    return [Row(history, length, seed) for seed, (history, length) in enumerate(shapes)]
+
+
+def prepare(attention: PrefillAttention, rows: list[Row], act: torch.dtype | None = None, seed: int = 0) -> PagedRows:
+    heads = Heads(attention.num_heads, attention.layout)
+    return PagedRows.of(heads, rows, act or ACT_OF[attention.layout.kv_dtype], seed, attention.window_tokens)
+
+
+def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher, first_row: int = 0) -> Tensor:
+    """[T, H, D]; NaN in rows before first_row."""
+    arrays = step.arrays
+    tiles = attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row)
+    out = torch.full((len(step.qkv), attention.num_heads, attention.layout.head_dim), torch.nan, dtype=step.qkv.dtype)
+    attention.attend(launcher, step.qkv, step.layer_cache, step.page_table, arrays, torch.from_numpy(tiles), out)
+    return out
+
+
+def error_of(attention: PrefillAttention, step: PagedRows, out: Tensor) -> float:
+    """Of what `run` gave, relative: the worst of all queries', for one token too few of thousands would show there."""
+    expected = step.expected(attention.scale, attention.window_tokens, attention.softcap)
+    return relative_error(out, expected)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float(((found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).amax())

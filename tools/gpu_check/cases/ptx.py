@@ -1,0 +1,179 @@
+"""Each wrapper of inline PTX (kernels/ptx.cuh) against torch, float64, and the fragments that the PTX manual draws.
+
+On the emulator this checks the wrapper's other half; on a GPU, that the instruction does what that half says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from backend.passes.decoder.cuda.launcher import Kernel, Launcher
+from tools.gpu_check.cases.comparing import require_close, require_same_bits
+
+if TYPE_CHECKING:
+    from backend.passes.decoder.cuda.launcher import Argument
+
+SOURCE = Path(__file__).with_name("ptx_wrappers.cu")
+_E4M3_MAX = 448.0
+
+
+def wrapper_kernel(entry: str, num_threads: int = 32, *, half: int = 0, shared_bytes: int = 0) -> Kernel:
+    return Kernel(str(SOURCE), entry, (("HALF", half),), num_threads, shared_bytes)
+
+
+def check_product(launcher: Launcher, dtype: torch.dtype) -> None:
+    """A product of fragments is the product of the matrices."""
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((16, 16), (16, 8)))
+    start = torch.randn(16, 8, generator=generator)
+    result = start.clone()
+    kernel = wrapper_kernel("multiply", half=int(dtype is torch.float16))
+    _launch(launcher, kernel, 1, a.view(torch.int16), b.view(torch.int16), result)
+    require_close("mma.m16n8k16", result, start.double() + a.double() @ b.double(), 1e-5, 1e-5)
+
+
+def check_matrix_loads(launcher: Launcher) -> None:
+    """Thread 4 r + c has row r, columns 2 c and 2 c + 1, of each matrix or of its transpose."""
+    matrices = torch.arange(4 * 8 * 8, dtype=torch.int16).view(4, 8, 8)
+    registers = torch.full((4, 4, 32), -1, dtype=torch.int32)
+    _launch(launcher, wrapper_kernel("load"), 1, matrices, registers)
+    loaded = registers.view(torch.int16).view(4, 4, 32, 2)
+    plain = matrices.reshape(4, 32, 2)
+    transposed = matrices.transpose(1, 2).reshape(4, 32, 2)
+    forms = {"x4": plain, "x4.trans": transposed, "x2": plain[:2], "x2.trans": transposed[:2]}
+    for found, (form, expected) in zip(loaded, forms.items(), strict=True):
+        require_same_bits(f"ldmatrix.{form}", found[: len(expected)], expected)
+
+
+def check_copies(launcher: Launcher) -> None:
+    """A copy ends in zeros where nothing is to be read; streamed loads and stores move bytes."""
+    source = torch.arange(1, 257, dtype=torch.int32).to(torch.uint8).clamp(min=1)
+    result = torch.full((2, 16, 16), 255, dtype=torch.uint8)
+    _launch(launcher, wrapper_kernel("copy", 16, shared_bytes=256), 1, source, result)
+    read = torch.arange(16)[None, :] < torch.arange(16)[:, None]
+    require_same_bits("streamed 16 bytes", result[0], source.view(16, 16))
+    require_same_bits("cp.async of 16 bytes", result[1], source.view(16, 16) * read)
+
+
+def check_word_copies(launcher: Launcher) -> None:
+    source = torch.arange(1, 21, dtype=torch.uint8)
+    result = torch.full((5, 4), 255, dtype=torch.uint8)
+    _launch(launcher, wrapper_kernel("copy_words", 5, shared_bytes=20), 1, source, result)
+    read = torch.arange(4)[None, :] < torch.arange(5)[:, None]
+    require_same_bits("cp.async of 4 bytes", result, source.view(5, 4) * read)
+
+
+def check_narrowing(launcher: Launcher) -> None:
+    """Floats of all sizes narrow to the nearest, as torch has it."""
+    x = _random_floats(100_000)
+    results = [torch.empty(len(x), dtype=dtype) for dtype in (torch.int16, torch.int16, torch.uint8)]
+    _launch(launcher, wrapper_kernel("narrow", 256), 64, x, *results, np.int32(len(x)))
+    for name, result, expected in zip(("bf16", "f16", "e4m3"), results, _expected_narrow(x), strict=True):
+        require_same_bits(f"cvt to {name}", result, expected)
+
+
+def check_narrowing_of_pairs(launcher: Launcher) -> None:
+    """As single floats do, the first in the low half."""
+    x = _random_floats(100_000)
+    x = x[: len(x) // 2 * 2]
+    results = [torch.empty(len(x) // 2, dtype=dtype) for dtype in (torch.int32, torch.int32, torch.int16)]
+    _launch(launcher, wrapper_kernel("narrow_pairs", 256), 64, x, *results, np.int32(len(x) // 2))
+    for name, result, expected in zip(("bf16x2", "f16x2", "e4m3x2"), results, _expected_narrow(x), strict=True):
+        require_same_bits(f"cvt to {name}", result, expected)
+
+
+def check_widening(launcher: Launcher) -> None:
+    """All values of 16 bits, and as pairs with their complements."""
+    bf16, f16 = torch.empty(65536), torch.empty(65536)
+    bf16_pairs, f16_pairs, e4m3_pairs = (torch.empty(65536, 2) for _ in range(3))
+    _launch(launcher, wrapper_kernel("widen", 256), 16, bf16, f16, bf16_pairs, f16_pairs, e4m3_pairs)
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    pairs = torch.stack([bits, ~bits], 1)
+    for name, result, expected in (
+        ("bf16", bf16, bits.view(torch.bfloat16)),
+        ("f16", f16, bits.view(torch.float16)),
+        ("bf16x2", bf16_pairs, pairs.view(torch.bfloat16)),
+        ("f16x2", f16_pairs, pairs.view(torch.float16)),
+        ("e4m3x2", e4m3_pairs, bits.view(torch.float8_e4m3fn).view(65536, 2)),
+    ):
+        require_close(f"{name} to float", result, expected.float(), 0, 1e-300)
+
+
+def check_pair_arithmetic(launcher: Launcher) -> None:
+    a, b = torch.randn(2, 64, 2, generator=torch.Generator().manual_seed(3)).half()
+    result = torch.empty(2, 64, 2, dtype=torch.float16)
+    _launch(
+        launcher, wrapper_kernel("reckon", 64), 1, a.view(torch.int32), b.view(torch.int32), result.view(torch.int32)
+    )
+    require_same_bits("add.f16x2 and mul.f16x2", result, torch.stack([a + b, a * b]))
+
+
+def check_permutation(launcher: Launcher) -> None:
+    generator = torch.Generator().manual_seed(2)
+    a, b, selector = torch.randint(0, 2**31 - 1, (3, 256), generator=generator).int().unbind()
+    result = torch.empty(256, dtype=torch.int32)
+    _launch(launcher, wrapper_kernel("permute", 256), 1, a, b, selector, result)
+    sources = torch.cat([a[:, None], b[:, None]], 1).view(torch.int8)
+    nibbles = torch.stack([selector >> 4 * i & 15 for i in range(4)], 1).long()
+    chosen = sources.gather(1, nibbles & 7)
+    signs = (chosen < 0).to(torch.int8) * -1
+    expected = torch.where(nibbles >= 8, signs, chosen).contiguous().view(torch.int32)[:, 0]
+    require_same_bits("prmt", result, expected)
+
+
+def check_approximations(launcher: Launcher) -> None:
+    x = torch.linspace(0.01, 40, 64)
+    result = torch.empty(3, 64)
+    _launch(launcher, wrapper_kernel("approximate", 64), 1, x, result)
+    exact = x.double()
+    require_close("ex2, lg2, rcp", result, torch.stack([exact.exp2(), exact.log2(), 1 / exact]), 1e-6, 1e-6)
+
+
+WRAPPERS: dict[str, Callable[[Launcher], None]] = {
+    "mma.bf16": partial(check_product, dtype=torch.bfloat16),
+    "mma.f16": partial(check_product, dtype=torch.float16),
+    "ldmatrix": check_matrix_loads,
+    "cp.async.16": check_copies,
+    "cp.async.4": check_word_copies,
+    "cvt.narrow": check_narrowing,
+    "cvt.narrow_pairs": check_narrowing_of_pairs,
+    "cvt.widen": check_widening,
+    "f16x2": check_pair_arithmetic,
+    "prmt": check_permutation,
+    "approximations": check_approximations,
+}
+
+
+def _launch(launcher: Launcher, kernel: Kernel, num_blocks: int, *arguments: Argument) -> None:
+    launcher.prepare([kernel])
+    launcher.launch(kernel, (num_blocks, 1, 1), *arguments)
+
+
+def _random_floats(count: int) -> torch.Tensor:
+    """Of all sizes, and what lies next to where conversions change their ways."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31 - 1, (count // 2,), generator=generator).int().view(torch.float32)
+    usual = torch.randn(count // 2, generator=generator) * 100
+    e4m3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    f16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    bf16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    exact = torch.cat([e4m3, f16, bf16])
+    between = (e4m3[:-1] + e4m3[1:]) / 2
+    edges = torch.tensor([0.0, -0.0, 448.0, 464.0, 465.0, 1e9, float("inf"), float("-inf"), float("nan"), 65520.0])
+    near = torch.cat([between, edges])
+    near = torch.cat([near, near.nextafter(torch.tensor(torch.inf)), near.nextafter(torch.tensor(-torch.inf))])
+    return torch.cat([bits, usual, exact, near])
+
+
+def _expected_narrow(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As bits; every NaN is the one that the instructions make."""
+    nan = x.isnan()
+    bf16, f16 = (x.to(dtype).view(torch.int16).masked_fill(nan, 0x7FFF) for dtype in (torch.bfloat16, torch.float16))
+    e4m3 = x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(nan, 0x7F)
+    return bf16, f16, e4m3

@@ -1,0 +1,259 @@
+"""Sampling: against the host's sampler, filters in float64, the draw from its definition, chi-square and torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch, TokenMasks
+from backend.passes.decoder.cuda.sampling import DeviceSampler, LogprobBuffers, SlotArrays
+from backend.sampler import HostSampling, token_logprobs
+from tools.gpu_check.cases.comparing import require, require_close
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from backend.passes.decoder.cuda.launcher import Launcher
+
+POISON = -77
+CPU = torch.device("cpu")
+
+
+def slot_init(slot: int, tokens: Sequence[int] = (1,), num_prompt_tokens: int = 1, **params: object) -> SlotInit:
+    token_ids = np.array(tokens, np.int32)
+    return SlotInit(slot, SamplingParams(**params), token_ids, num_prompt_tokens)  # type: ignore[arg-type]
+
+
+class SamplingDevice:
+    """A sampler with the arrays of one step at a time."""
+
+    def __init__(self, launcher: Launcher, vocab_size: int, max_slots: int, dtype: torch.dtype = torch.float32) -> None:
+        self.slots = SlotArrays(max_slots, vocab_size, CPU)
+        self.sampler = DeviceSampler(launcher, self.slots, dtype)
+        self.dtype = dtype
+
+    def take(self, *inits: SlotInit) -> None:
+        self.sampler.take_slots(torch.from_numpy(self.sampler.pack(inits)), len(inits))
+
+    def sample(
+        self,
+        logits: NDArray[np.float32] | Tensor,
+        slots: list[int],
+        position: int = 10,
+        masks: TokenMasks | None = None,
+    ) -> list[int]:
+        """One token for each row; slots may be -1."""
+        logits = torch.as_tensor(logits).to(self.dtype)
+        tokens = torch.full((len(slots),), POISON, dtype=torch.int32)
+        bits = None
+        if masks is not None:
+            rows = torch.full((len(slots),), -1, dtype=torch.int32)
+            rows[torch.from_numpy(masks.rows).long()] = torch.arange(len(masks.rows), dtype=torch.int32)
+            bits = rows, torch.from_numpy(masks.bits.view(np.int32))
+        selection = self.sampler.selection(np.array([slot for slot in slots if slot >= 0], np.int32))
+        contexts = torch.full((len(slots),), position - 1, dtype=torch.int32)
+        self.sampler.sample(logits, torch.tensor(slots, dtype=torch.int32), contexts, selection, tokens, bits)
+        # The next step expects it so.
+        require("histograms are left behind", not self.slots.histograms.any())
+        return tokens.tolist()
+
+
+class HostSampler:
+    """The host's sampler, driven in the same way."""
+
+    def __init__(self, vocab_size: int, max_slots: int) -> None:
+        self.sampler = HostSampling(vocab_size, max_slots)
+
+    def batch(self, slots: list[int], position: int, inits: tuple[SlotInit, ...] = ()) -> StepBatch:
+        n = len(slots)
+        return StepBatch(
+            input_ids=np.full(n, FROM_SLOT, np.int32),
+            query_starts=np.arange(n + 1, dtype=np.int32),
+            context_lens=np.full(n, position - 1, np.int32),
+            page_table=np.zeros((n, 1), np.int32),
+            slots=np.array(slots, np.int32),
+            logit_rows=np.arange(n, dtype=np.int32),
+            slot_inits=inits,
+        )
+
+    def take(self, *inits: SlotInit) -> None:
+        self.sampler.begin_step(self.batch([init.slot for init in inits], 1, inits))
+
+    def sample(
+        self, logits: NDArray[np.float32], slots: list[int], position: int = 10, masks: TokenMasks | None = None
+    ) -> list[int]:
+        return self.sampler.sample(logits, self.batch(slots, position), masks).token_ids.tolist()
+
+
+def mask_of(vocab_size: int, rows: dict[int, list[int]]) -> TokenMasks:
+    allowed = np.zeros((len(rows), -(-vocab_size // 32) * 32), np.uint8)
+    for place, tokens in enumerate(rows.values()):
+        allowed[place, tokens] = 1
+    return TokenMasks(np.array(list(rows), np.int32), np.packbits(allowed, axis=1, bitorder="little").view(np.uint32))
+
+
+def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> NDArray[np.float32]:
+    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
+
+
+def kept_by_reference(logits: NDArray[np.float32], params: SamplingParams) -> set[int]:
+    """Which tokens one row may draw, in float64; all that tie with a filter's last one are kept."""
+    scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
+    kept = np.isfinite(scaled)
+    if 0 < params.top_k < len(scaled):
+        kept &= scaled >= np.sort(scaled)[-params.top_k]
+    if params.typical_p < 1:
+        mass = np.where(kept, np.exp(scaled), 0)
+        mass /= mass.sum()
+        surprise = -np.log(mass, where=mass > 0, out=np.full_like(mass, np.inf))
+        distance = np.abs(surprise - (mass * np.where(mass > 0, surprise, 0)).sum())
+        order = np.argsort(distance)
+        kept &= distance <= distance[order[np.searchsorted(np.cumsum(mass[order]), params.typical_p)]]
+    if params.top_p < 1:
+        mass = np.where(kept, np.exp(scaled), 0)
+        order = np.argsort(-mass)
+        kept &= mass >= mass[order[np.searchsorted(np.cumsum(mass[order]), params.top_p * mass.sum())]]
+    if params.min_p:
+        kept &= np.exp(scaled) >= params.min_p
+    return set(np.flatnonzero(kept).tolist())
+
+
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 5, "temperature": 2.0},
+    {"top_k": 29, "temperature": 3.0},
+    {"top_p": 0.6, "temperature": 1.5},
+    {"top_p": 0.01},
+    {"min_p": 0.2, "temperature": 1.3},
+    {"min_p": 1.0},
+    {"typical_p": 0.5, "temperature": 1.5},
+    {"top_k": 12, "top_p": 0.8, "temperature": 2.0},
+    {"top_k": 15, "typical_p": 0.8, "top_p": 0.7, "min_p": 0.02, "temperature": 2.0},
+]
+
+
+def check_greedy(launcher: Launcher, dtype: torch.dtype, vocab_size: int) -> None:
+    """Ties go to the first."""
+    device = SamplingDevice(launcher, vocab_size, 5, dtype)
+    device.take(*(slot_init(slot, temperature=0.0) for slot in range(5)))
+    logits = torch.from_numpy(random_logits(5, vocab_size)).to(dtype)
+    logits[3] = 1.5
+    expected = logits.float().numpy().argmax(axis=1).tolist()
+    found = device.sample(logits, [4, 2, 0, 1, 3])
+    require(f"the tokens are {found}, expected {expected}", found == expected)
+    last = device.slots.last_tokens.tolist()
+    require(f"the slots' last tokens are {last}", last == [expected[place] for place in (2, 3, 1, 4, 0)])
+
+
+def check_penalties(launcher: Launcher, vocab_size: int, num_steps: int) -> None:
+    """With biases and masks, over several steps, so that what is sampled counts."""
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(0, vocab_size, 40).tolist()
+    inits = (
+        slot_init(0, prompt, 30, temperature=0.0, repetition_penalty=1.7),
+        slot_init(1, prompt, 5, temperature=0.0, frequency_penalty=0.9, presence_penalty=-0.3),
+        slot_init(2, prompt, 40, temperature=0.0, presence_penalty=1.5, repetition_penalty=0.8),
+        slot_init(3, temperature=0.0, logit_bias=((3, 4.0), (vocab_size - 1, 3.5), (3, -1.0), (64, 3.0))),
+        slot_init(4, temperature=0.0),
+        slot_init(5, prompt, 20, temperature=0.0, frequency_penalty=1.0, logit_bias=((7, 5.0),)),
+    )
+    device, host = SamplingDevice(launcher, vocab_size, 6), HostSampler(vocab_size, 6)
+    device.take(*inits)
+    host.take(*inits)
+    order = [3, 1, 5, 0, 4, 2]
+    for step in range(num_steps):
+        logits = random_logits(6, vocab_size, seed=1, scale=1.0)  # the same in each step: only counts change the tokens
+        masks = (
+            mask_of(vocab_size, {1: [5, 40, vocab_size - 1], 4: list(range(0, vocab_size, 7))}) if step % 2 else None
+        )
+        found, expected = (sampler.sample(logits, order, 10 + step, masks) for sampler in (device, host))
+        require(f"step {step} gives {found}, the host {expected}", found == expected)
+
+
+def check_filter(launcher: Launcher, params: dict[str, float], draws: int = 1200) -> None:
+    """Every token that is left has 1 % of the draws at least, so that 1,200 of them miss none."""
+    vocab_size = 30
+    logits = random_logits(vocab_size, seed=8, scale=1.0)
+    allowed = kept_by_reference(logits, SamplingParams(**params))  # type: ignore[arg-type]
+    device = SamplingDevice(launcher, vocab_size, draws)
+    device.take(*(slot_init(slot, seed=slot, **params) for slot in range(draws)))
+    drawn = set(device.sample(np.tile(logits, (draws, 1)), list(range(draws))))
+    require(f"drawn are {sorted(drawn)}, allowed {sorted(allowed)}", drawn == allowed)
+
+
+def check_distribution(launcher: Launcher, params: dict[str, float], width: int = 500, num_steps: int = 6) -> None:
+    """The bound is the 1 - 1e-6 quantile of chi-square by Wilson and Hilferty."""
+    vocab_size = 20
+    logits = random_logits(vocab_size, seed=5, scale=1.5)
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    device = SamplingDevice(launcher, vocab_size, width)
+    device.take(*(slot_init(slot, seed=slot * 7919, **params) for slot in range(width)))
+    counts = np.zeros(vocab_size)
+    for position in range(1, num_steps + 1):
+        tokens = device.sample(np.tile(logits, (width, 1)), list(range(width)), position)
+        counts += np.bincount(tokens, minlength=vocab_size)
+    kept = sorted(kept_by_reference(logits, sampling))
+    weights = np.exp(logits[kept].astype(np.float64) / sampling.temperature)
+    expected = weights / weights.sum() * width * num_steps
+    require("a token was drawn that the filters leave out", bool(counts.sum() == counts[kept].sum()))
+    dof = len(kept) - 1
+    statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
+    bound = dof * (1 - 2 / (9 * dof) + 4.75 * (2 / (9 * dof)) ** 0.5) ** 3
+    require(f"chi-square is {statistic:.1f}, at most {bound:.1f}", statistic < bound)
+
+
+def check_noise(launcher: Launcher) -> None:
+    """It is Philox of seed, position and token: the draw is repeated in float64 from the definition."""
+    vocab_size, seed, temperature = 5003, 0x1234_5678_9ABC_DEF0, 0.9
+    logits = random_logits(vocab_size, seed=3)
+    device = SamplingDevice(launcher, vocab_size, 1)
+    device.take(slot_init(0, seed=seed, temperature=temperature))
+    for position in (1, 2, 70_000):
+        bits = np.concatenate([_philox(seed, position, group) for group in range(-(-vocab_size // 4))])[:vocab_size]
+        noise = -np.log(-np.log1p(-(bits + 0.5) / 2.0**32))
+        found, expected = device.sample(logits[None], [0], position), int((logits / temperature + noise).argmax())
+        require(f"position {position} draws {found}, expected {expected}", found == [expected])
+
+
+def _philox(key: int, counter_0: int, counter_1: int) -> NDArray[np.float64]:
+    low = 2**32 - 1
+    c, k = [counter_0, counter_1, 0, 0], [key & low, key >> 32]
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [p1 >> 32 ^ c[1] ^ k[0], p1 & low, p0 >> 32 ^ c[3] ^ k[1], p0 & low]
+        k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
+    return np.array(c, np.float64)
+
+
+def report(
+    launcher: Launcher, slots: SlotArrays, logits: Tensor, tokens: list[int], rows: list[int], width: int
+) -> LogprobBuffers:
+    num_rows = len(rows)
+    out = LogprobBuffers(
+        torch.full((num_rows,), 99.0),
+        torch.full((num_rows,), POISON, dtype=torch.int32),
+        torch.full((num_rows, width), POISON, dtype=torch.int32),
+        torch.full((num_rows, width), 99.0),
+    )
+    sampler = DeviceSampler(launcher, slots, logits.dtype)
+    sampler.logprobs(logits, torch.tensor(tokens, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32), out)
+    return out
+
+
+def check_logprobs(launcher: Launcher, dtype: torch.dtype, vocab_size: int) -> float:
+    logits = torch.from_numpy(random_logits(3, vocab_size, scale=4.0)).to(dtype)
+    logits[1, 10:15] = logits[1].max()
+    logits[2, 5] = -torch.inf
+    tokens = [3, 12, 7]
+    out = report(launcher, SlotArrays(3, vocab_size, CPU), logits, tokens, [0, 2, 1], 20)
+    expected = token_logprobs(logits.float().numpy(), np.array(tokens, np.int32), np.array([0, 2, 1]), 20)
+    softmax = torch.log_softmax(logits.double(), dim=-1)
+    require("ranks differ", out.ranks.tolist() == expected.ranks.tolist())
+    require("the likeliest tokens differ", out.top_ids.tolist() == expected.top_ids.tolist())
+    require_close("the likeliest ones' log probabilities", out.top, torch.from_numpy(expected.top), 0, 2e-5)
+    return require_close("log probabilities", out.chosen, softmax[[0, 2, 1], [3, 7, 12]], 0, 2e-5)
