@@ -194,7 +194,8 @@ class BackendClient:
         return session.buffers
 
     def submit(self, request: GenerationRequest) -> TokenStream:
-        """Raises BackendUnavailable when not ready, Overloaded when the board shows a full queue.
+        """Raises BackendUnavailable when not ready, Overloaded when the board shows a full queue. A request that may
+        join another's stream is sent all the same, and refused by the backend if it finds none.
 
         Raises ValueError for a request outside the wire's bounds; the model's own are checked by the backend. Raises
         ValueError, BufferGone and DeviceError for shared buffers that cannot be lent; they stay the caller's then.
@@ -203,7 +204,7 @@ class BackendClient:
         if session is None or not self.ready:
             raise BackendUnavailable("the backend is not ready")
         board = session.backend_board
-        if board.waiting >= session.model.max_waiting:
+        if board.waiting >= session.model.max_waiting and not self._may_join(request):
             raise Overloaded(self._retry_after_s(board.waiting, board.requests_finished))
         tokens = _prompt_tokens(request)
         submit = Submit(
@@ -237,6 +238,11 @@ class BackendClient:
         self._enqueue(stream)
         self._send_outbox()
         return stream
+
+    def _may_join(self, request: GenerationRequest) -> bool:
+        """Whether to ask the backend, which alone knows, if the request finds a twin in flight. Only while it takes
+        what it is sent: behind a full link or arena nothing is piled up for a refusal."""
+        return request.may_share and request.output is None and not self._outbox
 
     def _retry_after_s(self, num_waiting: int, num_finished: int) -> int:
         """Seconds in which the queue would drain at the rate of late; at least 1, and 1 while nothing is known."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import uvloop
 
 from shm.board import Board, FrontendBoard
 from shm.client import BackendClient, BackendUnavailable, GenerationRequest, Overloaded, TokenBatch, TokenStream
+from shm.session import Session
 from shm.wire import PROTOCOL_VERSION, FailureCode, Finish, Sampling, Submit
 from tests.shm.scripted_backend import (
     FAILING_TOKEN,
@@ -357,6 +359,42 @@ async def test_a_full_queue_is_told_before_anything_is_sent(socket_path: Path) -
             assert [await tokens_of(s) for s in streams] == [expected_tokens([n], 5) for n in range(3)]
             await until(lambda: backend.engine.board.waiting == 0)
             assert await tokens_of(client.submit(request([9], 5))) == expected_tokens([9], 5)
+
+
+async def test_a_full_queue_lets_the_backend_decide_on_who_may_join_another(socket_path: Path) -> None:
+    script = Script(model_card(max_waiting=1), max_running=1)
+    with ScriptedBackend(socket_path, script) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            streams = [client.submit(request([n], 5)) for n in range(2)]
+            await until(lambda: backend.engine.board.waiting == 1)
+            streams.append(client.submit(replace(request([0], 5), may_share=True)))
+            await until(lambda: backend.engine.board.waiting == 2)
+            with pytest.raises(Overloaded):
+                client.submit(request([0], 5))
+            backend.engine.paused = False
+            os.eventfd_write(backend.engine.wake_fd, 1)
+            assert [await tokens_of(s) for s in streams] == [expected_tokens([n], 5) for n in (0, 1, 0)]
+
+
+async def test_behind_a_full_link_nobody_waits_to_be_refused(
+    socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(model_card(max_waiting=1), max_running=1)
+    with ScriptedBackend(socket_path, script) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            streams = [client.submit(request([n], 5)) for n in range(2)]
+            await until(lambda: backend.engine.board.waiting == 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(Session, "send_submit", lambda *_: False)
+                streams.append(client.submit(replace(request([0], 5), may_share=True)))
+                with pytest.raises(Overloaded):
+                    client.submit(replace(request([0], 5), may_share=True))
+            backend.engine.paused = False
+            os.eventfd_write(backend.engine.wake_fd, 1)
+            assert [await tokens_of(s) for s in streams[:2]] == [expected_tokens([n], 5) for n in range(2)]
+            assert await tokens_of(streams[2]) == expected_tokens([0], 5)
 
 
 @pytest.mark.parametrize(
