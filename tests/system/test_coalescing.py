@@ -233,7 +233,7 @@ async def test_tenants_share_neither_tokens_nor_pages(servers: Servers) -> None:
         other = await ask(http, servers.second, prompt, 5)
         assert other.usage["prompt_tokens_details"]["cached_tokens"] == 0
         again = await ask(http, servers.keyed, prompt, 5, headers=key("one"))
-        assert again.usage["prompt_tokens_details"]["cached_tokens"] == 3 * PAGE_SIZE
+        assert again.usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
         changed = [99, *prompt[1:]]
         await ask(http, servers.keyed, changed, 5, headers=key("one"))
         stranger = await ask(http, servers.keyed, changed, 5, headers=key("two"))
