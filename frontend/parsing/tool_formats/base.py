@@ -7,6 +7,7 @@ import secrets
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+from msgspec import Raw
 
 from frontend.parsing.json_text import read_json, read_json_string
 from frontend.parsing.reader import Malformed, Reader, Steps
@@ -106,8 +107,9 @@ def _read_members(reader: Reader, output: Output, is_callable: Callable[[str], b
     if name is None:
         raise Malformed
     if not is_told:
+        whole = _as_object("".join(arguments))
         output.begin_call(name)
-        output.arguments(_as_object("".join(arguments)))
+        output.arguments(whole)
 
 
 def read_arguments(reader: Reader, output: Output, name: str) -> Steps[None]:
@@ -119,12 +121,16 @@ def read_arguments(reader: Reader, output: Output, name: str) -> Steps[None]:
 
 
 def _as_object(arguments: str) -> str:
-    """None at all, or null, is an empty one."""
+    """None at all, or null, is an empty one; some models put the object into a text."""
     if arguments in ("", "null"):
         return "{}"
-    if not arguments.startswith("{"):
-        raise Malformed
-    return arguments
+    try:
+        decoded = msgspec.json.decode(arguments, type=str | dict[str, Raw])
+        text = decoded if isinstance(decoded, str) else arguments
+        msgspec.json.decode(text, type=dict[str, Raw])
+    except (msgspec.DecodeError, RecursionError):
+        raise Malformed from None
+    return text
 
 
 def _read_text(reader: Reader) -> Steps[str]:
