@@ -127,7 +127,9 @@ class SequenceConstraints:
             if not row.any():
                 raise ConstraintFailed("the grammar and the lists of tokens leave nothing")
         # What only steers gives way where it would leave nothing.
-        if len(self._tokens) < self._wanted.min_tokens and (row & self._all_but_stops).any():
+        # An answer that has to match a grammar is none before that begins.
+        may_stop = len(self._tokens) >= self._wanted.min_tokens and self._grammar_start is not None
+        if not may_stop and (row & self._all_but_stops).any():
             row &= self._all_but_stops
         self._drop_bad_words(row)
 

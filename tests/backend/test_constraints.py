@@ -120,7 +120,7 @@ def test_taking_tokens_back_gives_the_masks_of_before(seed: int, rewinds: list[i
 def test_the_grammar_begins_behind_the_reasoning(compiler: GrammarCompiler) -> None:
     end = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
     constraints = constrained(compiler, grammar=Grammar("regex", "[0-9]+"), grammar_after=end)
-    assert len(allowed(constraints)) == VOCAB_SIZE
+    assert allowed(constraints) == set(range(VOCAB_SIZE)) - STOPS  # without it there is no answer
     for token in end:
         constraints.advance(token)
     assert all(TOKENIZER.decode([token]).strip().isdigit() for token in allowed(constraints))
