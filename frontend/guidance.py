@@ -9,11 +9,14 @@ from frontend.errors import invalid
 from frontend.parsing.answer import AnswerShape
 from frontend.structured import read_grammar
 from frontend.submission import Guidance
-from frontend.tools import behind_reasoning, call_grammar, tool_format
+from frontend.tools import GAP, after_reasoning, call_grammar, reasoning_rule, tool_format
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from frontend.model import ServedModel
     from frontend.parsing.reasoning import ReasoningFormat
+    from frontend.parsing.tool_formats.base import ToolFormat
     from frontend.schemas.chat import ChatBody
     from frontend.tokenizer import ModelTokenizer
 
@@ -32,32 +35,37 @@ async def guide_chat(body: ChatBody, prompt: list[int], served: ServedModel) -> 
     if reasoning is not None:
         is_limited = bool(body.thinking_budget) or grammar is not None or body.must_call
         start = await _begin_reasoning(body, prompt, reasoning, served.tokenizer, is_limited=is_limited)
-    may_reason = reasoning if start.is_undecided and body.thinks is not False else None
+    before = _before_grammar(body, start, reasoning, added_tokens)
     if form is not None:
-        grammar = call_grammar(body, form, grammar, added_tokens, may_reason)
-    elif grammar is not None and may_reason is not None:
-        grammar = behind_reasoning(grammar, may_reason, added_tokens)
-    guidance = Guidance(grammar)
-    if form is not None or reasoning is not None:
-        markers = (form.markers if form is not None else ()) + (reasoning.markers if reasoning is not None else ())
-        end_id = None if reasoning is None else added_tokens.get(reasoning.closing)
-        end = (end_id,) if start.is_open and end_id is not None else ()
-        guidance = Guidance(
-            grammar,
-            grammar_after=end if grammar is not None else (),
-            thinking_budget_tokens=(body.thinking_budget or 0) if end else 0,
-            thinking_end=end if body.thinking_budget else (),
-            make_parser=AnswerShape(
-                reasoning,
-                is_reasoning_open=start.is_open,
-                tells_reasoning=body.include_reasoning is not False,
-                tools=form,
-                function_names=frozenset(tool.function.name for tool in body.offered_tools),
-                one_call=body.calls_once,
-            ),
-            kept_token_ids=frozenset(added_tokens[marker] for marker in markers if marker in added_tokens),
-        )
+        grammar = call_grammar(body, form, grammar, added_tokens, before)
+    elif grammar is not None:
+        grammar = after_reasoning(grammar, before)
+    if form is None and reasoning is None:
+        return prompt, Guidance(grammar)
+    end = () if start.end_id is None else (start.end_id,)
+    guidance = Guidance(
+        grammar,
+        grammar_after=() if grammar is None else end,
+        thinking_budget_tokens=(body.thinking_budget or 0) if end else 0,
+        thinking_end=end if body.thinking_budget else (),
+        make_parser=AnswerShape(
+            reasoning,
+            is_reasoning_open=start.is_open,
+            tells_reasoning=body.include_reasoning is not False,
+            tools=form,
+            function_names=frozenset(tool.function.name for tool in body.offered_tools),
+            one_call=body.calls_once,
+        ),
+        kept_token_ids=_token_ids((form, reasoning), added_tokens),
+    )
     return start.prompt, guidance
+
+
+def _token_ids(
+    formats: tuple[ToolFormat | None, ReasoningFormat | None], added_tokens: Mapping[str, int]
+) -> frozenset[int]:
+    markers = (marker for form in formats if form is not None for marker in form.markers)
+    return frozenset(added_tokens[marker] for marker in markers if marker in added_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,17 @@ class _Start:
     """Within the reasoning."""
     is_undecided: bool = False
     """The model itself opens the reasoning, or does not."""
+    end_id: int | None = None
+    """The token with which open reasoning ends, where it is one."""
+
+
+def _before_grammar(
+    body: ChatBody, start: _Start, reasoning: ReasoningFormat | None, added_tokens: Mapping[str, int]
+) -> str:
+    """What stands between the answer's start, or the end of open reasoning, and what a grammar asks for; in Lark."""
+    if reasoning is not None and start.is_undecided and body.thinks is not False:
+        return reasoning_rule(reasoning, added_tokens)
+    return GAP if start.is_open else ""
 
 
 async def _begin_reasoning(
@@ -84,11 +103,12 @@ async def _begin_reasoning(
         return _Start(await with_text(("" if is_open else f"{form.opening}\n\n") + f"{form.closing}\n\n"))
     if is_closed or not (is_open or (is_limited and body.thinks)):
         return _Start(prompt, is_undecided=not is_closed)
-    if is_limited and form.closing not in tokenizer.added_tokens:
+    end_id = tokenizer.added_tokens.get(form.closing)
+    if is_limited and end_id is None:
         if body.thinking_budget:
             invalid("thinking_budget", "this model marks the end of its reasoning in ways that cannot be limited")
         return _Start(await with_text(f"{form.closing}\n\n") if is_open else prompt)
-    return _Start(prompt if is_open else await with_text(f"{form.opening}\n"), is_open=True)
+    return _Start(prompt if is_open else await with_text(f"{form.opening}\n"), is_open=True, end_id=end_id)
 
 
 def _state(body: ChatBody, prompt: list[int], form: ReasoningFormat, tokenizer: ModelTokenizer) -> tuple[bool, bool]:

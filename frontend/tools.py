@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from frontend.parsing.tool_formats.base import ToolFormat
     from frontend.schemas.chat import ChatBody, Function
 
+GAP = "GAP?"
+"""In Lark: the empty lines that models write behind their reasoning."""
 _MAX_FORCED_CALLS = 16
 _COMMON_RULES = ("TEXT: /(.|\\n)*/", "GAP: /\\n{1,2}/")
 _WHITESPACE = r" ?|\n {0,24}"
@@ -54,12 +56,12 @@ def call_grammar(
     form: ToolFormat,
     answer: Grammar | None,
     added_tokens: Mapping[str, int],
-    before: ReasoningFormat | None,
+    before: str,
 ) -> Grammar | None:
     """The grammar of an answer that may call, or must; None where nothing is to be enforced, `answer` where calls
     cannot be told from it.
 
-    answer is what the request wants of an answer without calls; before is reasoning that the model may begin with.
+    answer is what the request wants of an answer without calls; before is Lark for what comes first.
     Raises ApiError where a call must be made and an answer of another form as well, or where the grammar is too long.
     """
     if body.must_call and answer is not None:
@@ -72,7 +74,7 @@ def call_grammar(
     elif answer is not None:
         if answer.kind != "json_schema" or form.trigger is None:
             return answer
-        start, more = "calls | answer", (f"answer: %json {answer.text}",)
+        start, more = "calls | answer", (_answer_rule(answer),)
     elif trigger_id is not None and any(function.strict for function in functions):
         start = "TEXT (calls TEXT)*"
     else:
@@ -80,7 +82,7 @@ def call_grammar(
     enforces_all = body.must_call or answer is not None
     schemas = [_schema(function) if enforces_all or function.strict else _ANY_OBJECT for function in functions]
     rules = _call_rules(functions, schemas, form, added_tokens, 1 if body.calls_once else _MAX_FORCED_CALLS)
-    text = "\n".join((_start(start, before, added_tokens), *more, *rules, *_COMMON_RULES))
+    text = "\n".join((f"start: {before} ({start})", *more, *rules, *_COMMON_RULES))
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         invalid(
             "tools", f"their schemas make a grammar of {len(text)} characters; {MAX_GRAMMAR_CHARACTERS} are allowed"
@@ -88,20 +90,27 @@ def call_grammar(
     return Grammar("lark", text)
 
 
-def behind_reasoning(answer: Grammar, form: ReasoningFormat, added_tokens: Mapping[str, int]) -> Grammar:
-    """The same, where the model may first reason by itself; as it is where that cannot be said."""
-    if answer.kind != "json_schema" or any(marker not in added_tokens for marker in form.markers):
+def after_reasoning(answer: Grammar, before: str) -> Grammar:
+    """The same with Lark for what comes first, where that can be put before it."""
+    if answer.kind != "json_schema" or not before:
         return answer
-    rules = (_start("answer", form, added_tokens), f"answer: %json {answer.text}", *_COMMON_RULES)
-    text = "\n".join(rules)
+    text = "\n".join((f"start: {before} answer", _answer_rule(answer), *_COMMON_RULES))
     return Grammar("lark", text) if len(text) <= MAX_GRAMMAR_CHARACTERS else answer
 
 
-def _start(start: str, before: ReasoningFormat | None, added_tokens: Mapping[str, int]) -> str:
-    if before is None or any(marker not in added_tokens for marker in before.markers):
-        return f"start: GAP? ({start})"
-    opening, closing = (added_tokens[marker] for marker in before.markers)
-    return f"start: (<[{opening}]> TEXT <[{closing}]>)? GAP? ({start})"
+def reasoning_rule(form: ReasoningFormat, added_tokens: Mapping[str, int]) -> str:
+    """Reasoning that a model may begin with, in Lark; nothing where its marks are no tokens."""
+    if any(marker not in added_tokens for marker in form.markers):
+        return ""
+    return f"(<[{added_tokens[form.opening]}]> TEXT <[{added_tokens[form.closing]}]> GAP?)?"
+
+
+def _answer_rule(answer: Grammar) -> str:
+    return f"answer: %json {_spaced(msgspec.json.decode(answer.text, type=dict[str, Any]))}"
+
+
+def _spaced(schema: dict[str, Any]) -> str:
+    return msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}).decode()
 
 
 def _callable_functions(body: ChatBody) -> list[Function]:
@@ -134,10 +143,9 @@ def _call_rules(
     ]
     for number, (function, schema) in enumerate(zip(functions, schemas, strict=True)):
         before, behind = form.around(function.name)
-        text = msgspec.json.encode({"x-guidance": {"whitespace_pattern": _WHITESPACE}, **schema}).decode()
         rules += [
             f"call_{number}: {lark(before)} arguments_{number} {lark(behind)}",
-            f"arguments_{number}: %json {text}",
+            f"arguments_{number}: %json {_spaced(schema)}",
         ]
     return rules
 

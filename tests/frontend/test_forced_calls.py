@@ -75,7 +75,7 @@ def guided(model: Model, **fields: Any) -> Guidance:
 
 
 def babble(model: Model, guidance: Guidance, directory: Path, seed: int, likes: tuple[str, ...] = ()) -> Message:
-    """What a client gets of a model without a clue, which likes some tokens, and to end once it has reasoned."""
+    """What a client gets of a model without a clue, which likes some tokens, and to end."""
     liked = {model.tokenizer.token_to_id(text) for text in likes}
     rng = random.Random(seed)
     assert guidance.grammar is not None
@@ -96,7 +96,7 @@ def babble(model: Model, guidance: Guidance, directory: Path, seed: int, likes: 
     for _ in range(4000):
         constraints.fill(row)
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-        may_end = end in allowed and not (guidance.grammar_after and guidance.grammar_after[0] not in tokens)
+        may_end = end in allowed
         preferred = sorted(liked.intersection(allowed)) + [end] * may_end
         others = [token for token in allowed if token != end] or [end]
         token = rng.choice(preferred if preferred and rng.random() < 0.3 else others)
@@ -186,3 +186,13 @@ def test_an_answer_in_json_or_calls(directory: Path) -> None:
             check(message)
         else:
             jsonschema.validate(json.loads(message.text), NUMBER)
+
+
+@pytest.mark.parametrize("model", [Model(ALWAYS_THINKING), Model(THINKING_HERMES)], ids=["opened", "by itself"])
+def test_an_answer_in_json_comes_behind_the_reasoning(model: Model, directory: Path) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    guidance = guided(model, tools=None, response_format=schema)
+    messages = [babble(model, guidance, directory, seed, likes=("<think>", "</think>")) for seed in range(8)]
+    assert any(message.reasoning for message in messages)
+    for message in messages:
+        jsonschema.validate(json.loads(message.text), CITY)
