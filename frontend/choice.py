@@ -139,6 +139,7 @@ class Choice:
                 if self.stopped_by is None or not self._wanted.keeps_stop:
                     return
             was_reasoning = self._parser is not None and self._parser.is_reasoning
+            num_before = len(pieces.deltas)
             self._add_text(self._detokenizer.push((token_id,)), pieces)
             if was_reasoning or (self._parser is not None and self._parser.is_reasoning):
                 self.num_reasoning_tokens += 1
@@ -148,7 +149,7 @@ class Choice:
                 told = batch.logprobs[position]
                 self.sum_logprob += told.logprob
                 if self._wanted.logprobs:
-                    pieces.logprobs.append(self._told(token_id, told))
+                    pieces.tell(num_before, self._told(token_id, told))
             if self._stops.matched is not None or (self._parser is not None and self._parser.is_complete):
                 self.stream.cancel()
                 self._end(Finish.STOP, pieces)
@@ -183,9 +184,8 @@ class Choice:
             pieces.deltas.append(delta)
 
     def _echo(self, pieces: _Pieces) -> None:
-        pieces.deltas.append(Delta(self._tokenizer.decode(self.prompt, skip_special_tokens=False)))
-        if self._wanted.logprobs:
-            pieces.logprobs += self.prompt_logprobs()
+        logprobs = tuple(self.prompt_logprobs()) if self._wanted.logprobs else ()
+        pieces.deltas.append(Delta(self._tokenizer.decode(self.prompt, skip_special_tokens=False), logprobs=logprobs))
 
     def prompt_logprobs(self) -> list[TokenLogprob]:
         """Of the prompt's tokens, the first of which has none; known when the first batch has come."""
@@ -211,14 +211,23 @@ class _Pieces:
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
+
+    def tell(self, num_before: int, logprob: TokenLogprob) -> None:
+        """The log probability of a token goes with the last piece that it brought, of those from num_before on."""
+        if len(self.deltas) > num_before:
+            self.deltas[-1].logprobs = (logprob,)
+        else:
+            self.deltas.append(Delta(logprobs=(logprob,)))
 
     def joined(self) -> Delta:
         deltas = self.deltas
-        return Delta(
+        joined = Delta(
             text="".join(delta.text for delta in deltas),
             reasoning="".join(delta.reasoning for delta in deltas),
             tool_calls=joined_calls(call for delta in deltas for call in delta.tool_calls),
             token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
+            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         )
+        if bool(joined.text) + bool(joined.reasoning) + bool(joined.tool_calls) > 1:
+            joined.parts = tuple(deltas)
+        return joined

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from frontend.blocks import BlockKind, Blocks
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -55,6 +57,8 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     """All tokens behind this piece, where the request wants them."""
     logprobs: tuple[TokenLogprob, ...] = ()
+    parts: tuple[Delta, ...] = ()
+    """The same one after the other, where it is of several kinds."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls or self.token_ids or self.logprobs)
@@ -74,29 +78,29 @@ class Message:
     finish_reason: str = "stop"
     stopped_by: str | int | None = None
     """The stop string or the stop token id, of the request's own, that ended it."""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    blocks: Blocks = field(default_factory=Blocks)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    _texts: list[str] = field(default_factory=list)
-    _reasonings: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        return "".join(self._texts)
+        return self._joined(BlockKind.TEXT)
 
     @property
     def reasoning(self) -> str:
-        return "".join(self._reasonings)
+        return self._joined(BlockKind.REASONING)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        calls = (block for block in self.blocks.all if block.kind is BlockKind.CALL)
+        return [ToolCall(block.call_id, block.name, block.text) for block in calls]
 
     def add(self, delta: Delta) -> None:
-        self._texts.append(delta.text)
-        self._reasonings.append(delta.reasoning)
+        self.blocks.take(delta)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
-        for piece in delta.tool_calls:
-            if piece.index == len(self.tool_calls):
-                self.tool_calls.append(ToolCall(piece.id or "", piece.name or "", piece.arguments))
-            else:
-                self.tool_calls[piece.index].arguments += piece.arguments
+
+    def _joined(self, kind: BlockKind) -> str:
+        return "".join(piece for block in self.blocks.all if block.kind is kind for piece in block.pieces)

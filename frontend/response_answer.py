@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from frontend.formats.blocks import BlockKind
+from frontend.blocks import BlockKind
 from frontend.formats.responses import ResponsesFormat
 from frontend.response_items import input_items, to_messages
 from frontend.response_store import StoredResponse
 from frontend.schemas.chat import CalledTool, ChatMessage, FunctionCall
+from frontend.schemas.responses import NamedChoice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from msgspec import Struct
 
     from frontend.formats.base import Identity, StreamedUsage, Usage
     from frontend.response_store import ResponseStore
@@ -105,7 +108,7 @@ def _settings(body: ResponsesBody, card: ModelCard) -> dict[str, Any]:
         "store": body.store is not False,
         "temperature": default.temperature if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"} if form is None else _without_null(form)},
-        "tool_choice": "auto" if body.tool_choice is None else _without_null(body.tool_choice),
+        "tool_choice": _choice(body),
         "tools": [_without_null(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": default.top_p if body.top_p is None else body.top_p,
@@ -114,6 +117,14 @@ def _settings(body: ResponsesBody, card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _without_null(value: object) -> Any:
-    told = msgspec.to_builtins(value)
-    return {name: field for name, field in told.items() if field is not None} if isinstance(told, dict) else told
+def _choice(body: ResponsesBody) -> str | dict[str, Any]:
+    choice = body.tool_choice
+    if not isinstance(choice, NamedChoice):
+        return choice or "auto"
+    tools = {} if choice.tools is None else {"tools": [_without_null(tool) for tool in choice.tools]}
+    return _without_null(choice) | tools
+
+
+def _without_null(value: Struct) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(value)
+    return {name: field for name, field in told.items() if field is not None}

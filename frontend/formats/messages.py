@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from frontend.blocks import Block, BlockKind, Blocks
 from frontend.dialects import anthropic_error
 from frontend.formats.base import encode
-from frontend.formats.blocks import Block, BlockKind, Blocks, whole_pieces
 
 if TYPE_CHECKING:
     from frontend.deltas import Delta, Message, TokenLogprob
@@ -56,8 +56,7 @@ class MessagesFormat:
 
     def whole(self, messages: list[Message]) -> bytes:
         message = messages[0]
-        for piece in whole_pieces(message, self._usage.reasoning_tokens):
-            self._blocks.take(piece)
+        self._blocks = message.blocks
         self._blocks.close()
         reason, sequence = _stop(message.finish_reason, message.stopped_by)
         content = [self._content(block, block.text) for block in self._blocks.all]

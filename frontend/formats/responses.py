@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from frontend.blocks import Block, BlockKind, Blocks
 from frontend.formats.base import encode
-from frontend.formats.blocks import Block, BlockKind, Blocks, whole_pieces
 from frontend.formats.logprobs import chat_logprobs
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class ResponsesFormat:
 
     def whole(self, messages: list[Message]) -> bytes:
         message = messages[0]
-        for piece in whole_pieces(message, self._usage.reasoning_tokens):
-            self._blocks.take(piece)
+        self._blocks = message.blocks
         self.closing(0, message.finish_reason, message.stopped_by)
         self._on_end(self)
         return encode(self.snapshot())

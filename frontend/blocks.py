@@ -1,4 +1,4 @@
-"""An answer as a row of blocks: reasoning, text and tool calls, one after the other. Two APIs tell answers so."""
+"""An answer as a row of blocks: reasoning, text and tool calls, one after the other."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from frontend.deltas import Delta, ToolCallDelta
-
 if TYPE_CHECKING:
-    from frontend.deltas import Message, TokenLogprob
+    from frontend.deltas import Delta, TokenLogprob, ToolCallDelta
 
 
 class BlockKind(enum.Enum):
@@ -27,6 +25,7 @@ class Block:
     call_id: str = ""
     name: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the tokens of a text."""
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -35,7 +34,7 @@ class Block:
 
 
 class BlockEvents(Protocol):
-    """How an API tells what happens to a block."""
+    """What is told as it happens to a block."""
 
     def opened(self, block: Block) -> bytes: ...
 
@@ -44,10 +43,26 @@ class BlockEvents(Protocol):
     def closed(self, block: Block) -> bytes: ...
 
 
-class Blocks:
-    """Gathers one choice's pieces and has each change told. Within a piece reasoning comes first and calls last."""
+class _NoEvents:
+    """For an answer that is told at its end."""
 
-    def __init__(self, events: BlockEvents) -> None:
+    def opened(self, block: Block) -> bytes:  # noqa: ARG002
+        return b""
+
+    def grown(self, block: Block, piece: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:  # noqa: ARG002
+        return b""
+
+    def closed(self, block: Block) -> bytes:  # noqa: ARG002
+        return b""
+
+
+_NO_EVENTS = _NoEvents()
+
+
+class Blocks:
+    """Gathers one choice's pieces; a block is complete where another kind of piece comes, or another call begins."""
+
+    def __init__(self, events: BlockEvents = _NO_EVENTS) -> None:
         self.all: list[Block] = []
         self.current: Block | None = None
         """The one that may grow; it is the last of all."""
@@ -56,27 +71,27 @@ class Blocks:
         """Log probabilities of tokens whose text is being held back."""
 
     def take(self, delta: Delta) -> bytes:
-        current = self.current
-        if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs or self._untold):
-            return self._add(BlockKind.TEXT, delta.text)
-        calls, events = delta.tool_calls, b""
-        while calls and calls[0].id is None and current is not None:
-            events += self._grow(current, calls[0].arguments)
-            calls = calls[1:]
-        if delta.reasoning:
-            self._untold = ()
-            events += self._add(BlockKind.REASONING, delta.reasoning)
-        elif current is None or current.kind is BlockKind.TEXT or delta.text:
-            self._untold += delta.logprobs
-        if delta.text:
-            told, self._untold = self._untold, ()
-            events += self._add(BlockKind.TEXT, delta.text, told)
-        for piece in calls:
+        """The events by which it is told."""
+        if not delta.parts:
+            return self._take(delta)
+        return b"".join(map(self._take, delta.parts))
+
+    def _take(self, part: Delta) -> bytes:
+        events = b""
+        if part.reasoning:
+            events += self._add(BlockKind.REASONING, part.reasoning)
+        elif part.text:
+            logprobs, self._untold = self._untold + part.logprobs, ()
+            events += self._add(BlockKind.TEXT, part.text, logprobs)
+        elif self.current is None or self.current.kind is BlockKind.TEXT:
+            self._untold += part.logprobs
+        for piece in part.tool_calls:
             events += self._call(piece)
         return events
 
     def begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> bytes:
-        """The next block; the one before is complete."""
+        """The next block; the one before is complete. What was held back was a mark between them."""
+        self._untold = ()
         events = self.close()
         self.current = Block(len(self.all), kind, call_id, name)
         self.all.append(self.current)
@@ -89,7 +104,7 @@ class Blocks:
             return b""
         if current.kind is BlockKind.TEXT:
             current.logprobs += self._untold
-            self._untold = ()
+        self._untold = ()
         return self._events.closed(current)
 
     def _add(self, kind: BlockKind, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> bytes:
@@ -111,25 +126,3 @@ class Blocks:
         block.pieces.append(text)
         block.logprobs += logprobs
         return self._events.grown(block, text, logprobs)
-
-
-def whole_pieces(message: Message, num_reasoning_tokens: int) -> list[Delta]:
-    """A whole choice, to be taken by Blocks."""
-    calls = (ToolCallDelta(index, call.arguments, call.id, call.name) for index, call in enumerate(message.tool_calls))
-    logprobs = message.logprobs[num_reasoning_tokens:]
-    if message.tool_calls:
-        logprobs = _of_text(message.text, logprobs)
-    answer = Delta(message.text, tool_calls=tuple(calls), logprobs=tuple(logprobs))
-    return [Delta(reasoning=message.reasoning), answer]
-
-
-def _of_text(text: str, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
-    """Those of the tokens that the text consists of: the calls' tokens come after them."""
-    missing = len(text)
-    told: list[TokenLogprob] = []
-    for entry in logprobs:
-        if missing <= 0:
-            break
-        told.append(entry)
-        missing -= len(entry.text)
-    return told

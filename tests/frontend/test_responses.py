@@ -1,0 +1,604 @@
+"""/v1/responses as a client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shm.client import Overloaded, TokenBatch
+from shm.stream import TokenLogprobs
+from shm.wire import FailureCode, Finish
+from tests.frontend.dialects import THINKING_HERMES, Model
+from tests.frontend.harness import (
+    END_TOKEN,
+    TOKENIZER,
+    Connection,
+    FakeBackend,
+    Response,
+    make_app,
+    model_card,
+    says,
+    silent,
+    token_ids,
+)
+from tests.frontend.named_events import REASONED_CALLS, named_events, names
+
+PATH = "/v1/responses"
+HI: dict[str, Any] = {"input": "hi"}
+WEATHER = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+TIME = {"type": "function", "name": "get_time"}
+MODEL = Model(template=THINKING_HERMES)
+
+
+@contextlib.asynccontextmanager
+async def talking(backend: FakeBackend, model: Model = MODEL) -> AsyncIterator[Connection]:
+    connection = Connection(model.app(backend))
+    try:
+        yield connection
+    finally:
+        await connection.end()
+
+
+def prompt(backend: FakeBackend, model: Model | None = None) -> str:
+    tokenizer = TOKENIZER if model is None else model.tokenizer
+    text: str = tokenizer.decode(list(backend.last.token_ids), skip_special_tokens=False)
+    return text
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    """What does not differ between two answers to the same."""
+    told: dict[str, Any] = json.loads(json.dumps(response))
+    for item in told["output"]:
+        item.pop("id")
+        item.pop("call_id", None)
+    for field in ("id", "created_at", "completed_at"):
+        told.pop(field)
+    return told
+
+
+async def test_a_response_is_answered_whole(connection: Connection, backend: FakeBackend) -> None:
+    response = await connection.post(PATH, {**HI, "model": "test/model", "metadata": {"a": "b"}, "temperature": 0.5})
+    told = response.json()
+    assert (response.status, told["object"], told["status"]) == (200, "response", "completed")
+    assert (told["metadata"], told["temperature"], told["error"], told["store"]) == ({"a": "b"}, 0.5, None, True)
+    (item,) = told["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [{"type": "output_text", "text": "Hello, world!", "annotations": [], "logprobs": []}]
+    assert prompt(backend) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    num_input, num_output = len(backend.last.token_ids), len(token_ids("Hello, world!")) + 1
+    assert told["usage"] == {
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_input + num_output,
+        "penstock": {"coalesced": False},
+    }
+
+
+async def test_the_events_come_in_openais_order(connection: Connection) -> None:
+    events = named_events(await connection.post(PATH, {**HI, "stream": True}))
+    assert names(events) == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert "".join(event["delta"] for event in events if event["type"].endswith("delta")) == "Hello, world!"
+
+
+async def test_reasoning_text_and_calls_are_items_one_after_the_other() -> None:
+    backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
+    async with talking(backend) as connection:
+        body = {**HI, "tools": [WEATHER, TIME], "stream": True, "reasoning": {"effort": "low"}}
+        events = named_events(await connection.post(PATH, body))
+    item = ["response.output_item.added", "response.content_part.added"]
+    done = ["response.content_part.done", "response.output_item.done"]
+    called = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
+    assert names(events)[2:-1] == [
+        *item,
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        *done,
+        *item,
+        "response.output_text.delta",
+        "response.output_text.done",
+        *done,
+        item[0],
+        *called,
+        done[1],
+        item[0],
+        *called,
+        done[1],
+    ]
+    output = events[-1]["response"]["output"]
+    assert [entry["type"] for entry in output] == ["reasoning", "message", "function_call", "function_call"]
+    assert output[0]["content"] == [{"type": "reasoning_text", "text": "Hm, 猫."}]
+    assert [(entry["name"], json.loads(entry["arguments"])) for entry in output[2:]] == [
+        ("get_weather", {"city": "été 🐈"}),
+        ("get_time", {}),
+    ]
+    assert events[-1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    finished = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [entry["id"] for entry in added] == [entry["id"] for entry in finished]
+    assert finished == output
+
+
+SAID = st.lists(
+    st.sampled_from(["Hello", " 猫", "\n", "🐈", "<think>", "</think>", "<tool_call>", "the cat "]), max_size=8
+).map("".join)
+CALLED = st.sampled_from(
+    ["", '<tool_call>\n{"name": "get_time", "arguments": {"a": [1, "é"]}}\n</tool_call>', "<tool_call>\n{broken"]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SAID, CALLED, CALLED, st.sampled_from([1, 2, 7, 1000]), st.sampled_from([Finish.STOP, Finish.LENGTH]))
+async def test_a_stream_tells_what_a_whole_answer_tells(
+    said: str, first: str, second: str, batch_size: int, finish: Finish
+) -> None:
+    text = f"x{said}{first}{second}"
+    backend = FakeBackend(script=MODEL.says(text, batch_size=batch_size, finish=finish))
+    async with talking(backend) as connection:
+        body = {**HI, "tools": [WEATHER, TIME]}
+        whole = (await connection.post(PATH, body)).json()
+        events = named_events(await connection.post(PATH, {**body, "stream": True}))
+    streamed = events[-1]["response"]
+    assert without_ids(streamed) == without_ids(whole)
+    pieces: dict[int, str] = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            pieces[event["output_index"]] = pieces.get(event["output_index"], "") + event["delta"]
+    for index, item in enumerate(streamed["output"]):
+        told = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert pieces.get(index, "") == told
+
+
+async def test_an_answer_that_is_cut_is_incomplete(connection: Connection) -> None:
+    body = {**HI, "max_output_tokens": 3}
+    told = (await connection.post(PATH, body)).json()
+    assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (told["output"][0]["status"], told["completed_at"]) == ("incomplete", None)
+    last = named_events(await connection.post(PATH, {**body, "stream": True}))[-1]
+    assert last["type"] == "response.incomplete"
+    assert without_ids(last["response"]) == without_ids(told)
+
+
+async def test_an_empty_answer_has_an_empty_message(connection: Connection, backend: FakeBackend) -> None:
+    backend.script = says("")
+    told = (await connection.post(PATH, HI)).json()
+    assert told["output"][0]["content"][0]["text"] == ""
+    assert without_ids(named_events(await connection.post(PATH, {**HI, "stream": True}))[-1]["response"]) == (
+        without_ids(told)
+    )
+
+
+async def test_what_fails_in_a_stream_is_its_last_event(connection: Connection, backend: FakeBackend) -> None:
+    failure = TokenBatch([], Finish.FAILED, FailureCode.INTERNAL)
+    backend.script = lambda _: [TokenBatch(token_ids("a")), failure]
+    events = named_events(await connection.post(PATH, {**HI, "stream": True}))
+    assert events[-1]["type"] == "response.failed"
+    told = events[-1]["response"]
+    assert (told["status"], told["error"]["code"], told["output"][0]["status"]) == (
+        "failed",
+        "server_error",
+        "incomplete",
+    )
+    assert (await connection.request("GET", f"{PATH}/{told['id']}")).json() == told
+    whole = await connection.post(PATH, HI)
+    assert (whole.status, whole.error["code"]) == (500, "internal_error")
+
+
+async def test_logprobs_are_told_with_the_text(connection: Connection, backend: FakeBackend) -> None:
+    ids = token_ids("Hello")
+
+    def script(request: Any) -> list[TokenBatch]:
+        told = [TokenLogprobs(-0.5, 1, (token,), (-0.5,)) for token in ids]
+        batches = [TokenBatch([token], logprobs=[logprob]) for token, logprob in zip(ids, told, strict=True)]
+        return [*batches, TokenBatch([END_TOKEN], Finish.STOP, logprobs=[TokenLogprobs(-1.0, 1)])]
+
+    backend.script = script
+    body = {**HI, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    (part,) = (await connection.post(PATH, body)).json()["output"][0]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == "Hello"
+    assert [set(entry) for entry in part["logprobs"]] == [{"token", "bytes", "logprob", "top_logprobs"}] * len(ids)
+    assert backend.last.sampling.num_logprobs == 1
+    events = named_events(await connection.post(PATH, {**body, "stream": True}))
+    streamed = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    assert streamed == part["logprobs"]
+    assert events[-1]["response"]["output"][0]["content"] == [part]
+
+
+async def test_every_kind_of_item_reaches_the_model() -> None:
+    backend = FakeBackend(script=MODEL.says("ok"))
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+        },
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "I call", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "get_time", "arguments": '{"zone": 1}', "id": "fc_1"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "noon"}]},
+        {"role": "user", "content": "and?"},
+    ]
+    async with talking(backend) as connection:
+        response = await connection.post(PATH, {"input": items, "instructions": "Be kind."})
+    assert response.status == 200, response.body
+    assert prompt(backend, MODEL) == (
+        "<|im_start|>system\nBe kind.\n\nbe brief<|im_end|>\n"
+        "<|im_start|>user\na\nb<|im_end|>\n"
+        '<|im_start|>assistant\nI call\n<tool_call>\n{"name": "get_time", "arguments": {"zone": 1}}\n</tool_call>'
+        "<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nnoon\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("effort", ["none", "high"])
+async def test_effort_none_keeps_the_model_from_thinking(effort: str) -> None:
+    backend = FakeBackend(script=MODEL.says("ok"))
+    async with talking(backend) as connection:
+        await connection.post(PATH, {**HI, "reasoning": {"effort": effort, "summary": "auto"}})
+    assert prompt(backend, MODEL).endswith("</think>\n\n") is (effort == "none")
+
+
+async def test_a_schema_becomes_a_grammar(connection: Connection, backend: FakeBackend) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    told = (await connection.post(PATH, {**HI, "text": {"format": form, "verbosity": "low"}})).json()
+    assert told["text"]["format"] == form
+    constraints = backend.last.constraints
+    assert constraints is not None
+    assert constraints.grammar is not None
+    assert json.loads(constraints.grammar.text) == schema
+
+
+async def test_allowed_tools_are_the_only_ones_told() -> None:
+    backend = FakeBackend(script=MODEL.says("ok"))
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_time"}]}
+    async with talking(backend) as connection:
+        response = await connection.post(PATH, {**HI, "tools": [WEATHER, TIME], "tool_choice": choice})
+    assert response.json()["tool_choice"] == choice
+    assert "get_time" in prompt(backend, MODEL)
+    assert "get_weather" not in prompt(backend, MODEL)
+
+
+# What is kept
+
+
+async def test_a_conversation_goes_on_from_a_response(connection: Connection, backend: FakeBackend) -> None:
+    first = (await connection.post(PATH, {**HI, "instructions": "be brief"})).json()
+    second = (await connection.post(PATH, {"input": "and you?", "previous_response_id": first["id"]})).json()
+    assert second["previous_response_id"] == first["id"]
+    assert prompt(backend) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nHello, world!<|im_end|>\n"
+        "<|im_start|>user\nand you?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (await connection.request("DELETE", f"{PATH}/{first['id']}")).json() == {
+        "id": first["id"],
+        "object": "response",
+        "deleted": True,
+    }
+    third = await connection.post(PATH, {"input": "?", "previous_response_id": second["id"]})
+    assert third.status == 200
+    assert prompt(backend).startswith("<|im_start|>user\nhi<|im_end|>")
+
+
+async def test_calls_of_a_response_are_answered_in_the_next() -> None:
+    backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
+    async with talking(backend) as connection:
+        first = (await connection.post(PATH, {**HI, "tools": [WEATHER, TIME]})).json()
+        calls = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]
+        outputs = [{"type": "function_call_output", "call_id": call, "output": "fine"} for call in calls]
+        body = {"input": outputs, "previous_response_id": first["id"], "tools": [WEATHER, TIME]}
+        assert (await connection.post(PATH, body)).status == 200
+    said = prompt(backend, MODEL)
+    assert said.count("<tool_response>\nfine") == 2
+    assert '{"name": "get_weather", "arguments": {"city": "été 🐈"}}' in said
+
+
+async def test_a_kept_response_is_told_again(connection: Connection) -> None:
+    for stream in (False, True):
+        response = await connection.post(PATH, {**HI, "stream": stream})
+        told = named_events(response)[-1]["response"] if stream else response.json()
+        assert (await connection.request("GET", f"{PATH}/{told['id']}")).json() == told
+
+
+@pytest.mark.parametrize("path", ["", "/cancel", "/input_items"])
+async def test_what_is_not_kept_is_404(connection: Connection, path: str) -> None:
+    told = (await connection.post(PATH, {**HI, "store": False})).json()
+    assert told["store"] is False
+    method = "POST" if path == "/cancel" else "GET"
+    for response_id, reason in ((told["id"], "was not used for"), ("resp_" + "0" * 32, "another process")):
+        missing = await connection.request(method, f"{PATH}/{response_id}{path}")
+        assert (missing.status, missing.error["code"]) == (404, "response_not_found")
+        assert reason in missing.error["message"]
+    previous = await connection.post(PATH, {**HI, "previous_response_id": told["id"]})
+    assert (previous.status, previous.error["param"]) == (404, "previous_response_id")
+    assert (await connection.request("DELETE", f"{PATH}/{told['id']}")).status == 404
+
+
+async def test_another_keys_response_does_not_exist(connect: Callable[..., Connection]) -> None:
+    connection = connect(api_keys=("one", "two"))
+    keys = [[("authorization", f"Bearer {key}")] for key in ("one", "two")]
+    told = (await connection.request("POST", PATH, {**HI, "background": True}, keys[0])).json()
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        refused = await connection.request(method, f"{PATH}/{told['id']}{path}", headers=keys[1])
+        assert refused.status == 404
+    body = {**HI, "previous_response_id": told["id"]}
+    assert (await connection.request("POST", PATH, body, keys[1])).status == 404
+    assert (await connection.request("POST", PATH, body, keys[0])).status == 200
+    assert (await connection.request("GET", f"{PATH}/{told['id']}", headers=keys[0])).status == 200
+
+
+async def test_the_input_is_listed_in_pages(connection: Connection) -> None:
+    items = [{"role": "user", "content": f"{number}"} for number in range(5)]
+    told = (await connection.post(PATH, {"input": items})).json()
+    path = f"{PATH}/{told['id']}/input_items"
+    whole = (await connection.request("GET", f"{path}?order=asc")).json()
+    assert [item["content"] for item in whole["data"]] == [[{"type": "input_text", "text": f"{n}"}] for n in range(5)]
+    assert (whole["object"], whole["has_more"]) == ("list", False)
+    assert (await connection.request("GET", path)).json()["data"] == whole["data"][::-1]
+    page = (await connection.request("GET", f"{path}?order=asc&limit=2&after={whole['data'][1]['id']}")).json()
+    assert (page["data"], page["has_more"]) == (whole["data"][2:4], True)
+    assert (page["first_id"], page["last_id"]) == (whole["data"][2]["id"], whole["data"][3]["id"])
+    for query, field in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=x", "after")):
+        assert (await connection.request("GET", f"{path}?{query}")).error["param"] == field
+
+
+# In the background
+
+
+async def polled(connection: Connection, response_id: str, status: str) -> dict[str, Any]:
+    async with asyncio.timeout(5):
+        while True:
+            told: dict[str, Any] = (await connection.request("GET", f"{PATH}/{response_id}")).json()
+            if told["status"] == status:
+                return told
+            await asyncio.sleep(0)
+
+
+async def test_a_background_response_runs_on_without_its_client(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    first, second = Connection(app), Connection(app)
+    told = (await first.post(PATH, {**HI, "background": True})).json()
+    assert (told["status"], told["output"], told["background"]) == ("queued", [], True)
+    await first.end()
+    backend.streams[0].push(*token_ids("the"))
+    half = await polled(second, told["id"], "in_progress")
+    assert half["output"][0]["content"][0]["text"] == "the"
+    early = await second.post(PATH, {**HI, "previous_response_id": told["id"]})
+    assert (early.status, early.error["param"]) == (400, "previous_response_id")
+    backend.streams[0].push(END_TOKEN, finish=Finish.STOP)
+    whole = await polled(second, told["id"], "completed")
+    assert whole["output"][0]["content"][0]["text"] == "the"
+    assert (await second.request("POST", f"{PATH}/{told['id']}/cancel")).json() == whole
+    assert app.num_open == 0
+    await second.end()
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+async def test_a_background_response_is_cancelled(backend: FakeBackend, method: str) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    connection = Connection(app)
+    told = (await connection.post(PATH, {**HI, "background": True})).json()
+    backend.streams[0].push(*token_ids("the"))
+    path = f"{PATH}/{told['id']}"
+    ended = await connection.request(method, f"{path}/cancel" if method == "POST" else path)
+    assert ended.status == 200
+    assert backend.streams[0].cancelled.is_set()
+    if method == "POST":
+        assert ended.json()["status"] == "cancelled"
+        assert (await connection.request("GET", path)).json() == ended.json()
+    else:
+        assert (await connection.request("GET", path)).status == 404
+    assert app.num_open == 0
+    await connection.end()
+
+
+async def test_a_response_of_the_foreground_cannot_be_cancelled(connection: Connection) -> None:
+    told = (await connection.post(PATH, HI)).json()
+    refused = await connection.request("POST", f"{PATH}/{told['id']}/cancel")
+    assert (refused.status, refused.error["param"]) == (400, "response_id")
+
+
+async def test_a_background_stream_is_taken_up_where_it_broke_off(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    first, second = Connection(app), Connection(app)
+    first.send(_request({**HI, "background": True, "stream": True}))
+    await backend.submitted.wait()
+    backend.streams[0].push(*token_ids("the"))
+    await first.output(b"output_text.delta")
+    response_id = first.transport.output.split(b'"id":"')[1].split(b'"')[0].decode()
+    first.transport.reset()
+    await first.idle()
+    assert not backend.streams[0].cancelled.is_set()
+    path = f"{PATH}/{response_id}?stream=true"
+    resumed = asyncio.ensure_future(second.request("GET", f"{path}&starting_after=3"))
+    await asyncio.sleep(0)
+    backend.streams[0].push(*token_ids(" cat"))
+    backend.streams[0].push(END_TOKEN, finish=Finish.STOP)
+    events = named_events(await resumed)
+    assert [event["sequence_number"] for event in events] == list(range(4, 4 + len(events)))
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "the cat"
+    again = named_events(await second.request("GET", path))
+    assert again[4:] == events
+    assert names(again)[0] == "response.created"
+    await second.end()
+
+
+async def test_only_background_streams_are_streamed_again(connection: Connection) -> None:
+    for body in ({**HI, "background": True}, HI):
+        told = (await connection.post(PATH, body)).json()
+        refused = await connection.request("GET", f"{PATH}/{told['id']}?stream=true")
+        assert (refused.status, refused.error["param"]) == (400, "stream")
+    refused = await connection.request("GET", f"{PATH}/{told['id']}?stream=true&starting_after=-1")
+    assert refused.error["param"] == "starting_after"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_fails_before_a_background_response_runs_is_its_answer(
+    connection: Connection, backend: FakeBackend, stream: bool
+) -> None:
+    backend.refusal = Overloaded(7)
+    body = {**HI, "background": True, "stream": stream}
+    refused = await connection.post(PATH, body)
+    assert (refused.status, refused.headers["retry-after"]) == (429, "7")
+    long = await connection.post(PATH, {**body, "max_output_tokens": 5000})
+    assert (long.status, long.error["param"]) == (400, "max_output_tokens")
+
+
+async def test_a_background_response_that_fails_says_so(connection: Connection, backend: FakeBackend) -> None:
+    backend.script = lambda _: [TokenBatch([], Finish.REJECTED, FailureCode.OVERLOADED)]
+    told = (await connection.post(PATH, {**HI, "background": True})).json()
+    failed = await polled(connection, told["id"], "failed")
+    assert failed["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_shutting_down_ends_what_runs_in_the_background(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    connection = Connection(app)
+    told = (await connection.post(PATH, {**HI, "background": True})).json()
+    assert app.num_open == 1
+    app.end_all()
+    failed = await polled(connection, told["id"], "failed")
+    assert "shutting down" in failed["error"]["message"]
+    assert app.num_open == 0
+    await connection.end()
+
+
+async def test_a_client_that_goes_cancels_its_response(connection: Connection, backend: FakeBackend) -> None:
+    backend.script = silent
+    connection.send(_request({**HI, "stream": True}))
+    await backend.submitted.wait()
+    connection.transport.reset()
+    await asyncio.wait_for(backend.streams[0].cancelled.wait(), 5)
+
+
+def _request(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return b"POST /v1/responses HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "shown"),
+    [
+        ({}, "input", "required"),
+        ({"input": 5}, "input", "5"),
+        ({"input": []}, "input", "at least one"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
+        ({"input": [{"content": "x"}]}, "input[0].role", "required"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "required"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+            "input_image",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments", "required"),
+        (
+            {"input": [{"type": "function_call", "call_id": "x", "name": "f g", "arguments": ""}]},
+            "input[0].name",
+            "f g",
+        ),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "required"),
+        ({**HI, "max_output_tokens": 0}, "max_output_tokens", "0"),
+        ({**HI, "max_output_tokens": 5000}, "max_output_tokens", "1000"),
+        ({"input": "x" * 5000}, "input", "1000"),
+        ({**HI, "temperature": 3}, "temperature", "3"),
+        ({**HI, "top_p": 0}, "top_p", "0"),
+        ({**HI, "top_logprobs": 21}, "top_logprobs", "21"),
+        ({**HI, "include": ["x"]}, "include[0]", "x"),
+        ({**HI, "n": 2}, "n", "2"),
+        ({**HI, "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({**HI, "tools": [{"type": "function"}]}, "tools[0].name", "required"),
+        ({**HI, "tools": [TIME, TIME]}, "tools[1].name", "get_time"),
+        ({**HI, "tool_choice": "some"}, "tool_choice", "some"),
+        ({**HI, "tool_choice": "required"}, "tool_choice", "tools"),
+        ({**HI, "tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
+        ({**HI, "tool_choice": {"type": "function"}}, "tool_choice.name", "required"),
+        ({**HI, "tools": [TIME], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "f"),
+        ({**HI, "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "required"),
+        ({**HI, "text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
+        ({**HI, "text": {"verbosity": "loud"}}, "text.verbosity", "loud"),
+        ({**HI, "reasoning": {"effort": "huge"}}, "reasoning.effort", "huge"),
+        ({**HI, "truncation": "some"}, "truncation", "some"),
+        ({**HI, "background": True, "store": False}, "background", "store"),
+        ({**HI, "stream_options": {"include_obfuscation": False}}, "stream_options", "stream"),
+        ({**HI, "conversation": "conv_1"}, "conversation", "not supported"),
+        ({**HI, "prompt": {"id": "p"}}, "prompt", "not supported"),
+        ({**HI, "context_management": [{"type": "compaction"}]}, "context_management", "not supported"),
+        ({**HI, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({**HI, "max_tokens": 5}, "max_tokens", "not supported"),
+        ({**HI, "metadata": {"a": 1}}, "metadata[...]", "int"),
+        ({**HI, "model": "other"}, "model", "other"),
+    ],
+)
+async def test_what_is_wrong_is_named(connection: Connection, body: dict[str, Any], param: str, shown: str) -> None:
+    for stream in (False, True) if param != "stream_options" else (False,):
+        response: Response = await connection.post(PATH, {**body, "stream": stream})
+        assert response.status == (404 if param == "model" else 400), response.body
+        assert response.error["param"] == param
+        assert shown in response.error["message"]
+
+
+async def test_the_input_is_counted(connection: Connection, backend: FakeBackend) -> None:
+    told = (await connection.post(f"{PATH}/input_tokens", HI)).json()
+    await connection.post(PATH, HI)
+    assert told == {"object": "response.input_tokens", "input_tokens": len(backend.last.token_ids)}
+
+
+async def test_many_in_the_background_are_too_many(
+    connect: Callable[..., Connection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.responses.MAX_IN_BACKGROUND", 2)
+    backend.model, backend.script = model_card(), silent
+    connection = connect()
+    statuses = [(await connection.post(PATH, {**HI, "background": True})).status for _ in range(3)]
+    assert statuses == [200, 200, 429]
+
+
+async def test_a_background_stream_that_grows_too_large_fails(
+    connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.background.MAX_LOG_BYTES", 4000)
+    backend.script = silent
+    answered = asyncio.ensure_future(connection.post(PATH, {**HI, "background": True, "stream": True}))
+    await backend.submitted.wait()
+    for token_id in token_ids("the cat " * 30):
+        backend.streams[0].push(token_id)
+    events = named_events(await answered)
+    assert events[-1]["type"] == "response.failed"
+    assert "4000 bytes" in events[-1]["response"]["error"]["message"]
