@@ -75,30 +75,33 @@ class _Trimmed:
     def __init__(self, *, is_at_edge: bool = False) -> None:
         self._is_at_edge = is_at_edge
         self._has_said = False
-        self._held = ""
-        self._gap = ""
+        self._held: list[str] = []
+        self._gap: list[str] = []
         """Spaces behind an edge, for what was held before it where that is nothing."""
 
     def push(self, text: str) -> str:
-        if self._is_at_edge:
-            stripped = text.lstrip(SPACES)
-            self._gap += text[: len(text) - len(stripped)]
-            if not stripped:
-                return ""
-            # Words on both sides of a call stay apart.
-            text = (self._held or self._gap if self._has_said else "") + stripped
-            self._is_at_edge = False
-        else:
-            text = self._held + text
         certain = text.rstrip(SPACES)
-        self._held = text[len(certain) :]
-        self._has_said = self._has_said or bool(certain)
-        return certain
+        num_certain = len(certain)
+        if not certain:
+            (self._gap if self._is_at_edge else self._held).append(text)
+            return ""
+        spaces = self._held
+        if self._is_at_edge:
+            stripped = certain.lstrip(SPACES)
+            self._gap.append(certain[: len(certain) - len(stripped)])
+            certain = stripped
+            # Words on both sides of a call stay apart.
+            spaces = (self._held or self._gap) if self._has_said else []
+        told = "".join((*spaces, certain))
+        behind = text[num_certain:]
+        self._held = [behind] if behind else []
+        self._is_at_edge, self._has_said = False, True
+        return told
 
     def cut(self) -> None:
         """Something else stands here."""
         self._is_at_edge = True
-        self._gap = ""
+        self._gap.clear()
 
     def flush(self) -> str:
-        return "" if self._is_at_edge else self._held
+        return "" if self._is_at_edge else "".join(self._held)
