@@ -15,6 +15,7 @@ from shm.link import FrontendDeath
 from shm.wire import Constraints, FailureCode, Finish, Grammar, Sampling
 from tests.backend.harness import Bench, expected_tokens
 from tests.backend.test_constraints import EOS, TOKENIZER, TOKENIZER_JSON
+from tests.backend.test_engine import PassingFault
 
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
 DIGITS = Grammar("regex", "[0-9]{5,8}")
@@ -80,6 +81,22 @@ def test_the_same_tokens_come_alone_among_others_preempted_and_in_any_chunks(com
         bench.run_dry()
         assert bench.scheduler.num_preemptions > 0
         assert all(bench.received(request_id).token_ids == expected for request_id in range(6))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_step_that_fails_and_runs_again_leaves_the_grammar_where_it_was(
+    compiler: GrammarCompiler, is_late: bool
+) -> None:
+    streams = []
+    for steps in (set[int](), {5}, {6, 7}, {5, 9}):
+        bench = new_bench(compiler, forward_pass=PassingFault(steps, is_late=is_late, vocab_size=VOCAB_SIZE))
+        for request_id in range(3):
+            ask(bench, request_id, sampling=Sampling(temperature=1.0, seed=request_id))
+        compile_all(bench)
+        bench.run_dry()
+        assert all(text(bench, request_id).isdigit() for request_id in range(3))
+        streams.append([bench.received(request_id).token_ids for request_id in range(3)])
+    assert streams == streams[:1] * 4
 
 
 def test_requests_of_one_grammar_and_prompt_share_and_those_of_another_do_not(compiler: GrammarCompiler) -> None:

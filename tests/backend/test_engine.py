@@ -256,8 +256,8 @@ def test_a_step_that_raises_fails_the_guilty_request_and_who_shared_the_step_goe
 class PassingFault(FakePass):
     """Raises in the steps of these numbers, before or after it has sampled."""
 
-    def __init__(self, steps: set[int], *, is_late: bool) -> None:
-        super().__init__(97, 8)
+    def __init__(self, steps: set[int], *, is_late: bool, vocab_size: int = 97) -> None:
+        super().__init__(vocab_size, 8)
         self.steps = steps
         self.is_late = is_late
         self.num_steps = 0
@@ -266,7 +266,7 @@ class PassingFault(FakePass):
         self.num_steps += 1
         if self.num_steps in self.steps and not self.is_late:
             raise ArithmeticError("planted")
-        output = super().sample(logits, batch)
+        output = super().sample(logits, batch, masks)
         if self.num_steps in self.steps:
             raise ArithmeticError("planted")
         return output
