@@ -13,6 +13,7 @@ from frontend import app as app_module
 from frontend import model as model_module
 from frontend.app import App
 from frontend.model import ModelKeeper
+from frontend.settings import ParserNames
 from tests.frontend.harness import (
     Connection,
     FakeBackend,
@@ -168,3 +169,23 @@ async def test_nobody_waits_for_a_model_that_cannot_be_loaded(
     async with asyncio.timeout(10), watching(keeper):
         await keeper.settled.wait()
     assert keeper.current is None
+
+
+@pytest.mark.parametrize(
+    ("parsers", "expected"), [(ParserNames(), (None, "think")), (ParserNames("mistral", "none"), ("mistral", None))]
+)
+async def test_a_loaded_model_is_read_as_its_template_or_the_operator_says(
+    tmp_path: Path, parsers: ParserNames, expected: tuple[str | None, str | None]
+) -> None:
+    save_model_files(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("<think></think>", encoding="utf-8")
+    keeper = ModelKeeper(FakeBackend(model=model_card(model_dir=str(tmp_path))), parsers)  # type: ignore[arg-type]
+    watching = asyncio.create_task(keeper.watch())
+    try:
+        await asyncio.wait_for(keeper.settled.wait(), 5)
+    finally:
+        watching.cancel()
+    assert keeper.current is not None
+    dialect = keeper.current.dialect
+    found = (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name)
+    assert found == expected

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -21,7 +23,7 @@ MODEL = "penstock-demo"
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     socket = tmp_path_factory.mktemp("demo") / "private" / "backend.sock"
     # fp32, in which greedy tokens are the same for any number of rows.
-    backend = start_backend(socket, "--gpu", "0", "--kv-budget", "6GB", "--dtype", "fp32")
+    backend = start_backend(socket, "--gpu", "none", "--kv-budget", "6GB", "--dtype", "fp32")
     frontend = Frontend(socket)
     with running(frontend, backend):
         frontend.wait_ready()
@@ -147,3 +149,30 @@ async def test_the_second_stream_begins_before_the_first_one_ends(url: str) -> N
         second = asyncio.create_task(stream_of(client, "The second", 200))
         (_, _, req1_last_byte_ts), (_, req2_first_byte_ts, _) = await first, await second
     assert req1_last_byte_ts > req2_first_byte_ts
+
+
+def test_a_model_that_was_taught_no_tools_makes_the_calls_that_it_must(client: openai.OpenAI) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    asked: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What does os.path.join do?"}],
+        "tools": [{"type": "function", "function": {"name": "forecast", "parameters": parameters}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 500,
+    }
+    for temperature in (0.0, 1.0):
+        (choice,) = client.chat.completions.create(**asked, temperature=temperature).choices
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "forecast"
+        jsonschema.validate(json.loads(call.function.arguments), parameters)
+    with client.chat.completions.stream(**asked, temperature=0.0) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    (whole,) = client.chat.completions.create(**asked, temperature=0.0).choices[0].message.tool_calls
+    assert streamed.function.arguments == whole.function.arguments
