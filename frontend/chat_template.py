@@ -78,19 +78,22 @@ def _strftime_now(form: str) -> str:
 class ChatTemplate:
     """Renders messages to the prompt's text, beginning-of-sequence token included where the template writes one."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """special_tokens: bos_token, eos_token and the like, by name. Raises ValueError for a template with a fault."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """special_tokens: bos_token, eos_token and the like, by name; tool_source is of the template for chats with
+        tools, where that is another. Raises ValueError for a template with a fault."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        self.tool_source = tool_source or source
         try:
             self._template = environment.from_string(source)
+            self._tool_template = environment.from_string(self.tool_source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template has a fault in line {error.lineno}: {error.message}") from None
-        self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
 
@@ -105,7 +108,8 @@ class ChatTemplate:
             "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
         }
         try:
-            text = self._template.render(**_variables(body, fixed), **fixed)
+            template = self._tool_template if body.offered_tools else self._template
+            text = template.render(**_variables(body, fixed), **fixed)
         except _TemplateRaised as error:
             raise TemplateRefusedError(str(error.message)) from None
         except _RENDERING_FAILS as error:
@@ -169,9 +173,13 @@ def _cut_behind(content: str, text: str) -> str:
     return text[: end + len(content.strip())]
 
 
-def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The template's source: chat_template.jinja, else chat_template.json, else in tokenizer_config.json; or None."""
-    alone = model_dir / "chat_template.jinja"
+def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], name: str = "default") -> str | None:
+    """The template's source: chat_template.jinja, else chat_template.json, else in tokenizer_config.json; or None.
+
+    Some have others by name, such as tool_use for chats with tools: in the list of the latter two, or in a directory.
+    """
+    is_default = name == "default"
+    alone = model_dir / ("chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja")
     if alone.is_file():
         return alone.read_text(encoding="utf-8")
     wrapped = model_dir / "chat_template.json"
@@ -180,7 +188,9 @@ def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> 
     if isinstance(template, list):
         # Several, by name: [{"name": "default", "template": …}, …]
         named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        template = named.get(name)
+    elif not is_default:
+        return None
     if template is not None and not isinstance(template, str):
         raise ValueError("chat_template is neither a text nor a list of named texts")
     return template

@@ -34,7 +34,7 @@ class ServedModel:
 
 def dialect_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> Dialect:  # noqa: B008 - frozen
     template = tokenizer.chat_template
-    source = None if template is None else template.source
+    source = None if template is None else template.tool_source
     return choose_dialect(source, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
 
 

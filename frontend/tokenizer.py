@@ -51,7 +51,8 @@ class ModelTokenizer:
         if config_path.is_file():
             config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
         source = read_chat_template(model_dir, config)
-        template = ChatTemplate(source, special_tokens_of(config)) if source is not None else None
+        tool_source = read_chat_template(model_dir, config, "tool_use")
+        template = ChatTemplate(source, special_tokens_of(config), tool_source) if source is not None else None
         return cls(Tokenizer.from_file(str(path)), template)
 
     def least_tokens(self, text: str) -> int:

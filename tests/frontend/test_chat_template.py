@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from frontend.chat_template import ChatTemplate, TemplateRefusedError, read_chat_template, special_tokens_of
-from frontend.schemas.chat import ChatBody, ChatMessage
+from frontend.schemas.chat import ChatBody, ChatMessage, Function, Tool
 from frontend.tokenizer import ModelTokenizer
 from tests.frontend.harness import TOKENIZER, byte_level_tokenizer
 
@@ -253,6 +253,29 @@ def test_every_place_where_a_checkpoint_may_keep_it(tmp_path: Path, place: str) 
     elif place == "named":
         config["chat_template"] = [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "T"}]
     assert read_chat_template(tmp_path, config) == (None if place == "none" else "T")
+
+
+@pytest.mark.parametrize("place", ["directory", "config", "json"])
+def test_chats_with_tools_may_have_a_template_of_their_own(tmp_path: Path, place: str) -> None:
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    named = {
+        "chat_template": [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "<tool_call>"}]
+    }
+    if place == "directory":
+        (tmp_path / "chat_template.jinja").write_text("plain", encoding="utf-8")
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("<tool_call>", encoding="utf-8")
+    else:
+        name = "tokenizer_config.json" if place == "config" else "chat_template.json"
+        (tmp_path / name).write_text(json.dumps(named))
+    template = ModelTokenizer.load(tmp_path).chat_template
+    assert template is not None
+    messages = [ChatMessage("user", "x")]
+    tools = [Tool(Function("f"))]
+    assert template.render(ChatBody(messages=messages)) == "plain"
+    assert template.render(ChatBody(messages=messages, tools=tools)) == "<tool_call>"
+    assert template.render(ChatBody(messages=messages, tools=tools, tool_choice="none")) == "plain"
+    assert (template.source, template.tool_source) == ("plain", "<tool_call>")
 
 
 def test_special_tokens_are_texts_or_objects() -> None:
