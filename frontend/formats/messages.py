@@ -11,6 +11,8 @@ from frontend.dialects import anthropic_error
 from frontend.formats.base import encode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from frontend.deltas import Delta, Message, TokenLogprob
     from frontend.errors import ApiError
     from frontend.formats.base import Identity, Usage
@@ -35,7 +37,7 @@ class MessagesFormat:
         self._blocks = Blocks(self)
         self._delta_head = b""
 
-    def opening(self, index: int) -> bytes:  # noqa: ARG002 - there is one
+    def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:  # noqa: ARG002 - one choice, no ids
         return _event("message_start", message=self._message([], None, None, with_output=False))
 
     def delta(self, index: int, delta: Delta) -> bytes:  # noqa: ARG002

@@ -10,7 +10,7 @@ from frontend.formats.base import encode
 from frontend.formats.logprobs import chat_logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from frontend.deltas import Delta, Message, TokenLogprob
     from frontend.errors import ApiError
@@ -51,7 +51,7 @@ class ResponsesFormat:
     def blocks(self) -> list[Block]:
         return self._blocks.all
 
-    def opening(self, index: int) -> bytes:  # noqa: ARG002 - there is one
+    def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:  # noqa: ARG002 - one choice, no ids
         self.status = "in_progress"
         told = self.snapshot()
         return self._event("response.created", response=told) + self._event("response.in_progress", response=told)

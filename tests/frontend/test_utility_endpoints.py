@@ -1,0 +1,104 @@
+"""/tokenize, /detokenize, /apply-template, /version and /v1/load."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.frontend.harness import TOKENIZER, VOCAB_SIZE, Connection, FakeBackend, token_ids
+
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_a_prompt_becomes_tokens_as_at_vllm(connection: Connection) -> None:
+    body = {"model": "test/model", "prompt": "the cat 猫", "return_token_strs": True}
+    told = (await connection.post("/tokenize", body)).json()
+    ids = token_ids("the cat 猫")
+    assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), 1000)
+    assert told["token_strs"][:2] == ["the", " cat"]
+    assert (await connection.post("/tokenize", {"prompt": "x"})).json()["token_strs"] is None
+    assert (await connection.post("/tokenize", {"prompt": ""})).json()["tokens"] == []
+
+
+async def test_messages_become_the_tokens_of_their_chat(connection: Connection, backend: FakeBackend) -> None:
+    told = (await connection.post("/tokenize", HI)).json()
+    await connection.post("/v1/chat/completions", HI)
+    assert told["tokens"] == list(backend.last.token_ids) == token_ids(RENDERED)
+    short = (await connection.post("/tokenize", {**HI, "add_generation_prompt": False})).json()
+    assert short["tokens"] == token_ids(RENDERED.removesuffix("<|im_start|>assistant\n"))
+
+
+async def test_a_content_becomes_tokens_as_at_llama_cpp(connection: Connection) -> None:
+    assert (await connection.post("/tokenize", {"content": "the cat"})).json() == {"tokens": token_ids("the cat")}
+    told = (await connection.post("/tokenize", {"content": "the 猫", "with_pieces": True})).json()["tokens"]
+    assert [piece["id"] for piece in told] == token_ids("the 猫")
+    raw = b"".join(p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in told)
+    assert raw == "the 猫".encode()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 5000])
+async def test_tokens_become_a_text_under_both_names(connection: Connection, num_tokens: int) -> None:
+    ids = (token_ids("the cat 猫<|im_end|>") * num_tokens)[:num_tokens]
+    text = TOKENIZER.decode(ids, skip_special_tokens=False)
+    assert (await connection.post("/detokenize", {"tokens": ids})).json() == {"prompt": text, "content": text}
+
+
+async def test_a_chat_becomes_its_prompt(connection: Connection) -> None:
+    assert (await connection.post("/apply-template", HI)).json() == {"prompt": RENDERED}
+
+
+async def test_the_version_and_the_load(connection: Connection) -> None:
+    assert (await connection.request("GET", "/version")).json() == {"version": importlib.metadata.version("penstock")}
+    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1, "running": 2, "pages_used": 5}
+
+
+async def test_before_there_is_a_backend_the_load_is_the_workers(connection: Connection, backend: FakeBackend) -> None:
+    backend.backend_counters = None
+    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("POST", "/apply-template"),
+        ("GET", "/version"),
+        ("GET", "/v1/load"),
+    ],
+)
+async def test_each_needs_a_key(connect: Callable[..., Connection], method: str, path: str) -> None:
+    assert (await connect(api_keys=("one",)).request(method, path, HI if method == "POST" else None)).status == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "shown"),
+    [
+        ("/tokenize", {}, "prompt", "required"),
+        ("/tokenize", {"prompt": 5}, "prompt", "5"),
+        ("/tokenize", {"prompt": "x", "content": "x"}, "content", "prompt"),
+        ("/tokenize", {"prompt": "x", **HI}, "messages", "prompt"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "model", "other"),
+        ("/tokenize", {"content": "x", "parse_special": False}, "parse_special", "not supported"),
+        ("/tokenize", {"messages": []}, "messages", "length"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content", "content"),
+        ("/detokenize", {}, "tokens", "required"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens[0]", "x"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]", "-1"),
+        ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens", f"{VOCAB_SIZE}"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, "model", "other"),
+        ("/apply-template", {}, "messages", "required"),
+        ("/apply-template", {**HI, "model": "other"}, "model", "other"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    connection: Connection, path: str, body: dict[str, Any], param: str, shown: str
+) -> None:
+    response = await connection.post(path, body)
+    assert response.status == (404 if param == "model" else 400)
+    assert response.error["param"] == param
+    assert shown in response.error["message"]
