@@ -100,6 +100,7 @@ class ChatTemplate:
     def render(self, body: ChatBody) -> str:
         """The prompt up to where the assistant speaks, or goes on speaking. Raises TemplateRefusedError, ApiError."""
         messages = [self._as_dict(message) for message in body.messages]
+        _name_results(messages)
         fixed = {
             **self._special_tokens,
             "messages": messages,
@@ -150,11 +151,20 @@ def _variables(body: ChatBody, fixed: Mapping[str, object]) -> dict[str, Any]:
     return variables
 
 
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    """Some templates want the name of the function that a tool's message is the result of. Clients name the call."""
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    for message in messages:
+        if message["role"] == "tool" and (name := names.get(message.get("tool_call_id"))) is not None:
+            message.setdefault("name", name)
+
+
 def _described(tool: Tool) -> dict[str, Any]:
-    """As models have been taught: only what was given, in this order."""
+    """As models have been taught, in this order; templates rely on all three."""
     function = tool.function
-    told = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {"type": "function", "function": {name: value for name, value in told.items() if value is not None}}
+    parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
+    told = {"name": function.name, "description": function.description or "", "parameters": parameters}
+    return {"type": "function", "function": told}
 
 
 def _called(call: CalledTool) -> dict[str, Any]:

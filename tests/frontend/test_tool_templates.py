@@ -36,7 +36,14 @@ TOOLS: list[dict[str, Any]] = [
             },
         },
     },
-    {"type": "function", "function": {"name": "get_time", "description": "The time."}},
+    {
+        "type": "function",
+        "function": {
+            "name": "get_time",
+            "description": "The time.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
 ]
 ARGUMENTS = {"city": "Mâcon & <co>", "days": 3, "more": [True, None, {"a": 1.5}]}
 USER = {"role": "user", "content": "hi"}

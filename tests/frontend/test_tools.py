@@ -143,7 +143,7 @@ async def test_stop_strings_do_not_count_in_calls() -> None:
 async def test_calls_come_with_their_tokens_when_those_are_wanted() -> None:
     backend, choice = await posted(Model(), {**TOOLS, "return_token_ids": True}, '<tool_call>{"name": "get_time"}')
     assert told(choice["message"]) == [("get_time", "{}")]
-    assert choice["token_ids"] == Model().tokenizer.encode('<tool_call>{"name": "get_time"}').ids
+    assert choice["token_ids"][:-1] == Model().tokenizer.encode('<tool_call>{"name": "get_time"}').ids
     assert backend.last.constraints is None
 
 
@@ -153,11 +153,12 @@ async def test_special_tokens_that_are_no_marks_stay_out() -> None:
     assert (choice["message"]["content"], told(choice["message"])) == ("ab", [("get_time", "{}")])
 
 
-async def test_the_template_is_shown_the_tools_as_they_were_given() -> None:
+async def test_the_template_is_shown_the_tools() -> None:
     backend, _ = await posted(Model(), TOOLS)
     prompt = Model().prompt(backend)
     assert json.dumps(WEATHER) in prompt
-    assert json.dumps(TIME) in prompt
+    bare = {"name": "get_time", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert json.dumps({"type": "function", "function": bare}) in prompt
     backend, _ = await posted(Model(), {**TOOLS, "tool_choice": "none"})
     assert "get_weather" not in Model().prompt(backend)
 
@@ -175,6 +176,18 @@ async def test_calls_and_their_results_go_back_to_the_template() -> None:
     assert '<tool_call>\n{"name": "get_time", "arguments": {"zone": "é"}}\n</tool_call>' in prompt
     assert '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>' in prompt
     assert "<tool_response>\nnoon\n</tool_response>" in prompt
+
+
+async def test_a_result_has_the_name_of_its_function() -> None:
+    template = "{% for message in messages %}{{ message.role }}:{{ message.name }} {% endfor %}"
+    call = {"id": "a", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    results = [
+        {"role": "tool", "tool_call_id": "a", "content": "x"},
+        {"role": "tool", "tool_call_id": "b", "content": "x"},
+    ]
+    messages = [*HI["messages"], {"role": "assistant", "tool_calls": [call]}, *results, {**results[0], "name": "own"}]
+    backend, _ = await posted(Model(template), {"messages": messages})
+    assert Model().prompt(backend) == "user: assistant: tool:get_time tool: tool:own "
 
 
 def named(name: str) -> dict[str, Any]:
