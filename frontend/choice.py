@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from frontend.tokenizer import ModelTokenizer
     from shm.client import TokenBatch, TokenStream
     from shm.stream import TokenLogprobs
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class OutputParser(Protocol):
@@ -57,6 +60,10 @@ class Wanted:
     echo: bool = False
     """The prompt stands before the answer."""
     prompt_logprobs: bool = False
+    ranks_choices: bool = False
+    """Choices are compared by the log probabilities of their tokens."""
+    grammar_field: str | None = None
+    """Of the body: what asked for a grammar."""
     no_output: bool = False
     """The prompt alone is wanted; one token is generated all the same, and dropped."""
     make_parser: Callable[[], OutputParser] | None = None
@@ -64,8 +71,9 @@ class Wanted:
     @property
     def is_plain(self) -> bool:
         """Only text, which no token of its own can end."""
-        asked = (self.stop_strings, self.token_ids, self.logprobs, self.echo, self.no_output, self.make_parser)
-        return not any(asked)
+        of_tokens = self.token_ids or self.logprobs or self.ranks_choices
+        of_text = self.stop_strings or self.echo or self.no_output or self.make_parser
+        return not (of_tokens or of_text)
 
 
 class Choice:
@@ -79,7 +87,9 @@ class Choice:
         stream: TokenStream,
         tokenizer: ModelTokenizer,
         wanted: Wanted,
+        prompt_text: str | None = None,
     ) -> None:
+        """prompt_text is what stands for the prompt where it is echoed; None is what its tokens say."""
         self.index = index
         self.prompt_index = prompt_index
         self.prompt = prompt
@@ -87,10 +97,14 @@ class Choice:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.sum_logprob = 0.0
+        """Of the tokens counted, where each comes with its log probability."""
         self.finish_reason: str | None = None
         self.stopped_by: str | int | None = None
         self._tokenizer = tokenizer
         self._wanted = wanted
+        self._prompt_text = prompt_text
+        self._num_characters = 0
+        """Of the text so far, before any stop string cuts it."""
         self._is_plain = wanted.is_plain
         self._detokenizer = tokenizer.detokenizer(
             skip_special_tokens=wanted.skips_special_tokens, kept_ids=wanted.kept_token_ids
@@ -99,6 +113,16 @@ class Choice:
         self._parser = wanted.make_parser() if wanted.make_parser is not None else None
         self._has_called = False
         self._is_opened = False
+
+    @property
+    def told_prompt(self) -> Sequence[int]:
+        """The prompt, where its tokens are to be told."""
+        return self.prompt if self._wanted.token_ids else ()
+
+    @property
+    def grammar_field(self) -> str | None:
+        """Of the body: what asked for a grammar."""
+        return self._wanted.grammar_field
 
     def take(self, batch: TokenBatch) -> Delta:
         """What has become certain by this batch. Sets finish_reason when the choice is complete."""
@@ -133,23 +157,28 @@ class Choice:
         last = len(batch.token_ids) - 1
         for position, token_id in enumerate(batch.token_ids):
             self.num_tokens += 1
+            told = None if batch.logprobs is None else batch.logprobs[position]
+            if told is not None:
+                self.sum_logprob += told.logprob
+            is_text = True
             if batch.finish is Finish.STOP and position == last:
                 if token_id in self._wanted.stop_token_ids:
                     self.stopped_by = token_id
-                if self.stopped_by is None or not self._wanted.keeps_stop:
-                    return
+                is_text = self.stopped_by is not None and self._wanted.keeps_stop
+            if self._wanted.token_ids:
+                pieces.token_ids.append(token_id)
+            if not is_text:
+                # It is told where it can be recognised.
+                if told is not None and self._wanted.logprobs and self._wanted.token_ids:
+                    pieces.tell(len(pieces.deltas), self._told(token_id, told, self._num_characters))
+                return
             was_reasoning = self._parser is not None and self._parser.is_reasoning
-            num_before = len(pieces.deltas)
+            num_before, offset = len(pieces.deltas), self._num_characters
             self._add_text(self._detokenizer.push((token_id,)), pieces)
             if was_reasoning or (self._parser is not None and self._parser.is_reasoning):
                 self.num_reasoning_tokens += 1
-            if self._wanted.token_ids:
-                pieces.token_ids.append(token_id)
-            if batch.logprobs is not None:
-                told = batch.logprobs[position]
-                self.sum_logprob += told.logprob
-                if self._wanted.logprobs:
-                    pieces.tell(num_before, self._told(token_id, told))
+            if told is not None and self._wanted.logprobs:
+                pieces.tell(num_before, self._told(token_id, told, offset))
             if self._stops.matched is not None or (self._parser is not None and self._parser.is_complete):
                 self.stream.cancel()
                 self._end(Finish.STOP, pieces)
@@ -170,6 +199,7 @@ class Choice:
             self.finish_reason = "length"
 
     def _add_text(self, text: str, pieces: _Pieces) -> None:
+        self._num_characters += len(text)
         if text:
             self._add([Delta(text)] if self._parser is None else self._parser.push(text), pieces)
 
@@ -184,25 +214,44 @@ class Choice:
             pieces.deltas.append(delta)
 
     def _echo(self, pieces: _Pieces) -> None:
-        logprobs = tuple(self.prompt_logprobs()) if self._wanted.logprobs else ()
-        pieces.deltas.append(Delta(self._tokenizer.decode(self.prompt, skip_special_tokens=False), logprobs=logprobs))
+        text = self._prompt_text
+        if text is None:
+            text = self._tokenizer.decode(self.prompt, skip_special_tokens=False)
+        self._num_characters = len(text)
+        logprobs = tuple(self.prompt_logprobs(text)) if self._wanted.logprobs else ()
+        pieces.deltas.append(Delta(text, logprobs=logprobs))
 
-    def prompt_logprobs(self) -> list[TokenLogprob]:
-        """Of the prompt's tokens, the first of which has none; known when the first batch has come."""
+    def prompt_logprobs(self, text: str = "") -> list[TokenLogprob]:
+        """Of the prompt's tokens, the first of which has none; known when the first batch has come. text is what they
+        are shown as."""
         first = self.prompt[0]
         raw = self._tokenizer.raw(first)
+        offsets = self._offsets(text)
         told = [
-            self._told(token, entry) for token, entry in zip(self.prompt[1:], self.stream.prompt_logprobs, strict=True)
+            self._told(token, entry, offset)
+            for token, entry, offset in zip(self.prompt[1:], self.stream.prompt_logprobs, offsets[1:], strict=True)
         ]
         return [TokenLogprob(first, raw.decode(errors="replace"), raw, None), *told]
 
-    def _told(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:
+    def _offsets(self, text: str) -> list[int]:
+        """Where the prompt's tokens begin in their text, counted from its end: a special token that the tokenizer put
+        before it, or the space with which some begin every text, is not part of it."""
+        decoder = _Utf8Decoder("replace")
+        starts, num_characters = [], 0
+        for token_id in self.prompt:
+            starts.append(num_characters)
+            num_characters += len(decoder.decode(self._tokenizer.raw(token_id)))
+        num_missing = num_characters + len(decoder.decode(b"", final=True)) - len(text)
+        return [max(0, start - num_missing) for start in starts]
+
+    def _told(self, token_id: int, logprobs: TokenLogprobs, offset: int) -> TokenLogprob:
         top = tuple(
             TokenLogprob(top_id, (raw := self._tokenizer.raw(top_id)).decode(errors="replace"), raw, logprob)
             for top_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         )
         raw = self._tokenizer.raw(token_id)
-        return TokenLogprob(token_id, raw.decode(errors="replace"), raw, logprobs.logprob, logprobs.rank, top)
+        text = raw.decode(errors="replace")
+        return TokenLogprob(token_id, text, raw, logprobs.logprob, logprobs.rank, top, offset)
 
 
 class _Pieces:

@@ -45,6 +45,8 @@ class TokenLogprob:
     logprob: float | None
     rank: int = 0
     top: tuple[TokenLogprob, ...] = ()
+    offset: int = 0
+    """Where it begins in the choice's text, in characters."""
 
 
 @dataclass(slots=True)

@@ -6,8 +6,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from frontend.deltas import Delta, Message
-from frontend.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
+from frontend.errors import ApiError, ErrorKind, retry_later, shutting_down
 from frontend.sse import EventStream
 from shm.client import BackendUnavailable
 from shm.wire import FailureCode, Finish
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from shm.client import TokenBatch, TokenStream
 
 _RETRY_AFTER_S = 1
+_SHOWN_CHARACTERS = 200
+"""Of what is wrong with a grammar."""
 
 
 class Generation:
@@ -74,7 +78,7 @@ class Generation:
             event = b""
             if choice.index not in opened:
                 opened.add(choice.index)
-                event = answer.opening(choice.index)
+                event = answer.opening(choice.index, choice.told_prompt)
             if delta:
                 event += answer.delta(choice.index, delta)
             if choice.finish_reason is not None:
@@ -122,7 +126,7 @@ class Generation:
                 if choice.finish_reason is not None:
                     return
                 if ends_badly:
-                    raise _failure(batch, choice.num_tokens)
+                    raise _failure(batch, choice.num_tokens, choice.grammar_field)
         except BackendUnavailable:
             raise _unavailable() from None
         raise ApiError(ErrorKind.INTERNAL, "the answer ended before it was complete")
@@ -181,7 +185,7 @@ def _unavailable() -> ApiError:
     return retry_later(ErrorKind.UNAVAILABLE, "the model is not available at the moment", _RETRY_AFTER_S)
 
 
-def _failure(batch: TokenBatch, num_tokens: int) -> ApiError:
+def _failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None) -> ApiError:
     if batch.finish is Finish.EXPIRED:
         return ApiError(ErrorKind.EXPIRED, f"the request's time limit has passed, after {num_tokens} tokens")
     match batch.failure:
@@ -195,7 +199,10 @@ def _failure(batch: TokenBatch, num_tokens: int) -> ApiError:
             message = f"a token id is outside the vocabulary of {batch.failure_limit}"
             return ApiError(ErrorKind.INVALID_VALUE, message)
         case FailureCode.BAD_GRAMMAR:
-            return ApiError(ErrorKind.INVALID_VALUE, f"the grammar cannot be used: {shorten(batch.failure_text)}")
+            said = msgspec.json.encode(batch.failure_text[:_SHOWN_CHARACTERS]).decode()
+            field = "" if grammar_field is None else f"{grammar_field}: "
+            message = f"{field}the grammar cannot be used: {said}"
+            return ApiError(ErrorKind.INVALID_VALUE, message, param=grammar_field)
         case FailureCode.SHUTTING_DOWN:
             return shutting_down()
         case FailureCode.UNAVAILABLE:

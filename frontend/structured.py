@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from frontend.errors import invalid
+from frontend.schemas.chat import MAX_SCHEMA_DEPTH, is_shallow
 from shm.wire import MAX_GRAMMAR_CHARACTERS, Grammar
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ _ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 def read_grammar(body: GenerationBody) -> Grammar | None:
     """Raises ApiError where a request asks for two at once, or for one that is too long."""
-    asked = {field: grammar for field, grammar in _grammars(body).items() if grammar is not None}
+    asked = _asked(body)
     if len(asked) > 1:
         first, second, *_ = asked
         invalid(second, f"cannot be combined with {first}")
@@ -27,6 +28,15 @@ def read_grammar(body: GenerationBody) -> Grammar | None:
             invalid(field, f"{len(grammar.text)} characters; from 1 to {MAX_GRAMMAR_CHARACTERS} are allowed")
         return grammar
     return None
+
+
+def asked_grammar(body: GenerationBody) -> str | None:
+    """The field that asks for a grammar."""
+    return next(iter(_asked(body)), None)
+
+
+def _asked(body: GenerationBody) -> dict[str, Grammar]:
+    return {field: grammar for field, grammar in _grammars(body).items() if grammar is not None}
 
 
 def _grammars(body: GenerationBody) -> dict[str, Grammar | None]:
@@ -74,6 +84,8 @@ def _of_schema(field: str, schema: dict[str, Any] | str | None) -> Grammar | Non
             schema = msgspec.json.decode(schema, type=dict[str, Any])
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
             invalid(field, "not a JSON schema: a JSON object is needed")
+    if not is_shallow(schema, MAX_SCHEMA_DEPTH):
+        invalid(field, f"nested more than {MAX_SCHEMA_DEPTH} deep")
     return Grammar("json_schema", msgspec.json.encode(schema).decode())
 
 

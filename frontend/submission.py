@@ -13,6 +13,7 @@ from frontend.errors import ApiError, ErrorKind, invalid, retry_later
 from frontend.schemas.chat import ChatBody
 from frontend.schemas.completion import CompletionBody
 from frontend.schemas.generation import MAX_LOGPROB_CELLS, GenerationBody
+from frontend.structured import asked_grammar
 from shm.client import BackendUnavailable, GenerationRequest, Overloaded
 from shm.wire import Constraints, Grammar, Sampling
 
@@ -58,12 +59,14 @@ async def submit(
     """One stream per prompt and candidate, candidates of a prompt together. All of them, or none. Raises ApiError."""
     card = served.card
     max_tokens = [_max_tokens(body, prompt, card) for prompt in prompts]
-    _check_logprobs(body, max_tokens)
+    _check_min_tokens(body, max_tokens)
+    _check_logprobs(body, prompts, max_tokens)
     sampling = _sampling(body, card)
     stop_token_ids = _stop_token_ids(body, card)
     constraints = await _constraints(body, guidance, served)
     wanted = _wanted(body, guidance)
     prompt_logprobs = _num_prompt_logprobs(body)
+    texts = _prompt_texts(body)
     # With a seed that was drawn here the tokens are this request's alone.
     is_determined = sampling.temperature == 0.0 or body.seed is not None
     choices: list[Choice] = []
@@ -83,7 +86,8 @@ async def submit(
                     num_prompt_logprobs=prompt_logprobs,
                 )
                 stream = backend.submit(request)
-                choices.append(Choice(len(choices), prompt_index, prompt, stream, served.tokenizer, wanted))
+                text = texts[prompt_index] if texts else None
+                choices.append(Choice(len(choices), prompt_index, prompt, stream, served.tokenizer, wanted, text))
     except (BackendUnavailable, Overloaded) as error:
         for choice in choices:
             choice.stream.cancel()
@@ -105,7 +109,9 @@ def _wanted(body: GenerationBody, guidance: Guidance) -> Wanted:
         logprobs=body.num_logprobs >= 0,
         echo=completion is not None and completion.echo is True,
         prompt_logprobs=body.prompt_logprobs is not None,
-        no_output=completion is not None and completion.max_tokens == 0,
+        ranks_choices=body.num_candidates > (body.n or 1),
+        grammar_field=None if guidance.grammar is None else asked_grammar(body) or "tools",
+        no_output=_is_prompt_alone(body),
         make_parser=guidance.make_parser,
         kept_token_ids=guidance.kept_token_ids,
     )
@@ -149,17 +155,38 @@ def _num_prompt_logprobs(body: GenerationBody) -> int:
     return wanted
 
 
-def _check_logprobs(body: GenerationBody, max_tokens: list[int]) -> None:
+def _is_prompt_alone(body: GenerationBody) -> bool:
+    return isinstance(body, CompletionBody) and body.max_tokens == 0
+
+
+def _prompt_texts(body: GenerationBody) -> list[str] | None:
+    """What to echo, where the client gave the prompts as texts and all of them counts."""
+    if not isinstance(body, CompletionBody) or not body.echo or body.truncate_prompt_tokens is not None:
+        return None
+    texts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
+    return texts or None
+
+
+def _check_min_tokens(body: GenerationBody, max_tokens: list[int]) -> None:
+    if body.min_tokens and body.min_tokens > min(max_tokens):
+        invalid("min_tokens", f"{body.min_tokens}, but there is room for {min(max_tokens)} tokens only")
+
+
+def _check_logprobs(body: GenerationBody, prompts: list[list[int]], max_tokens: list[int]) -> None:
     """An answer's size is bounded before it is made."""
     if body.prompt_logprobs is not None and body.stream:
         invalid("prompt_logprobs", "not told in a stream; leave stream out")
-    width = body.num_logprobs + 1
-    cells = body.num_candidates * sum(max_tokens) * width
-    if cells > MAX_LOGPROB_CELLS:
-        invalid("logprobs", f"choices × max_tokens × (logprobs + 1) is {cells}; the limit is {MAX_LOGPROB_CELLS}")
+    cells = {
+        "logprobs": sum(max_tokens) * (body.num_logprobs + 1),
+        "prompt_logprobs": sum(map(len, prompts)) * (_num_prompt_logprobs(body) + 1),
+    }
+    for field, num_cells in cells.items():
+        if body.num_candidates * num_cells > MAX_LOGPROB_CELLS:
+            product = f"choices × tokens × ({field} + 1) is {body.num_candidates * num_cells}"
+            invalid(field, f"{product}; the limit is {MAX_LOGPROB_CELLS}")
 
 
-def _asked_tokens(body: GenerationBody) -> tuple[str, int | None]:
+def asked_tokens(body: GenerationBody) -> tuple[str, int | None]:
     """The field that says it, and what it says."""
     if isinstance(body, ChatBody):
         if body.max_completion_tokens is not None:
@@ -173,7 +200,7 @@ def _asked_tokens(body: GenerationBody) -> tuple[str, int | None]:
 def _max_tokens(body: GenerationBody, prompt: list[int], card: ModelCard) -> int:
     """What was asked, or the rest of the context. Raises ApiError where prompt and answer do not fit."""
     limit = card.max_context_tokens
-    field, asked = _asked_tokens(body)
+    field, asked = asked_tokens(body)
     of_prompt = "messages" if isinstance(body, ChatBody) else "prompt"
     if not prompt:
         invalid(of_prompt, "no tokens; this model needs at least one")
@@ -208,6 +235,7 @@ def _sampling(body: GenerationBody, card: ModelCard) -> Sampling:
             invalid("logit_bias", f"token id {token_id} is outside the vocabulary of {card.vocab_size}")
     temperature = default.temperature if body.temperature is None else body.temperature
     is_greedy = temperature == 0.0
+    presence_penalty, frequency_penalty = _penalties(body, default)
     return Sampling(
         temperature=temperature,
         top_p=1.0 if is_greedy else _given(body.top_p, default.top_p),
@@ -215,12 +243,27 @@ def _sampling(body: GenerationBody, card: ModelCard) -> Sampling:
         min_p=0.0 if is_greedy else _given(body.min_p, default.min_p),
         typical_p=1.0 if is_greedy else _given(body.typical_p, default.typical_p),
         repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
-        presence_penalty=_given(body.presence_penalty, default.presence_penalty),
-        frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         logit_bias=default.logit_bias if body.logit_bias is None else tuple(sorted(body.logit_bias.items())),
         seed=0 if is_greedy else _seed(body.seed),
         num_logprobs=_num_logprobs(body),
     )
+
+
+def _penalties(body: GenerationBody, default: Sampling) -> tuple[float, float]:
+    """For what has been generated. The backend scores a prompt by generating it, and could not tell them apart."""
+    presence = _given(body.presence_penalty, default.presence_penalty)
+    frequency = _given(body.frequency_penalty, default.frequency_penalty)
+    if _num_prompt_logprobs(body) < 0:
+        return presence, frequency
+    if _is_prompt_alone(body):
+        return 0.0, 0.0
+    for field, penalty in (("presence_penalty", presence), ("frequency_penalty", frequency)):
+        if penalty:
+            told = "prompt_logprobs" if body.prompt_logprobs is not None else "echo and logprobs"
+            invalid(field, f"cannot be combined with {told}, got {penalty:g}")
+    return presence, frequency
 
 
 _Number = TypeVar("_Number", int, float)

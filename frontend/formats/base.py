@@ -10,6 +10,8 @@ import msgspec
 from frontend.errors import error_body
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from frontend.deltas import Delta, Message
     from frontend.errors import ApiError
 
@@ -53,8 +55,9 @@ class Identity:
 class Format(Protocol):
     """One answer. What a streaming method returns are whole server-sent events, or nothing; index is the choice's."""
 
-    def opening(self, index: int) -> bytes:
-        """Before the choice's first piece, when the request's usage but for its output is known."""
+    def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
+        """Before the choice's first piece, when the request's usage but for its output is known. The prompt's tokens
+        are given where they are to be told."""
         ...
 
     def delta(self, index: int, delta: Delta) -> bytes: ...

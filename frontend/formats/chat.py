@@ -8,6 +8,8 @@ from frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode
 from frontend.formats.logprobs import chat_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from frontend.deltas import Delta, Message, ToolCallDelta
     from frontend.errors import ApiError
 
@@ -20,8 +22,11 @@ class ChatFormat:
         self._usage = usage
         self._chunks = Chunks(identity, "chat.completion.chunk", usage, streamed_usage)
 
-    def opening(self, index: int) -> bytes:
-        return self._chunk(index, b'{"role":"assistant","content":""}')
+    def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
+        chunk = self._chunk(index, b'{"role":"assistant","content":""}')
+        if prompt_token_ids and index == 0:
+            return chunk[:-3] + b',"prompt_token_ids":' + encode(prompt_token_ids) + chunk[-3:]
+        return chunk
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs or delta.token_ids):
@@ -53,6 +58,12 @@ class ChatFormat:
     def whole(self, messages: list[Message]) -> bytes:
         choices = [_whole_choice(index, message) for index, message in enumerate(messages)]
         whole = {**fields(self._identity, "chat.completion"), "choices": choices, "usage": self._usage.as_dict()}
+        # A chat has one prompt, whatever the number of its choices.
+        first = messages[0]
+        if first.prompt_token_ids is not None:
+            whole["prompt_token_ids"] = first.prompt_token_ids
+        if first.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs)
         return encode(whole)
 
     def _chunk(
@@ -94,15 +105,6 @@ def _whole_choice(index: int, message: Message) -> dict[str, Any]:
     }
     if message.stopped_by is not None:
         choice["stop_reason"] = message.stopped_by
-    return choice | token_fields(message)
-
-
-def token_fields(message: Message) -> dict[str, Any]:
-    """What a choice has beyond OpenAI's fields, where it was asked for, under vLLM's names."""
-    more: dict[str, Any] = {}
     if message.prompt_token_ids is not None:
-        more["prompt_token_ids"] = message.prompt_token_ids
-        more["token_ids"] = message.token_ids
-    if message.prompt_logprobs is not None:
-        more["prompt_logprobs"] = prompt_logprobs(message.prompt_logprobs)
-    return more
+        choice["token_ids"] = message.token_ids
+    return choice

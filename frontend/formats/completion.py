@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields
-from frontend.formats.chat import token_fields
-from frontend.formats.logprobs import legacy_logprobs
+from frontend.formats.logprobs import legacy_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from frontend.deltas import Delta, Message
     from frontend.errors import ApiError
 
@@ -20,18 +21,16 @@ class CompletionFormat:
         self._identity = identity
         self._usage = usage
         self._chunks = Chunks(identity, "text_completion", usage, streamed_usage)
-        self._offsets: dict[int, int] = {}
-        """Of each choice, the characters of the tokens whose log probabilities have been told."""
+        self._prompt_token_ids: dict[int, Sequence[int]] = {}
+        """Of the choices whose first chunk is to tell them."""
 
-    def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions have no opening event
+    def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
+        if prompt_token_ids:
+            self._prompt_token_ids[index] = prompt_token_ids
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        logprobs = b"null"
-        if delta.logprobs:
-            offset = self._offsets.get(index, 0)
-            logprobs = encode(legacy_logprobs(delta.logprobs, offset))
-            self._offsets[index] = offset + sum(len(entry.text) for entry in delta.logprobs)
+        logprobs = encode(legacy_logprobs(delta.logprobs)) if delta.logprobs else b"null"
         more = b',"token_ids":' + encode(delta.token_ids) if delta.token_ids else b""
         return self._chunk(index, encode(delta.text), logprobs, more)
 
@@ -53,6 +52,8 @@ class CompletionFormat:
     def _chunk(
         self, index: int, text: bytes, logprobs: bytes = b"null", more: bytes = b"", finish_reason: bytes = b"null"
     ) -> bytes:
+        if self._prompt_token_ids and (prompt_token_ids := self._prompt_token_ids.pop(index, None)) is not None:
+            more = b',"prompt_token_ids":' + encode(prompt_token_ids) + more
         choice = b'{"index":%d,"text":%b,"logprobs":%b%b,"finish_reason":%b}' % (
             index,
             text,
@@ -72,4 +73,9 @@ def _whole_choice(index: int, message: Message) -> dict[str, Any]:
     }
     if message.stopped_by is not None:
         choice["stop_reason"] = message.stopped_by
-    return choice | token_fields(message)
+    if message.prompt_token_ids is not None:
+        choice["prompt_token_ids"] = message.prompt_token_ids
+        choice["token_ids"] = message.token_ids
+    if message.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(message.prompt_logprobs)
+    return choice

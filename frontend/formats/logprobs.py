@@ -27,21 +27,30 @@ def _chat_entry(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.text, "logprob": _number(entry.logprob), "bytes": list(entry.raw)}
 
 
-def legacy_logprobs(entries: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
-    """choices[].logprobs of a completion; offset is where the first token stands in the choice's text."""
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.text)
+def legacy_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """choices[].logprobs of a completion. The token itself is always among the likeliest, and may be one more."""
     return {
-        "tokens": [entry.text for entry in entries],
+        "tokens": [_legacy_text(entry) for entry in entries],
         "token_logprobs": [_number(entry.logprob) for entry in entries],
         "top_logprobs": [
-            None if entry.logprob is None else {top.text: _number(top.logprob) for top in entry.top}
+            None
+            if entry.logprob is None
+            else {_legacy_text(told): _number(told.logprob) for told in (*entry.top, entry)}
             for entry in entries
         ],
-        "text_offset": offsets,
+        "text_offset": [entry.offset for entry in entries],
     }
+
+
+def _legacy_top(entry: TokenLogprob) -> dict[str, float | None]:
+    return {_legacy_text(told): _number(told.logprob) for told in (*entry.top, entry)}
+
+
+def _legacy_text(entry: TokenLogprob) -> str:
+    """Parts of characters by their bytes, as OpenAI writes them: as texts they would all be the same."""
+    if "\ufffd" not in entry.text or entry.text.encode() == entry.raw:
+        return entry.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.raw)
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:

@@ -10,7 +10,7 @@ from frontend.errors import ApiError, ErrorKind, invalid, shorten
 from frontend.schemas.generation import ABSENT, GenerationBody, ShortText
 from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
-_MAX_SCHEMA_DEPTH = 64
+MAX_SCHEMA_DEPTH = 64
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
@@ -131,8 +131,9 @@ def check_chat(body: ChatBody) -> None:
     if body.top_logprobs and not body.logprobs:
         invalid("top_logprobs", "needs logprobs to be true")
     if body.continue_final_message:
-        if body.messages[-1].role != "assistant":
-            invalid("continue_final_message", "the last message must be the assistant's")
+        last = body.messages[-1]
+        if last.role != "assistant" or last.content is None:
+            invalid("continue_final_message", "the last message must be the assistant's, and have a content")
         if body.add_generation_prompt:
             invalid("add_generation_prompt", "cannot be true together with continue_final_message")
 
@@ -146,8 +147,8 @@ def _check_tools(body: ChatBody) -> None:
         names.add(function.name)
         if (function.parameters or {}).get("type", "object") != "object":
             invalid(f"{path}.parameters.type", 'must be "object"')
-        if not _is_shallow(function.parameters, _MAX_SCHEMA_DEPTH):
-            invalid(f"{path}.parameters", f"nested more than {_MAX_SCHEMA_DEPTH} deep")
+        if not is_shallow(function.parameters, MAX_SCHEMA_DEPTH):
+            invalid(f"{path}.parameters", f"nested more than {MAX_SCHEMA_DEPTH} deep")
     if body.must_call and not names:
         invalid("tool_choice", "needs tools")
     choice = body.tool_choice
@@ -155,11 +156,11 @@ def _check_tools(body: ChatBody) -> None:
         invalid("tool_choice.function.name", f"{shorten(choice.function.name)} is none of the tools")
 
 
-def _is_shallow(value: object, depth: int) -> bool:
+def is_shallow(value: object, depth: int) -> bool:
     if not isinstance(value, dict | list):
         return True
     inner = value.values() if isinstance(value, dict) else value
-    return depth > 0 and all(_is_shallow(item, depth - 1) for item in inner)
+    return depth > 0 and all(is_shallow(item, depth - 1) for item in inner)
 
 
 def _check_message(path: str, message: ChatMessage) -> None:

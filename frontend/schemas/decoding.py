@@ -17,9 +17,13 @@ _ASKS_FOR_NOTHING = frozenset({b"", b"null", b"false", b"[]", b"{}", b'""'})
 # Values that ask for what happens anyway.
 _DEFAULTS: dict[str, frozenset[object]] = {
     "best_of": frozenset({1}),
+    "dry_multiplier": frozenset({0}),
+    "dynatemp_range": frozenset({0}),
     "function_call": frozenset({"none"}),
     "mirostat": frozenset({0}),
     "modalities": frozenset({"text"}),
+    "top_n_sigma": frozenset({-1}),
+    "xtc_probability": frozenset({0}),
 }
 
 _completion = msgspec.json.Decoder(CompletionBody)
@@ -58,7 +62,9 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
         raise ApiError(ErrorKind.INVALID_JSON, "the body is not valid UTF-8") from None
     except RecursionError:
         raise ApiError(ErrorKind.INVALID_JSON, "the body is nested too deeply") from None
-    _refuse_unsupported(body)
+    _refuse_unsupported("", body)
+    if isinstance(body, GenerationBody) and body.structured_outputs is not None:
+        _refuse_unsupported("structured_outputs.", body.structured_outputs)
     return body
 
 
@@ -68,12 +74,13 @@ def check_stream_options(body: GenerationBody) -> None:
         invalid("stream_options", "only allowed when stream is true")
 
 
-def _refuse_unsupported(body: Struct) -> None:
-    for field in _raw_fields(type(body)):
-        raw = bytes(getattr(body, field))
+def _refuse_unsupported(prefix: str, struct: Struct) -> None:
+    for field in _raw_fields(type(struct)):
+        raw = bytes(getattr(struct, field))
         if raw in _ASKS_FOR_NOTHING or _is_default(field, raw):
             continue
-        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{field}: not supported by this server", param=field)
+        path = prefix + field
+        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{path}: not supported by this server", param=path)
 
 
 @cache

@@ -49,6 +49,12 @@ class StructuredOutputs(Struct, frozen=True):
     grammar: str | None = None
     json_object: bool | None = None
 
+    # Not offered
+    disable_additional_properties: Raw = ABSENT
+    disable_any_whitespace: Raw = ABSENT
+    structural_tag: Raw = ABSENT
+    whitespace_pattern: Raw = ABSENT
+
 
 class GenerationBody(Struct, kw_only=True):
     """What both OpenAI endpoints understand. None everywhere means: not given."""
@@ -81,6 +87,8 @@ class GenerationBody(Struct, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    """Which end of the prompt is dropped; left where nothing is said."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
 
@@ -103,12 +111,20 @@ class GenerationBody(Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
 
     # Not offered: each is refused unless it asks for nothing.
+    dry_multiplier: Raw = ABSENT
+    dynatemp_range: Raw = ABSENT
     grammar: Raw = ABSENT
+    guided_whitespace_pattern: Raw = ABSENT
     json_schema: Raw = ABSENT
+    logprob_token_ids: Raw = ABSENT
     mirostat: Raw = ABSENT
     prompt_embeds: Raw = ABSENT
+    repetition_detection: Raw = ABSENT
+    return_tokens_as_token_ids: Raw = ABSENT
     suffix: Raw = ABSENT
+    top_n_sigma: Raw = ABSENT
     use_beam_search: Raw = ABSENT
+    xtc_probability: Raw = ABSENT
 
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
