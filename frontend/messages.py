@@ -75,7 +75,7 @@ async def count_tokens(exchange: Exchange, data: bytes, served: ServedModel) -> 
 
 def as_chat(body: CountTokensBody) -> ChatBody:
     """The same request as a chat. A last message of the assistant's is the beginning of the answer. Raises ApiError."""
-    messages = [message for told in body.messages for message in _messages(told.role, told.content)]
+    messages = _named([message for told in body.messages for message in _messages(told.role, told.content)])
     if body.system:
         messages = instructed(_joined(body.system), messages)
     if not messages:
@@ -137,6 +137,17 @@ def _assistant(content: Sequence[Block]) -> list[ChatMessage]:
         return []
     said = "\n".join(texts) if texts else None
     return [ChatMessage("assistant", said, tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)]
+
+
+def _named(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Results of tools with the name of the tool, which some templates want."""
+    names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    return [
+        msgspec.structs.replace(message, name=names.get(message.tool_call_id or ""))
+        if message.role == "tool"
+        else message
+        for message in messages
+    ]
 
 
 def _joined(content: str | Sequence[Block] | Sequence[ResultBlock]) -> str:

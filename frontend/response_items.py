@@ -139,7 +139,8 @@ def to_messages(items: Sequence[Item]) -> list[ChatMessage]:
         if item.kind == "reasoning":
             if turn.texts or turn.calls:
                 end_turn()
-            turn.reasoning.append(joined(item.content) or joined(item.summary))
+            if thought := joined(item.content) or joined(item.summary):
+                turn.reasoning.append(thought)
         elif item.kind == "function_call":
             names[item.call_id] = item.name
             turn.calls.append(CalledTool(item.call_id or "", FunctionCall(item.name or "", item.arguments or "")))

@@ -18,6 +18,7 @@ from frontend.response_answer import ResponseAnswer
 from frontend.response_items import as_chat, listed, renamed
 from frontend.schemas.chat import check_chat
 from frontend.schemas.responses import decode_responses
+from frontend.truncation import fitted
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -53,6 +54,10 @@ class Responses:
         """POST /v1/responses. Raises ApiError, ClientGoneError."""
         body = decode_responses(data)
         chat, history = self._chat(exchange.tenant, body)
+        if body.truncation == "auto":
+            with renamed():
+                check_model(chat.model, served.card)
+                chat = await fitted(chat, served)
         answer = ResponseAnswer(self._store, exchange.tenant, body, history, served.card)
         if body.background:
             self._check_room()

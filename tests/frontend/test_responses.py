@@ -257,6 +257,30 @@ async def test_every_kind_of_item_reaches_the_model() -> None:
     )
 
 
+async def test_a_conversation_that_is_too_long_loses_its_oldest_turns(
+    connect: Callable[..., Connection], backend: FakeBackend
+) -> None:
+    def said(number: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": f"<{number}>" + "x" * 60}, {"role": "assistant", "content": "y" * 60}]
+
+    items = [item for number in range(20) for item in said(number)][:-1]
+    connection = connect()
+    body = {"input": items, "instructions": "be brief", "max_output_tokens": 200}
+    refused = await connection.post(PATH, body)
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+    told = await connection.post(PATH, {**body, "truncation": "auto"})
+    assert (told.status, told.json()["truncation"]) == (200, "auto")
+    text, num_tokens = prompt(backend), len(backend.last.token_ids)
+    assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n<")
+    assert "<19>" in text
+    assert num_tokens + 200 <= 1000
+    turn = len(token_ids("<|im_start|>user\n<10>" + "x" * 60 + "<|im_end|>\n<|im_start|>assistant\n" + "y" * 60))
+    assert num_tokens + turn + 200 > 1000 - 10
+    alone = await connection.post(PATH, {"input": "x" * 2000, "truncation": "auto"})
+    assert (alone.status, alone.error["param"]) == (400, "input")
+    assert (await connection.post(PATH, {**HI, "truncation": "auto"})).status == 200
+
+
 @pytest.mark.parametrize("effort", ["none", "high"])
 async def test_effort_none_keeps_the_model_from_thinking(effort: str) -> None:
     backend = FakeBackend(script=MODEL.says("ok"))
