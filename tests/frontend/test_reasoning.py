@@ -251,7 +251,7 @@ def test_how_tokens_are_batched_changes_nothing(text: str, batch_size: int) -> N
     async def run(batch_size: int) -> Any:
         backend = FakeBackend(script=OPENS_ITSELF.says(text, batch_size=batch_size))
         async with talking(OPENS_ITSELF, backend) as connection:
-            whole = (await connection.post(CHAT, {**HI, "tools": tools})).json()
+            whole = (await connection.post(CHAT, {**HI, "tools": tools, "stop": ["hm", "éé"]})).json()
         for call in whole["choices"][0]["message"].get("tool_calls", ()):
             del call["id"]
         return whole["choices"], whole["usage"]
