@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,15 +39,15 @@ class FakeCupy:
     def __init__(self, *, is_14: bool = True) -> None:
         self.function = Function()
         self.modules: list[dict[str, Any]] = []
-        self.raw = SimpleNamespace(kernel=self.function, max_dynamic_shared_size_bytes=0)
+        self.raws: dict[str, Any] = {}
         self.compile_fault: Exception | None = None
-        self.device = -1
+        self.devices: list[int] = []
         self.num_streams = 0
         stream = type("Stream", (), {"from_external": self.wrap} if is_14 else {})
         self.cuda = SimpleNamespace(
             Stream=stream,
             ExternalStream=lambda address, device: ("external", address, device),
-            Device=lambda index: SimpleNamespace(use=lambda: setattr(self, "device", index)),
+            Device=lambda index: SimpleNamespace(use=lambda: self.devices.append(index)),
             compiler=SimpleNamespace(CompileException=Fault),
             driver=SimpleNamespace(CUDADriverError=Fault),
             runtime=SimpleNamespace(CUDARuntimeError=Fault),
@@ -54,13 +55,17 @@ class FakeCupy:
 
     def wrap(self, stream: Any) -> tuple[str, int]:
         self.num_streams += 1
-        return "wrapped", stream.cuda_stream
+        return "wrapped", *stream.__cuda_stream__()
 
     def RawModule(self, **options: Any) -> Any:  # noqa: N802 - CuPy's name
         self.modules.append(options)
         if self.compile_fault is not None:
             raise self.compile_fault
-        return SimpleNamespace(get_function=lambda _entry: self.raw)
+        return SimpleNamespace(get_function=self.get_function)
+
+    def get_function(self, entry: str) -> Any:
+        raw = SimpleNamespace(kernel=self.function, max_dynamic_shared_size_bytes=48 << 10)
+        return self.raws.setdefault(entry, raw)
 
 
 @pytest.fixture
@@ -86,8 +91,25 @@ def test_a_kernel_is_compiled_with_its_macros_its_headers_and_a_name_for_all_sou
         f"-DPENSTOCK_SOURCES=0x{sources_digest()}",
         "-DACT=1",
     }
-    assert cupy.raw.max_dynamic_shared_size_bytes == 70_000
-    assert cupy.device == 3
+    assert cupy.raws["add_rms_norm"].max_dynamic_shared_size_bytes == 70_000
+    assert set(cupy.devices) == {3}
+
+
+def test_kernels_of_one_source_with_the_same_macros_are_one_module(cupy: FakeCupy) -> None:
+    gates = [Kernel("activations.cu", entry, (("ACT", 1),), num_threads=128) for entry in ("silu_mul", "gelu_mul")]
+    launcher = CupyLauncher(0)
+    launcher.prepare([KERNEL, *gates, *gates])
+    assert len(cupy.modules) == 2
+    assert set(cupy.raws) == {"add_rms_norm", "silu_mul", "gelu_mul"}
+    launcher.prepare(gates)
+    assert len(cupy.modules) == 2
+
+
+def test_a_function_allows_for_the_most_shared_memory_that_any_kernel_asks_of_it(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(0)
+    for shared_bytes in (60_000, 80_000, 50_000):
+        launcher.prepare([replace(KERNEL, shared_bytes=shared_bytes)])
+    assert cupy.raws["add_rms_norm"].max_dynamic_shared_size_bytes == 80_000
 
 
 def test_tensors_travel_as_addresses_and_scalars_as_they_are_in_torchs_stream(cupy: FakeCupy) -> None:
@@ -99,7 +121,7 @@ def test_tensors_travel_as_addresses_and_scalars_as_they_are_in_torchs_stream(cu
     assert (grid, block, shared_bytes) == ((5, 2, 1), (256,), 70_000)
     assert arguments == (TENSOR.data_ptr(), 7, 0.5)
     assert [type(argument) for argument in arguments] == [int, np.int32, np.float32]
-    assert stream == ("wrapped", 77)
+    assert stream == ("wrapped", 0, 77)
     assert cupy.num_streams == 1
     assert launcher.last_launch == "add_rms_norm[ACT=1] (5, 2, 1)"
 

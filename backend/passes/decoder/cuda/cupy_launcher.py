@@ -6,18 +6,30 @@ cupy is imported here alone, and only when a launcher is made. CuPy 13 and 14 bo
 from __future__ import annotations
 
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from backend.passes.decoder.cuda.launcher import KERNELS_DIR, KernelFailed
+from backend.passes.decoder.cuda.launcher import KERNELS_DIR, KernelFailed, compiled_together
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from backend.passes.decoder.cuda.launcher import Argument, Grid, Kernel
+
+
+class _CudaStream:
+    """A stream by CUDA's own protocol, which torch's class has not had for long."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address  # the protocol's version, and the stream
 
 
 class CupyLauncher:
@@ -37,9 +49,10 @@ class CupyLauncher:
         """The kernel launched last and its grid, for messages."""
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
-        for kernel in kernels:
-            if kernel not in self._functions:
-                self._functions[kernel] = self._load(kernel)
+        missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._functions]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for functions in pool.map(self._load, compiled_together(missing)):
+                self._functions |= functions
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         if 0 in grid:
@@ -56,37 +69,46 @@ class CupyLauncher:
 
     def _stream(self) -> Any:
         """torch's current stream as CuPy sees it."""
-        stream = torch.cuda.current_stream(self._device_index)
-        address = stream.cuda_stream
+        address = torch.cuda.current_stream(self._device_index).cuda_stream
         found = self._streams.get(address)
         if found is None:
-            kind = self._cupy.cuda.Stream
+            cuda = self._cupy.cuda
             # ExternalStream is what CuPy 13 has, and deprecated in 14.
             found = (
-                kind.from_external(stream)
-                if hasattr(kind, "from_external")
-                else self._cupy.cuda.ExternalStream(address, self._device_index)
+                cuda.Stream.from_external(_CudaStream(address))
+                if hasattr(cuda.Stream, "from_external")
+                else cuda.ExternalStream(address, self._device_index)
             )
             self._streams[address] = found
         return found
 
-    def _load(self, kernel: Kernel) -> Any:
+    def _load(self, kernels: list[Kernel]) -> dict[Kernel, Any]:
+        """kernels: of one source with the same macros, so one module. On any thread."""
+        source, macros = kernels[0].source, kernels[0].macros
         options = (
             "--std=c++17",
             f"-I{KERNELS_DIR}",
             # CuPy keeps what it has compiled under a name that does not know of included files.
             f"-DPENSTOCK_SOURCES=0x{sources_digest()}",
-            *(f"-D{name}={value}" for name, value in kernel.macros),
+            *(f"-D{name}={value}" for name, value in macros),
         )
         # Included, so that messages name the file, and CuPy need not write it again in whatever encoding.
-        code = f'#include "{kernel.source}"\n'
+        code = f'#include "{source}"\n'
         try:
-            raw = self._cupy.RawModule(code=code, options=options, backend="nvrtc").get_function(kernel.entry)
-            if kernel.shared_bytes:
-                raw.max_dynamic_shared_size_bytes = kernel.shared_bytes
-            return raw.kernel
+            self._cupy.cuda.Device(self._device_index).use()  # of this thread
+            module = self._cupy.RawModule(code=code, options=options, backend="nvrtc")
+            return {kernel: _function(module, kernel) for kernel in kernels}
         except self._faults as error:
-            raise KernelFailed(f"{kernel} of {kernel.source} cannot be compiled or loaded: {error}") from error
+            named = ", ".join(map(str, kernels))
+            raise KernelFailed(f"{named} of {source} cannot be compiled or loaded: {error}") from error
+
+
+def _function(module: Any, kernel: Kernel) -> Any:
+    raw = module.get_function(kernel.entry)
+    if kernel.shared_bytes:
+        # Kernels that differ in nothing else are one function of the driver's, which must allow for the largest.
+        raw.max_dynamic_shared_size_bytes = max(kernel.shared_bytes, raw.max_dynamic_shared_size_bytes)
+    return raw.kernel
 
 
 @cache

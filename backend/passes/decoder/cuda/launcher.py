@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import numpy as np
     from torch import Tensor
 
@@ -42,6 +41,14 @@ class Kernel:
     def __str__(self) -> str:
         macros = " ".join(f"{name}={value}" for name, value in self.macros)
         return f"{self.entry}[{macros}]" if macros else self.entry
+
+
+def compiled_together(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
+    """Groups of one source with the same macros: a compiler makes one module of each."""
+    groups: dict[tuple[str, tuple[tuple[str, int], ...]], list[Kernel]] = {}
+    for kernel in kernels:
+        groups.setdefault((kernel.source, kernel.macros), []).append(kernel)
+    return list(groups.values())
 
 
 class Launcher(Protocol):

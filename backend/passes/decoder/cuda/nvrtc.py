@@ -10,14 +10,13 @@ import ctypes
 import ctypes.util
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Kernel, KernelFailed
+from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Kernel, KernelFailed, compiled_together
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
 """What every kernel is compiled for before it is released."""
@@ -54,11 +53,8 @@ def compile_kernel(kernel: Kernel, arch: str) -> CompileReport:
 
 def compile_kernels(kernels: Iterable[Kernel], arch: str, num_threads: int = 1) -> list[CompileReport]:
     """As `compile_kernel` for each, but kernels of one source with the same macros are compiled at one go."""
-    groups: defaultdict[tuple[str, tuple[tuple[str, int], ...]], list[Kernel]] = defaultdict(list)
-    for kernel in kernels:
-        groups[kernel.source, kernel.macros].append(kernel)
     with ThreadPoolExecutor(num_threads) as pool:
-        reports = pool.map(lambda group: _compile_source(group, arch), groups.values())
+        reports = pool.map(lambda group: _compile_source(group, arch), compiled_together(kernels))
         return [report for group in reports for report in group]
 
 
