@@ -58,8 +58,8 @@ def call_grammar(
     added_tokens: Mapping[str, int],
     before: str,
 ) -> Grammar | None:
-    """The grammar of an answer that may call, or must; None where nothing is to be enforced, `answer` where calls
-    cannot be told from it.
+    """The grammar of an answer that may call, or must; None where nothing is to be enforced, that of `answer` alone
+    where calls cannot be told from it.
 
     answer is what the request wants of an answer without calls; before is Lark for what comes first.
     Raises ApiError where a call must be made and an answer of another form as well, or where the grammar is too long.
@@ -73,7 +73,7 @@ def call_grammar(
         start = "calls"
     elif answer is not None:
         if answer.kind != "json_schema" or form.trigger is None:
-            return answer
+            return after_reasoning(answer, before)
         start, more = "calls | answer", (_answer_rule(answer),)
     elif trigger_id is not None and any(function.strict for function in functions):
         start = "TEXT (calls TEXT)*"

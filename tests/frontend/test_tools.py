@@ -12,7 +12,7 @@ from frontend.parsing.choose import choose_dialect
 from frontend.parsing.tool_formats.mistral import Mistral
 from frontend.settings import ParserNames
 from shm.client import TokenBatch
-from shm.wire import MAX_GRAMMAR_CHARACTERS, Constraints, Finish
+from shm.wire import MAX_GRAMMAR_CHARACTERS, Constraints, Finish, Grammar
 from tests.frontend.dialects import ALWAYS_THINKING, HERMES, LLAMA3, MISTRAL, MODELS, PYTHONIC, THINKING_HERMES, Model
 from tests.frontend.harness import CHAT_TEMPLATE, Connection, FakeBackend
 from tests.frontend.test_reasoning import CHAT, HI, talking
@@ -297,6 +297,13 @@ async def test_only_calls_that_must_be_well_formed_have_a_grammar() -> None:
         assert constraints is not None
         assert constraints.grammar is not None
         assert constraints.grammar.kind == "lark"
+
+
+async def test_where_calls_look_like_answers_a_grammar_is_of_the_answer_alone() -> None:
+    for name in ("llama3_json", "pythonic"):
+        constraints = await constraints_of(MODELS[name], response_format={"type": "json_object"})
+        assert constraints is not None
+        assert constraints.grammar == Grammar("json_schema", '{"type":"object"}')
 
 
 async def test_a_grammar_leaves_out_what_is_only_told() -> None:
