@@ -101,7 +101,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
 
 
-_NOT_HERE = {
+NOT_HERE = {
     "n": (1,),
     "stop": ([],),
     "response_format": (),
@@ -135,7 +135,7 @@ def decode_count_tokens(data: bytes) -> CountTokensBody:
 
 
 def _checked(body: _Body) -> _Body:
-    for field, harmless in _NOT_HERE.items():
+    for field, harmless in NOT_HERE.items():
         value = getattr(body, field)
         if value is not None and value not in harmless:
             raise _unsupported(field, "not supported by this endpoint")

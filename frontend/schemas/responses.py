@@ -131,7 +131,7 @@ LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """The second is for servers that keep reasoning from their clients; here it comes as text."""
 
-_NOT_HERE = {"n": (1,), "response_format": (), "prompt_logprobs": (), "return_token_ids": (False,)}
+NOT_HERE = {"n": (1,), "response_format": (), "prompt_logprobs": (), "return_token_ids": (False,)}
 """Of what other endpoints have, with the values that ask for nothing."""
 
 _decoder = msgspec.json.Decoder(ResponsesBody)
@@ -145,7 +145,7 @@ def decode_responses(data: bytes) -> ResponsesBody:
 
 
 def _check(body: ResponsesBody) -> None:
-    for field, harmless in _NOT_HERE.items():
+    for field, harmless in NOT_HERE.items():
         value = getattr(body, field)
         if value is not None and value not in harmless:
             raise ApiError(

@@ -12,6 +12,7 @@ from frontend.metrics import render
 from frontend.schemas.chat import ChatBody
 from frontend.schemas.completion import CompletionBody
 from shm.board import BackendBoard, FrontendBoard
+from tests.frontend.parameter_table import table
 
 TEXT = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 
@@ -39,3 +40,7 @@ def test_every_metric_is_in_the_table() -> None:
     rows = re.findall(r"^\| (.+?) \| (gauge|counter|histogram) \| ", section("/metrics"), flags=re.MULTILINE)
     listed = {name: kind for names, kind in rows for name in re.findall(r"`(penstock_\w+)", names)}
     assert listed == told
+
+
+def test_the_table_of_parameters_is_true() -> None:
+    assert table() in section("Parameters by endpoint"), "python -m tests.frontend.parameter_table prints it"
