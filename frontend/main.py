@@ -43,6 +43,7 @@ def serve(options: FrontendOptions) -> int:
         limits=Limits(
             max_body_bytes=options.max_body,
             max_open_requests=options.max_open_requests,
+            max_stored_response_bytes=options.response_store,
             keep_alive_interval_s=options.keep_alive_interval_s,
         ),
         drain_timeout_s=options.drain_timeout_s,

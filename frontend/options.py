@@ -57,6 +57,9 @@ class FrontendOptions:
     max_open_requests: Positive = 1024
     """Requests that one worker has open at once; beyond it the answer is 429."""
 
+    response_store: ByteSize = 64 << 20
+    """What each worker may keep of finished responses, for /v1/responses; 0 keeps none."""
+
     tool_parser: ToolParserName = "auto"
     """How the model writes tool calls; auto goes by its chat template, none offers no tools."""
 
