@@ -26,7 +26,7 @@ from backend.memory import Memory, device_memory
 from backend.model_card import make_card
 from backend.options import BackendOptions
 from backend.page_pool import PagePool
-from backend.passes.decoder.cuda.device_choice import choose_device, planned_device
+from backend.passes.decoder.cuda.device_choice import choose_device, planned_device, why_no_gpu
 from backend.passes.decoder.threads import prepare_threads
 from backend.plan_table import plan_tables
 from backend.plugins import find_forward_pass
@@ -128,6 +128,8 @@ def serve(options: BackendOptions) -> None:
     # What start-up made lives as long as the process: the collector need not walk it in the step loop.
     gc.collect()
     gc.freeze()
+    if options.gpu == "auto" and settings.device == "cpu":
+        logger.info("on the CPU: %s", why_no_gpu())
     logger.info("ready: %s on %s after %.1f s", card.model_id, options.socket, time.monotonic() - started_s)
     try:
         engine.run()

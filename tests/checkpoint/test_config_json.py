@@ -155,7 +155,7 @@ def test_yarn_offers_the_context_that_its_factor_reaches() -> None:
 
 
 def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
-    with pytest.raises(StartupError, match=r"513 tokens.*1 to 512"):
+    with pytest.raises(StartupError, match=r"--max-context is 513.*1 to 512"):
         parse_decoder_config(LLAMA, max_context_tokens=513)
 
 

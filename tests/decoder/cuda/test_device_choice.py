@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 
 from backend.errors import StartupError
 from backend.main import app
-from backend.passes.decoder.cuda.device_choice import Gpu, choose_device, find_gpus, planned_device
+from backend.passes.decoder.cuda.device_choice import Gpu, choose_device, find_gpus, planned_device, why_no_gpu
 from backend.passes.decoder.cuda.link_probe import LinkSpeed, measure_link
 from tests.decoder.cuda.emulated_device import EmulatedDevice
 
@@ -66,14 +65,9 @@ def test_a_gpu_that_is_none_or_too_old_is_told_in_one_line(gpu: str, message: st
 
 
 @pytest.mark.parametrize(("find", "reason"), [(having_none, "no NVIDIA driver"), (having(OLD), "8.0 or more")])
-def test_auto_falls_to_the_cpu_and_says_why_once(
-    find: Callable[[], list[Gpu]], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        assert choose_device("auto", find) == "cpu"
-    (message,) = caplog.messages
-    assert message.startswith("serving on the CPU: ")
-    assert reason in message
+def test_auto_falls_to_the_cpu_and_it_can_be_said_why(find: Callable[[], list[Gpu]], reason: str) -> None:
+    assert choose_device("auto", find) == "cpu"
+    assert reason in why_no_gpu(find)
 
 
 def test_a_plan_may_be_for_a_gpu_that_is_not_here() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,6 @@ from backend.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-logger = logging.getLogger("penstock.backend")
 
 MIN_CAPABILITY = (8, 0)
 """The kernels use asynchronous copies and bf16 products, which came with it (Ampere)."""
@@ -50,8 +47,16 @@ def choose_device(gpu: str, find: Callable[[], list[Gpu]] | None = None) -> str:
     except StartupError as reason:
         if gpu != "auto":
             raise StartupError(f"--gpu is {gpu}: {reason}") from reason
-        logger.info("serving on the CPU: %s", reason)
         return "cpu"
+
+
+def why_no_gpu(find: Callable[[], list[Gpu]] | None = None) -> str:
+    """Why `--gpu auto` came to the CPU."""
+    try:
+        _serving((find or find_gpus)())
+    except StartupError as reason:
+        return str(reason)
+    return "there is a GPU now"
 
 
 def planned_device(gpu: str, find: Callable[[], list[Gpu]] | None = None) -> str:
