@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
 import re
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from frontend import completions, messages, metrics, utility_endpoints
+from frontend.admission import Admission
 from frontend.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
 from frontend.exchange import ClientGoneError, Exchange
 from frontend.response_store import ResponseStore
 from frontend.responses import Responses
-from frontend.terms import tenant_salt
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -52,11 +51,12 @@ class App:
     """One worker's application. `run` must be running beside it."""
 
     def __init__(
-        self, backend: BackendClient, models: ModelKeeper, *, api_keys: tuple[str, ...] = (), limits: Limits
+        self, backend: BackendClient, models: ModelKeeper, *, admission: Admission | None = None, limits: Limits
     ) -> None:
+        """Without admission all may ask."""
         self._backend = backend
         self._models = models
-        self._salts = {key.encode(): tenant_salt(key.encode()) for key in api_keys}
+        self._admission = admission or Admission()
         self._limits = limits
         self._open: set[Exchange] = set()
         self._draining = False
@@ -150,9 +150,15 @@ class App:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            route = self._route(exchange)
+            exchange.more_headers = self._admission.cors.headers(exchange)
+            methods = self._methods(exchange.path)
+            if (allowed := self._admission.cors.preflight(exchange, methods)) is not None:
+                await exchange.start(204, allowed)
+                await exchange.send(b"", more=False)
+                return
+            route = _route(exchange, methods)
             if route.needs_key:
-                self._check_key(exchange)
+                self._admission.identify(exchange)
             await route.handler(exchange)
         except ApiError as error:
             if exchange.started:
@@ -179,38 +185,13 @@ class App:
                 return
             await exchange.respond_error(ApiError(ErrorKind.INTERNAL, "an internal error occurred"))
 
-    def _route(self, exchange: Exchange) -> Route:
-        path = exchange.path
+    def _methods(self, path: str) -> dict[str, Route]:
         methods = self._routes.get(path)
         if methods is None:
             methods = next((methods for pattern, methods in self._patterns if pattern.fullmatch(path)), None)
         if methods is None:
             raise ApiError(ErrorKind.UNKNOWN_PATH, f"no such path: {shorten(path)}")
-        route = methods.get(exchange.method)
-        if route is None:
-            allowed = ", ".join(methods)
-            raise ApiError(
-                ErrorKind.WRONG_METHOD,
-                f"{exchange.method[:20]} is not allowed here; allowed: {allowed}",
-                headers=((b"allow", allowed.encode()),),
-            )
-        return route
-
-    def _check_key(self, exchange: Exchange) -> None:
-        if not self._salts:
-            return
-        scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
-        if (alone := exchange.header(b"x-api-key")) is not None:  # Anthropic's clients send it so
-            scheme, given = b"bearer", alone
-        # Every key is compared, so that the time says nothing about which.
-        matching = [salt for key, salt in self._salts.items() if hmac.compare_digest(given.strip(), key)]
-        if scheme.lower() != b"bearer" or not matching:
-            raise ApiError(
-                ErrorKind.BAD_KEY,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-API-Key",
-                headers=((b"www-authenticate", b"Bearer"),),
-            )
-        exchange.tenant = matching[0]
+        return methods
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.respond(200, b'{"status":"ok"}')
@@ -267,6 +248,7 @@ class App:
         if self._models.settled.is_set():
             self._served()
         _check_content_type(exchange)
+        self._admission.admit(exchange)
         return await exchange.read_body(max_bytes=self._limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
 
     async def _served_soon(self, exchange: Exchange) -> ServedModel:
@@ -280,6 +262,18 @@ class App:
         if served is None:
             raise retry_later(ErrorKind.UNAVAILABLE, "the model is still loading", 2)
         return served
+
+
+def _route(exchange: Exchange, methods: dict[str, Route]) -> Route:
+    route = methods.get(exchange.method)
+    if route is None:
+        allowed = ", ".join(methods)
+        raise ApiError(
+            ErrorKind.WRONG_METHOD,
+            f"{exchange.method[:20]} is not allowed here; allowed: {allowed}",
+            headers=((b"allow", allowed.encode()),),
+        )
+    return route
 
 
 def _check_content_type(exchange: Exchange) -> None:

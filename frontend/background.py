@@ -73,6 +73,9 @@ class _OwnExchange(Exchange):
     def __init__(self, client: Exchange, receive: Receive, send: Send, on_watch: Callable[[], None]) -> None:
         super().__init__({**client.scope, "extensions": {}}, receive, send)
         self.tenant, self.received_s, self.request_id = client.tenant, client.received_s, client.request_id
+        self.key_name, self.account = client.key_name, client.account
+        if self.account is not None:
+            self.account.hold()
         self._on_watch = on_watch
 
     def watch(self, on_abort: Callable[[], None]) -> None:

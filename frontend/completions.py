@@ -126,11 +126,16 @@ async def generate(
     response_id = id_prefix + secrets.token_hex(12)
     usage = Usage(prompt_tokens=sum(map(len, prompts)))
     record = RequestRecord(
-        response_id, exchange.received_s, http_request_id=exchange.request_id, prompt_tokens=usage.prompt_tokens
+        response_id,
+        exchange.received_s,
+        http_request_id=exchange.request_id,
+        key=exchange.key_name,
+        prompt_tokens=usage.prompt_tokens,
     )
     identity = Identity(response_id, int(time.time()), card.model_id, card.fingerprint or None)
     answer = make_format(identity, usage, _streamed_usage(body))
     try:
+        exchange.charge(usage.prompt_tokens)
         choices = await submit(body, terms, prompts, guidance, served, backend)
         generation = Generation(exchange, choices, answer, usage, record)
         exchange.watch(generation.cancel)
@@ -142,6 +147,7 @@ async def generate(
         record.finish_reason = outcome(error) if isinstance(error, ApiError) else "cancelled"
         raise
     finally:
+        exchange.charge(usage.completion_tokens)
         record.observe(backend.board, time.monotonic())
 
 

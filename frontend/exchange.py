@@ -15,6 +15,8 @@ from frontend.errors import ApiError, ErrorKind
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+    from frontend.quotas import Account
+
     Scope = dict[str, Any]
     Message = dict[str, Any]
     Receive = Callable[[], Awaitable[Message]]
@@ -51,6 +53,12 @@ class Exchange:
         self.received_s = time.monotonic()
         self.tenant = b""
         """16 bytes that stand for the API key which let the request in; empty where no key is needed."""
+        self.key_name: str | None = None
+        """That key's, for logs."""
+        self.account: Account | None = None
+        """Where what the request uses is counted, if that key has limits."""
+        self.more_headers: Headers = ()
+        """Of any answer."""
         self.status: int | None = None
         """Of the answer; None until its status line has been sent."""
         self.ending: Exception | None = None
@@ -168,8 +176,15 @@ class Exchange:
         if self._drop_connection is not None:
             self._drop_connection()
 
+    def charge(self, num_tokens: int) -> None:
+        if self.account is not None:
+            self.account.charge(num_tokens)
+
     def finish(self) -> None:
         """Nothing more will be read or sent."""
+        if self.account is not None:
+            self.account.release()
+            self.account = None
         if self._watcher is not None:
             self._watcher.cancel()
 
@@ -181,7 +196,9 @@ class Exchange:
     async def start(self, status: int, headers: Headers) -> None:
         self.status = status
         request_id = self.request_id.encode()
-        sent_headers = [*headers, *((name, request_id) for name in self._dialect.request_id_headers)]
+        ids = [(name, request_id) for name in self._dialect.request_id_headers]
+        limits = () if self.account is None else self.account.headers()
+        sent_headers = [*headers, *limits, *self.more_headers, *ids]
         await self._transmit({"type": "http.response.start", "status": status, "headers": sent_headers})
 
     async def send(self, body: bytes, *, more: bool) -> None:

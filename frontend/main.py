@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
+import re
 import sys
 
 import msgspec
 
+from frontend.access import Keyring, named_keys, read_key_file
+from frontend.listening import LONGEST_SOCKET_PATH_BYTES, address_of, listening_socket, unlink
 from frontend.options import FrontendOptions
-from frontend.settings import WORKER_SETTINGS_VARIABLE, Limits, ParserNames, WorkerSettings
-from shm.cli import fail, make_app
+from frontend.quotas import QuotaPage
+from frontend.settings import WORKER_SETTINGS_VARIABLE, AccessSettings, Limits, ParserNames, WorkerSettings
+from frontend.tls import TlsError, TlsFiles, server_context
+from shm.cli import ENV_PREFIX, fail, make_app
 from shm.supervisor import ChildSpec, Supervisor, module_argv
 
-_BACKLOG = 2048
-_LONGEST_SOCKET_PATH_BYTES = 107
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\\s,*\"]+")
+_SECRETS = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD")
 _STOP_MARGIN_S = 5.0
 """What a worker may take beyond its drain time-out before it is killed."""
 
@@ -33,13 +36,18 @@ def main() -> None:
 
 def serve(options: FrontendOptions) -> int:
     """Runs until told to stop; returns the exit status."""
-    if len(os.fsencode(options.socket)) > _LONGEST_SOCKET_PATH_BYTES:
-        fail("frontend", f"--socket {options.socket} is longer than the {_LONGEST_SOCKET_PATH_BYTES} bytes of a path")
+    if len(os.fsencode(options.socket)) > LONGEST_SOCKET_PATH_BYTES:
+        fail("frontend", f"--socket {options.socket} is longer than the {LONGEST_SOCKET_PATH_BYTES} bytes of a path")
+    access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
     listening = listening_socket(options, "frontend")
+    access = msgspec.structs.replace(access, quota_fd=QuotaPage.create_fd(options.workers))
     settings = WorkerSettings(
+        worker=0,
+        num_workers=options.workers,
         listen_fd=listening.fileno(),
         socket_path=str(options.socket),
-        api_keys=options.api_key,
+        access=access,
+        tls=tls,
         limits=Limits(
             max_body_bytes=options.max_body,
             max_open_requests=options.max_open_requests,
@@ -51,53 +59,72 @@ def serve(options: FrontendOptions) -> int:
         log_json=options.log_json,
         parsers=ParserNames(options.tool_parser, options.reasoning_parser),
     )
-    environment = {**os.environ, WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
-    argv = module_argv("frontend.worker")
     workers = [
-        ChildSpec(f"worker {number}", argv, pass_fds=(listening.fileno(),), env=environment)
+        ChildSpec(
+            f"worker {number}",
+            module_argv("frontend.worker"),
+            pass_fds=(listening.fileno(), access.quota_fd),
+            env=_environment(msgspec.structs.replace(settings, worker=number)),
+            reloads=reloads(options),
+        )
         for number in range(options.workers)
     ]
     if options.listen_fd is None:  # otherwise who handed it over says so
-        host, port = listening.getsockname()[:2]
-        shown_host = f"[{host}]" if ":" in host else host
-        _log(f"listening on http://{shown_host}:{port} with {options.workers} worker(s)")
+        address = address_of(listening, tls=tls is not None)
+        _log(f"listening on {address} with {options.workers} worker(s)")
+
+    def close() -> None:
+        unlink(options)
+        listening.close()
+
     supervisor = Supervisor(
         workers,
         log=_log,
         stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
         # The workers close theirs; as long as one is open, clients connect and wait for nobody.
-        on_stop=listening.close,
+        on_stop=close,
     )
     return supervisor.run()
 
 
-def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
-    """A socket in which connections wait while workers start or restart: the inherited one, or one of our own.
-
-    Exits with one line, in the name of the command, where it cannot be had.
-    """
-    if options.listen_fd is not None:
-        return _inherited(options.listen_fd, command)
-    host, port = options.host, options.port
+def read_access(options: FrontendOptions, command: str) -> AccessSettings:
+    """What workers are told of it. Exits with one line, in the name of the command, where they could not use it."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except socket.gaierror:
-        fail(command, f'--host "{host}" is not an address of this machine')
-    except OSError as error:
-        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-        fail(command, f"port {port} on {host} {reason}")
+        keys = named_keys(options.api_key)
+        Keyring(keys + (read_key_file(options.api_key_file) if options.api_key_file is not None else []))
+    except ValueError as error:
+        fail(command, str(error))
+    for origin in options.cors_allow_origin:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            fail(command, f'--cors-allow-origin "{origin}" is no origin; write https://chat.example.org, or *')
+    key_file = None if options.api_key_file is None else str(options.api_key_file)
+    return AccessSettings(options.api_key, key_file, options.cors_allow_origin)
 
 
-def _inherited(fd: int, command: str) -> socket.socket:
+def tls_files(options: FrontendOptions, command: str) -> TlsFiles | None:
+    """None without TLS. Exits with one line, in the name of the command, where the files cannot be used."""
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None:
+            fail(command, "--ssl-keyfile needs --ssl-certfile")
+        return None
+    keyfile = None if options.ssl_keyfile is None else str(options.ssl_keyfile)
+    files = TlsFiles(str(options.ssl_certfile), keyfile, options.ssl_keyfile_password)
     try:
-        inherited = socket.socket(fileno=fd)
-    except OSError as error:
-        fail(command, f"--listen-fd {fd} is no socket: {error.strerror}")
-    is_listening = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    if inherited.family not in (socket.AF_INET, socket.AF_INET6) or not is_listening:
-        fail(command, f"--listen-fd {fd} is not a socket that listens on a port")
-    return inherited
+        server_context(files)
+    except TlsError as error:
+        fail(command, str(error))
+    return files
+
+
+def reloads(options: FrontendOptions) -> bool:
+    """Whether there are files to be read again at SIGHUP."""
+    return options.api_key_file is not None or options.ssl_certfile is not None
+
+
+def _environment(settings: WorkerSettings) -> dict[str, str]:
+    """Of a worker. The settings hold what was secret in ours."""
+    kept = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    return kept | {WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
 
 
 def _log(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,13 @@ def _split_keys(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
     return keys
 
 
+def _check_mode(_type: Any, tokens: Sequence[Token]) -> str:
+    mode = tokens[0].value
+    if not re.fullmatch("0?[0-7]{3}", mode):
+        raise ValueError(f'"{mode}" is not a mode in octal; write 660 or 600')
+    return mode
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class FrontendOptions:
@@ -35,6 +43,21 @@ class FrontendOptions:
 
     port: Port = 8000
     """Port to listen on; 0 takes a free one."""
+
+    uds: Path | None = None
+    """Unix socket to listen on, in place of host and port."""
+
+    uds_mode: Annotated[str, Parameter(converter=_check_mode)] = "660"
+    """Who may connect to it: the mode of its file, in octal."""
+
+    ssl_certfile: Path | None = None
+    """Certificate with its chain, in PEM: clients then speak https. It is read again at SIGHUP."""
+
+    ssl_keyfile: Path | None = None
+    """Its private key, where that is in a file of its own."""
+
+    ssl_keyfile_password: Annotated[str | None, Parameter(show_default=False)] = None
+    """Of an encrypted key. Better given by the environment, where other users of the machine do not see it."""
 
     listen_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """A listening socket that was inherited takes the place of host and port: `penstock serve` hands its own over."""
@@ -51,6 +74,14 @@ class FrontendOptions:
     """Key that clients must send (Authorization: Bearer KEY); may be repeated, or several with commas between. Better
     given by the environment, where other users of the machine do not see it. Without one, all may ask."""
 
+    api_key_file: Path | None = None
+    """File of keys, one a line: KEY [name=NAME] [requests_in_flight=N] [requests_per_minute=N] [tokens_per_minute=N].
+    Beyond its limits a key is answered 429. Read again at SIGHUP."""
+
+    cors_allow_origin: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False)] = ()
+    """Origin whose pages may read answers in a browser, such as https://chat.example.org, or * for all; may be
+    repeated."""
+
     max_body: ByteSize = 2 << 20
     """Largest request body, such as 2MiB."""
 
@@ -64,8 +95,8 @@ class FrontendOptions:
     """How the model writes tool calls; auto goes by its chat template, none offers no tools."""
 
     reasoning_parser: ReasoningParserName = "auto"
-    """How the model marks its reasoning: think is <think>…</think>, mistral [THINK]…[/THINK], none leaves it in the
-    text; auto goes by the chat template and the tokens."""
+    """How the model marks its reasoning: think is the tag of that name, mistral is [THINK] to [/THINK], none leaves it
+    in the text; auto goes by the chat template and the tokens."""
 
     drain_timeout_s: Seconds = 30.0
     """Seconds that running requests get to finish when told to stop."""

@@ -29,6 +29,8 @@ class RequestRecord:
     completion_tokens: int = 0
     first_token_s: float | None = None
     finish_reason: str = "error"
+    key: str | None = None
+    """The name of the API key it came with."""
 
     def observe(self, board: FrontendBoard, ended_s: float) -> None:
         """Logs the line and counts the request's times."""
@@ -56,6 +58,7 @@ class RequestRecord:
             "total_tps": _rate(self.prompt_tokens + self.completion_tokens, latency_s),
             "latency_ms": round(1000 * latency_s, 1),
             "finish_reason": self.finish_reason,
+            "key": self.key,
             "http_request_id": self.http_request_id,
         }
         line = " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())

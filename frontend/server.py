@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,11 @@ import uvicorn
 
 from frontend.connections import MAX_CONNECTIONS, Connections
 from frontend.http_limits import LimitedProtocol
+from frontend.tls import HANDSHAKE_TIMEOUT_S
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Iterator
+    import ssl
+    from collections.abc import Iterator, Sequence
 
     from frontend.app import App
 
@@ -26,6 +28,33 @@ _STUCK_S = 1.0
 
 
 class _Server(uvicorn.Server):
+    tls: ssl.SSLContext | None = None
+
+    async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        """In uvicorn's place, which knows neither Unix sockets that listen already nor a time for handshakes."""
+        await self.lifespan.startup()
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def new_connection() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        self.servers = []
+        for listening in sockets or ():
+            create = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
+            timeout_s = None if self.tls is None else HANDSHAKE_TIMEOUT_S
+            self.servers.append(
+                await create(
+                    new_connection,
+                    sock=listening,
+                    ssl=self.tls,
+                    ssl_handshake_timeout=timeout_s,
+                    backlog=config.backlog,
+                )
+            )
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         # uvicorn would raise SIGTERM again when it has drained; we exit 0 instead.
@@ -52,12 +81,19 @@ class HttpServer:
     """Serves the app on a socket that listens already."""
 
     def __init__(
-        self, app: App, listening: socket.socket, *, drain_timeout_s: float, max_connections: int = MAX_CONNECTIONS
+        self,
+        app: App,
+        listening: socket.socket,
+        *,
+        drain_timeout_s: float,
+        max_connections: int = MAX_CONNECTIONS,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._app = app
         self._listening = listening
         self._drain_timeout_s = drain_timeout_s
         self._server = _Server(server_config(app, max_connections=max_connections))
+        self._server.tls = tls
         self._stop = asyncio.Event()
         self._hasten = asyncio.Event()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from frontend.parsing.names import ReasoningParserName, ToolParserName
+from frontend.tls import TlsFiles
 
 WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
 """Carries the settings: an environment is private to its user, a command line is not, and there may be keys in it."""
@@ -32,10 +33,24 @@ class ParserNames(Struct, frozen=True):
     reasoning: ReasoningParserName = "auto"
 
 
+class AccessSettings(Struct, frozen=True):
+    """Who may ask. The file is read by each worker, and again at SIGHUP."""
+
+    api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    quota_fd: int = -1
+    """The page on which the workers count together what keys use."""
+
+
 class WorkerSettings(Struct, frozen=True):
+    worker: int
+    """This one's number; num_workers share the socket and the page."""
+    num_workers: int
     listen_fd: int
     socket_path: str
-    api_keys: tuple[str, ...]
+    access: AccessSettings
+    tls: TlsFiles | None
     limits: Limits
     drain_timeout_s: float
     log_level: str

@@ -6,20 +6,34 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
 
+from frontend.access import named_keys, read_key_file
+from frontend.admission import Admission
 from frontend.app import App
 from frontend.connections import raise_fd_limit
 from frontend.model import ModelKeeper
+from frontend.quotas import QuotaPage
 from frontend.server import HttpServer
 from frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
+from frontend.tls import TlsError, load, server_context
 from shm.client import BackendClient
 from shm.log import set_up_logging
+
+if TYPE_CHECKING:
+    import ssl
+
+    from frontend.access import ApiKey
+    from frontend.settings import AccessSettings
+
+_log = logging.getLogger("penstock.worker")
 
 
 async def serve(settings: WorkerSettings) -> None:
@@ -29,14 +43,44 @@ async def serve(settings: WorkerSettings) -> None:
     backend = BackendClient(Path(settings.socket_path))
     await backend.start()
     models = ModelKeeper(backend, settings.parsers)
-    app = App(backend, models, api_keys=settings.api_keys, limits=settings.limits)
+    access = settings.access
+    page = QuotaPage.attach(access.quota_fd, settings.num_workers, settings.worker)
+    admission = Admission(read_keys(access), cors_origins=access.cors_origins, page=page)
+    app = App(backend, models, admission=admission, limits=settings.limits)
+    tls = None if settings.tls is None else server_context(settings.tls)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)
     keeper = asyncio.create_task(models.watch())
     try:
-        server = HttpServer(app, listening, drain_timeout_s=settings.drain_timeout_s, max_connections=max_connections)
+        server = HttpServer(
+            app, listening, drain_timeout_s=settings.drain_timeout_s, max_connections=max_connections, tls=tls
+        )
         await server.run()
     finally:
         keeper.cancel()
         await backend.close()
+
+
+def read_keys(access: AccessSettings) -> list[ApiKey]:
+    """Raises KeyFileError."""
+    keys = named_keys(access.api_keys)
+    return keys if access.api_key_file is None else keys + read_key_file(Path(access.api_key_file))
+
+
+def _reload(settings: WorkerSettings, admission: Admission, tls: ssl.SSLContext | None) -> None:
+    """Keys and certificate from their files once more, each for itself: where one is wrong the old stays."""
+    try:
+        admission.set_keys(read_keys(settings.access))
+    except ValueError as error:
+        _log.error("the API keys stay as they were: %s", error)
+    else:
+        _log.info("the API keys have been read again")
+    if tls is not None and settings.tls is not None:
+        try:
+            load(tls, settings.tls)
+        except TlsError as error:
+            _log.error("the certificate stays as it was: %s", error)
+        else:
+            _log.info("the certificate has been read again")
 
 
 def main() -> None:

@@ -39,6 +39,8 @@ class ChildSpec:
     pass_fds: tuple[int, ...] = ()
     env: Mapping[str, str] | None = None
     stage: int = 0
+    reloads: bool = False
+    """It takes SIGHUP as a word to read its files again."""
 
 
 def module_argv(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
@@ -80,7 +82,8 @@ class Supervisor:
     (not by a signal) in its very first settle_s: it has said why on standard error. With is_up, a question that is
     asked every 0.1 s until its answer is yes, an exit before that answer is final too, however long the start takes.
 
-    SIGTERM, SIGINT or SIGHUP stop the children stage by stage with SIGTERM; a stage that has not ended after
+    SIGHUP is passed on to the children that reload; where there are none it stops, as a terminal that closes does.
+    SIGTERM, SIGINT or such a SIGHUP stop the children stage by stage with SIGTERM; a stage that has not ended after
     stop_timeout_s is killed. A second signal is passed on to all that still run and shortens the wait.
     """
 
@@ -120,7 +123,7 @@ class Supervisor:
                 self._start(child, previous)
             while True:
                 received = signal.sigtimedwait(_SIGNALS, self._seconds_to_next_turn())
-                if received is not None and received.si_signo in _STOP_SIGNALS:
+                if received is not None and received.si_signo in _STOP_SIGNALS and not self._reload(received.si_signo):
                     return self._stop(status=0)
                 if self._is_up is not None and self._is_up():
                     self._is_up = None
@@ -135,6 +138,16 @@ class Supervisor:
                 process.kill()
                 process.wait()
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+    def _reload(self, signal_number: int) -> bool:
+        """Whether that is all the signal asks for."""
+        reloading = [child.process for child in self._children if child.spec.reloads]
+        if signal_number != signal.SIGHUP or not reloading:
+            return False
+        for process in reloading:
+            if process is not None:
+                process.send_signal(signal.SIGHUP)
+        return True
 
     def _start(self, child: _Child, signal_mask: Iterable[int]) -> None:
         supervisor_pid = os.getpid()

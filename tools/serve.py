@@ -7,6 +7,7 @@ import dataclasses
 import http.client
 import os
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from cyclopts import Parameter
 
 from backend.options import BackendOptions
-from frontend.main import listening_socket
+from frontend.listening import address_of, listening_socket, unlink
+from frontend.main import read_access, reloads, tls_files
 from frontend.options import FrontendOptions
 from shm.cli import ENV_PREFIX, default_socket_path, fail, to_argv
 from shm.rendezvous import AddressInUse, CannotListen, check_free
@@ -56,9 +58,30 @@ def part(options: Any, of: type[T]) -> T:
     return of(**{item.name: getattr(options, item.name) for item in dataclasses.fields(of)})  # type: ignore[arg-type]
 
 
-def is_ready(host: str, port: int) -> bool:
+class _Probe(http.client.HTTPConnection):
+    """A connection to a socket of our own, whichever kind it is; so whose certificate it has need not be asked."""
+
+    def __init__(self, listening: socket.socket, *, tls: bool) -> None:
+        super().__init__("localhost", timeout=_PROBE_TIMEOUT_S)
+        self._family, self._address = listening.family, listening.getsockname()
+        self._tls = tls
+
+    def connect(self) -> None:
+        self.sock = socket.socket(self._family)
+        self.sock.settimeout(_PROBE_TIMEOUT_S)
+        address = self._address
+        if self._family != socket.AF_UNIX:
+            address = (_ANY_ADDRESS.get(address[0], address[0]), *address[1:])
+        self.sock.connect(address)
+        if self._tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            self.sock = context.wrap_socket(self.sock)
+
+
+def is_ready(listening: socket.socket, *, tls: bool) -> bool:
     """True where GET /ready answers 200 now."""
-    connection = http.client.HTTPConnection(_ANY_ADDRESS.get(host, host), port, timeout=_PROBE_TIMEOUT_S)
+    connection = _Probe(listening, tls=tls)
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200
@@ -69,11 +92,14 @@ def is_ready(host: str, port: int) -> bool:
 
 
 def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
-    """The options without API keys, and an environment with them: other users of a machine can read command lines."""
+    """The options without what is secret, and an environment with it: other users of a machine can read command
+    lines."""
     environment = dict(os.environ)
     if options.api_key:
         environment[f"{ENV_PREFIX}API_KEY"] = ",".join(options.api_key)
-    return dataclasses.replace(options, api_key=()), environment
+    if options.ssl_keyfile_password is not None:
+        environment[f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD"] = options.ssl_keyfile_password
+    return dataclasses.replace(options, api_key=(), ssl_keyfile_password=None), environment
 
 
 def serve(options: ServeOptions) -> int:
@@ -82,6 +108,8 @@ def serve(options: ServeOptions) -> int:
         return subprocess.run(
             module_argv("backend.main", to_argv(part(options, BackendOptions))), check=False
         ).returncode
+    read_access(options, _COMMAND)
+    tls_files(options, _COMMAND)
     with listening_socket(options, _COMMAND) as listening, _backend_socket(options.socket):
         return _supervise(options, listening)
 
@@ -119,20 +147,26 @@ def _remove_socket(path: Path) -> None:
 
 def _supervise(options: ServeOptions, listening: socket.socket) -> int:
     """The frontend takes over the socket that listens: whoever answers there is ours, also where it is restarted."""
-    host, port = listening.getsockname()[:2]
+    tls = options.ssl_certfile is not None
+    address = address_of(listening, tls=tls)
     told, environment = split_keys(dataclasses.replace(options, listen_fd=listening.fileno()))
     backend_argv = module_argv("backend.main", to_argv(part(told, BackendOptions)))
     frontend_argv = module_argv("frontend.main", to_argv(part(told, FrontendOptions)))
+    fds = (listening.fileno(),)
     children = (
         ChildSpec("backend", backend_argv, stage=0),
-        ChildSpec("frontend", frontend_argv, pass_fds=(listening.fileno(),), env=environment, stage=1),
+        ChildSpec("frontend", frontend_argv, fds, environment, stage=1, reloads=reloads(options)),
     )
 
     def announce_when_up() -> bool:
-        if not is_ready(host, port):
+        if not is_ready(listening, tls=tls):
             return False
-        print(_welcome(dataclasses.replace(options, port=port)), flush=True)
+        print(_welcome(address, has_keys=bool(options.api_key or options.api_key_file)), flush=True)
         return True
+
+    def close() -> None:
+        unlink(options)
+        listening.close()
 
     return Supervisor(
         children,
@@ -140,7 +174,7 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
         stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
         is_up=announce_when_up,
         # The frontend closes its own; as long as one is open, clients connect and wait for nobody.
-        on_stop=listening.close,
+        on_stop=close,
     ).run()
 
 
@@ -148,12 +182,16 @@ def _log(message: str) -> None:
     print(f"{_COMMAND}: {message}", file=sys.stderr, flush=True)
 
 
-def _welcome(options: ServeOptions) -> str:
-    host = _ANY_ADDRESS.get(options.host, options.host)
-    url = f"http://[{host}]:{options.port}" if ":" in host else f"http://{host}:{options.port}"
-    key = ' -H "Authorization: Bearer $KEY"' if options.api_key else ""
+def _welcome(address: str, *, has_keys: bool) -> str:
+    for anywhere, here in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
+        address = address.replace(anywhere, here)
+    url, how = address, ""
+    if address.startswith("unix:"):
+        url, how = "http://localhost", f"--unix-socket {address.removeprefix('unix:')} "
+    key = ' -H "Authorization: Bearer $KEY"' if has_keys else ""
+    shown = f"{address} {url}/v1" if how else f"{url}/v1"
     return (
-        f"Ready: {url}/v1\n"
-        f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
+        f"Ready: {shown}\n"
+        f"  curl {how}{url}/v1/completions{key} -H 'Content-Type: application/json' "
         """-d '{"prompt": "Once upon a time", "max_tokens": 32}'"""
     )

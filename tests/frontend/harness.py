@@ -15,6 +15,8 @@ import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from uvicorn.server import ServerState
 
+from frontend.access import named_keys
+from frontend.admission import Admission
 from frontend.app import App
 from frontend.chat_template import ChatTemplate
 from frontend.model import ModelKeeper, ServedModel, dialect_of
@@ -168,10 +170,6 @@ class FakeBackend:
         return {name: count for name, count in self.board.values().items() if name != "pid"}
 
     @property
-    def counters(self) -> dict[str, int]:
-        return {name: count for name, count in self.board.values().items() if name != "pid"}
-
-    @property
     def last(self) -> GenerationRequest:
         return self.streams[-1].request
 
@@ -188,14 +186,14 @@ def served_model(
 
 
 def make_app(backend: FakeBackend, **options: Any) -> App:
-    """An app whose model is loaded, if there is one. options: keeper, api_keys, or those of Limits."""
+    """An app whose model is loaded, if there is one. options: keeper, api_keys, admission, or those of Limits."""
     keeper = options.pop("keeper", None)
     if keeper is None:
         keeper = ModelKeeper(backend)  # type: ignore[arg-type]
         keeper.current = None if backend.model is None else served_model(backend.model)
         keeper.settled.set()
-    api_keys = options.pop("api_keys", ())
-    return App(backend, keeper, api_keys=api_keys, limits=Limits(**options))  # type: ignore[arg-type]
+    admission = options.pop("admission", None) or Admission(named_keys(options.pop("api_keys", ())))
+    return App(backend, keeper, admission=admission, limits=Limits(**options))  # type: ignore[arg-type]
 
 
 class MockTransport(asyncio.Transport):

@@ -32,8 +32,8 @@ class Frontend:
         argv += [sys.executable, "-P", "-m", "frontend.main", "--socket", str(socket_path), "--port", "0", *options]
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         self.log = ""
-        address = self.wait_for(r"listening on (http://\S+)")
-        self.client = httpx.Client(base_url=address, timeout=10)
+        address = self.wait_for(r"listening on (\S+)")
+        self.client = httpx.Client(base_url=address if "://" in address else "http://localhost", timeout=10)
 
     def wait_for(self, pattern: str) -> str:
         assert self.process.stderr is not None
