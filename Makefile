@@ -10,7 +10,7 @@ serve: $(STAMP)
 	$(BIN)/penstock serve $(ARGS)
 
 test: check
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
