@@ -14,10 +14,11 @@ from frontend.background import BackgroundRun, EventLog
 from frontend.completions import answer_chat, check_model, render_chat
 from frontend.errors import ApiError, ErrorKind, invalid, retry_later, shorten
 from frontend.exchange import ClientGoneError
+from frontend.formats.responses import response_of_item
 from frontend.response_answer import ResponseAnswer
 from frontend.response_items import as_chat, listed, renamed
 from frontend.schemas.chat import check_chat
-from frontend.schemas.responses import decode_responses
+from frontend.schemas.responses import Item, decode_responses
 from frontend.truncation import fitted
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from frontend.model import ServedModel
     from frontend.response_store import ResponseStore, StoredResponse
     from frontend.schemas.chat import ChatBody, ChatMessage
-    from frontend.schemas.responses import Item, ResponsesBody
+    from frontend.schemas.responses import ResponsesBody
     from shm.client import BackendClient
 
 _log = logging.getLogger("penstock.responses")
@@ -145,12 +146,28 @@ class Responses:
             if self._run_of(tenant, previous) is not None:
                 invalid("previous_response_id", "this response has not ended yet")
             history = self._stored(tenant, previous, "previous_response_id").messages
+        if isinstance(body.input, list):
+            outputs: dict[str, dict[str | None, Item]] = {}
+            body.input = [self._resolved(tenant, place, item, outputs) for place, item in enumerate(body.input)]
         chat = as_chat(body, history)
         with renamed():
             check_chat(chat)
         return chat, history
 
     # What is kept
+
+    def _resolved(self, tenant: bytes, place: int, item: Item, outputs: dict[str, dict[str | None, Item]]) -> Item:
+        """The output of a kept response that the item refers to, if it does. outputs: of those decoded so far."""
+        if item.kind != "item_reference" or item.id is None:
+            return item
+        param, response_id = f"input[{place}].id", response_of_item(item.id)
+        if response_id not in outputs:
+            output = _output.decode(self._stored(tenant, response_id, param).body).output
+            outputs[response_id] = {other.id: other for other in output}
+        found = outputs[response_id].get(item.id)
+        if found is None:
+            invalid(param, f"{shorten(response_id)} has no item {shorten(item.id)}")
+        return found
 
     def _stored(self, tenant: bytes, response_id: str, param: str | None = None) -> StoredResponse:
         stored = self._store.get(tenant, response_id)
@@ -226,6 +243,15 @@ class Responses:
         if log is None:
             invalid("stream", "only a response made with background and stream can be streamed again")
         await log.follow(exchange, starting_after)
+
+
+class _Output(msgspec.Struct):
+    """Of a response object, what can be referred to."""
+
+    output: list[Item]
+
+
+_output = msgspec.json.Decoder(_Output)
 
 
 def _asked(exchange: Exchange) -> str:

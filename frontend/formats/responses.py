@@ -205,6 +205,11 @@ class ResponsesFormat:
         return b'event: %b\ndata: %b,"delta":' % (name.encode(), data)
 
 
+def response_of_item(item_id: str) -> str:
+    """The id of the response whose output has the item, if its id is one of ours."""
+    return f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
+
+
 def _part(kind: BlockKind, text: str, logprobs: list[Any]) -> dict[str, Any]:
     part: dict[str, Any] = {"type": _PART_TYPES[kind], "text": text}
     return part | {"annotations": [], "logprobs": logprobs} if kind is BlockKind.TEXT else part

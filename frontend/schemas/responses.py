@@ -221,6 +221,8 @@ def check_items(items: list[Item]) -> None:
             case "reasoning":
                 _check_parts(f"{path}.content", item.content)
                 _check_parts(f"{path}.summary", item.summary)
+            case "item_reference":
+                _required(f"{path}.id", item.id)
             case other:
                 message = f"{path}.type: items of type {shorten(other)} are not supported by this server"
                 raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{path}.type")

@@ -344,6 +344,21 @@ async def test_calls_of_a_response_are_answered_in_the_next() -> None:
     assert '{"name": "get_weather", "arguments": {"city": "été 🐈"}}' in said
 
 
+async def test_an_item_of_a_response_is_referred_to() -> None:
+    backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
+    async with talking(backend) as connection:
+        first = (await connection.post(PATH, {**HI, "tools": [WEATHER, TIME]})).json()
+        references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        copies = [await connection.post(PATH, {"input": items}) for items in (references, first["output"])]
+        assert [copy.status for copy in copies] == [200, 200]
+        assert backend.streams[-2].request.token_ids == backend.streams[-1].request.token_ids
+        assert '{"name": "get_weather", "arguments": {"city": "été 🐈"}}' in prompt(backend, MODEL)
+        for item_id in ("msg_x", f"{first['output'][0]['id']}0", "msg_" + "0" * 32 + "_0"):
+            missing = await connection.post(PATH, {"input": [{"type": "item_reference", "id": item_id}]})
+            assert missing.status in (400, 404)
+            assert missing.error["param"] == "input[0].id"
+
+
 async def test_a_kept_response_is_told_again(connection: Connection) -> None:
     for stream in (False, True):
         response = await connection.post(PATH, {**HI, "stream": stream})
@@ -550,7 +565,7 @@ def _request(body: dict[str, Any]) -> bytes:
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id", "required"),
         ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments", "required"),
         (
             {"input": [{"type": "function_call", "call_id": "x", "name": "f g", "arguments": ""}]},
