@@ -91,6 +91,39 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     ("logit_bias", {str(token): 0 for token in range(301)}),
     ("logit_bias", [1]),
     ("logit_bias", 5),
+    *(("typical_p", value) for value in (0, -0.1, 1.01, HUGE, "1", True)),
+    *(("min_tokens", value) for value in (-1, 2**24 + 1, HUGE, 1.5, "1", True, 1000)),
+    *(("allowed_token_ids", value) for value in ([], [VOCAB_SIZE], list(range(4097)), 5, "5", {})),
+    *(("bad_words", value) for value in ("x", 5, ["x"] * 65, {}, [f"{n} words" for n in range(40)])),
+    *(("priority", value) for value in (-1001, 1001, HUGE, 0.5, "0", True)),
+    *(("timeout_ms", value) for value in (0, -1, 86_400_001, HUGE, 0.5, "1")),
+    *(("truncate_prompt_tokens", value) for value in (0, -2, 2**24 + 1, 1.5, "1", True)),
+    *(("truncation_side", value) for value in ("middle", "", 1)),
+    *(("prompt_logprobs", value) for value in (-1, 21, HUGE, 1.5, "1", True)),
+    *(("user", value) for value in (1, "x" * 513, ["x"])),
+    *(("safety_identifier", value) for value in (1, "x" * 513)),
+    *(("prompt_cache_key", value) for value in (1, "x" * 513)),
+    *(("service_tier", value) for value in (1, "x" * 65)),
+    *(("metadata", value) for value in (1, [], {"x" * 65: "y"}, {str(n): "" for n in range(17)})),
+    *(("response_format", value) for value in (1, "json_object", [])),
+    *(("structured_outputs", value) for value in (1, "x", [])),
+    *(("guided_choice", value) for value in ([], "x", {}, ["x"] * 1025)),
+    *(("guided_regex", value) for value in (1, [], "", "x" * 40_000)),
+    *(("guided_grammar", value) for value in (1, {}, "", "x" * 40_000)),
+    *(("guided_json", value) for value in (1, [], "", "x", "[1]", "[" * 100_000, '{"a":' * 90 + "1" + "}" * 90)),
+    *(
+        (field, value)
+        for field in (
+            "store",
+            "return_token_ids",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "add_special_tokens",
+            "include_stop_str_in_output",
+            "ignore_eos",
+        )
+        for value in (1, "true", [])
+    ),
 ]
 
 # field, value, param: where the wrong value is inside the field
@@ -106,6 +139,35 @@ WRONG_INSIDE: list[tuple[str, Any, str]] = [
     ("logit_bias", {"1": -100.5}, "logit_bias[...]"),
     ("logit_bias", {"1": "1"}, "logit_bias[...]"),
     ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
+    ("stream_options", {"continuous_usage_stats": "x"}, "stream_options.continuous_usage_stats"),
+    ("allowed_token_ids", [1, -1], "allowed_token_ids[1]"),
+    ("allowed_token_ids", [True], "allowed_token_ids[0]"),
+    ("bad_words", ["a", ""], "bad_words[1]"),
+    ("bad_words", ["a", "b" * 257], "bad_words[1]"),
+    ("bad_words", ["a", "b c d e f g h i j k"], "bad_words[1]"),
+    ("metadata", {"a": 1}, "metadata[...]"),
+    ("metadata", {"a": "x" * 513}, "metadata[...]"),
+    ("response_format", {}, "response_format.type"),
+    ("response_format", {"type": "xml"}, "response_format.type"),
+    ("response_format", {"type": "json_schema"}, "response_format.json_schema.schema"),
+    ("response_format", {"type": "json_schema", "json_schema": {}}, "response_format.json_schema.schema"),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"schema": 5}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "x" * 513, "schema": {}}},
+        "response_format.json_schema.name",
+    ),
+    ("structured_outputs", {"choice": []}, "structured_outputs.choice"),
+    ("structured_outputs", {"choice": ["a", ""]}, "structured_outputs.choice[1]"),
+    ("structured_outputs", {"regex": 5}, "structured_outputs.regex"),
+    ("structured_outputs", {"json": "not one"}, "structured_outputs.json"),
+    ("structured_outputs", {"regex": "a", "choice": ["a"]}, "structured_outputs.choice"),
+    ("structured_outputs", {"grammar": "x" * 40_000}, "structured_outputs.grammar"),
+    ("structured_outputs", {"json_object": 1}, "structured_outputs.json_object"),
 ]
 
 UNSUPPORTED: list[tuple[str, Any]] = [
@@ -115,6 +177,14 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("json_schema", {"type": "nonsense"}),
     ("prompt_embeds", "AAAA"),
     ("mirostat", 2),
+    ("dry_multiplier", 0.8),
+    ("xtc_probability", 0.5),
+    ("top_n_sigma", 1),
+    ("dynatemp_range", 0.5),
+    ("logprob_token_ids", [1]),
+    ("repetition_detection", {"x": 1}),
+    ("return_tokens_as_token_ids", True),
+    ("guided_whitespace_pattern", " "),
 ]
 
 UNSUPPORTED_IN_CHAT: list[tuple[str, Any]] = [
@@ -159,6 +229,8 @@ WRONG_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}],
      "messages[0].content[0].type"),
     ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
+    ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "file", "file": {}}]}],
+     "messages[0].content[1].type"),
     ([{"role": "user", "content": [{"type": "text", "text": ""}] * 2049}], "messages[0].content"),
     ([{"role": "user", "content": "hi", "name": 5}], "messages[0].name"),
     ([{"role": "user", "content": "hi", "name": "x" * 513}], "messages[0].name"),
@@ -279,6 +351,15 @@ async def test_what_is_not_offered_in_chat_is_refused_by_name(connection: Connec
         ("metadata", {"a": "b"}),
         ("store", True),
         ("service_tier", "auto"),
+        ("dry_multiplier", 0.0),
+        ("xtc_probability", 0),
+        ("top_n_sigma", -1.0),
+        ("dynatemp_range", 0),
+        ("structured_outputs", {}),
+        ("structured_outputs", {"structural_tag": None, "disable_any_whitespace": False}),
+        ("guided_json", None),
+        ("bad_words", []),
+        ("logit_bias", {}),
         ("something_new", {"a": [1]}),
     ],
 )
@@ -529,3 +610,69 @@ async def test_our_own_bug_is_a_500_that_says_nothing_and_is_logged(
     assert "secret" in caplog.text
     backend.refusal = None
     assert (await connection.post(COMPLETIONS, {"prompt": "x"})).status == 200
+
+
+# endpoint, fields that are right one by one, the param named, what is said of it
+WRONG_TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
+    (COMPLETIONS, {"best_of": 2, "n": 3}, "best_of", "at least n, which is 3, got 2"),
+    (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of", "stream"),
+    (COMPLETIONS, {"best_of": 16, "prompt": ["x"] * 9}, "best_of", "at most 128 choices"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "got 0; 0 is allowed with echo only"),
+    (COMPLETIONS, {"max_tokens": 5, "min_tokens": 6}, "min_tokens", "room for 5 tokens"),
+    (CHAT, {"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens", "room for 5 tokens"),
+    (CHAT, {"continue_final_message": True}, "continue_final_message", "assistant's"),
+    (
+        CHAT,
+        {"continue_final_message": True, "messages": [*MESSAGES, {"role": "assistant", "tool_calls": []}]},
+        "continue_final_message",
+        "content",
+    ),
+    (
+        CHAT,
+        {
+            "continue_final_message": True,
+            "add_generation_prompt": True,
+            "messages": [*MESSAGES, {"role": "assistant", "content": "so"}],
+        },
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+    (
+        CHAT,
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        "guided_regex",
+        "combined with response_format",
+    ),
+    (
+        COMPLETIONS,
+        {"guided_choice": ["a"], "structured_outputs": {"json": {}}},
+        "structured_outputs.json",
+        "combined with guided_choice",
+    ),
+    (CHAT, {"guided_json": {"a": {}}, "guided_grammar": "start: x"}, "guided_grammar", "combined with guided_json"),
+    (CHAT, {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
+    (CHAT, {"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supp"),
+    (COMPLETIONS, {"timeout_ms": 5, "stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "told"), WRONG_TOGETHER, ids=lambda value: str(value)[:50])
+async def test_what_is_wrong_only_together(
+    connection: Connection, path: str, fields: dict[str, Any], param: str, told: str
+) -> None:
+    body = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+    error = await refused(connection, path, {**body, **fields})
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize("depth", [70, 400, 900, 1500, 20_000])
+@pytest.mark.parametrize("field", ["guided_json", "response_format"])
+async def test_a_schema_nested_too_deeply(connection: Connection, field: str, depth: int) -> None:
+    schema = '{"properties":{"a":' * depth + "{}" + "}}" * depth
+    value = schema if field == "guided_json" else f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
+    body = b'{"messages":[{"role":"user","content":"hi"}],"%b":%b}' % (field.encode(), value.encode())
+    error = await refused(connection, CHAT, body)
+    assert error["param"] in ("guided_json", "response_format.json_schema.schema", None)
+    assert "deep" in error["message"]
