@@ -17,7 +17,7 @@ from frontend.guidance import guide_chat
 from frontend.request_log import RequestRecord
 from frontend.schemas.decoding import decode_chat, decode_completion
 from frontend.structured import read_grammar
-from frontend.submission import Guidance, submit
+from frontend.submission import Guidance, asked_tokens, submit
 from frontend.terms import read_terms
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ async def completion(exchange: Exchange, data: bytes, served: ServedModel, backe
     asked = body.prompts()
     texts = [prompt for prompt in asked if isinstance(prompt, str)]
     if texts:
-        prompts = await _encode("prompt", texts, served, add_special_tokens=body.add_special_tokens is not False)
+        prompts = await _encode(body, "prompt", texts, served, add_special_tokens=body.add_special_tokens is not False)
     else:
         prompts = [prompt for prompt in asked if isinstance(prompt, list)]
         for position, prompt in enumerate(prompts):
@@ -80,7 +80,7 @@ async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> 
     """The token ids of a chat by the model's template. Raises ApiError."""
     text = await render_text(body, served, is_long=is_long)
     add_special_tokens = body.add_special_tokens is True  # templates write their own
-    return (await _encode("messages", [text], served, add_special_tokens=add_special_tokens))[0]
+    return (await _encode(body, "messages", [text], served, add_special_tokens=add_special_tokens))[0]
 
 
 async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> str:
@@ -98,9 +98,11 @@ async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> 
         ) from None
 
 
-async def _encode(field: str, texts: list[str], served: ServedModel, *, add_special_tokens: bool) -> list[list[int]]:
+async def _encode(
+    body: GenerationBody, field: str, texts: list[str], served: ServedModel, *, add_special_tokens: bool
+) -> list[list[int]]:
     limit = served.card.max_context_tokens
-    for text in texts:
+    for text in texts if body.truncate_prompt_tokens is None else ():
         least = served.tokenizer.least_tokens(text)
         if least > limit:
             message = f"{field}: at least {least} tokens, but the context of this model is {limit} tokens"
@@ -159,13 +161,15 @@ def _streamed_usage(body: GenerationBody) -> StreamedUsage:
 
 
 def _truncated(body: GenerationBody, prompt: list[int], card: ModelCard) -> list[int]:
-    """The prompt's last tokens, as many as were asked for; -1 is as many as leave room for one more."""
+    """As many of the prompt's tokens as were asked for; -1 is as many as leave room for the answer."""
     limit = body.truncate_prompt_tokens
     if limit is None:
         return prompt
     if limit == 0:
         invalid("truncate_prompt_tokens", "must be -1 or at least 1, got 0")
-    return prompt[-(card.max_context_tokens - 1 if limit == -1 else limit) :]
+    if limit == -1:
+        limit = max(1, card.max_context_tokens - (asked_tokens(body)[1] or 1))
+    return prompt[:limit] if body.truncation_side == "right" else prompt[-limit:]
 
 
 def check_model(asked: str | None, card: ModelCard) -> None:
