@@ -61,9 +61,14 @@ def test_a_timing_crosses_the_pipe_whole() -> None:
 
 
 def test_a_comparison_is_the_median_of_its_rounds_ratios() -> None:
-    rounds = [Round(90, 100, 0.1, 1.0, 0.5), Round(99, 100, 0.1, 0.8, 0.6), Round(120, 100, 0.1, 0.6, 0.7)]
+    rounds = [
+        Round(90, 100, 100, 0.1, 1.0, 0.5),
+        Round(99, 110, 100, 0.1, 0.8, 0.6),
+        Round(120, 105, 100, 0.1, 0.6, 0.7),
+    ]
     comparison = Comparison.of(rounds, 8, 0.1)
     assert comparison.throughput_ratio == pytest.approx(0.99)
     assert comparison.ttft_ratio == pytest.approx(8.0)
     assert comparison.ttft_streaming_ratio == pytest.approx(6.0)
-    assert [aim.reached for aim in comparison.aims()] == [True, True]
+    assert comparison.whole_throughput_ratio == pytest.approx(1.05)
+    assert [aim.reached for aim in comparison.aims()] == [True, True, True]

@@ -1,10 +1,11 @@
 """Continuous against static batching: the same requests, the same machine, the same minute.
 
 Continuous is the whole server over HTTP. Static is `tools.bench.static_batch`: the bare forward pass, in its favour.
-Throughput is compared on requests that all arrive at once. Time to first token is compared on arrivals stagger_s apart:
-a static batch starts when the last request has come. What its clients then see first, and when, has two answers, and
-both are reported: `ttft_static_s` counts to the batch's end, when a server that returns whole batches shows a first
-token; `ttft_static_streaming_s` counts to the end of the batch's prefill, for one that streams.
+Throughput is compared on requests that all arrive at once, whose answers come whole, as the static side's do, and once
+more streamed. Time to first token is compared on arrivals stagger_s apart: a static batch starts when the last request
+has come. What its clients then see first, and when, has two answers, and both are reported: `ttft_static_s` counts to
+the batch's end, when a server that returns whole batches shows a first token; `ttft_static_streaming_s` counts to the
+end of the batch's prefill, for one that streams.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 from backend.options import BackendOptions
 from shm.cli import to_argv
 from shm.supervisor import module_argv
-from tools.bench.load import BenchError, Target, run_all
+from tools.bench.load import BenchError, Target, run_all, run_whole
 from tools.bench.static_batch import StaticJob, StaticTiming
 from tools.bench.stats import Aim, duration_s, ttfts_s
 from tools.bench.workload import PlannedRequest, Workload
@@ -38,6 +39,7 @@ class Round:
     """One round of both. Rates in output tokens a second; TTFT is the median over the requests, in seconds."""
 
     continuous_tokens_per_s: float
+    continuous_whole_tokens_per_s: float
     static_tokens_per_s: float
     ttft_continuous_s: float
     ttft_static_s: float
@@ -52,6 +54,7 @@ class Comparison:
     stagger_s: float
     rounds: list[Round]
     throughput_ratio: float
+    whole_throughput_ratio: float
     ttft_ratio: float
     ttft_streaming_ratio: float
 
@@ -62,13 +65,22 @@ class Comparison:
             stagger_s=stagger_s,
             rounds=list(rounds),
             throughput_ratio=statistics.median(r.continuous_tokens_per_s / r.static_tokens_per_s for r in rounds),
+            whole_throughput_ratio=statistics.median(
+                r.continuous_whole_tokens_per_s / r.static_tokens_per_s for r in rounds
+            ),
             ttft_ratio=statistics.median(r.ttft_static_s / r.ttft_continuous_s for r in rounds),
             ttft_streaming_ratio=statistics.median(r.ttft_static_streaming_s / r.ttft_continuous_s for r in rounds),
         )
 
     def aims(self) -> list[Aim]:
         return [
-            Aim(f"throughput, continuous / static, {self.requests} at once", self.throughput_ratio, "at least", 0.95),
+            Aim(
+                f"throughput, continuous / static, {self.requests} at once",
+                self.whole_throughput_ratio,
+                "at least",
+                1.0,
+            ),
+            Aim("the same with answers streamed over HTTP", self.throughput_ratio, "at least", 0.95),
             Aim(f"TTFT, static / continuous, {self.stagger_s:g} s apart", self.ttft_ratio, "at least", 4.0),
         ]
 
@@ -133,12 +145,14 @@ async def compare_static(
         ]
         static_burst, static_late = child.run(burst), child.run(staggered)
         at_once = await run_all(target, burst)
+        whole = await run_whole(target, workload.draw(NUM_REQUESTS, seed + 2 * index + 1_000_003))
         apart = await run_all(target, staggered)
         # From an arrival to the last one, which is when the batch starts.
         waits_s = [staggered[-1].due_s - request.due_s for request in staggered]
         tokens = sum(request.output_tokens for request in burst)
         found = Round(
             continuous_tokens_per_s=sum(record.output_tokens for record in at_once) / duration_s(at_once),
+            continuous_whole_tokens_per_s=whole,
             static_tokens_per_s=tokens / static_burst.total_s,
             ttft_continuous_s=statistics.median(ttfts_s(apart)),
             ttft_static_s=statistics.median(waits_s) + static_late.total_s,
@@ -153,12 +167,26 @@ def comparison_table(comparison: Comparison) -> Table:
     from tools.bench.report import make_table
 
     title = f"{comparison.requests} requests: at once for throughput, {comparison.stagger_s:g} s apart for TTFT"
-    table = make_table(title, "round", "batching", "output tok/s", "TTFT ms", "TTFT ms, if prefill streams")
+    table = make_table(
+        title, "round", "batching", "output tok/s, streamed", "whole", "TTFT ms", "TTFT ms, if prefill streams"
+    )
     for number, entry in enumerate(comparison.rounds, start=1):
         continuous_ms = f"{1000 * entry.ttft_continuous_s:.0f}"
-        table.add_row(str(number), "continuous", f"{entry.continuous_tokens_per_s:.0f}", continuous_ms, continuous_ms)
+        table.add_row(
+            str(number),
+            "continuous",
+            f"{entry.continuous_tokens_per_s:.0f}",
+            f"{entry.continuous_whole_tokens_per_s:.0f}",
+            continuous_ms,
+            continuous_ms,
+        )
         static_ms = [f"{1000 * value:.0f}" for value in (entry.ttft_static_s, entry.ttft_static_streaming_s)]
-        table.add_row("", "static", f"{entry.static_tokens_per_s:.0f}", *static_ms)
-    ratios = [comparison.throughput_ratio, comparison.ttft_ratio, comparison.ttft_streaming_ratio]
+        table.add_row("", "static", "", f"{entry.static_tokens_per_s:.0f}", *static_ms)
+    ratios = [
+        comparison.throughput_ratio,
+        comparison.whole_throughput_ratio,
+        comparison.ttft_ratio,
+        comparison.ttft_streaming_ratio,
+    ]
     table.add_row("median", "for continuous", *(f"{ratio:.2f} ×" for ratio in ratios))
     return table

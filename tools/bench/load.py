@@ -47,6 +47,12 @@ class _Chunk(Struct):
     error: Any = None
 
 
+class _Whole(Struct):
+    """An answer that is not streamed."""
+
+    usage: _Usage
+
+
 class _Model(Struct):
     id: str
     owned_by: str = ""
@@ -98,16 +104,16 @@ class Target:
         except (ConnectionBroken, msgspec.MsgspecError) as error:
             raise BenchError(f"/ready: {error}") from None
 
-    def encode(self, request: PlannedRequest) -> bytes:
+    def encode(self, request: PlannedRequest, *, is_stream: bool = True) -> bytes:
         """The whole HTTP request. Greedy, and of exactly output_tokens where the server knows ignore_eos."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.output_tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
         }
+        if is_stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.endpoint == "completions":
             body["prompt"] = request.prompt
             return self.http.encode_post("/v1/completions", msgspec.json.encode(body))
@@ -213,6 +219,29 @@ async def run_all(target: Target, requests: Sequence[PlannedRequest]) -> list[Re
             reason = record.error or f"{record.output_tokens} tokens instead of {request.output_tokens}"
             raise BenchError(f"a request did not run as planned: {reason}")
     return records
+
+
+async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float:
+    """All of them at once, their answers not streamed. Returns output tokens a second; raises BenchError."""
+    encoded = [target.encode(request, is_stream=False) for request in requests]
+
+    async def ask(data: bytes) -> int:
+        connection = await target.http.connect()
+        try:
+            reply = await connection.exchange(data)
+        except ConnectionBroken as error:
+            raise BenchError(str(error)) from None
+        target.http.give_back(connection)
+        if reply.status != 200:
+            raise BenchError(f"status {reply.status}: {reply.body[:300].decode(errors='replace')}")
+        return msgspec.json.decode(reply.body, type=_Whole).usage.completion_tokens
+
+    started_s = time.perf_counter()
+    counts = await asyncio.gather(*map(ask, encoded))
+    lasted_s = time.perf_counter() - started_s
+    if counts != [request.output_tokens for request in requests]:
+        raise BenchError(f"answers of {counts} tokens")
+    return sum(counts) / lasted_s
 
 
 async def run_open_loop(target: Target, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
