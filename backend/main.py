@@ -105,7 +105,7 @@ def serve(options: BackendOptions) -> None:
     board.max_waiting = options.max_waiting
     link = BackendLink(options.socket, card, board, exporter=exporter)
     pool = PagePool(plan.num_pages)
-    scheduler = Scheduler(pool, plan.page_size_tokens, options.max_running, options.max_batch_tokens)
+    scheduler = Scheduler(pool, plan.page_size_tokens, settings.max_running, settings.max_batch_tokens)
     limits = Limits(
         card.vocab_size,
         plan.max_context_tokens,
@@ -182,12 +182,13 @@ def _load(
 
 
 def pass_options(options: BackendOptions) -> PassOptions:
-    """What the forward pass is told. Raises StartupError for a device that cannot be named."""
+    """What the forward pass is told. Raises StartupError for a device that cannot be named, and for steps too small."""
+    device = planned_device(options.gpu) if options.dry_run else choose_device(options.gpu)
     return PassOptions(
-        planned_device(options.gpu) if options.dry_run else choose_device(options.gpu),
+        device,
         options.dtype,
         options.max_running,
-        options.max_batch_tokens,
+        options.step_tokens(device),
         options.max_context,
         options.deterministic,
     )

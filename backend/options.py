@@ -23,6 +23,8 @@ def _convert_budget(_type: Any, tokens: Sequence[Token]) -> int | str:
     return "auto" if text.strip().lower() == "auto" else parse_size(text)
 
 
+_CPU_STEP_TOKENS = 192
+_GPU_STEP_TOKENS = 2048
 Positive = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
 Rows = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 Budget = Annotated[int | Literal["auto"] | None, Parameter(converter=_convert_budget, metavar="SIZE|auto")]
@@ -68,9 +70,9 @@ class BackendOptions:
     max_context: Annotated[int | None, Parameter(validator=Number(gte=2, lte=1 << 24))] = None
     """Tokens of one sequence, prompt and output. Default: the model's own limit, as far as the KV budget holds it."""
 
-    max_batch_tokens: Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 16))] = 192
+    max_batch_tokens: Annotated[int | None, Parameter(validator=Number(gte=1, lte=1 << 16))] = None
     """Tokens that one step may compute, at least one for each of --max-running; long prompts are prefilled in pieces
-    beside running decodes."""
+    beside running decodes. Default: 192 on the CPU, 2048 on a GPU."""
 
     max_running: Rows = 64
     """Sequences that may run at once; more wait."""
@@ -117,13 +119,19 @@ class BackendOptions:
         path = Path(self.model)
         return path.resolve().name if path.is_dir() else self.model
 
+    def step_tokens(self, device: str) -> int:
+        """--max-batch-tokens on a `PassOptions.device`. Raises StartupError for fewer than --max-running."""
+        default = _CPU_STEP_TOKENS if device == "cpu" else _GPU_STEP_TOKENS
+        num_tokens = default if self.max_batch_tokens is None else self.max_batch_tokens
+        if num_tokens < self.max_running:
+            raise StartupError(
+                f"--max-batch-tokens is {num_tokens}; --max-running is {self.max_running}, and each running sequence "
+                "takes a token of every step: raise --max-batch-tokens or lower --max-running"
+            )
+        return num_tokens
+
     def check(self) -> None:
         """Raises StartupError where one option contradicts another; each alone was checked as it was read."""
-        if self.max_batch_tokens < self.max_running:
-            raise StartupError(
-                f"--max-batch-tokens is {self.max_batch_tokens}; --max-running is {self.max_running}, and each running "
-                "sequence takes a token of every step: raise --max-batch-tokens or lower --max-running"
-            )
         if self.revision is not None and self.model is None:
             raise StartupError(
                 f"--revision is {self.revision}; the demo model has none: give a hub id as --model, or leave it out"

@@ -188,6 +188,14 @@ def test_a_gpu_is_used_whole_and_the_cpus_memory_only_when_asked(kv_budget: Any,
     assert plan_cache(BackendOptions(kv_budget=kv_budget), spec, device, memory).budget.num_bytes == expected
 
 
+@pytest.mark.parametrize(
+    ("wanted", "device", "expected"),
+    [(None, "cpu", 192), (None, "cuda:0", 2048), (100, "cpu", 100), (100, "cuda:1", 100)],
+)
+def test_steps_are_larger_on_a_gpu_where_nothing_else_is_asked(wanted: int | None, device: str, expected: int) -> None:
+    assert BackendOptions(max_batch_tokens=wanted).step_tokens(device) == expected
+
+
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
 def test_what_auto_leaves_is_allocated_to_the_byte_and_never_exceeded(

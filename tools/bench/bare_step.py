@@ -124,7 +124,7 @@ def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> li
         dtype = weights.choose_dtype(options.dtype)
         heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         offered = [
-            make_cpu_ops(config, dtype, options.max_batch_tokens),
+            make_cpu_ops(config, dtype, options.step_tokens("cpu")),
             TorchOps(heads, config.rope, config.rms_norm_eps, dtype),
         ]
         if isinstance(offered[0], TorchOps):

@@ -144,7 +144,7 @@ def measure_capacity(bench: Bench, capacity: int, index: int) -> CapacityRound:
     dropping = replace(plain, drop=bench.drop_or(0.5))
 
     def load(requests: Sequence[PlannedRequest], bursts: Sequence[Burst] = ()) -> Load:
-        simulated = SimulatedLoad(capacity, server.max_running, server.max_batch_tokens)
+        simulated = SimulatedLoad(capacity, server.max_running, server.step_tokens("cpu"))
         try:
             return simulated.run(requests, concurrency, bursts)
         finally:

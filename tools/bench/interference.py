@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from backend.passes.decoder.cuda.device_choice import choose_device
 from tools.bench.counters import backend_counters
 from tools.bench.load import BenchError, Target, follow, send_one
 from tools.bench.report import make_table
@@ -73,23 +74,23 @@ class Interference:
 
 def run_interference(bench: Bench, console: Console) -> bool:
     server = bench.server
-    if min(server.max_running, server.max_batch_tokens) <= NUM_STREAMS:
+    step_tokens = server.step_tokens(choose_device(server.gpu))
+    if min(server.max_running, step_tokens) <= NUM_STREAMS:
         raise BenchError(
-            f"--max-running is {server.max_running} and --max-batch-tokens {server.max_batch_tokens}; this measurement "
+            f"--max-running is {server.max_running} and --max-batch-tokens {step_tokens}; this measurement "
             f"has {NUM_STREAMS} running streams and wants more of both"
         )
     with bench.own_server() as own:
-        found = uvloop.run(_on(bench, own))
+        found = uvloop.run(_on(bench, own, step_tokens))
     bench.report.sections["interference"] = found
     bench.report.aims.append(found.aim())
     console.print(interference_table(found))
     return True
 
 
-async def _on(bench: Bench, own: OwnServer) -> Interference:
+async def _on(bench: Bench, own: OwnServer, step_tokens: int) -> Interference:
     async with backend_counters(own) as counters:
         max_context_tokens = counters.max_context_tokens
-    step_tokens = bench.server.max_batch_tokens
     long_prompt_tokens = min(bench.options.long_prompt_tokens, max_context_tokens - 1)
     found = Interference(NUM_STREAMS, long_prompt_tokens, step_tokens, [])
     async with bench.target(own.url) as target:
