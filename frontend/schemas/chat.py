@@ -60,9 +60,23 @@ class NamedFunction(Struct, frozen=True):
     name: FunctionName
 
 
-class NamedTool(Struct, frozen=True):
+class NamedTool(Struct, frozen=True, tag_field="type", tag="function"):
     function: NamedFunction
-    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=128)]
+
+
+class AllowedChoice(Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    """tool_choice of some of the tools."""
+
+    allowed_tools: AllowedTools
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool.function.name for tool in self.allowed_tools.tools)
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -74,7 +88,7 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
@@ -98,10 +112,16 @@ class ChatBody(GenerationBody, kw_only=True):
     @property
     def offered_tools(self) -> list[Tool]:
         """Those that the model may call."""
-        return [] if self.tool_choice == "none" else (self.tools or [])
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, AllowedChoice):
+            return [tool for tool in self.tools or () if tool.function.name in self.tool_choice.names]
+        return self.tools or []
 
     @property
     def must_call(self) -> bool:
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -154,6 +174,10 @@ def _check_tools(body: ChatBody) -> None:
     choice = body.tool_choice
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         invalid("tool_choice.function.name", f"{shorten(choice.function.name)} is none of the tools")
+    for position, allowed in enumerate(choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else ()):
+        if allowed.function.name not in names:
+            path = f"tool_choice.allowed_tools.tools[{position}].function.name"
+            invalid(path, f"{shorten(allowed.function.name)} is none of the tools")
 
 
 def is_shallow(value: object, depth: int) -> bool:

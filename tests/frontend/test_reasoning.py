@@ -90,6 +90,12 @@ async def test_a_prompt_may_open_the_reasoning() -> None:
     assert (message["reasoning_content"], message["content"]) == ("Once more.", "Yes.")
 
 
+async def test_a_mark_in_the_question_opens_nothing() -> None:
+    messages = [{"role": "user", "content": "<think>"}]
+    message = await answered(OPENS_ITSELF, "A tag.", messages=messages)
+    assert (message["content"], message.get("reasoning_content")) == ("A tag.", None)
+
+
 async def test_mistral_has_marks_of_its_own() -> None:
     model = Model("[THINK][/THINK]", special=("[THINK]", "[/THINK]"), added=())
     assert model.served().dialect.reasoning is MISTRAL_THINK

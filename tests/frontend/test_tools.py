@@ -153,6 +153,22 @@ async def test_special_tokens_that_are_no_marks_stay_out() -> None:
     assert (choice["message"]["content"], told(choice["message"])) == ("ab", [("get_time", "{}")])
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
+async def test_some_of_the_tools_may_be_allowed() -> None:
+    backend, _ = await posted(Model(), {**TOOLS, "tool_choice": allowed("auto", "get_time")})
+    assert "get_time" in Model().prompt(backend)
+    assert "get_weather" not in Model().prompt(backend)
+    assert backend.last.constraints is None
+    constraints = await constraints_of(Model(), tool_choice=allowed("required", "get_time"))
+    assert constraints is not None
+    assert constraints.grammar is not None
+    assert "get_time" in constraints.grammar.text
+    assert "get_weather" not in constraints.grammar.text
+
+
 async def test_the_template_is_shown_the_tools() -> None:
     backend, _ = await posted(Model(), TOOLS)
     prompt = Model().prompt(backend)
@@ -216,6 +232,18 @@ def deep(depth: int) -> Any:
         ({"tools": None, "tool_choice": NAMED}, "tool_choice", "needs tools"),
         ({"tool_choice": named("unknown")}, "tool_choice.function.name", '"unknown" is none of the tools'),
         ({"tool_choice": "sometimes"}, "tool_choice", "sometimes"),
+        ({"tool_choice": {"type": "custom", "name": "f"}}, "tool_choice.type", "custom"),
+        (
+            {"tool_choice": allowed("auto", "get_time", "x")},
+            "tool_choice.allowed_tools.tools[1].function.name",
+            '"x" is none of the tools',
+        ),
+        ({"tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools", "1"),
+        (
+            {"tool_choice": allowed("auto", "get_time"), "tools": []},
+            "tool_choice.allowed_tools.tools[0].function.name",
+            '"get_time" is none of the tools',
+        ),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "response_format"),
         ({"tool_choice": NAMED, "guided_regex": "a"}, "tool_choice", "response_format"),
         (
