@@ -18,6 +18,11 @@ from frontend.errors import ApiError, ErrorKind, retry_later, shorten, shutting_
 from frontend.exchange import ClientGoneError, Exchange
 from frontend.response_store import ResponseStore
 from frontend.responses import Responses
+from frontend.schemas.chat import ChatBody
+from frontend.schemas.completion import CompletionBody
+from frontend.schemas.messages import MessagesBody
+from frontend.schemas.responses import ResponsesBody
+from frontend.schemas.unknown import check_unknown_fields
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -73,11 +78,11 @@ class App:
             _READY_PATH: dict.fromkeys(_READ_ONLY, Route(self._ready, needs_key=False)),
             "/metrics": dict.fromkeys(_READ_ONLY, Route(self._metrics, needs_key=False)),
             "/v1/models": reading,
-            "/v1/chat/completions": {"POST": self._generating(completions.chat_completion)},
-            "/v1/completions": {"POST": self._generating(completions.completion)},
-            "/v1/messages": {"POST": self._generating(messages.create_message)},
+            "/v1/chat/completions": {"POST": self._generating(completions.chat_completion, ChatBody)},
+            "/v1/completions": {"POST": self._generating(completions.completion, CompletionBody)},
+            "/v1/messages": {"POST": self._generating(messages.create_message, MessagesBody)},
             "/v1/messages/count_tokens": {"POST": self._with_body(messages.count_tokens)},
-            "/v1/responses": {"POST": self._generating(responses.create)},
+            "/v1/responses": {"POST": self._generating(responses.create, ResponsesBody)},
             "/v1/responses/input_tokens": {"POST": self._with_body(responses.count_input)},
             "/tokenize": {"POST": self._with_body(utility_endpoints.tokenize)},
             "/detokenize": {"POST": self._with_body(utility_endpoints.detokenize)},
@@ -225,9 +230,15 @@ class App:
     async def _load(self, exchange: Exchange) -> None:
         await utility_endpoints.load(exchange, self._backend, len(self._open))
 
-    def _generating(self, answer: Callable[[Exchange, bytes, ServedModel, BackendClient], Awaitable[None]]) -> Route:
+    def _generating(
+        self,
+        answer: Callable[[Exchange, bytes, ServedModel, BackendClient], Awaitable[None]],
+        body_type: type[msgspec.Struct],
+    ) -> Route:
         async def handle(exchange: Exchange) -> None:
             data = await self._admit(exchange)
+            refuses = self._limits.refuses_unknown_fields
+            check_unknown_fields(data, body_type, exchange.request_id, refuses=refuses)
             await answer(exchange, data, await self._served_soon(exchange), self._backend)
 
         return Route(handle)

@@ -53,6 +53,7 @@ def serve(options: FrontendOptions) -> int:
             max_open_requests=options.max_open_requests,
             max_stored_response_bytes=options.response_store,
             keep_alive_interval_s=options.keep_alive_interval_s,
+            refuses_unknown_fields=options.strict,
         ),
         drain_timeout_s=options.drain_timeout_s,
         log_level=options.log_level,

@@ -98,6 +98,9 @@ class FrontendOptions:
     """How the model marks its reasoning: think is the tag of that name, mistral is [THINK] to [/THINK], none leaves it
     in the text; auto goes by the chat template and the tokens."""
 
+    strict: bool = False
+    """Refuse requests with fields that are not known here, which otherwise are ignored."""
+
     drain_timeout_s: Seconds = 30.0
     """Seconds that running requests get to finish when told to stop."""
 

@@ -21,6 +21,7 @@ class Limits:
     max_open_requests: int = 1024
     keep_alive_interval_s: float = 10.0
     client_timeout_s: float = 30.0
+    refuses_unknown_fields: bool = False
     max_stored_response_bytes: int = 64 << 20
     max_stored_responses: int = 4096
     stored_response_idle_s: float = 3600.0

@@ -1,0 +1,67 @@
+"""Fields of a body that its type does not have."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from frontend.errors import ApiError, ErrorKind, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_log = logging.getLogger("penstock.bodies")
+
+_MAX_LISTED = 16
+_NOTHING = (None, False, "", [], {})
+"""Values that ask for nothing."""
+
+
+def check_unknown_fields(data: bytes, body_type: type[Struct], request_id: str, *, refuses: bool) -> None:
+    """Raises ApiError for the first one that asks for something, where such are refused; else a debug line has them.
+
+    Costs a second decoding, where it is either. A body that is wrong in other ways is left to who decodes it.
+    """
+    if not refuses and not _log.isEnabledFor(logging.DEBUG):
+        return
+    try:
+        body, plain = _decoder(body_type).decode(data), msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    unknown = [shorten(path)[1:-1] for path, _ in zip(_unknown("", body, plain), range(_MAX_LISTED), strict=False)]
+    if unknown and refuses:
+        message = f"{unknown[0]}: not known to this server, which was started with --strict"
+        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=unknown[0])
+    if unknown:
+        _log.debug("%s has fields that are ignored: %s", request_id, ", ".join(unknown))
+
+
+def _unknown(path: str, decoded: object, plain: Any) -> Iterator[str]:
+    """Paths of what plain has and decoded, which was made from it, has not."""
+    if isinstance(decoded, Struct) and isinstance(plain, dict):
+        fields = _fields(type(decoded))
+        for name, value in plain.items():
+            inner = f"{path}.{name}" if path else name
+            if name in fields:
+                yield from _unknown(inner, getattr(decoded, name), value)
+            elif value not in _NOTHING:
+                yield inner
+    elif isinstance(decoded, list) and isinstance(plain, list):
+        for place, (item, value) in enumerate(zip(decoded, plain, strict=True)):
+            yield from _unknown(f"{path}[{place}]", item, value)
+
+
+@cache
+def _decoder(body_type: type[Struct]) -> msgspec.json.Decoder[Struct]:
+    return msgspec.json.Decoder(body_type)
+
+
+@cache
+def _fields(struct: type[Struct]) -> frozenset[str]:
+    """As JSON has them; and the one that tells which of a union's members it is."""
+    tag = struct.__struct_config__.tag_field
+    return frozenset((*struct.__struct_encode_fields__, *(() if tag is None else (tag,))))
