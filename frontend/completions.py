@@ -140,6 +140,8 @@ async def generate(
         exchange.charge(usage.prompt_tokens)
         choices = await submit(body, terms, prompts, guidance, served, backend)
         generation = Generation(exchange, choices, answer, usage, record)
+        if body.return_timings or body.timings_per_token:
+            usage.timings = lambda: generation.timings().as_dict()
         exchange.watch(generation.cancel)
         if body.stream:
             await generation.answer_stream()
@@ -155,9 +157,10 @@ async def generate(
 
 def _streamed_usage(body: GenerationBody) -> StreamedUsage:
     options = body.stream_options
+    in_every_chunk = body.timings_per_token is True
     if options is None:
-        return StreamedUsage()
-    return StreamedUsage(options.include_usage is True, options.continuous_usage_stats is True)
+        return StreamedUsage(timings_in_every_chunk=in_every_chunk)
+    return StreamedUsage(options.include_usage is True, options.continuous_usage_stats is True, in_every_chunk)
 
 
 def _truncated(body: GenerationBody, prompt: list[int], card: ModelCard) -> list[int]:

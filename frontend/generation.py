@@ -11,6 +11,7 @@ import msgspec
 from frontend.deltas import Delta, Message
 from frontend.errors import ApiError, ErrorKind, retry_later, shutting_down
 from frontend.sse import EventStream
+from frontend.timings import Timings
 from shm.client import BackendUnavailable
 from shm.wire import FailureCode, Finish
 
@@ -45,6 +46,7 @@ class Generation:
         self._answer = answer
         self._usage = usage
         self._record = record
+        self._submitted_s = time.monotonic()
 
     def cancel(self) -> None:
         """Every stream ends now; cancelling one that has ended is normal."""
@@ -66,11 +68,11 @@ class Generation:
         for choice in kept:
             choice.finish(messages[choice.index])
         whole = self._answer.whole([messages[choice.index] for choice in kept])
-        await self._exchange.respond(200, whole, self._coalesced_header())
+        await self._exchange.respond(200, whole, self._headers(is_whole=True))
 
     async def answer_stream(self) -> None:
         """Raises ApiError before the first event, ClientGoneError; a later error becomes the last event."""
-        events = EventStream(self._exchange, self._coalesced_header)
+        events = EventStream(self._exchange, self._headers)
         answer = self._answer
         opened: set[int] = set()
 
@@ -161,9 +163,28 @@ class Generation:
             return None
         return "joined" if any(known) else "none"
 
-    def _coalesced_header(self) -> Headers:
+    def timings(self) -> Timings:
+        """As they stand. The queue is that of the first stream."""
+        usage = self._usage
+        return Timings(
+            received_s=self._exchange.received_s,
+            submitted_s=self._submitted_s,
+            first_token_s=self._record.first_token_s,
+            now_s=time.monotonic(),
+            queue_s=self._choices[0].stream.queue_s,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            num_preemptions=sum(choice.stream.num_preemptions for choice in self._choices),
+        )
+
+    def _headers(self, *, is_whole: bool = False) -> Headers:
+        """What is known when they go; before the first token that is nothing."""
         coalesced = self._coalesced()
-        return () if coalesced is None else ((b"x-penstock-coalesced", coalesced.encode()),)
+        if coalesced is None or self._record.first_token_s is None:
+            return ()
+        timing = self.timings().server_timing(is_whole=is_whole)
+        return ((b"x-penstock-coalesced", coalesced.encode()), (b"server-timing", timing))
 
 
 def _likeliest(choices: list[Choice], num_best: int) -> list[Choice]:

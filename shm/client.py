@@ -316,6 +316,10 @@ class BackendClient:
             if (stream := streams.get(scored.request_id)) is not None:
                 _note_prompt_logprobs(stream, scored)
         logprobs = {entry.event: entry for entry in outputs.logprobs}
+        for request_id in outputs.preempted:
+            stream = streams.get(request_id)
+            if stream is not None:
+                stream.num_preemptions += 1
         request_ids = memoryview(outputs.request_ids).cast("Q")
         token_ids = memoryview(outputs.token_ids).cast("i")
         if session.awaits_copies:

@@ -510,6 +510,12 @@ class BackendLink:
         self._pending[frontend] = target
         target.add_tokens(request_ids, token_ids)
 
+    def note_preemption(self, frontend: int, request_id: int) -> None:
+        """The request was set back because pages were short; its frontend learns of it with the next events."""
+        target = self._frontends.get(frontend)
+        if target is not None and request_id in target.open_requests:
+            target.add_preemption(request_id)
+
     def flush(self) -> None:
         """Sends what credit allows, one message per frontend and step; keeps the rest in order. Never blocks."""
         for frontend in list(self._pending.values()):

@@ -70,6 +70,7 @@ class Peer:
         self._finishes = bytearray()
         self._started: list[Started] = []
         self._failures: list[Failure] = []
+        self._preempted: list[int] = []
         self._logprobs: deque[tuple[int, EventLogprobs]] = deque()
         """With the number of their event since the beginning."""
         self._prompt_logprobs: list[PromptLogprobs] = []
@@ -178,6 +179,10 @@ class Peer:
         self._token_ids.extend(token_ids)
         self._finishes += bytes(len(token_ids))
 
+    def add_preemption(self, request_id: int) -> None:
+        """Rides with the next events."""
+        self._preempted.append(request_id)
+
     def next_outputs(self) -> StepOutputs:
         """The first of the unsent events, as many as one message takes; they stay until `sent`.
 
@@ -191,6 +196,7 @@ class Peer:
             finishes=bytes(self._finishes[:count]),
             started=tuple(self._started[:MAX_EVENTS_PER_MESSAGE]),
             failures=tuple(self._failures[:MAX_EVENTS_PER_MESSAGE]),
+            preempted=tuple(self._preempted[:MAX_EVENTS_PER_MESSAGE]),
             returned=tuple(self._returned),  # no more than there are buffers
             logprobs=tuple(
                 msgspec.structs.replace(logprobs, event=number - self._num_sent)
@@ -222,5 +228,5 @@ class Peer:
         for column in (self._request_ids, self._token_ids, self._finishes):
             del column[:count]
         del self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]
-        for told in (self._started, self._failures):
+        for told in (self._started, self._failures, self._preempted):
             del told[:MAX_EVENTS_PER_MESSAGE]

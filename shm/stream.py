@@ -91,6 +91,7 @@ class TokenStream:
         "_waiter",
         "cached_tokens",
         "is_coalesced",
+        "num_preemptions",
         "prompt_logprobs",
         "queue_s",
     )
@@ -108,6 +109,8 @@ class TokenStream:
         """Whether it listens to what another request had started; None until the first batch has come."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of the prompt's tokens but the first, where the request asks for them; complete with the first batch."""
+        self.num_preemptions = 0
+        """Times that it was set back because pages were short."""
         self.queue_s = 0.0
         """Seconds from the backend's receipt to its first step; known once the first batch has come."""
         self._submit = submit

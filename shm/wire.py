@@ -262,6 +262,8 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     failures: Annotated[tuple[Failure, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     logprobs: Annotated[tuple[EventLogprobs, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     prompt_logprobs: Annotated[tuple[PromptLogprobs, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    preempted: Annotated[tuple[U63, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    """Requests that were set back because pages were short, once for each time; told with some later event."""
     returned: Annotated[tuple[BufferReturn, ...], Meta(max_length=MAX_SHARED_BUFFERS)] = ()
     """Before or with the end of their requests, never behind it."""
 

@@ -10,7 +10,7 @@ import msgspec
 from frontend.errors import error_body
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from frontend.deltas import Delta, Message
     from frontend.errors import ApiError
@@ -30,6 +30,8 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     is_coalesced: bool = False
+    timings: Callable[[], dict[str, Any]] | None = None
+    """Where they are wanted: as they stand when called."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -89,15 +91,23 @@ class Chunks:
 
     @property
     def after(self) -> bytes:
-        return b"]," + self._usage_field() if self._streamed.in_every_chunk else self._after
+        if not (self._streamed.in_every_chunk or self._streamed.timings_in_every_chunk):
+            return self._after
+        return self._with_numbers(self._streamed.in_every_chunk, self._streamed.timings_in_every_chunk)
 
-    def _usage_field(self) -> bytes:
-        return b'"usage":' + encode(self._usage.as_dict()) + b"}\n\n"
+    def _with_numbers(self, has_usage: bool, has_timings: bool) -> bytes:
+        told = b"]"
+        if has_usage or self._streamed.at_the_end:
+            told += b',"usage":' + (encode(self._usage.as_dict()) if has_usage else b"null")
+        if has_timings and self._usage.timings is not None:
+            told += b',"timings":' + encode(self._usage.timings())
+        return told + b"}\n\n"
 
     def end(self) -> bytes:
-        if not self._streamed.at_the_end:
+        """A chunk without choices for the numbers that are wanted at the end, if any are."""
+        if not self._streamed.at_the_end and self._usage.timings is None:
             return DONE
-        return self.before + b"]," + self._usage_field() + DONE
+        return self.before + self._with_numbers(self._streamed.at_the_end, has_timings=True) + DONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,13 @@ class StreamedUsage:
 
     at_the_end: bool = False
     in_every_chunk: bool = False
+    timings_in_every_chunk: bool = False
+
+
+def numbers(usage: Usage) -> dict[str, Any]:
+    """The last fields of an answer that is not streamed."""
+    timings = {} if usage.timings is None else {"timings": usage.timings()}
+    return {"usage": usage.as_dict(), **timings}
 
 
 def fields(identity: Identity, object_name: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields
+from frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields, numbers
 from frontend.formats.logprobs import chat_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ChatFormat:
 
     def whole(self, messages: list[Message]) -> bytes:
         choices = [_whole_choice(index, message) for index, message in enumerate(messages)]
-        whole = {**fields(self._identity, "chat.completion"), "choices": choices, "usage": self._usage.as_dict()}
+        whole = {**fields(self._identity, "chat.completion"), "choices": choices, **numbers(self._usage)}
         # A chat has one prompt, whatever the number of its choices.
         first = messages[0]
         if first.prompt_token_ids is not None:

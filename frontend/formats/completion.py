@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields
+from frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields, numbers
 from frontend.formats.logprobs import legacy_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class CompletionFormat:
 
     def whole(self, messages: list[Message]) -> bytes:
         choices = [_whole_choice(index, message) for index, message in enumerate(messages)]
-        whole = {**fields(self._identity, "text_completion"), "choices": choices, "usage": self._usage.as_dict()}
+        whole = {**fields(self._identity, "text_completion"), "choices": choices, **numbers(self._usage)}
         return encode(whole)
 
     def _chunk(

@@ -91,6 +91,8 @@ class GenerationBody(Struct, kw_only=True):
     """Which end of the prompt is dropped; left where nothing is said."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_timings: bool | None = None
+    timings_per_token: bool | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

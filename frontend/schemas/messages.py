@@ -108,6 +108,8 @@ NOT_HERE = {
     "prompt_logprobs": (),
     "stream_options": (),
     "return_token_ids": (False,),
+    "return_timings": (False,),
+    "timings_per_token": (False,),
 }
 """Of what other endpoints have, with the values that ask for nothing."""
 

@@ -131,7 +131,14 @@ LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """The second is for servers that keep reasoning from their clients; here it comes as text."""
 
-NOT_HERE = {"n": (1,), "response_format": (), "prompt_logprobs": (), "return_token_ids": (False,)}
+NOT_HERE = {
+    "n": (1,),
+    "response_format": (),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_timings": (False,),
+    "timings_per_token": (False,),
+}
 """Of what other endpoints have, with the values that ask for nothing."""
 
 _decoder = msgspec.json.Decoder(ResponsesBody)

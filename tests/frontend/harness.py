@@ -84,6 +84,7 @@ class FakeStream:
         self.request = request
         self.cached_tokens = 3
         self.queue_s = 0.0
+        self.num_preemptions = 0
         self.is_coalesced: bool | None = None
         self.joins = False
         self.cancelled = asyncio.Event()
@@ -153,6 +154,8 @@ class FakeBackend:
     board: FrontendBoard = field(default_factory=FrontendBoard.private)
     joins: bool = False
     """Streams opened from now on listen to what another request had started."""
+    queue_s: float = 0.0
+    num_preemptions: int = 0
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         if self.refusal is not None:
@@ -161,6 +164,7 @@ class FakeBackend:
             raise BackendUnavailable
         stream = FakeStream(request, self.script(request))
         stream.joins = self.joins
+        stream.queue_s, stream.num_preemptions = self.queue_s, self.num_preemptions
         self.streams.append(stream)
         self.submitted.set()
         return stream
