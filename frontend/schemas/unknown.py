@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock.bodies")
 
 _MAX_LISTED = 16
-_NOTHING = (None, False, "", [], {})
+_NOTHING: tuple[object, ...] = (None, False, "", [], {})
 """Values that ask for nothing."""
 
 
