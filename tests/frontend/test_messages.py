@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 from hypothesis import given, settings
 
+from frontend.dialects import anthropic_error
+from frontend.errors import ApiError, ErrorKind
 from shm.client import BackendUnavailable, Overloaded, TokenBatch
 from shm.wire import FailureCode, Finish
 from tests.frontend.harness import Connection, FakeBackend, Response, says, silent, token_ids
@@ -21,6 +26,9 @@ HI: dict[str, Any] = {"max_tokens": 500, "messages": [{"role": "user", "content"
 WEATHER: dict[str, Any] = {"name": "get_weather", "input_schema": {"type": "object"}}
 TIME: dict[str, Any] = {"name": "get_time", "description": "now", "input_schema": {"type": "object"}, "type": "custom"}
 KEYS = {"type", "error", "request_id"}
+API_DOC = (
+    (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8").partition("\n## /v1/messages\n")[2]
+)
 
 
 def error(response: Response) -> dict[str, Any]:
@@ -305,6 +313,18 @@ async def test_every_error_is_anthropics(
 ) -> None:
     refused = await connect(max_body_bytes=2000).request(method, path, body)
     assert (refused.status, error(refused)["type"]) == (status, kind)
+
+
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_every_error_has_a_type_of_anthropics(kind: ErrorKind) -> None:
+    status, body = anthropic_error(ApiError(kind, "why"), "r1")
+    assert status == (529 if kind is ErrorKind.OVERLOADED else kind.status)
+    told = json.loads(body)
+    assert (told["type"], told["request_id"], told["error"]["message"]) == ("error", "r1", "why")
+    if status != 413:  # of which the SDK's types know nothing, but Anthropic's pages do
+        anthropic.types.ErrorResponse.model_validate(told)
+    rows = re.findall(r"^\| ([\d, ]+) \| `(\w+)`", API_DOC, flags=re.MULTILINE)
+    assert next(name for statuses, name in rows if str(status) in statuses.split(", ")) == told["error"]["type"]
 
 
 async def test_errors_of_the_system_are_anthropics(connection: Connection, backend: FakeBackend) -> None:
