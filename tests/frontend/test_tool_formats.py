@@ -182,7 +182,7 @@ def test_calls_as_models_write_them(name: str, text: str, content: str, calls: l
         ("pythonic", "[f(a='\\ud800')]"),
         ("pythonic", "[f(a='\\U99999999')]"),
         ("pythonic", "[f(**[])]"),
-        ("pythonic", "[f(a=" + "[" * 100),
+        ("pythonic", "[f(a=" + "[" * 100 + "]" * 100 + ")]"),
         ("pythonic", "see [f()]"),
     ],
 )

@@ -325,6 +325,7 @@ async def test_only_calls_that_must_be_well_formed_have_a_grammar() -> None:
         assert constraints is not None
         assert constraints.grammar is not None
         assert constraints.grammar.kind == "lark"
+        assert (" call){0," in constraints.grammar.text) == (fields.get("tool_choice") is not NAMED)
 
 
 async def test_where_calls_look_like_answers_a_grammar_is_of_the_answer_alone() -> None:
@@ -340,6 +341,7 @@ async def test_a_grammar_leaves_out_what_is_only_told() -> None:
         "title": "T",
         "description": "long",
         "properties": {"description": {"type": "string", "description": "long"}, "title": {"enum": [{"title": 1}]}},
+        "patternProperties": {"default": {"type": "string", "default": "x"}},
     }
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     constraints = await constraints_of(Model(), tools=tools, tool_choice="required")
@@ -351,6 +353,7 @@ async def test_a_grammar_leaves_out_what_is_only_told() -> None:
     assert schema == {
         "type": "object",
         "properties": {"description": {"type": "string"}, "title": {"enum": [{"title": 1}]}},
+        "patternProperties": {"default": {"type": "string"}},
     }
 
 
