@@ -8,6 +8,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -216,7 +217,10 @@ class App:
         await exchange.respond(200, page, content_type=metrics.CONTENT_TYPE)
 
     async def _list_models(self, exchange: Exchange) -> None:
-        body = {"object": "list", "data": [_describe(await self._served_soon(exchange))]}
+        served = await self._served_soon(exchange)
+        model_id = served.card.model_id
+        pages = {"has_more": False, "first_id": model_id, "last_id": model_id}  # Anthropic's
+        body = {"object": "list", "data": [_describe(served)], **pages}
         await exchange.respond(200, msgspec.json.encode(body))
 
     async def _describe_model(self, exchange: Exchange) -> None:
@@ -302,11 +306,15 @@ def _check_content_type(exchange: Exchange) -> None:
 
 
 def _describe(served: ServedModel) -> dict[str, object]:
+    """OpenAI's model object and Anthropic's in one."""
     card = served.card
     return {
         "id": card.model_id,
         "object": "model",
+        "type": "model",
+        "display_name": card.model_id,
         "created": card.created,
+        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
         "owned_by": "penstock",
         "max_model_len": card.max_context_tokens,
         "vocab_size": card.vocab_size,

@@ -90,6 +90,11 @@ class CountTokensBody(GenerationBody, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None  # type: ignore[assignment]  # Anthropic's own shape; nobody reads either
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    inference_geo: TypeName | None = None
+    speed: TypeName | None = None
+    """These four change nothing of what is answered; prefixes are cached anyway."""
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
     container: Raw = ABSENT

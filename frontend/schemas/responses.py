@@ -110,6 +110,9 @@ class ResponsesBody(GenerationBody, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     """Counts calls of built-in tools, of which there are none."""
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: TypeName | None = None
+    """These two say how long OpenAI keeps prefixes."""
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None

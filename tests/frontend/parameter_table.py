@@ -27,7 +27,10 @@ _OF_NO_EFFECT = {
     "store",
     "spaces_between_special_tokens",
 }
-_OF_NO_EFFECT_HERE = {ResponsesBody: {"max_tool_calls"}}
+_OF_NO_EFFECT_HERE = {
+    ResponsesBody: {"max_tool_calls", "prompt_cache_options", "prompt_cache_retention"},
+    MessagesBody: {"cache_control", "context_management", "inference_geo", "speed"},
+}
 _TOLD_AGAIN = {ResponsesBody: {"metadata", "store", "user", "safety_identifier", "prompt_cache_key"}}
 """Taken by others without effect; a response has them."""
 

@@ -61,6 +61,14 @@ async def test_a_message_and_its_tokens(url: str, backend: FakeBackend) -> None:
         assert counted.input_tokens == message.usage.input_tokens + cached
 
 
+async def test_the_models_are_anthropics_too(url: str) -> None:
+    async with sdk(url) as client:
+        (model,) = [model async for model in client.models.list()]
+        assert (model.id, model.type, model.display_name) == ("test/model", "model", "test/model")
+        assert model.created_at.timestamp() == 1_700_000_000
+        assert (await client.models.retrieve("test/model")).id == "test/model"
+
+
 @pytest.mark.parametrize("batch_size", [1, 5, 1000])
 async def test_the_stream_helper_puts_the_answer_together(backend: FakeBackend, batch_size: int) -> None:
     backend.script = MODEL.says(REASONED_CALLS, batch_size=batch_size)
