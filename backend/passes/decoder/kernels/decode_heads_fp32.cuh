@@ -9,7 +9,7 @@ struct WarpHeads {
     static constexpr int kQuads = kMaxGroup / 4;                 // of heads
     static constexpr int kOwnPieces = (HEAD_DIM / 4 + 31) / 32;  // of the output, 4 dimensions each
 
-    struct Shared {
+    struct __align__(16) Shared {
         float queries[kMaxGroup][HEAD_DIM];
         float weights[NUM_WARPS][kTileTokens][kMaxGroup];
         float factors[NUM_WARPS][kMaxGroup];

@@ -35,7 +35,7 @@ __device__ __forceinline__ void scan_block(unsigned long long x, unsigned long l
 
 // The mean of the scaled gaps under the distribution that top-k left: its entropy, but for a constant.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) mean_gaps(STEP_PARAMETERS) {
-    __shared__ float segment_biases[kSegment];
+    __shared__ __align__(16) float segment_biases[kSegment];
     __shared__ unsigned long long sum_of_warp[2][kMaxWarps];
     const Step step = STEP;
     const int slot = step.slots[blockIdx.y];
@@ -85,7 +85,7 @@ __device__ __forceinline__ unsigned long long target_of(const SlotParams& params
 // One level of one filter of the rows that have it. histograms [L, kBins]: zeros, before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     filter_level(STEP_PARAMETERS, unsigned long long* histograms, int filter, int level) {
-    __shared__ float segment_biases[kSegment];
+    __shared__ __align__(16) float segment_biases[kSegment];
     __shared__ unsigned low_halves[kBins], high_halves[kBins];
     __shared__ unsigned long long total_of_warp[kThreads / 32];
     const Step step = STEP;

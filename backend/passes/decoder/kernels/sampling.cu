@@ -6,7 +6,7 @@
 // Rows without filters get their token. The peak of the others becomes known. A row whose peak is no finite number
 // gets -1.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMETERS) {
-    __shared__ float segment_biases[kSegment];
+    __shared__ __align__(16) float segment_biases[kSegment];
     __shared__ unsigned long long best_of_warp[kMaxWarps];
     __shared__ unsigned largest_of_warp[kMaxWarps];
     const Step step = STEP;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMET
 // Draws from what the filters left, in the rows that have them. min_p, the last filter, applies here; where it leaves
 // nothing, for the peak is out already, the likeliest of the others stays.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) draw_rows(STEP_PARAMETERS) {
-    __shared__ float segment_biases[kSegment];
+    __shared__ __align__(16) float segment_biases[kSegment];
     __shared__ unsigned long long best_of_warp[kMaxWarps], likeliest_of_warp[kMaxWarps];
     const Step step = STEP;
     const int slot = step.slots[blockIdx.y];
