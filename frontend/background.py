@@ -51,7 +51,8 @@ class EventLog:
         self._listeners.add(news)
         client.watch(news.set)
         try:
-            while client.ending is None:
+            # Where the server ends, the response ends with it: its last event says so.
+            while not isinstance(client.ending, ClientGoneError):
                 news.clear()
                 fresh = self.events[place:]
                 if fresh:

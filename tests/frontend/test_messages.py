@@ -216,6 +216,14 @@ async def test_a_last_message_of_the_assistants_is_gone_on_with(connection: Conn
     assert prompt(backend).endswith("<|im_start|>assistant\nI say:")
 
 
+async def test_a_call_cannot_be_gone_on_with() -> None:
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
+    async with talking(FakeBackend(script=MODEL.says("ok"))) as connection:
+        refused = await connection.post(PATH, {**HI, "messages": [*HI["messages"], called]})
+    assert refused.status == 400
+    assert error(refused)["message"].startswith("messages: ")
+
+
 @pytest.mark.parametrize(
     ("thinking", "thinks"),
     [

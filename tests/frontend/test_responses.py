@@ -533,6 +533,20 @@ async def test_shutting_down_ends_what_runs_in_the_background(backend: FakeBacke
     await connection.end()
 
 
+async def test_shutting_down_is_told_to_who_listens(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    connection = Connection(app)
+    answered = asyncio.ensure_future(connection.post(PATH, {**HI, "background": True, "stream": True}))
+    await backend.submitted.wait()
+    backend.streams[0].push(*token_ids("the"))
+    await connection.output(b"output_text.delta")
+    app.end_all()
+    events = named_events(await answered)
+    assert events[-1]["type"] == "response.failed"
+    await connection.end()
+
+
 async def test_a_client_that_goes_cancels_its_response(connection: Connection, backend: FakeBackend) -> None:
     backend.script = silent
     connection.send(_request({**HI, "stream": True}))
