@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """See `Event`."""
+
+    event: torch.cuda.Event
+    device_index: int
+
+    def synchronize(self) -> None:
+        # A thread that has not said so is on GPU 0, where waiting would make a context in memory that is not ours.
+        torch.cuda.set_device(self.device_index)
+        self.event.synchronize()
 
 
 class CudaDevice:
@@ -44,10 +58,10 @@ class CudaDevice:
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)
 
-    def record(self) -> torch.cuda.Event:
+    def record(self) -> _Recorded:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return event
+        return _Recorded(event, self.torch_device.index)
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

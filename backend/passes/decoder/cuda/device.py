@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A place in the stream. `torch.cuda.Event` is one."""
+    """A place in the stream."""
 
     def synchronize(self) -> None:
         """Blocks, without holding the interpreter, until all work up to the event is done. Any thread may call it."""
