@@ -1,0 +1,22 @@
+"""One server for all tests that want the shipped model behind `penstock serve`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.system.processes import Command, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--tool-parser", "hermes")
+
+
+@pytest.fixture(scope="session")
+def served_demo() -> Iterator[str]:
+    """Its URL. In fp32 greedy tokens are the same for any number of rows."""
+    serve = Command("tools.main", *SERVE, "--dtype", "fp32")
+    with running(serve):
+        yield serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
