@@ -11,6 +11,7 @@ from backend.errors import StartupError
 from backend.forward_pass import PassOptions, PassSpec, StepBatch
 from backend.passes.decoder.cuda.cuda_device import CudaDevice
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from backend.passes.decoder.cuda.launcher import KernelFailed
 from backend.passes.decoder.heap import freed_memory_returns
 from backend.passes.decoder.model import DecoderModel
 from backend.passes.decoder.native_library import load_library
@@ -71,7 +72,7 @@ class DecoderPass(HostSampling):
         model_dir = _needed(model_dir)
         kind, _, index = options.device.partition(":")
         if kind == "cuda":
-            return CudaDecoderPass.load(model_dir, options, CudaDevice(int(index)))
+            return CudaDecoderPass.load(model_dir, options, _open_gpu(int(index)))
         config = read_decoder_config(model_dir, options.max_context_tokens)
         with freed_memory_returns(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype)
@@ -99,6 +100,13 @@ class DecoderPass(HostSampling):
 
     def close(self) -> None:
         self._ops.close()
+
+
+def _open_gpu(index: int) -> CudaDevice:
+    try:
+        return CudaDevice(index)
+    except (KernelFailed, RuntimeError) as error:
+        raise StartupError(f"GPU {index} cannot be used: {str(error).strip().splitlines()[0]}") from error
 
 
 def _needed(model_dir: Path | None) -> Path:

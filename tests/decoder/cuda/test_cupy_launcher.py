@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from backend.errors import StartupError
+from backend.forward_pass import PassOptions
+from backend.passes.decoder.cuda.cuda_device import CudaDevice
 from backend.passes.decoder.cuda.cupy_launcher import CupyLauncher, sources_digest
 from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Kernel, KernelFailed
+from backend.passes.decoder.forward_pass import DecoderPass
 
 KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=70_000)
 TENSOR = torch.zeros(4)
@@ -139,6 +144,21 @@ def test_an_empty_grid_is_no_launch(cupy: FakeCupy) -> None:
     launcher.prepare([KERNEL])
     launcher.launch(KERNEL, (0, 4, 1), TENSOR)
     assert cupy.function.launches == []
+
+
+def test_a_cupy_that_does_not_work_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> None:
+    def refuse(_index: int) -> None:
+        raise RuntimeError("cudaErrorInsufficientDriver:\nthe driver is too old")
+
+    monkeypatch.setattr(cupy.cuda, "Device", refuse)
+    with pytest.raises(KernelFailed, match=r"^CuPy does not work here: cudaErrorInsufficientDriver: the driver is too"):
+        CupyLauncher(0)
+    monkeypatch.setattr(CudaDevice, "__init__", lambda _self, index: CupyLauncher(index) and None)
+    with pytest.raises(StartupError, match=r"^GPU 1 cannot be used: CuPy does not work here: cudaError.* is too old$"):
+        DecoderPass.load(Path(), PassOptions(device="cuda:1"))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(KernelFailed, match=r"^CuPy does not work here: import of cupy halted"):
+        CupyLauncher(0)
 
 
 def test_what_fails_is_named(cupy: FakeCupy) -> None:

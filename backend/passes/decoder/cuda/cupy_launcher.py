@@ -36,9 +36,13 @@ class CupyLauncher:
     """See `Launcher`. CuPy allocates nothing here and has no stream of its own."""
 
     def __init__(self, device_index: int) -> None:
-        import cupy
+        """Raises KernelFailed where CuPy cannot be imported, or not use the device: a driver too old for it, say."""
+        try:
+            import cupy
 
-        cupy.cuda.Device(device_index).use()
+            cupy.cuda.Device(device_index).use()
+        except (ImportError, RuntimeError) as error:  # its faults of the runtime are RuntimeErrors
+            raise KernelFailed(f"CuPy does not work here: {' '.join(str(error).split())}") from error
         self._cupy = cupy
         self._device_index = device_index
         cuda = cupy.cuda
