@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from frontend import completions, messages, metrics, utility_endpoints
+from frontend import completions, messages, metrics, reference, utility_endpoints
 from frontend.admission import Admission
 from frontend.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
 from frontend.exchange import ClientGoneError, Exchange
+from frontend.openapi import Pages
 from frontend.response_store import ResponseStore
 from frontend.responses import Responses
-from frontend.schemas.chat import ChatBody
-from frontend.schemas.completion import CompletionBody
-from frontend.schemas.messages import MessagesBody
-from frontend.schemas.responses import ResponsesBody
+from frontend.routes import Methods, Route, pattern, reading
 from frontend.schemas.unknown import check_unknown_fields
 
 if TYPE_CHECKING:
@@ -30,6 +26,7 @@ if TYPE_CHECKING:
 
     from frontend.exchange import Receive, Scope, Send
     from frontend.model import ModelKeeper, ServedModel
+    from frontend.reference import Doc
     from frontend.settings import Limits
     from shm.client import BackendClient
 
@@ -42,15 +39,8 @@ _MODEL_TIMEOUT_S = 2.0
 """How long a request waits for a model that is about to be there."""
 _SWEEP_S = 1.0
 _READY_PATH = "/ready"
-_READ_ONLY = ("GET", "HEAD")
 _SHOWN_COUNTERS = ("running", "waiting", "pages_used", "pages_total")
 _JSON_TYPES = (b"application/json", b"text/json")
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    handler: Callable[[Exchange], Awaitable[None]]
-    needs_key: bool = True
 
 
 class App:
@@ -67,42 +57,47 @@ class App:
         self._open: set[Exchange] = set()
         self._draining = False
         self._idle_actions: set[asyncio.Task[None]] = set()
-        reading = dict.fromkeys(_READ_ONLY, Route(self._list_models))
         store = ResponseStore(
             max_bytes=limits.max_stored_response_bytes,
             max_responses=limits.max_stored_responses,
             max_idle_s=limits.stored_response_idle_s,
         )
         responses = Responses(store, self._open)
-        self._routes: dict[str, dict[str, Route]] = {
-            "/health": dict.fromkeys(_READ_ONLY, Route(self._health, needs_key=False)),
-            _READY_PATH: dict.fromkeys(_READ_ONLY, Route(self._ready, needs_key=False)),
-            "/metrics": dict.fromkeys(_READ_ONLY, Route(self._metrics, needs_key=False)),
-            "/v1/models": reading,
-            "/v1/chat/completions": {"POST": self._generating(completions.chat_completion, ChatBody)},
-            "/v1/completions": {"POST": self._generating(completions.completion, CompletionBody)},
-            "/v1/messages": {"POST": self._generating(messages.create_message, MessagesBody)},
-            "/v1/messages/count_tokens": {"POST": self._with_body(messages.count_tokens)},
-            "/v1/responses": {"POST": self._generating(responses.create, ResponsesBody)},
-            "/v1/responses/input_tokens": {"POST": self._with_body(responses.count_input)},
-            "/tokenize": {"POST": self._with_body(utility_endpoints.tokenize)},
-            "/detokenize": {"POST": self._with_body(utility_endpoints.detokenize)},
-            "/apply-template": {"POST": self._with_body(utility_endpoints.apply_template)},
-            "/version": dict.fromkeys(_READ_ONLY, Route(utility_endpoints.version)),
-            "/v1/load": dict.fromkeys(_READ_ONLY, Route(self._load)),
+        utilities = utility_endpoints
+        self.routes: dict[str, Methods] = {
+            "/v1/chat/completions": self._generating(completions.chat_completion, reference.CHAT),
+            "/v1/completions": self._generating(completions.completion, reference.COMPLETION),
+            "/v1/responses": self._generating(responses.create, reference.RESPONSE),
+            "/v1/messages": self._generating(messages.create_message, reference.MESSAGE),
+            "/v1/responses/{response_id}": {
+                **reading(responses.retrieve, reference.RETRIEVE),
+                "DELETE": Route(responses.delete, reference.DELETE),
+            },
+            "/v1/responses/{response_id}/cancel": {"POST": Route(responses.cancel, reference.CANCEL)},
+            "/v1/responses/{response_id}/input_items": reading(responses.list_input, reference.INPUT_ITEMS),
+            "/v1/responses/input_tokens": self._with_body(responses.count_input, reference.COUNT_RESPONSE),
+            "/v1/messages/count_tokens": self._with_body(messages.count_tokens, reference.COUNT_MESSAGE),
+            "/tokenize": self._with_body(utilities.tokenize, reference.TOKENIZE),
+            "/detokenize": self._with_body(utilities.detokenize, reference.DETOKENIZE),
+            "/apply-template": self._with_body(utilities.apply_template, reference.TEMPLATE),
+            "/v1/models": reading(self._list_models, reference.MODELS),
+            "/v1/models/{model}": reading(self._describe_model, reference.MODEL),
+            "/version": reading(utilities.version, reference.VERSION),
+            "/v1/load": reading(self._load, reference.LOAD),
+            "/health": reading(self._health, reference.HEALTH, needs_key=False),
+            _READY_PATH: reading(self._ready, reference.READY, needs_key=False),
+            "/metrics": reading(self._metrics, reference.METRICS, needs_key=False),
         }
-        self._patterns: tuple[tuple[re.Pattern[str], dict[str, Route]], ...] = (
-            (re.compile("/v1/models/.+"), dict.fromkeys(_READ_ONLY, Route(self._describe_model))),
-            (
-                re.compile("/v1/responses/[^/]+"),
-                {**dict.fromkeys(_READ_ONLY, Route(responses.retrieve)), "DELETE": Route(responses.delete)},
-            ),
-            (re.compile("/v1/responses/[^/]+/cancel"), {"POST": Route(responses.cancel)}),
-            (
-                re.compile("/v1/responses/[^/]+/input_items"),
-                dict.fromkeys(_READ_ONLY, Route(responses.list_input)),
-            ),
-        )
+        pages = Pages(self.routes, utilities.VERSION)
+        self.routes |= {
+            "/openapi.json": reading(pages.document, reference.DOCUMENT, needs_key=False),
+            "/docs": reading(pages.page, reference.PAGE, needs_key=False),
+            "/docs/page.js": reading(pages.script, reference.PAGE_SCRIPT, needs_key=False),
+            "/docs/page.css": reading(pages.style, reference.PAGE_STYLE, needs_key=False),
+        }
+        self._patterns = [
+            (matcher, methods) for path, methods in self.routes.items() if (matcher := pattern(path)) is not None
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -192,9 +187,9 @@ class App:
             await exchange.respond_error(ApiError(ErrorKind.INTERNAL, "an internal error occurred"))
 
     def _methods(self, path: str) -> dict[str, Route]:
-        methods = self._routes.get(path)
+        methods = self.routes.get(path)
         if methods is None:
-            methods = next((methods for pattern, methods in self._patterns if pattern.fullmatch(path)), None)
+            methods = next((methods for matcher, methods in self._patterns if matcher.fullmatch(path)), None)
         if methods is None:
             raise ApiError(ErrorKind.UNKNOWN_PATH, f"no such path: {shorten(path)}")
         return methods
@@ -235,24 +230,23 @@ class App:
         await utility_endpoints.load(exchange, self._backend, len(self._open))
 
     def _generating(
-        self,
-        answer: Callable[[Exchange, bytes, ServedModel, BackendClient], Awaitable[None]],
-        body_type: type[msgspec.Struct],
-    ) -> Route:
+        self, answer: Callable[[Exchange, bytes, ServedModel, BackendClient], Awaitable[None]], doc: Doc
+    ) -> Methods:
         async def handle(exchange: Exchange) -> None:
             data = await self._admit(exchange)
-            refuses = self._limits.refuses_unknown_fields
-            check_unknown_fields(data, body_type, exchange.request_id, refuses=refuses)
+            if doc.body is not None:
+                refuses = self._limits.refuses_unknown_fields
+                check_unknown_fields(data, doc.body, exchange.request_id, refuses=refuses)
             await answer(exchange, data, await self._served_soon(exchange), self._backend)
 
-        return Route(handle)
+        return {"POST": Route(handle, doc)}
 
-    def _with_body(self, answer: Callable[[Exchange, bytes, ServedModel], Awaitable[None]]) -> Route:
+    def _with_body(self, answer: Callable[[Exchange, bytes, ServedModel], Awaitable[None]], doc: Doc) -> Methods:
         async def handle(exchange: Exchange) -> None:
             data = await self._admit(exchange)
             await answer(exchange, data, await self._served_soon(exchange))
 
-        return Route(handle)
+        return {"POST": Route(handle, doc)}
 
     async def _admit(self, exchange: Exchange) -> bytes:
         """The body of a request that may run. All that can be refused is refused before the body is read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 from frontend.terms import MAX_TIMEOUT_MS
 from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
@@ -17,7 +17,7 @@ MAX_LOGPROB_CELLS = 1 << 22
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 ShortText = Annotated[str, Meta(max_length=512)]
-ABSENT = Raw(b"")
+ABSENT: Raw = field(default_factory=Raw)
 
 
 class StreamOptions(Struct, frozen=True):

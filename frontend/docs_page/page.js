@@ -1,0 +1,141 @@
+// Renders /openapi.json. Everything of the document is put in as text, never as markup.
+"use strict";
+
+const BOUNDS = [
+  ["minimum", "≥ "], ["exclusiveMinimum", "> "], ["maximum", "≤ "], ["exclusiveMaximum", "< "],
+  ["minLength", "characters ≥ "], ["maxLength", "characters ≤ "], ["minItems", "items ≥ "], ["maxItems", "items ≤ "],
+  ["maxProperties", "entries ≤ "], ["pattern", "matches "],
+];
+
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+function resolve(schema, components) {
+  return schema.$ref ? { name: schema.$ref.split("/").pop(), ...components[schema.$ref.split("/").pop()] } : schema;
+}
+
+function typeOf(schema, components) {
+  const found = resolve(schema, components);
+  if (found.anyOf) return found.anyOf.map((each) => typeOf(each, components)).filter((each) => each !== "null").join(" | ");
+  if ("const" in found) return JSON.stringify(found.const);
+  if (found.enum) return found.enum.map((each) => JSON.stringify(each)).join(" | ");
+  if (found.name) return found.name;
+  if (found.type === "array") return `[${found.items ? typeOf(found.items, components) : "any"}]`;
+  return found.type || "any";
+}
+
+function boundsOf(schema) {
+  const own = BOUNDS.filter(([key]) => key in schema).map(([key, words]) => words + schema[key]);
+  return [...own, ...(schema.anyOf || []).map(boundsOf)].filter(Boolean).join(", ");
+}
+
+function partsOf(schema, components) {
+  // The named objects within a field, each to be shown once.
+  const found = [];
+  const walk = (each) => {
+    if (each.$ref) found.push(each.$ref.split("/").pop());
+    for (const inner of each.anyOf || []) walk(inner);
+    if (each.items) walk(each.items);
+  };
+  walk(schema);
+  return found.filter((name) => components[name]);
+}
+
+function fieldTable(schema, components) {
+  const rows = Object.entries(schema.properties || {}).map(([name, field]) => {
+    const left = element("td", {}, element("code", {}, name));
+    if ((schema.required || []).includes(name)) left.append(" ", element("span", { class: "required" }, "required"));
+    const kind = element("td", {}, element("code", {}, typeOf(field, components)));
+    const bounds = boundsOf(field);
+    if (bounds) kind.append(element("div", { class: "bounds" }, bounds));
+    return element("tr", {}, left, kind, element("td", {}, field.description || ""));
+  });
+  const head = element("tr", {}, element("th", {}, "field"), element("th", {}, "type and bounds"), element("th", {}, "what"));
+  return element("table", {}, head, ...rows);
+}
+
+function objects(name, components, seen) {
+  // The object's table, and behind it those of the objects in it.
+  if (seen.has(name)) return [];
+  seen.add(name);
+  const schema = components[name];
+  const shown = [];
+  if (seen.size > 1) shown.push(element("h3", {}, name));
+  if (schema.description) shown.push(element("p", {}, schema.description.split("\n")[0]));
+  if (schema.properties) shown.push(fieldTable(schema, components));
+  for (const field of Object.values(schema.properties || {})) {
+    for (const inner of partsOf(field, components)) shown.push(...objects(inner, components, seen));
+  }
+  return shown;
+}
+
+function contents(content, components) {
+  return Object.entries(content || {}).flatMap(([kind, { schema }]) => {
+    const name = schema.$ref && schema.$ref.split("/").pop();
+    const shown = [element("p", {}, element("code", {}, kind), name ? ` ${name}` : "")];
+    return name ? [...shown, ...objects(name, components, new Set())] : shown;
+  });
+}
+
+function endpoint(path, method, operation, components) {
+  const needsKey = operation.security.length > 0;
+  const inside = element("div", { class: "inside" });
+  const parameters = operation.parameters || [];
+  if (parameters.length) {
+    const schema = { properties: {}, required: [] };
+    for (const each of parameters) {
+      schema.properties[each.name] = { description: `${each.in}. ${each.description || ""}`, ...each.schema };
+      if (each.required) schema.required.push(each.name);
+    }
+    inside.append(element("h3", {}, "Parameters"), fieldTable(schema, components));
+  }
+  if (operation.requestBody) {
+    inside.append(element("h3", {}, "Body"), ...contents(operation.requestBody.content, components));
+  }
+  inside.append(element("h3", {}, "Answer"), ...contents(operation.responses["200"].content, components));
+  const errors = Object.entries(operation.responses).filter(([status]) => status !== "200");
+  inside.append(element("h3", {}, "Errors"));
+  const rows = errors.map(([status, each]) =>
+    element("tr", {}, element("td", {}, element("code", {}, status)), element("td", {}, each.description)));
+  inside.append(element("table", {}, ...rows));
+  const summary = element("summary", {},
+    element("span", { class: "method" }, method.toUpperCase()), element("code", {}, path),
+    element("span", {}, operation.summary), element("span", { class: "key" }, needsKey ? "key" : ""));
+  return element("details", { id: operation.operationId }, summary, inside);
+}
+
+function render(openapi) {
+  const components = openapi.components.schemas;
+  const main = document.getElementById("endpoints");
+  for (const { name } of openapi.tags) {
+    const section = element("section", {}, element("h2", {}, name));
+    for (const [path, methods] of Object.entries(openapi.paths)) {
+      for (const [method, operation] of Object.entries(methods)) {
+        if (operation.tags.includes(name)) section.append(endpoint(path, method, operation, components));
+      }
+    }
+    main.append(section);
+  }
+  document.getElementById("about").replaceChildren(
+    `${openapi.info.description} Version ${openapi.info.version}, `, element("a", { href: "/openapi.json" }, "/openapi.json"));
+  const asked = location.hash && document.getElementById(location.hash.slice(1));
+  if (asked) {
+    asked.open = true;
+    asked.querySelector("summary").scrollIntoView({ block: "nearest" });
+  }
+}
+
+document.getElementById("filter").addEventListener("input", (event) => {
+  const wanted = event.target.value.trim().toLowerCase();
+  for (const each of document.querySelectorAll("details")) {
+    each.hidden = wanted !== "" && !each.textContent.toLowerCase().includes(wanted);
+  }
+});
+
+fetch("/openapi.json").then((answer) => answer.json()).then(render).catch((error) => {
+  document.getElementById("about").textContent = `/openapi.json could not be read: ${error.message}`;
+});

@@ -1,0 +1,276 @@
+"""What the endpoints answer, for their documentation: the formats write it by hand, and a test compares the two."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+
+class ErrorObject(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(Struct):
+    """OpenAI's error object."""
+
+    error: ErrorObject
+
+
+class AnthropicErrorObject(Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(Struct):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: AnthropicErrorObject
+    request_id: str
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class PenstockUsage(Struct):
+    coalesced: bool
+
+
+class UsageAnswer(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+    penstock: PenstockUsage
+
+
+class TimingsAnswer(Struct):
+    """llama.cpp's fields, and ours from queue_ms on."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float | None
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float | None
+    predicted_per_second: float | None
+    queue_ms: float
+    ttft_ms: float
+    total_ms: float
+    preemptions: int
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str
+
+
+class CalledToolAnswer(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(Struct):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledToolAnswer] | None = None
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class ChatAnswer(Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+    timings: TimingsAnswer | None = None
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: dict[str, Any]
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Struct):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChunkChoice]
+    usage: UsageAnswer | None = None
+    timings: TimingsAnswer | None = None
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class CompletionAnswer(Struct):
+    """Whole, and each chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: UsageAnswer | None = None
+    timings: TimingsAnswer | None = None
+
+
+class ResponseAnswer(Struct):
+    """OpenAI's response object: the fields that are always there; the request's own are told again beside them."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+
+
+class ResponseEvent(Struct):
+    """One of OpenAI's events, such as response.output_text.delta."""
+
+    type: str
+    sequence_number: int
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(Struct):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class InputTokens(Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class MessageAnswer(Struct):
+    """Anthropic's message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class MessageEvent(Struct):
+    """One of Anthropic's events, such as content_block_delta."""
+
+    type: str
+
+
+class CountTokensAnswer(Struct):
+    input_tokens: int
+
+
+class TokenizeAnswer(Struct):
+    """vLLM's, or with `content` llama.cpp's, which has tokens alone."""
+
+    tokens: list[Any]
+    count: int | None = None
+    max_model_len: int | None = None
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(Struct):
+    prompt: str
+    content: str
+
+
+class TemplateAnswer(Struct):
+    prompt: str
+
+
+class VersionAnswer(Struct):
+    version: str
+
+
+class LoadAnswer(Struct):
+    server_load: int
+    running: int | None = None
+    waiting: int | None = None
+    pages_used: int | None = None
+    pages_total: int | None = None
+
+
+class ModelAnswer(Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    vocab_size: int
+
+
+class ModelsAnswer(Struct):
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class HealthAnswer(Struct):
+    status: Literal["ok"]
+
+
+class ReadyAnswer(Struct):
+    status: Literal["ready"]
+    running: int | None = None
+    waiting: int | None = None
+    pages_used: int | None = None
+    pages_total: int | None = None
