@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from frontend.chat_bodies import instructed, renamed, shared_fields
 from frontend.completions import answer_chat, check_model, render_chat
 from frontend.errors import invalid
 from frontend.formats.messages import MessagesFormat
-from frontend.response_items import instructed, renamed, shared_fields
 from frontend.schemas.chat import (
     CalledTool,
     ChatBody,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from frontend.exchange import Exchange
+    from frontend.formats.base import Identity, StreamedUsage, Usage
     from frontend.model import ServedModel
     from frontend.schemas.chat import Role
     from frontend.schemas.messages import AnthropicTool, Block, CountTokensBody, ResultBlock
@@ -56,7 +57,7 @@ async def create_message(exchange: Exchange, data: bytes, served: ServedModel, b
         chat = as_chat(body)
         check_chat(chat)
 
-        def make_format(identity: Any, usage: Any, streamed_usage: Any) -> MessagesFormat:  # noqa: ARG001 - Anthropic always tells it
+        def make_format(identity: Identity, usage: Usage, _: StreamedUsage) -> MessagesFormat:
             return MessagesFormat(identity, usage, exchange.request_id)
 
         await answer_chat(exchange, chat, served, backend, "msg_", make_format, size=len(data))

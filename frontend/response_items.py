@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from frontend.errors import ApiError, invalid
+from frontend.chat_bodies import instructed, shared_fields
+from frontend.errors import invalid
 from frontend.schemas.chat import (
     CalledTool,
     ChatBody,
@@ -19,15 +17,15 @@ from frontend.schemas.chat import (
     NamedTool,
     Tool,
 )
-from frontend.schemas.generation import GenerationBody, JsonSchemaFormat, ResponseFormat
+from frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
 from frontend.schemas.responses import MAX_ITEMS, Item, NamedChoice, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from frontend.schemas.responses import FunctionTool, ResponsesBody
 
-_RENAMED = (
+RENAMED = (
     (re.compile(r"^(max_completion_tokens|max_tokens)$"), "max_output_tokens"),
     (re.compile(r"^messages\b.*"), "input"),
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),
@@ -36,29 +34,6 @@ _RENAMED = (
     (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
 )
 """What a chat request's fields are called here."""
-
-_SHARED = tuple(
-    field.name for field in msgspec.structs.fields(GenerationBody) if field.name not in ("response_format", "metadata")
-)
-
-
-def shared_fields(body: GenerationBody) -> dict[str, Any]:
-    """What a body has in common with a chat request's."""
-    return {name: getattr(body, name) for name in _SHARED}
-
-
-@contextlib.contextmanager
-def renamed(names: Sequence[tuple[re.Pattern[str], str]] = _RENAMED) -> Iterator[None]:
-    """Errors that name a chat request's field name it as it is called at another endpoint."""
-    try:
-        yield
-    except ApiError as error:
-        param = error.param or ""
-        told = next((pattern.sub(name, param) for pattern, name in names if pattern.search(param)), param)
-        if told == param:
-            raise
-        message = re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", told, error.message)
-        raise ApiError(error.kind, message, param=told, headers=error.headers) from None
 
 
 def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
@@ -92,14 +67,6 @@ def input_items(body: ResponsesBody) -> list[Item]:
     if body.input is None:
         return []
     return [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-
-
-def instructed(instructions: str, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """One message of the system's at the beginning, for many templates take no second one."""
-    first = messages[0] if messages else None
-    if first is not None and first.role in ("system", "developer") and isinstance(first.content, str):
-        return [ChatMessage("system", f"{instructions}\n\n{first.content}"), *messages[1:]]
-    return [ChatMessage("system", instructions), *messages]
 
 
 class _Turn:

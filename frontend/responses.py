@@ -11,12 +11,13 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from frontend.background import BackgroundRun, EventLog
+from frontend.chat_bodies import renamed
 from frontend.completions import answer_chat, check_model, render_chat
 from frontend.errors import ApiError, ErrorKind, invalid, retry_later, shorten
 from frontend.exchange import ClientGoneError
 from frontend.formats.responses import response_of_item
 from frontend.response_answer import ResponseAnswer
-from frontend.response_items import as_chat, listed, renamed
+from frontend.response_items import RENAMED, as_chat, listed
 from frontend.schemas.chat import check_chat
 from frontend.schemas.responses import Item, decode_responses
 from frontend.truncation import fitted
@@ -56,7 +57,7 @@ class Responses:
         body = decode_responses(data)
         chat, history = self._chat(exchange.tenant, body)
         if body.truncation == "auto":
-            with renamed():
+            with renamed(RENAMED):
                 check_model(chat.model, served.card)
                 chat = await fitted(chat, served)
         answer = ResponseAnswer(self._store, exchange.tenant, body, history, served.card)
@@ -67,13 +68,13 @@ class Responses:
             work = partial(answer_chat, run.exchange, chat, served, backend, self._id_prefix, answer.make_format)
             await self._start(exchange, run, work(size=len(data)))
             return
-        with renamed():
+        with renamed(RENAMED):
             await answer_chat(exchange, chat, served, backend, self._id_prefix, answer.make_format, size=len(data))
 
     async def count_input(self, exchange: Exchange, data: bytes, served: ServedModel) -> None:
         """POST /v1/responses/input_tokens. Raises ApiError, ClientGoneError."""
         chat, _ = self._chat(exchange.tenant, decode_responses(data))
-        with renamed():
+        with renamed(RENAMED):
             check_model(chat.model, served.card)
             prompt = await render_chat(chat, served, is_long=True)
         told = {"object": "response.input_tokens", "input_tokens": len(prompt)}
@@ -150,7 +151,7 @@ class Responses:
             outputs: dict[str, dict[str | None, Item]] = {}
             body.input = [self._resolved(tenant, place, item, outputs) for place, item in enumerate(body.input)]
         chat = as_chat(body, history)
-        with renamed():
+        with renamed(RENAMED):
             check_chat(chat)
         return chat, history
 
@@ -202,7 +203,7 @@ class Responses:
         task.add_done_callback(self._tasks.discard)
         await run.begun.wait()
         if not run.is_submitted:
-            with renamed():
+            with renamed(RENAMED):
                 raise run.error or ApiError(ErrorKind.INTERNAL, "an internal error occurred")
         if run.events is not None:
             await run.events.follow(exchange, -1)
