@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from backend.passes.decoder.cuda import manifest, nvrtc
-from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Kernel, KernelFailed
+from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Kernel, KernelFailed, compiled_together
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
 CACHE_KEY = "nvrtc/reports"
@@ -39,10 +39,8 @@ class Case:
 
 
 def cases() -> list[Case]:
-    groups: dict[tuple[str, tuple[tuple[str, int], ...]], list[Kernel]] = {}
-    for kernel in manifest.kernels():
-        groups.setdefault((kernel.source, kernel.macros), []).append(kernel)
-    return [Case(tuple(group), arch) for group in groups.values() for arch in nvrtc.ARCHITECTURES]
+    groups = compiled_together(manifest.kernels())
+    return [Case(tuple(group), arch) for group in groups for arch in nvrtc.ARCHITECTURES]
 
 
 Resources = list[list[int]]
