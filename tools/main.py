@@ -37,6 +37,15 @@ def bench(
     sys.exit(run_bench(options, server))
 
 
+# Its options are its own: it runs where this command line's packages are not installed, too.
+@app.command(name="gpu-check", help_flags=[], version_flags=[])
+def gpu_check(*options: Annotated[str, Parameter(allow_leading_hyphen=True, show_env_var=False)]) -> None:
+    """Checks and measures the CUDA decoder on this machine's GPU."""
+    from tools.gpu_check.__main__ import main as run
+
+    sys.exit(run(list(options)))
+
+
 # By name: it needs torch, which the other commands do not wait for.
 app.command("tools.random_model:run_random_model", name="random-model", help="Writes a checkpoint of random weights.")
 

@@ -3,81 +3,87 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from tools.gpu_check.timing import graph_us
+from backend.passes.decoder.cuda.link_probe import measure_link
+from tools.gpu_check.lab import open_lab
 
 if TYPE_CHECKING:
+    from tools.gpu_check.lab import Lab
     from tools.gpu_check.results import Results
 
-_COPY_BYTES = 1 << 30
-_PRODUCT_SIZE = 8192
-_GRAPH_NODES = 300
-_LINK_BYTES = 256 << 20
+
+@dataclass(frozen=True)
+class Sizes:
+    copy_bytes: int = 1 << 30
+    product: int = 8192
+    weight: tuple[int, int] = (14_336, 4096)
+    graph_nodes: int = 300
+    link_bytes: int = 256 << 20
+    small_bytes: int = 1024
 
 
 def run(results: Results) -> None:
-    _copy(results)
-    _products(results)
-    _launch_gap(results)
-    _host_link(results)
+    measure(results, open_lab(), Sizes())
 
 
-def _copy(results: Results) -> None:
-    source = torch.empty(_COPY_BYTES // 4, device="cuda").normal_()
+def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
+    for name, work in (("copy", _copy), ("product", _products), ("graph_node", _launch_gap), ("link", _host_link)):
+        results.attempt(f"ceiling.{name}", partial(work, results, lab, sizes))
+
+
+def _copy(results: Results, lab: Lab, sizes: Sizes) -> None:
+    source = torch.empty(sizes.copy_bytes // 4, device=lab.at).normal_()
     target = torch.empty_like(source)
-    us = graph_us([lambda: target.copy_(source)])
-    results.fact("ceiling.copy", 2 * _COPY_BYTES / us / 1e6, "TB/s")
-    us = graph_us([lambda: source.sum()])
-    results.fact("ceiling.read", _COPY_BYTES / us / 1e6, "TB/s")
+    us = lab.clock.work_us([lambda: target.copy_(source)])
+    results.fact("ceiling.copy", 2 * sizes.copy_bytes / us / 1e6, "TB/s")
+    us = lab.clock.work_us([lambda: source.sum()])
+    results.fact("ceiling.read", sizes.copy_bytes / us / 1e6, "TB/s")
 
 
-def _products(results: Results) -> None:
+def _products(results: Results, lab: Lab, sizes: Sizes) -> None:
     """On random data: zeros draw less power, and so clock higher than any model will."""
-    a = torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, device="cuda", dtype=torch.bfloat16)
+    n = sizes.product
+    a, b = (torch.randn(n, n, device=lab.at).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
-    us = graph_us([lambda: torch.matmul(a, b.T, out=out)], min_us=200_000)
-    results.fact("ceiling.product", 2 * _PRODUCT_SIZE**3 / us / 1e6, "TFLOP/s")
-    for rows in (1, 8, 64):
-        weights = [torch.randn(14336, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-        x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
-        y = torch.empty(rows, 14336, device="cuda", dtype=torch.bfloat16)
-        us = graph_us([partial(torch.matmul, x, weight.T, out=y) for weight in weights])
+    us = lab.clock.work_us([lambda: torch.mm(a, b.t(), out=out)] * 20)
+    results.fact("ceiling.product", 2 * n**3 / us / 1e6, "TFLOP/s")
+    outputs, inputs = sizes.weight
+    weights = [torch.randn(outputs, inputs, device=lab.at).bfloat16() for _ in range(4)]
+    for rows in (1, 8, 64, 256):
+        x = torch.randn(rows, inputs, device=lab.at).bfloat16()
+        y = torch.empty(rows, outputs, device=lab.at, dtype=torch.bfloat16)
+        us = lab.clock.work_us([partial(torch.mm, x, weight.t(), out=y) for weight in weights])
         results.fact(f"ceiling.weights_read.{rows}_rows", weights[0].numel() * 2 / us / 1e6, "TB/s")
 
 
-def _launch_gap(results: Results) -> None:
-    cell = torch.zeros(1, device="cuda")
+def _launch_gap(results: Results, lab: Lab, sizes: Sizes) -> None:
+    cell = torch.zeros(1, device=lab.at)
 
     def chain() -> None:
-        for _ in range(_GRAPH_NODES):
+        for _ in range(sizes.graph_nodes):
             cell.add_(1.0)
 
-    results.fact("ceiling.graph_node", graph_us([chain]) / _GRAPH_NODES, "us")
-    torch.cuda.synchronize()
+    results.fact("ceiling.graph_node", lab.clock.work_us([chain]) / sizes.graph_nodes, "us")
+    lab.device.synchronize()
     started_s = time.perf_counter()
     chain()
-    results.fact("ceiling.eager_launch", (time.perf_counter() - started_s) / _GRAPH_NODES * 1e6, "us")
-    torch.cuda.synchronize()
+    results.fact("ceiling.eager_launch", (time.perf_counter() - started_s) / sizes.graph_nodes * 1e6, "us")
+    lab.device.synchronize()
 
 
-def _host_link(results: Results) -> None:
-    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
-    for name, target, source in (("to_device", device, host), ("to_host", host, device)):
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        started_s = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        results.fact(f"link.{name}", _LINK_BYTES / (time.perf_counter() - started_s) / 1e9, "GB/s")
-    small = torch.empty(1024, dtype=torch.uint8, pin_memory=True)
+def _host_link(results: Results, lab: Lab, sizes: Sizes) -> None:
+    speed = measure_link(lab.device, sizes.link_bytes)
+    results.fact("link.to_device", speed.to_device / 1e9, "GB/s")
+    results.fact("link.to_host", speed.to_host / 1e9, "GB/s")
+    there = torch.zeros(sizes.small_bytes, dtype=torch.uint8, device=lab.at)
+    here = lab.device.pinned(sizes.small_bytes, torch.uint8)
     started_s = time.perf_counter()
     for _ in range(100):
-        small.copy_(device[:1024], non_blocking=True)
-        torch.cuda.synchronize()
+        here.copy_(there, non_blocking=True)
+        lab.device.synchronize()
     results.fact("link.round_trip_1k", (time.perf_counter() - started_s) * 1e4, "us")

@@ -42,6 +42,25 @@ def write_report(directory: Path, outcomes: list[SectionOutcome], environment: d
     _replace(directory / "report.md", _markdown(document))
 
 
+def summary_lines(outcomes: list[SectionOutcome]) -> list[str]:
+    """For the end of the output: every goal that was measured, and every check that failed."""
+    measured = _measured(outcomes)
+    lines = ["", "goals"]
+    for row in (_goal_row(goal, measured) for goal in GOALS):
+        if row["met"] is not None:
+            mark = "pass" if row["met"] else "FAIL"
+            lines.append(f"  {mark} {row['title']}: {row['measured']:,.4g} {row['unit']} (goal {row['goal']})")
+    lines.append(f"  {sum(goal.finding not in measured for goal in GOALS)} of {len(GOALS)} {NOT_MEASURED}")
+    lines += [
+        f"FAILED {outcome.name}: {finding.name} {finding.detail}"
+        for outcome in outcomes
+        for finding in outcome.findings
+        if finding.passed is False
+    ]
+    lines += [f"{outcome.name}: {outcome.outcome}, {outcome.wall_s:.0f} s" for outcome in outcomes]
+    return lines
+
+
 def _measured(outcomes: list[SectionOutcome]) -> dict[str, float]:
     return {
         finding.name: float(finding.value)

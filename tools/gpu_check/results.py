@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -22,35 +23,75 @@ class Finding:
     detail: str = ""
 
 
+class SectionOver(Exception):
+    """Nothing more can be measured in this process: the device answers no more. What was found stands."""
+
+
 class Results:
     """One section's findings. Owned by the section's process; the file grows by whole lines."""
 
-    def __init__(self, path: Path, budget_s: float) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, budget_s: float, device_fault: Callable[[], str | None] = lambda: None) -> None:
+        """device_fault: after a failure, what the device answers, where it is not nothing."""
+        self._path = path
         self._deadline_s = time.monotonic() + budget_s
+        self._device_fault = device_fault
+        self.num_failed = 0
 
     @property
     def remaining_s(self) -> float:
         """What is left of the section's time; below 0 it should end by itself."""
         return self._deadline_s - time.monotonic()
 
-    def fact(self, name: str, value: float | int | str, unit: str = "") -> None:
-        self._write(Finding(name, value, unit))
+    def fact(self, name: str, value: float | int | str, unit: str = "", detail: str = "") -> None:
+        self._write(Finding(name, value, unit, None, detail))
 
-    def check(self, name: str, passed: bool, detail: str = "", value: float | str | None = None) -> None:
+    def check(self, name: str, passed: bool, detail: str = "", value: float | int | str | None = None) -> None:
         """A gate: the whole run fails where one does."""
+        self.num_failed += not passed
         self._write(Finding(name, value, "", passed, detail))
 
     def skipped(self, name: str, reason: str) -> None:
         self._write(Finding(name, None, "", None, f"not measured: {reason}"))
 
+    def attempt(self, name: str, work: Callable[[], object], needs_s: float = 0.0) -> bool:
+        """One measurement, which writes its own findings: True if it ended well.
+
+        A fault is a failed check of this name, and the section goes on. Without needs_s seconds left it is skipped.
+        Raises SectionOver where the device is lost.
+        """
+        if self.remaining_s <= needs_s:
+            self.skipped(name, f"{max(self.remaining_s, 0):.0f} s were left")
+            return False
+        try:
+            work()
+        except SectionOver:
+            raise
+        except Exception as error:
+            self.check(name, False, describe(error))
+            if (fault := self._device_fault()) is not None:
+                self.check("device", False, fault)
+                raise SectionOver(fault) from error
+            return False
+        return True
+
     def _write(self, finding: Finding) -> None:
         line = json.dumps({name: getattr(finding, name) for name in Finding.__slots__})
-        self._file.write(line + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
         mark = {True: "ok    ", False: "FAILED", None: "      "}[finding.passed]
         shown = f"{finding.value:.6g}" if isinstance(finding.value, float) else str(finding.value)
         print(f"  {mark} {finding.name}: {shown} {finding.unit} {finding.detail}".rstrip(), flush=True)
+
+
+def describe(error: Exception) -> str:
+    """One line: what it is, what it says, and where it came up."""
+    trace, where = error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        where = f"{code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {said[:300]} ({where})"
 
 
 def read_findings(path: Path) -> list[Finding]:

@@ -110,14 +110,15 @@ def expected_heads(
     """q, k and v in float64, [T, heads, head_dim], rounded to the dtype as between separate operations."""
     shape = case.heads
     heads = qkv.view(len(qkv), -1, shape.head_dim)
-    q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+    q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
     if norms is not None:
         q, k = (rms_norm(x, weight).to(qkv.dtype) for x, weight in zip((q, k), norms, strict=True))
     if rope is not None:
         cos, sin = rope.double()[case.positions()].unsqueeze(1).chunk(2, dim=-1)
         turned = []
         for part in (q.double(), k.double()):
-            x, y, rest = part.split([case.rotary_dim // 2, case.rotary_dim // 2, shape.head_dim - case.rotary_dim], -1)
+            half = case.rotary_dim // 2
+            x, y, rest = torch.split(part, [half, half, shape.head_dim - case.rotary_dim], dim=-1)
             turned.append(torch.cat([x * cos - y * sin, y * cos + x * sin, rest], dim=-1))
         q, k = turned
     return q, k, v

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ POISON = -77
 CPU = torch.device("cpu")
 
 
-def slot_init(slot: int, tokens: Sequence[int] = (1,), num_prompt_tokens: int = 1, **params: object) -> SlotInit:
+def slot_init(slot: int, tokens: Sequence[int] = (1,), num_prompt_tokens: int = 1, **params: Any) -> SlotInit:
     token_ids = np.array(tokens, np.int32)
-    return SlotInit(slot, SamplingParams(**params), token_ids, num_prompt_tokens)  # type: ignore[arg-type]
+    return SlotInit(slot, SamplingParams(**params), token_ids, num_prompt_tokens)
 
 
 class SamplingDevice:
@@ -87,7 +87,8 @@ class HostSampler:
     def sample(
         self, logits: NDArray[np.float32], slots: list[int], position: int = 10, masks: TokenMasks | None = None
     ) -> list[int]:
-        return self.sampler.sample(logits, self.batch(slots, position), masks).token_ids.tolist()
+        tokens: list[int] = self.sampler.sample(logits, self.batch(slots, position), masks).token_ids.tolist()
+        return tokens
 
 
 def mask_of(vocab_size: int, rows: dict[int, list[int]]) -> TokenMasks:
@@ -123,7 +124,7 @@ def kept_by_reference(logits: NDArray[np.float32], params: SamplingParams) -> se
     return set(np.flatnonzero(kept).tolist())
 
 
-FILTERS = [
+FILTERS: list[dict[str, Any]] = [
     {"top_k": 1},
     {"top_k": 5, "temperature": 2.0},
     {"top_k": 29, "temperature": 3.0},
@@ -175,22 +176,22 @@ def check_penalties(launcher: Launcher, vocab_size: int, num_steps: int) -> None
         require(f"step {step} gives {found}, the host {expected}", found == expected)
 
 
-def check_filter(launcher: Launcher, params: dict[str, float], draws: int = 1200) -> None:
+def check_filter(launcher: Launcher, params: dict[str, Any], draws: int = 1200) -> None:
     """Every token that is left has 1 % of the draws at least, so that 1,200 of them miss none."""
     vocab_size = 30
     logits = random_logits(vocab_size, seed=8, scale=1.0)
-    allowed = kept_by_reference(logits, SamplingParams(**params))  # type: ignore[arg-type]
+    allowed = kept_by_reference(logits, SamplingParams(**params))
     device = SamplingDevice(launcher, vocab_size, draws)
     device.take(*(slot_init(slot, seed=slot, **params) for slot in range(draws)))
     drawn = set(device.sample(np.tile(logits, (draws, 1)), list(range(draws))))
     require(f"drawn are {sorted(drawn)}, allowed {sorted(allowed)}", drawn == allowed)
 
 
-def check_distribution(launcher: Launcher, params: dict[str, float], width: int = 500, num_steps: int = 6) -> None:
+def check_distribution(launcher: Launcher, params: dict[str, Any], width: int = 500, num_steps: int = 6) -> None:
     """The bound is the 1 - 1e-6 quantile of chi-square by Wilson and Hilferty."""
     vocab_size = 20
     logits = random_logits(vocab_size, seed=5, scale=1.5)
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    sampling = SamplingParams(**params)
     device = SamplingDevice(launcher, vocab_size, width)
     device.take(*(slot_init(slot, seed=slot * 7919, **params) for slot in range(width)))
     counts = np.zeros(vocab_size)

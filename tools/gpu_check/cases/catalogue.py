@@ -1,0 +1,229 @@
+"""Every kernel's checks by name: a small set that touches each kernel, and a wide one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from backend.passes.decoder.cuda.attention_limits import HEAD_DIMS
+from backend.passes.decoder.cuda.cache_layout import KV_MACRO
+from backend.passes.decoder.cuda.launcher import Launcher
+from backend.passes.decoder.ops import HeadShape, quantisable
+from tools.gpu_check.cases import decode, elementwise, prefill, ptx, sampling
+from tools.gpu_check.cases.comparing import require, require_same_bits, require_within
+from tools.gpu_check.cases.paged_rows import Row
+
+GROUPS = (1, 2, 4, 7, 8)
+PAGE_SIZES_TOKENS = (16, 32, 64)
+DTYPES = elementwise.DTYPES
+
+
+@dataclass(frozen=True)
+class Check:
+    """run raises Mismatch, or returns an error where there is one to tell."""
+
+    family: str
+    name: str
+    run: Callable[[Launcher], float | None]
+
+
+def caches() -> Iterator[tuple[str, int]]:
+    """(KV dtype, head size) of each attention kernel."""
+    for kv_dtype in KV_MACRO:
+        yield from ((kv_dtype, head_dim) for head_dim in HEAD_DIMS if kv_dtype != "q8_0" or quantisable(head_dim))
+
+
+def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
+    """shared_bytes: of a multiprocessor of the device."""
+    yield from _ptx()
+    yield from _elementwise(DTYPES, PAGE_SIZES_TOKENS, (64, 80, 96, 128, 256), (8, 72, 1024, 4104, 16384))
+    yield from _sampling()
+    for number, (kv_dtype, head_dim) in enumerate(caches()):
+        for group in GROUPS:
+            page_size = PAGE_SIZES_TOKENS[(number + group) % 3]
+            yield _decode(shared_bytes, kv_dtype, head_dim, group, page_size, (1, 31, 77, 300), repeats=3)
+            yield _prefill(kv_dtype, head_dim, group, page_size, ((0, 1), (40, 1), (0, 33), (70, 80)), repeats=3)
+    for kv_dtype in KV_MACRO:
+        for page_size in PAGE_SIZES_TOKENS:
+            around = (1, page_size - 1, page_size, page_size + 1, 255, 256, 257, 511, 512, 513)
+            yield _decode(shared_bytes, kv_dtype, 128, 4, page_size, around)
+            shapes = [(0, edge) for edge in around[:4]] + [(edge, 3) for edge in around[:4]] + [(65, 130), (63, 64)]
+            yield _prefill(kv_dtype, 128, 4, page_size, tuple(shapes))
+        for window in (1, 17, 300):
+            yield _decode(shared_bytes, kv_dtype, 64, 2, 16, (1, window, window + 1, 700), window=window, softcap=3.0)
+            yield _prefill(kv_dtype, 64, 2, 16, ((0, 150), (200, 70), (5, 3)), window=window, softcap=3.0)
+        yield _decode(shared_bytes, kv_dtype, 128, 4, 32, (4096, 1, 700, 33, 1500), repeats=3)
+        yield _prefill(kv_dtype, 128, 4, 32, ((2000, 30), (0, 300), (777, 129)), repeats=3)
+
+
+def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
+    """Each kernel source and KV dtype once, as small as they get: for a sanitizer, under which all is slow."""
+    for kv_dtype in KV_MACRO:
+        yield _decode(shared_bytes, kv_dtype, 64, 3, 16, (1, 40, 300))
+        yield _prefill(kv_dtype, 64, 3, 16, ((70, 1), (0, 20), (60, 9)))
+    yield _decode(shared_bytes, "bf16", 256, 1, 32, (30,), window=20)
+    yield _prefill("bf16", 80, 1, 32, ((64, 20),), window=20)
+    yield from _elementwise({"bf16": torch.bfloat16}, (16,), (96,), (72,))
+    yield Check("sampling", "greedy", partial(sampling.check_greedy, dtype=torch.bfloat16, vocab_size=4097))
+    yield Check("sampling", "penalties", partial(sampling.check_penalties, vocab_size=90, num_steps=2))
+    every = sampling.FILTERS[-1]
+    yield Check("sampling", "filters", partial(sampling.check_filter, params=every, draws=1200))
+    yield Check("sampling", "logprobs", partial(sampling.check_logprobs, dtype=torch.float32, vocab_size=4001))
+
+
+def invariance_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
+    """A row's bits do not depend on who shares the step, nor on slots, pages and how its sequence was cut."""
+    for kv_dtype in KV_MACRO:
+        yield Check(
+            "decode", f"company.{kv_dtype}", partial(_decode_in_company, kv_dtype=kv_dtype, shared_bytes=shared_bytes)
+        )
+        yield Check("prefill", f"cut.{kv_dtype}", partial(_prefill_however_cut, kv_dtype=kv_dtype))
+    yield Check("sampling", "slot", _sampled_in_any_slot)
+
+
+def _ptx() -> Iterator[Check]:
+    for name, run in ptx.WRAPPERS.items():
+        yield Check("ptx", name, run)
+
+
+def _elementwise(
+    dtypes: dict[str, torch.dtype], page_sizes: tuple[int, ...], head_dims: tuple[int, ...], widths: tuple[int, ...]
+) -> Iterator[Check]:
+    for name, dtype in dtypes.items():
+        for hidden in widths:
+            yield Check("norm", f"{name}.{hidden}", partial(elementwise.check_norm, dtype=dtype, hidden=hidden))
+        for gate in ("silu_mul", "gelu_mul"):
+            run = partial(elementwise.check_gate, dtype=dtype, name=gate, size=1032)
+            yield Check("gate", f"{gate}.{name}", run)
+        yield Check("embed", name, partial(elementwise.check_embedding, dtype=dtype))
+        yield Check("gather", name, partial(elementwise.check_gather, dtype=dtype))
+        for kv_dtype in KV_MACRO:
+            for number, head_dim in enumerate(head_dims):
+                if kv_dtype == "q8_0" and not quantisable(head_dim):
+                    continue
+                page_size = page_sizes[number % len(page_sizes)]
+                case = partial(elementwise.StoreCase, HeadShape(7, 1, head_dim), kv_dtype, page_size, head_dim)
+                run = partial(_store, dtype=dtype, make_case=case)
+                yield Check("rope_and_store", f"{name}.{kv_dtype}.{head_dim}", run)
+    for kv_dtype in ("q8_0", "bf16"):
+        yield Check("copy_pages", kv_dtype, partial(elementwise.check_page_copies, kv_dtype=kv_dtype))
+
+
+def _store(launcher: Launcher, dtype: torch.dtype, make_case: Callable[[], elementwise.StoreCase]) -> float:
+    return elementwise.check_store(launcher, make_case(), dtype, norms=True)
+
+
+def _sampling() -> Iterator[Check]:
+    for name, dtype in DTYPES.items():
+        for vocab_size in (1, 4097, 151_936):
+            run = partial(sampling.check_greedy, dtype=dtype, vocab_size=vocab_size)
+            yield Check("sampling", f"greedy.{name}.{vocab_size}", run)
+        yield Check("sampling", f"logprobs.{name}", partial(sampling.check_logprobs, dtype=dtype, vocab_size=20_000))
+    yield Check("sampling", "penalties", partial(sampling.check_penalties, vocab_size=5000, num_steps=12))
+    yield Check("sampling", "noise", sampling.check_noise)
+    for number, params in enumerate(sampling.FILTERS):
+        yield Check("sampling", f"filter.{number}", partial(sampling.check_filter, params=params))
+    some: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.5, "top_k": 12}, {"min_p": 0.05, "top_p": 0.9})
+    for number, params in enumerate(some):
+        run = partial(sampling.check_distribution, params=params, num_steps=20)
+        yield Check("sampling", f"chi_square.{number}", run)
+
+
+def _decode(
+    shared_bytes: int,
+    kv_dtype: str,
+    head_dim: int,
+    group: int,
+    page_size: int,
+    lengths: tuple[int, ...],
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    repeats: int = 1,
+) -> Check:
+    def run(launcher: Launcher) -> float:
+        attention = decode.attention_of(
+            head_dim,
+            kv_dtype,
+            group=group,
+            page_size=page_size,
+            num_sms=132,
+            shared_bytes=shared_bytes,
+            window=window,
+            softcap=softcap,
+        )
+        case = decode.DecodeCase.of(attention, decode.rows_of(*lengths))
+        out = case.run(launcher)
+        for _ in range(repeats - 1):
+            require_same_bits("a repeat", case.run(launcher), out)
+        return require_within("relative to the largest", case.error(out), decode.TOLERANCE[out.dtype])
+
+    return Check("decode", _name(kv_dtype, head_dim, group, page_size, window, max(lengths)), run)
+
+
+def _prefill(
+    kv_dtype: str,
+    head_dim: int,
+    group: int,
+    page_size: int,
+    shapes: tuple[tuple[int, int], ...],
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    repeats: int = 1,
+) -> Check:
+    def run(launcher: Launcher) -> float:
+        attention = prefill.attention_of(
+            head_dim, kv_dtype, group=group, page_size=page_size, window=window, softcap=softcap
+        )
+        step = prefill.prepare(attention, prefill.rows_of(*shapes))
+        out = prefill.run(attention, step, launcher)
+        for _ in range(repeats - 1):
+            require_same_bits("a repeat", prefill.run(attention, step, launcher), out)
+        return require_within("of a query", prefill.error_of(attention, step, out), prefill.TOLERANCE[kv_dtype])
+
+    return Check("prefill", _name(kv_dtype, head_dim, group, page_size, window, max(map(sum, shapes))), run)
+
+
+def _name(kv_dtype: str, head_dim: int, group: int, page_size: int, window: int, longest: int) -> str:
+    return f"{kv_dtype}.d{head_dim}.g{group}.p{page_size}.{longest}" + (f".w{window}" if window else "")
+
+
+def _decode_in_company(launcher: Launcher, kv_dtype: str, shared_bytes: int) -> None:
+    row, others = decode.row_of(1100, 7), decode.rows_of(5, 300, 2000)
+    alone = decode.DecodeCase.of(decode.attention_of(128, kv_dtype, shared_bytes=shared_bytes), [row]).run(launcher)[0]
+    for seed, place, num_sms in ((1, 0, 132), (2, 2, 7), (3, 3, 66)):
+        attention = decode.attention_of(128, kv_dtype, num_sms=num_sms, shared_bytes=shared_bytes)
+        step = decode.DecodeCase.of(attention, [*others[:place], row, *others[place:]], seed=seed)
+        require_same_bits(f"at place {place} of {len(others) + 1}", step.run(launcher)[place], alone)
+
+
+def _prefill_however_cut(launcher: Launcher, kv_dtype: str) -> None:
+    attention, num_tokens = prefill.attention_of(128, kv_dtype, group=4), 150
+    whole = prefill.run(attention, prefill.prepare(attention, [Row(0, num_tokens)]), launcher)
+    for size in (7, 64):
+        chunks = [Row(at, min(size, num_tokens - at)) for at in range(0, num_tokens, size)]
+        parts = [prefill.run(attention, prefill.prepare(attention, [row], seed=size), launcher) for row in chunks]
+        require_same_bits(f"in chunks of {size}", torch.cat(parts), whole)
+
+
+def _sampled_in_any_slot(launcher: Launcher) -> None:
+    vocab_size = 4200
+    mine = sampling.random_logits(vocab_size, seed=1)
+    params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "top_k": 200, "seed": 77, "repetition_penalty": 1.3}
+    alone, crowded = (sampling.SamplingDevice(launcher, vocab_size, 8) for _ in range(2))
+    alone.take(sampling.slot_init(0, [4, 5], **params))
+    crowded.take(sampling.slot_init(5, [4, 5], **params))
+    crowded.take(*(sampling.slot_init(slot, seed=slot, temperature=slot / 2, top_k=slot) for slot in (1, 2, 3)))
+    for position in range(2, 6):
+        expected = alone.sample(mine[None], [0], position)
+        logits = sampling.random_logits(4, vocab_size, seed=position)
+        logits[position % 4] = mine
+        slots = [1, 2, 3]
+        slots.insert(position % 4, 5)
+        found = crowded.sample(logits, slots, position)[position % 4 : position % 4 + 1]
+        require(f"position {position} gives {found}, alone {expected}", found == expected)

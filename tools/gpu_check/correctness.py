@@ -1,0 +1,61 @@
+"""Every kernel against its reference, each wrapper of PTX against its emulation, whole passes against the CPU's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tools.gpu_check.cases.catalogue import wide_checks
+from tools.gpu_check.lab import open_lab
+from tools.gpu_check.mirror_launcher import MirrorLauncher
+from tools.gpu_check.pass_agreement import check_passes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from backend.passes.decoder.cuda.launcher import Launcher
+    from tools.gpu_check.cases.catalogue import Check
+    from tools.gpu_check.results import Results
+
+_FOR_PASSES_S = 20.0
+
+
+def run(results: Results) -> None:
+    launcher = MirrorLauncher()
+    run_checks(results, launcher, wide_checks(launcher.shared_bytes_per_sm), keeps_s=_FOR_PASSES_S)
+    check_passes(results, open_lab())
+
+
+def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], keeps_s: float = 0.0) -> None:
+    """One finding a family: how many passed, and the largest error; and one for each that failed. Ends while keeps_s
+    seconds are left."""
+    families: defaultdict[str, list[Check]] = defaultdict(list)
+    for check in checks:
+        families[check.family].append(check)
+    for family, members in families.items():
+        _run_family(results, launcher, family, members, keeps_s)
+
+
+def _run_family(results: Results, launcher: Launcher, family: str, checks: list[Check], keeps_s: float) -> None:
+    num_passed = num_run = 0
+    worst, worst_name = 0.0, ""
+    for check in checks:
+        if results.remaining_s <= keeps_s:
+            break
+        num_run += 1
+        errors: list[float] = []
+        if results.attempt(f"{family}.{check.name}", partial(_run, check, launcher, errors)):
+            num_passed += 1
+            if errors and errors[0] >= worst:
+                worst, worst_name = errors[0], check.name
+    detail = f"{num_passed} of {len(checks)} passed" + (f", the largest error in {worst_name}" if worst_name else "")
+    if num_run < len(checks):
+        results.skipped(f"correctness.{family}.rest", f"{len(checks) - num_run} checks had no time left")
+    results.check(f"correctness.{family}", num_run > 0 and num_passed == num_run, detail, worst)
+
+
+def _run(check: Check, launcher: Launcher, errors: list[float]) -> None:
+    error = check.run(launcher)
+    if error is not None:
+        errors.append(error)

@@ -1,0 +1,89 @@
+"""The CUDA pass's tokens and logits beside the CPU pass's, for what distinguishes the architectures."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from backend.passes.decoder.cuda.plan import StepSizes
+from backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
+from tools.gpu_check.cases.comparing import require, require_within
+from tools.gpu_check.models import TINY_FAMILY, RandomWeights
+from tools.gpu_check.steps import Steps, generate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from backend.passes.decoder.config import DecoderConfig
+    from tools.gpu_check.lab import Lab
+    from tools.gpu_check.results import Results
+
+_ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 24, 16, 5
+_SIZES = StepSizes(max_rows=_ROWS, max_tokens=256, max_context_tokens=_PAGE_TOKENS * _PAGES)
+_LOGIT_ERROR = {"bf16": 3e-2, "fp16": 5e-3}
+"""Of the CUDA pass's logits to fp32 ones of the same weights, relative to their norm; of KV in bf16."""
+
+
+def check_passes(results: Results, lab: Lab, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:
+    for name in names:
+        results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, lab, name))
+    for dtype in _LOGIT_ERROR:
+        results.attempt(f"pass.{names[0]}.{dtype}", partial(_compare_logits, results, lab, names[0], dtype))
+
+
+def _compare_tokens(results: Results, lab: Lab, name: str) -> None:
+    """In fp32, where greedy choices of different kernels agree but for ties; whole prompts and chunks of 7."""
+    config = TINY_FAMILY[name]
+    expected = _tokens(_on_cpu(config), config)
+    for chunk in (1 << 30, 7):
+        found = _tokens(_on_gpu(lab, config, torch.float32, "fp32"), config, chunk)
+        num_same = int((found == expected).all(axis=1).sum())
+        require(f"{num_same} of {_ROWS} rows have the CPU pass's tokens", num_same == _ROWS)
+    results.check(f"pass.{name}.tokens", True, f"{_ROWS} rows of {_NEW_TOKENS} tokens are the CPU pass's")
+
+
+def _compare_logits(results: Results, lab: Lab, name: str, dtype_name: str) -> None:
+    config, dtype = TINY_FAMILY[name], {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
+    expected = _last_logits(_on_cpu(config, dtype), config)
+    found = _last_logits(_on_gpu(lab, config, dtype, "bf16"), config)
+    error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    require_within("of the logits", error, _LOGIT_ERROR[dtype_name])
+    results.check(f"pass.{name}.{dtype_name}", True, "relative error of the logits", error)
+
+
+def _tokens(forward_pass: Any, config: DecoderConfig, chunk: int = 1 << 30) -> NDArray[np.int32]:
+    tokens = generate(forward_pass, _prompts(config), _NEW_TOKENS, _PAGES, chunk)
+    forward_pass.close()
+    return tokens
+
+
+def _last_logits(forward_pass: Any, config: DecoderConfig) -> NDArray[np.float64]:
+    batch = Steps(_ROWS, _PAGES).prefill(_prompts(config))
+    logits = forward_pass.host_logits(forward_pass.forward(batch)).astype(np.float64)
+    forward_pass.close()
+    return np.asarray(logits)
+
+
+def _prompts(config: DecoderConfig) -> list[NDArray[np.int32]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, config.vocab_size, _PROMPT_TOKENS).astype(np.int32) for _ in range(_ROWS)]
+
+
+def _on_cpu(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> DecoderPass:
+    """In fp32 throughout, of weights that were rounded to dtype."""
+    weights = RandomWeights(config, dtype, torch.device("cpu"))
+    ops = make_cpu_ops(config, torch.float32, _SIZES.max_tokens)
+    made = DecoderPass(config, weights, ops, torch.float32, _ROWS)
+    made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, "fp32")
+    return made
+
+
+def _on_gpu(lab: Lab, config: DecoderConfig, dtype: torch.dtype, kv_dtype: str) -> CudaDecoderPass:
+    weights = RandomWeights(config, dtype, torch.device("cpu"))
+    made = CudaDecoderPass(config, weights, lab.device, dtype, _SIZES)
+    made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, kv_dtype)
+    return made
