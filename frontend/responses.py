@@ -36,6 +36,8 @@ _log = logging.getLogger("penstock.responses")
 
 MAX_IN_BACKGROUND = 64
 """Responses of one worker that run in the background at a time."""
+MAX_STREAMED_IN_BACKGROUND = 8
+"""Of these, those whose events are kept; see `MAX_LOG_BYTES`."""
 _PATH = "/v1/responses/"
 _MAX_QUERY_FIELDS = 16
 _ITEMS_PER_PAGE = 20
@@ -62,7 +64,7 @@ class Responses:
                 chat = await fitted(chat, served)
         answer = ResponseAnswer(self._store, exchange.tenant, body, history, served.card)
         if body.background:
-            self._check_room()
+            self._check_room(is_streamed=body.stream is True)
             run = BackgroundRun(exchange, answer, keeps_events=body.stream is True)
             chat.stream = True
             work = partial(answer_chat, run.exchange, chat, served, backend, self._id_prefix, answer.make_format)
@@ -193,9 +195,13 @@ class Responses:
 
     # What runs in the background
 
-    def _check_room(self) -> None:
+    def _check_room(self, *, is_streamed: bool) -> None:
+        num_streamed = sum(run.events is not None for run in self._runs.values())
         if len(self._tasks) >= MAX_IN_BACKGROUND:
             raise retry_later(ErrorKind.OVERLOADED, f"{MAX_IN_BACKGROUND} responses run in the background already", 1)
+        if is_streamed and num_streamed >= MAX_STREAMED_IN_BACKGROUND:
+            message = f"{MAX_STREAMED_IN_BACKGROUND} responses are streamed in the background already"
+            raise retry_later(ErrorKind.OVERLOADED, message, 1)
 
     async def _start(self, exchange: Exchange, run: BackgroundRun, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(self._run(run, work))

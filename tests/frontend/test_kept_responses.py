@@ -11,7 +11,7 @@ import pytest
 
 from shm.client import Overloaded, TokenBatch
 from shm.wire import FailureCode, Finish
-from tests.frontend.harness import END_TOKEN, Connection, FakeBackend, make_app, model_card, silent, token_ids
+from tests.frontend.harness import END_TOKEN, Connection, FakeBackend, make_app, silent, token_ids
 from tests.frontend.named_events import REASONED_CALLS, named_events, names
 from tests.frontend.test_responses import HI, MODEL, PATH, TIME, WEATHER, prompt, talking
 
@@ -263,14 +263,27 @@ def _request(body: dict[str, Any]) -> bytes:
     return b"POST /v1/responses HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 async def test_many_in_the_background_are_too_many(
-    connect: Callable[..., Connection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr("frontend.responses.MAX_IN_BACKGROUND", 2)
-    backend.model, backend.script = model_card(), silent
-    connection = connect()
-    statuses = [(await connection.post(PATH, {**HI, "background": True})).status for _ in range(3)]
-    assert statuses == [200, 200, 429]
+    monkeypatch.setattr(
+        "frontend.responses.MAX_STREAMED_IN_BACKGROUND" if stream else "frontend.responses.MAX_IN_BACKGROUND", 2
+    )
+    backend.script = silent
+    app = make_app(backend)
+    for _ in range(2):
+        client = Connection(app)
+        backend.submitted.clear()
+        client.send(_request({**HI, "background": True, "stream": stream}))
+        await backend.submitted.wait()
+        client.transport.reset()
+        await client.idle()
+    last = Connection(app)
+    refused = await last.post(PATH, {**HI, "background": True, "stream": stream})
+    assert (refused.status, refused.error["code"]) == (429, "overloaded")
+    assert (await last.post(PATH, {**HI, "background": True, "stream": False})).status == (200 if stream else 429)
+    await last.end()
 
 
 async def test_a_background_stream_that_grows_too_large_fails(
