@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
 MAX_LOGPROBS_PER_MESSAGE = 1 << 13
-"""At most 20 likeliest tokens each, 14 bytes apiece: together with the events they stay under a message's limit."""
+"""Of the prompts' and the others together. At most 20 likeliest tokens each, 14 bytes apiece: with the events they stay
+under a message's limit."""
 
 
 class Peer:
@@ -208,11 +209,12 @@ class Peer:
 
     def _num_next(self) -> int:
         """Events of the next message: log probabilities are long, few of them fill it. Those of prompts go first."""
-        if len(self._prompt_logprobs) >= MAX_LOGPROBS_PER_MESSAGE:
+        num_left = MAX_LOGPROBS_PER_MESSAGE - len(self._prompt_logprobs)
+        if num_left <= 0:
             return 0
         count = min(len(self._finishes), MAX_EVENTS_PER_MESSAGE)
-        if len(self._logprobs) > MAX_LOGPROBS_PER_MESSAGE:
-            count = min(count, self._logprobs[MAX_LOGPROBS_PER_MESSAGE][0] - self._num_sent)
+        if len(self._logprobs) > num_left:
+            count = min(count, self._logprobs[num_left][0] - self._num_sent)
         return count
 
     def sent(self) -> None:
@@ -221,7 +223,7 @@ class Peer:
         self.credit -= 1
         self.waiting_since_s = None
         self._returned.clear()
-        count = self._num_next()
+        count = self._num_next()  # before what it depends on has gone
         self._num_sent += count
         while self._logprobs and self._logprobs[0][0] < self._num_sent:
             self._logprobs.popleft()

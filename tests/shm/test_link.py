@@ -20,18 +20,21 @@ from pathlib import Path
 import pytest
 import zmq
 
-from shm import peer
+from shm import link, peer
 from shm.board import BackendBoard
 from shm.ledger import Ledger
 from shm.link import NO_TOKEN, BackendLink, Cancellation, FrontendDeath, Submission
-from shm.peer import MAX_EVENTS_PER_MESSAGE
+from shm.peer import MAX_EVENTS_PER_MESSAGE, MAX_LOGPROBS_PER_MESSAGE
 from shm.rendezvous import Invitation
 from shm.session import Session
 from shm.wire import (
+    MAX_LOGPROBS,
+    MAX_TO_FRONTEND_BYTES,
     PROTOCOL_VERSION,
     ArenaRef,
     Cancel,
     Credit,
+    EventLogprobs,
     Failure,
     FailureCode,
     Finish,
@@ -433,6 +436,33 @@ def test_more_events_than_one_message_takes_are_split_in_order(
         assert [len(output.finishes) for output in outputs] == [10, 10, 5]
         assert [event[0] for event in columns(outputs)] == list(range(25))
         assert [failure.request_id for output in outputs for failure in output.failures] == list(range(25))
+
+
+def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(backend: Backend) -> None:
+    """A frontend that was slow: as many as possible wait of both, each as long as possible, and all of them arrive."""
+    num_each = MAX_LOGPROBS_PER_MESSAGE - 1
+    top_ids, top = tuple(range((1 << 31) - MAX_LOGPROBS, 1 << 31)), (-1.5,) * MAX_LOGPROBS
+    with backend.session() as frontend:
+        frontend.submit((1 << 63) - 1, [1])
+        (submission,) = backend.until(Submission)
+        names = submission.frontend, submission.request_id
+        for index in range(num_each):
+            told = EventLogprobs(index + 1, -1.5, 1 << 30, top_ids, top)
+            backend.link.push_prompt_logprobs(*names, told)
+            backend.link.push(*names, index, logprobs=told)
+        sizes = []
+        original = link.encode
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(link, "encode", lambda message: sizes.append(len(original(message))) or original(message))
+            backend.link.flush()
+        outputs = frontend.receive(2)
+        assert max(sizes) <= MAX_TO_FRONTEND_BYTES
+        scored = [entry.event for output in outputs for told in output.prompt_logprobs for entry in told.entries]
+        assert scored == list(range(1, num_each + 1))
+        assert [event[1] for event in columns(outputs)] == list(range(num_each))
+        assert [entry.event for output in outputs for entry in output.logprobs] == [
+            event for output in outputs for event in range(len(output.finishes))
+        ]
 
 
 def test_a_second_peer_of_the_same_identity_gets_nothing(backend: Backend) -> None:
