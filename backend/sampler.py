@@ -213,11 +213,12 @@ def _penalise(logits: NDArray[np.float32], penalties: list[_Penalties]) -> NDArr
 
 
 def _masked(logits: NDArray[np.float32], masks: TokenMasks) -> NDArray[np.float32]:
-    """A copy of logits [L, V] whose masked rows are -inf at what is not allowed."""
+    """A copy of logits [L, V] whose masked rows are -inf at what is not allowed, but for what is no number."""
     vocab_size = logits.shape[1]
     allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
     logits = logits.copy()
-    logits[masks.rows] = np.where(allowed, logits[masks.rows], np.float32(-np.inf))
+    rows = logits[masks.rows]
+    logits[masks.rows] = np.where(allowed | np.isnan(rows), rows, np.float32(-np.inf))
     return logits
 
 

@@ -246,6 +246,18 @@ def test_a_masked_row_samples_only_what_its_mask_allows_and_the_other_rows_are_a
     assert allowed[1, tokens[3]]
 
 
+def test_a_mask_hides_no_logits_that_are_no_numbers() -> None:
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[0, 5] = np.nan
+    bits = np.zeros((2, -(-VOCAB // 32)), np.uint32)
+    bits[:, 0] = 2  # token 1 alone
+    batch = decode_batch([0, 1], inits=tuple(slot_init(slot, temperature=0.0) for slot in range(2)))
+    sampler = HostSampling(VOCAB, 2)
+    sampler.begin_step(batch)
+    tokens = sampler.sample(logits, batch, TokenMasks(np.arange(2, dtype=np.int32), bits)).token_ids
+    assert tokens.tolist() == [NOT_FINITE, 1]
+
+
 def test_logprobs_are_the_log_softmax_of_the_raw_logits_for_the_rows_that_ask() -> None:
     logits = np.random.default_rng(4).normal(size=(3, VOCAB)).astype(np.float32) * 4
     logits[2, [5, 9, 40]] = logits[2].max() + 1  # equal ones come by id
