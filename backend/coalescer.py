@@ -47,7 +47,8 @@ class ShareKey:
                 logit_bias=sampling.logit_bias,
                 num_logprobs=sampling.num_logprobs,
             )
-        kept_out = tuple(sorted(stop_ids)) if constraints is not None and constraints.min_tokens else ()
+        keeps_out = constraints is not None and (constraints.min_tokens or constraints.grammar_after)
+        kept_out = tuple(sorted(stop_ids)) if keeps_out else ()
         return cls(salt, prompt, sampling, constraints, kept_out)
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from backend.coalescer import Coalescer, ShareKey
 from backend.forward_pass import SamplingParams
 from backend.sequence import Sequence, Subscriber
+from shm.wire import Constraints
 
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
@@ -116,3 +117,10 @@ def test_every_parameter_that_changes_the_tokens_tells_requests_apart(name: str,
 def test_salt_and_prompt_do_not_run_into_each_other(salt: bytes, other: bytes, prompt: bytes, another: bytes) -> None:
     keys = [ShareKey.of(s, p, SAMPLINGS[0]) for s, p in ((salt, prompt), (other, another))]
     assert (keys[0] == keys[1]) == ((salt, prompt) == (other, another))
+
+
+@pytest.mark.parametrize("constraints", [Constraints(min_tokens=2), Constraints(grammar_after=(7,))])
+def test_stop_ids_tell_requests_apart_where_they_are_kept_out(constraints: Constraints) -> None:
+    keys = {ShareKey.of(b"", b"1234", SamplingParams(), constraints, stop_ids) for stop_ids in ((1, 2), (2, 1), (3,))}
+    assert len(keys) == 2
+    assert len({ShareKey.of(b"", b"1234", SamplingParams(), Constraints(), stop_ids) for stop_ids in ((1,), (2,))}) == 1
