@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     """[ceil(vocab_size / 32)] one bit for each token, as in `backend.forward_pass.TokenMasks`."""
 
 
+_SHOWN_CHARACTERS = 300
+"""Of what a grammar's author is told; a `Failure` takes no more than 512."""
+
+
 class ConstraintFailed(Exception):
     """A grammar met a limit in the middle of an answer. It is the request's own fault, and ends it alone."""
 
@@ -73,7 +77,8 @@ class SequenceConstraints:
         self._matcher = matcher
         allowed = wanted.allowed_token_ids
         self._allowed = _row_of(allowed, vocab_size) if allowed else _row_of_all(vocab_size)
-        self._all_but_stops = ~_row_of(stop_ids, vocab_size)
+        # Stop ids are nobody's business but the listener's: they may be beyond the vocabulary, and are never met then.
+        self._all_but_stops = ~_row_of((stop_id for stop_id in stop_ids if stop_id < vocab_size), vocab_size)
         self._tokens: list[int] = []
         self._grammar_start = 0 if not wanted.grammar_after else None
         """Number of generated tokens at which the grammar began; None while it has not."""
@@ -96,7 +101,7 @@ class SequenceConstraints:
             if self._ends_with(self._wanted.grammar_after):
                 self._grammar_start = len(self._tokens)
         elif self._matcher is not None and not self._matcher.consume_token(token_id):
-            raise ConstraintFailed(f"the grammar cannot go on: {self._matcher.get_error()}")
+            raise ConstraintFailed(_told(self._matcher))
 
     def rewind(self, num_tokens: int) -> None:
         """Drops all but the first num_tokens that it has taken in, which may be all there are."""
@@ -122,7 +127,7 @@ class SequenceConstraints:
             mask = np.zeros_like(row)
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if self._matcher.is_error():
-                raise ConstraintFailed(f"the grammar cannot go on: {self._matcher.get_error()}")
+                raise ConstraintFailed(_told(self._matcher))
             row &= mask
             if not row.any():
                 raise ConstraintFailed("the grammar and the lists of tokens leave nothing")
@@ -152,6 +157,11 @@ class SequenceConstraints:
 
     def _ends_with(self, run: tuple[int, ...]) -> bool:
         return bool(run) and tuple(self._tokens[-len(run) :]) == run
+
+
+def _told(matcher: LLMatcher) -> str:
+    """One line of bounded length: parts of it may be the client's own text."""
+    return " ".join(f"the grammar cannot go on: {matcher.get_error()}".split())[:_SHOWN_CHARACTERS]
 
 
 @lru_cache(maxsize=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from backend.executor import ExecutorFailed
 from backend.forward_pass import NOT_FINITE, DeviceLost
@@ -14,8 +14,6 @@ from shm.wire import EventLogprobs, FailureCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from llguidance import LLMatcher
 
     from backend.batch_builder import BatchBuilder
     from backend.executor import Executor, StepResult
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from shm.link import BackendLink
 
 logger = logging.getLogger("penstock.backend")
+
+P = ParamSpec("P")
 
 _IDLE_TURN_S = 0.5
 """The loop turns at least this often, so that its heartbeat on the board stays fresh."""
@@ -74,13 +74,14 @@ class Engine:
         for event in self._link.receive():
             match event:
                 case Submission():
-                    self._submit(event)
+                    self._take(event, self._requests.submit, event)
                 case Cancellation(frontend, request_id, noticed_ns):
                     self._requests.cancel(frontend, request_id, noticed_ns)
                 case FrontendDeath(frontend):
                     self._requests.drop_frontend(frontend)
-        for submission, matcher in self._requests.compiled():
-            self._submit(submission, matcher)
+        for waiting, matcher in self._requests.compiled():
+            submission, times = waiting.submission, (waiting.arrived_s, waiting.deadline_s)
+            self._take(submission, self._requests.take_on, submission, matcher, *times)
         self._requests.expire()
         for result in self._executor.results():
             self._apply(result)
@@ -92,9 +93,9 @@ class Engine:
         self._link.flush()
         self._show_on_board()
 
-    def _submit(self, submission: Submission, matcher: LLMatcher | None = None) -> None:
+    def _take(self, submission: Submission, take: Callable[P, None], *args: P.args, **options: P.kwargs) -> None:
         try:
-            self._requests.submit(submission, matcher)
+            take(*args, **options)
         except Exception:
             logger.exception("a submission failed; the other requests go on")
             self._requests.abandon(submission.frontend, submission.request_id)

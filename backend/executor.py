@@ -41,7 +41,7 @@ class StepResult:
     logprobs: TokenLogprobs | None = None
     """Its rows are places in the plan's logit_rows."""
     faults: dict[int, str] = field(default_factory=dict)
-    """By place in logit_rows, why a row's constraints cannot go on; it has no token."""
+    """By place in logit_rows, why a row's constraints cannot go on; its token is NOT_FINITE, whatever was sampled."""
 
 
 class Executor:
@@ -233,7 +233,9 @@ class LaunchedStep:
                     sequence.constraints.advance(token_id)
                 except ConstraintFailed as error:
                     faults[place] = str(error)
-            if token_id in sequence.common_stop_ids or token_id == NOT_FINITE or place in faults:
+            if place in faults:
+                token_id = token_ids[place] = NOT_FINITE
+            if token_id == NOT_FINITE or token_id in sequence.common_stop_ids:
                 sequence.stopped_generation = plan.generations[index]
                 stops.append(index)
         return StepResult(plan, token_ids, 0.0, None, tuple(stops), output.logprobs, faults)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backend.grammars import BadGrammar
+from backend.grammars import MAX_PENDING, BadGrammar, TooManyGrammars
 from shm.wire import Failure, FailureCode
 
 if TYPE_CHECKING:
@@ -18,6 +20,17 @@ if TYPE_CHECKING:
     from shm.wire import Grammar
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A submission whose grammar is being compiled."""
+
+    submission: Submission
+    arrived_s: float
+    deadline_s: float | None
+    grammar: Grammar
+    future: Future[LLMatcher]
+
+
 class GrammarDesk:
     """Owned by `Requests`. wake is called, from another thread, when there may be something in `settled`."""
 
@@ -26,16 +39,20 @@ class GrammarDesk:
         self._compiler = compiler
         self._wake = wake
         self._max_waiting = max_waiting
-        self._waiting: dict[tuple[int, int], tuple[Submission, Grammar, Future[LLMatcher]]] = {}
+        self._waiting: dict[tuple[int, int], Waiting] = {}
+        self._done: deque[Waiting] = deque()
+        """Those whose grammar is compiled, put there by the compiler's thread; some have left since."""
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def holds(self, frontend: int, request_id: int) -> bool:
-        return (frontend, request_id) in self._waiting
+    def find(self, frontend: int, request_id: int) -> Waiting | None:
+        return self._waiting.get((frontend, request_id))
 
-    def take(self, submission: Submission, grammar: Grammar) -> LLMatcher | Failure | None:
+    def take(
+        self, submission: Submission, grammar: Grammar, arrived_s: float, deadline_s: float | None
+    ) -> LLMatcher | Failure | None:
         """A matcher where the grammar is at hand; None where the submission waits for it here from now on."""
         request_id = submission.submit.request_id
         if self._compiler is None:
@@ -47,24 +64,31 @@ class GrammarDesk:
             return Failure(request_id, FailureCode.OVERLOADED, self._max_waiting)
         try:
             future = self._compiler.compile(grammar)
-        except BadGrammar as error:
-            return Failure(request_id, FailureCode.BAD_GRAMMAR, text=str(error))
-        self._waiting[submission.frontend, request_id] = submission, grammar, future
-        future.add_done_callback(lambda _: self._wake())
+        except TooManyGrammars:
+            return Failure(request_id, FailureCode.OVERLOADED, MAX_PENDING)
+        waiting = Waiting(submission, arrived_s, deadline_s, grammar, future)
+        self._waiting[submission.frontend, request_id] = waiting
+        future.add_done_callback(lambda _: self._note_done(waiting))
         return None
 
-    def settled(self) -> list[tuple[Submission, LLMatcher | Failure]]:
-        """Those whose grammar has been compiled, or found to be bad, in the order in which they came."""
-        if not self._waiting or self._compiler is None:
-            return []
-        outcomes: list[tuple[Submission, LLMatcher | Failure]] = []
-        for key in [key for key, (_, _, future) in self._waiting.items() if future.done()]:
-            submission, grammar, future = self._waiting.pop(key)
+    def _note_done(self, waiting: Waiting) -> None:
+        self._done.append(waiting)
+        self._wake()
+
+    def settled(self) -> list[tuple[Waiting, LLMatcher | Failure]]:
+        """Those whose grammar has been compiled, or found to be bad. Costs nothing for those that go on waiting."""
+        outcomes: list[tuple[Waiting, LLMatcher | Failure]] = []
+        while self._done:
+            waiting = self._done.popleft()
+            submission = waiting.submission
+            if self.find(submission.frontend, submission.request_id) is not waiting or self._compiler is None:
+                continue
+            del self._waiting[submission.frontend, submission.request_id]
             try:
-                outcomes.append((submission, self._compiler.finished(grammar, future)))
+                outcomes.append((waiting, self._compiler.finished(waiting.grammar, waiting.future)))
             except BadGrammar as error:
-                failure = Failure(submission.submit.request_id, FailureCode.BAD_GRAMMAR, text=str(error))
-                outcomes.append((submission, failure))
+                failure = Failure(submission.request_id, FailureCode.BAD_GRAMMAR, text=str(error))
+                outcomes.append((waiting, failure))
         return outcomes
 
     def forget(self, frontend: int, request_id: int) -> bool:

@@ -5,8 +5,10 @@ llguidance does the work (https://github.com/guidance-ai/llguidance): it drops t
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shm.wire import Grammar
+
+logger = logging.getLogger("penstock.backend")
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # about 20 ms
@@ -26,14 +30,19 @@ _LIMITS = LLParserLimits(
 _WHITESPACE = r" ?|\n {0,24}"
 """Between the parts of a JSON text: as models write it, on one line or indented, and never without end."""
 _CACHE_BYTES = 64 << 20
-_BYTES_PER_CHARACTER = 256
-"""Of memory that a compiled grammar takes for each character of its text; an estimate, and so the cache's bound is."""
-_MAX_PENDING = 256
+_BYTES_PER_GRAMMAR, _BYTES_PER_CHARACTER = 32 << 10, 512
+"""Of memory that a compiled grammar takes, and takes besides for each character of its text: measured on expressions of
+a few characters and schemas of a few hundred. An estimate, and so the cache's bound is."""
+MAX_PENDING = 256
 _SHOWN_CHARACTERS = 300
 
 
 class BadGrammar(Exception):
     """The grammar does not compile, or only beyond the limits; the text says why in a line for its author."""
+
+
+class TooManyGrammars(Exception):
+    """MAX_PENDING others are being compiled."""
 
 
 class GrammarCompiler:
@@ -61,12 +70,14 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> Future[LLMatcher]:
         """Begins to compile, or joins who has begun. Done in the worker's thread; `finished` takes it in.
 
-        The future raises BadGrammar.
+        The future raises BadGrammar. Raises TooManyGrammars.
         """
         future = self._pending.get(grammar)
         if future is None:
-            if len(self._pending) >= _MAX_PENDING:
-                raise BadGrammar(f"{_MAX_PENDING} other grammars are being compiled; try again later")
+            if len(self._pending) >= MAX_PENDING:
+                self._take_in_abandoned()
+            if len(self._pending) >= MAX_PENDING:
+                raise TooManyGrammars
             future = self._pending[grammar] = self._worker.submit(self._compile, grammar)
         return future
 
@@ -76,10 +87,22 @@ class GrammarCompiler:
         Raises BadGrammar.
         """
         self._pending.pop(grammar, None)
+        error = future.exception(timeout=0)
+        if isinstance(error, BadGrammar):
+            raise error
+        if error is not None:  # of the tokenizer, or a fault in the library: whoever asks is told, and nobody else
+            logger.error("a grammar could not be compiled", exc_info=error)
+            raise BadGrammar("grammars cannot be compiled for this model's tokenizer, or not this one")
         matcher = future.result(timeout=0)
         if grammar not in self._compiled:
             self._keep(grammar, matcher)
         return matcher.deep_copy()
+
+    def _take_in_abandoned(self) -> None:
+        """What has been compiled since all who asked for it left."""
+        for grammar, future in [(grammar, future) for grammar, future in self._pending.items() if future.done()]:
+            with suppress(BadGrammar):  # there is nobody to be told
+                self.finished(grammar, future)
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -115,7 +138,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _num_bytes(grammar: Grammar) -> int:
-    return _BYTES_PER_CHARACTER * len(grammar.text)
+    return _BYTES_PER_GRAMMAR + _BYTES_PER_CHARACTER * len(grammar.text)
 
 
 def _shown(message: str) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from llguidance import LLMatcher
 
+    from backend.grammar_desk import Waiting
     from backend.plan import Plan
     from backend.scheduler import Scheduler
     from shm.board import BackendBoard
@@ -76,31 +77,42 @@ class Requests:
 
     # Coming
 
-    def compiled(self) -> list[tuple[Submission, LLMatcher]]:
-        """Requests that waited for their grammars and are to be submitted again with them."""
+    def compiled(self) -> list[tuple[Waiting, LLMatcher]]:
+        """Requests that waited for their grammars and are to be taken on with them."""
         ready = []
-        for submission, outcome in self._desk.settled():
+        for waiting, outcome in self._desk.settled():
             if isinstance(outcome, Failure):
-                self._reject(submission, outcome)
+                self._reject(waiting.submission, outcome)
             else:
-                ready.append((submission, outcome))
+                ready.append((waiting, outcome))
         return ready
 
-    def submit(self, submission: Submission, matcher: LLMatcher | None = None) -> None:
-        """A new request: refused, or waiting for its grammar, or listening to a sequence in flight, or with one of its
-        own. matcher is of its grammar, at the beginning, once that has been compiled.
-        """
-        submit, frontend, now_s = submission.submit, submission.frontend, self._clock()
+    def submit(self, submission: Submission) -> None:
+        """A new request: refused, or waiting for its grammar, or taken on."""
+        submit, now_s = submission.submit, self._clock()
         if (failure := self._refusal(submission)) is not None:
             self._reject(submission, failure)
             return
-        if matcher is None and submit.constraints is not None and submit.constraints.grammar is not None:
-            taken = self._desk.take(submission, submit.constraints.grammar)
+        deadline_s = now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
+        matcher = None
+        if submit.constraints is not None and submit.constraints.grammar is not None:
+            taken = self._desk.take(submission, submit.constraints.grammar, now_s, deadline_s)
             if isinstance(taken, Failure):
                 self._reject(submission, taken)
-            elif taken is not None:
-                self.submit(submission, taken)
-            return
+                return
+            if taken is None:
+                self._note_deadline(submission.frontend, submission.request_id, deadline_s)
+                return
+            matcher = taken
+        self.take_on(submission, matcher, now_s, deadline_s)
+
+    def take_on(
+        self, submission: Submission, matcher: LLMatcher | None, arrived_s: float, deadline_s: float | None
+    ) -> None:
+        """A request that is sound listens to a sequence in flight, or to one of its own; a full queue refuses it.
+        matcher is of its grammar, at the beginning.
+        """
+        submit, frontend = submission.submit, submission.frontend
         num_tokens = len(submission.tokens) // 4
         subscriber = Subscriber(
             frontend,
@@ -108,8 +120,8 @@ class Requests:
             min(submit.num_prompt_tokens + submit.max_tokens, self._limits.max_context_tokens),
             frozenset(submit.stop_token_ids),
             num_tokens,
-            now_s,
-            now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None,
+            arrived_s,
+            deadline_s,
             submit.sampling.num_logprobs,
             # A stream that goes on after a backend's death has been told them.
             submit.num_prompt_logprobs if num_tokens == submit.num_prompt_tokens > 1 else -1,
@@ -127,7 +139,7 @@ class Requests:
         key = None
         if submit.may_share and not is_scored:
             key = ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
-        rank = now_s + submit.priority * self._limits.priority_step_s if self._limits.priority_step_s else 0.0
+        rank = arrived_s + submit.priority * self._limits.priority_step_s if self._limits.priority_step_s else 0.0
         sequence = self._coalescer.find(key) if key is not None else None
         if sequence is not None and sequence.slot is None and rank < sequence.rank:
             sequence = None  # it would wait behind others that it is to go before
@@ -144,11 +156,14 @@ class Requests:
                 rank=rank,
                 constraints=self._constraints(submission, matcher, is_scored=is_scored),
             )
-            sequence.output = submission.output
+            is_offered = key is not None and num_tokens == submit.num_prompt_tokens
+            if is_offered and sampling.num_logprobs >= 0:
+                sequence.logprobs = []
+            sequence.output, sequence.output_start = submission.output, submit.num_prompt_tokens
             self._open_for(subscriber, sequence)
             self._scheduler.add(sequence)
             self._board.prompt_tokens += submit.num_prompt_tokens
-            if key is not None and num_tokens == submit.num_prompt_tokens:
+            if key is not None and is_offered:
                 # Tokens that a frontend brings along are its own word: nobody else is to be told them.
                 self._coalescer.offer(key, sequence)
         else:
@@ -163,8 +178,7 @@ class Requests:
         self._open.setdefault(subscriber.frontend, {})[subscriber.request_id] = sequence, subscriber
         self._num_listening += 1
         self._board.requests_accepted += 1
-        if subscriber.deadline_s is not None:
-            self._note_deadline(subscriber, subscriber.deadline_s)
+        self._note_deadline(subscriber.frontend, subscriber.request_id, subscriber.deadline_s)
 
     def _refusal(self, submission: Submission) -> Failure | None:
         """Frontends check all this for the sake of the message; here it is checked for the sake of the engine."""
@@ -175,7 +189,7 @@ class Requests:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
         if self.num_open >= limits.max_open:
             return Failure(request_id, FailureCode.OVERLOADED, limits.max_open)
-        if request_id in self._open.get(submission.frontend, {}) or self._desk.holds(submission.frontend, request_id):
+        if request_id in self._open.get(submission.frontend, {}) or self._desk.find(submission.frontend, request_id):
             return Failure(request_id, FailureCode.INTERNAL)
         if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > limits.max_context_tokens:
             return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, limits.max_context_tokens)
@@ -218,7 +232,9 @@ class Requests:
     def _replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
         """All tokens so far at once, for one who came late; its own limit may lie among them."""
         for index in range(subscriber.next_index, len(sequence.tokens)):
-            if self._give(sequence, subscriber, index, sequence.tokens[index]):
+            # Of all that were generated here the last stands last.
+            told = sequence.logprobs[index - len(sequence.tokens)] if sequence.logprobs else None
+            if self._give(sequence, subscriber, index, sequence.tokens[index], told):
                 self._leave(sequence, subscriber)
                 return
 
@@ -253,14 +269,14 @@ class Requests:
         if sequence.logprobs is not None and logprobs is not None:
             sequence.logprobs.append(logprobs)
         for subscriber in tuple(sequence.subscribers):
-            if self._give(sequence, subscriber, index, token_id):
+            if self._give(sequence, subscriber, index, token_id, logprobs):
                 self._leave(sequence, subscriber)
         sequence.settle()
 
-    def _give(self, sequence: Sequence, subscriber: Subscriber, index: int, token_id: int) -> bool:
+    def _give(
+        self, sequence: Sequence, subscriber: Subscriber, index: int, token_id: int, told: EventLogprobs | None
+    ) -> bool:
         """True where this token ends the subscriber's stream."""
-        # Of all that were generated here the last stands last.
-        told = sequence.logprobs[index - len(sequence.tokens)] if sequence.logprobs else None
         if index < subscriber.next_index:  # it brought this token along
             if told is not None and subscriber.num_prompt_logprobs >= 0:
                 entry = _narrowed(told, index, subscriber.num_prompt_logprobs)
@@ -295,6 +311,7 @@ class Requests:
         noticed_ns, CLOCK_MONOTONIC, is when the frontend noticed; 0 is unknown.
         """
         if self._desk.forget(frontend, request_id):
+            self._board.requests_accepted += 1
             self._board.requests_cancelled += 1
         elif (found := self._open.get(frontend, {}).get(request_id)) is not None:
             self._leave(*found)
@@ -303,7 +320,9 @@ class Requests:
                 self._board.observe_cancel(max(0, time.monotonic_ns() - noticed_ns) // 1000)
 
     def drop_frontend(self, frontend: int) -> None:
-        self._board.requests_cancelled += self._desk.forget_frontend(frontend)
+        num_forgotten = self._desk.forget_frontend(frontend)
+        self._board.requests_accepted += num_forgotten
+        self._board.requests_cancelled += num_forgotten
         for sequence, subscriber in list(self._open.get(frontend, {}).values()):
             self._leave(sequence, subscriber)
             self._board.requests_cancelled += 1
@@ -312,23 +331,31 @@ class Requests:
         """Ends the requests whose deadline has passed, wherever they are."""
         now_s = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, frontend, request_id = heapq.heappop(self._deadlines)
+            deadline_s, frontend, request_id = heapq.heappop(self._deadlines)
+            if self._deadline_of(frontend, request_id) != deadline_s:
+                continue  # it ended in time
             if (found := self._open.get(frontend, {}).get(request_id)) is not None:
-                sequence, subscriber = found
-                if subscriber.deadline_s is not None and subscriber.deadline_s <= now_s:
-                    self._end(subscriber, NO_TOKEN, Finish.EXPIRED)
-                    self._leave(sequence, subscriber)
+                self._end(found[1], NO_TOKEN, Finish.EXPIRED)
+                self._leave(*found)
+            else:
+                self._desk.forget(frontend, request_id)
+                self._link.push(frontend, request_id, NO_TOKEN, Finish.EXPIRED)
+                self._board.requests_accepted += 1
+                self._board.requests_expired += 1
 
-    def _note_deadline(self, subscriber: Subscriber, deadline_s: float) -> None:
+    def _deadline_of(self, frontend: int, request_id: int) -> float | None:
+        if (found := self._open.get(frontend, {}).get(request_id)) is not None:
+            return found[1].deadline_s
+        waiting = self._desk.find(frontend, request_id)
+        return waiting.deadline_s if waiting is not None else None
+
+    def _note_deadline(self, frontend: int, request_id: int, deadline_s: float | None) -> None:
+        if deadline_s is None:
+            return
         if len(self._deadlines) > 64 + 2 * self.num_open:  # most are of requests that ended in time
-            self._deadlines = [
-                (s.deadline_s, s.frontend, s.request_id)
-                for by_id in self._open.values()
-                for _, s in by_id.values()
-                if s.deadline_s is not None and s is not subscriber
-            ]
+            self._deadlines = [entry for entry in set(self._deadlines) if self._deadline_of(*entry[1:]) == entry[0]]
             heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline_s, subscriber.frontend, subscriber.request_id))
+        heapq.heappush(self._deadlines, (deadline_s, frontend, request_id))
 
     def next_due_s(self, at_most_s: float) -> float:
         """Seconds until the next deadline."""

@@ -73,6 +73,7 @@ class Sequence:
         "num_there",
         "order",
         "output",
+        "output_start",
         "page_keys",
         "pages",
         "patient_until",
@@ -106,10 +107,12 @@ class Sequence:
         self.salt = salt
         self.constraints = constraints
         """The executor's alone."""
-        self.logprobs: list[EventLogprobs] | None = [] if sampling.num_logprobs >= 0 else None
-        """Of the tokens generated here, where they are asked for; a listener that comes late is told them too."""
+        self.logprobs: list[EventLogprobs] | None = None
+        """Of the tokens generated here, where a listener may come late and is to be told them too."""
         self.output: Loan | None = None
         """Where its one subscriber wants its logits; ended by the link, with the request."""
+        self.output_start = 0
+        """Tokens of the prompt as its subscriber knows it, of which some may be forced here."""
         self.rank = rank
         """Lower runs sooner and is preempted later."""
         self.order = -1
@@ -192,7 +195,8 @@ class Sequence:
         if not self._first_limit and all(subscriber.is_started for subscriber in self.subscribers):
             self._first_limit = min(self._totals, default=1) - 1
             self.stop_ids = _NO_TOKEN.union(*(subscriber.stop_token_ids for subscriber in self.subscribers))
-        self.plain_until = min(self.next_page_end, self._first_limit) if self.logprobs is None else 0
+        is_told_more = self.sampling.num_logprobs >= 0
+        self.plain_until = 0 if is_told_more else min(self.next_page_end, self._first_limit)
 
     @property
     def num_applied(self) -> int:

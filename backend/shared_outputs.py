@@ -27,8 +27,8 @@ def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, plan: Plan) ->
     on_device = on_host = None
     for row, index in enumerate(plan.logit_rows):
         sequence = plan.sequences[index]
-        loan, generated_index = sequence.output, plan.ends[index] - sequence.num_prompt_tokens
-        if loan is None or not loan.wants(generated_index):
+        loan, generated_index = sequence.output, plan.ends[index] - sequence.output_start
+        if loan is None or generated_index < 0 or not loan.wants(generated_index):
             continue
         if not loan.is_on_device:
             on_host = forward_pass.host_logits(logits) if on_host is None else on_host

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from backend.constraints import ConstraintFailed, SequenceConstraints
 from backend.forward_pass import SamplingParams
 from backend.grammar_desk import GrammarDesk
 from backend.grammars import GrammarCompiler
@@ -42,8 +44,10 @@ def ask(bench: Bench, request_id: int, grammar: Grammar | None = DIGITS, max_tok
 def compile_all(bench: Bench) -> None:
     """Turns until no request waits for its grammar any more."""
     bench.engine.turn()
-    for _, _, future in list(bench.requests._desk._waiting.values()):
-        future.exception(timeout=30)
+    for waiting in list(bench.requests._desk._waiting.values()):
+        waiting.future.exception(timeout=30)
+    while len(bench.requests._desk._done) < bench.requests._desk.num_waiting:
+        pass  # the compiler's thread is about to say so
     bench.engine.turn()
 
 
@@ -179,7 +183,7 @@ def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing_behind(compiler: 
     assert bench.requests.num_open == 0
     compile_all(bench)
     assert bench.run_dry() == 0
-    assert bench.board.requests_cancelled == 2
+    assert bench.board.requests_cancelled == bench.board.requests_accepted == 2
 
 
 def test_no_more_requests_wait_for_grammars_than_may(compiler: GrammarCompiler) -> None:
@@ -190,6 +194,104 @@ def test_no_more_requests_wait_for_grammars_than_may(compiler: GrammarCompiler) 
     failure = bench.received(1).failure
     assert failure is not None
     assert (failure.code, failure.limit) == (FailureCode.OVERLOADED, 1)
+
+
+@pytest.mark.parametrize("part", ["fill", "advance"])
+@pytest.mark.parametrize("capacity", [0, 1, 3])
+def test_constraints_that_fail_in_the_middle_end_their_own_request_with_not_a_token_more(
+    part: str, capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(SequenceConstraints, part)
+
+    def fail(constraints: SequenceConstraints, *args: Any) -> None:
+        original(constraints, *args)
+        if constraints.num_tokens == 6:
+            raise ConstraintFailed("a limit is met")
+
+    monkeypatch.setattr(SequenceConstraints, part, fail)
+    bench = Bench(capacity=capacity, page_size=16)
+    bench.submit(PROMPT, 20, request_id=0, constraints=Constraints(min_tokens=1))
+    bench.submit(PROMPT, 20, request_id=1)
+    bench.run_dry()
+    received, expected = bench.received(0), expected_tokens(PROMPT, 20, bench.vocab_size)
+    assert received.token_ids == expected[: 6 if part == "fill" else 5]
+    assert received.finishes == [Finish.FAILED]
+    assert received.failure is not None
+    assert (received.failure.code, received.failure.text) == (FailureCode.BAD_GRAMMAR, "a limit is met")
+    assert bench.received(1).token_ids == expected
+
+
+def test_stop_ids_outside_the_vocabulary_are_never_met_and_harm_nobody() -> None:
+    bench = Bench()
+    bench.submit(PROMPT, 4, stop_ids=(1 << 30,), constraints=Constraints(min_tokens=2))
+    bench.run_dry()
+    assert bench.received().token_ids == expected_tokens(PROMPT, 4, bench.vocab_size)
+
+
+def test_a_tokenizer_that_cannot_be_read_fails_those_who_need_it_and_nobody_else(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(tmp_path / "no such file", VOCAB_SIZE, (EOS,))
+    bench = new_bench(compiler)
+    ask(bench, 0)
+    bench.submit(PROMPT, 4, request_id=1)
+    compile_all(bench)
+    bench.run_dry()
+    received = bench.received(0)
+    assert received.finishes == [Finish.REJECTED]
+    assert received.failure is not None
+    assert received.failure.code == FailureCode.BAD_GRAMMAR
+    assert str(tmp_path) not in received.failure.text
+    assert bench.received(1).finishes == [Finish.LENGTH]
+    compiler.close()
+
+
+def test_grammars_whose_askers_have_left_take_no_place_from_others(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backend.grammars.MAX_PENDING", 2)
+    bench = new_bench(compiler)
+    for request_id in range(2):
+        ask(bench, request_id, Grammar("regex", "[0-9]" * (request_id + 1)))
+    ask(bench, 2)
+    bench.engine.turn()
+    failure = bench.received(2).failure
+    assert failure is not None
+    assert failure.code == FailureCode.OVERLOADED
+    for request_id, waiting in enumerate(list(bench.requests._desk._waiting.values())):
+        bench.cancel(request_id)
+        waiting.future.exception(timeout=30)
+    ask(bench, 3)
+    compile_all(bench)
+    bench.run_dry()
+    assert text(bench, 3).isdigit()
+
+
+def test_a_deadline_holds_while_a_grammar_is_compiled_and_counts_from_arrival(compiler: GrammarCompiler) -> None:
+    bench = new_bench(compiler)
+    ask(bench, 0, timeout_ms=1000)
+    ask(bench, 1, timeout_ms=3000, max_tokens=200)
+    bench.engine.turn()
+    bench.now_s = 2.0
+    bench.requests.expire()
+    assert bench.received(0).finishes == [Finish.EXPIRED]
+    compile_all(bench)
+    assert bench.received(1).finishes == []
+    bench.now_s = 3.5
+    bench.engine.turn()
+    assert bench.received(1).finishes == [Finish.EXPIRED]
+    board = bench.board
+    assert (board.requests_accepted, board.requests_expired, bench.requests.num_open) == (2, 2, 0)
+
+
+def test_draining_serves_those_who_wait_for_their_grammars(compiler: GrammarCompiler) -> None:
+    bench = new_bench(compiler)
+    ask(bench, 0)
+    bench.engine.turn()
+    bench.engine.drain(100.0)
+    assert not bench.engine._is_drained()
+    compile_all(bench)
+    bench.run_dry()
+    assert text(bench, 0).isdigit()
+    assert bench.engine._is_drained()
 
 
 def test_without_a_tokenizer_grammars_are_refused() -> None:
@@ -242,6 +344,17 @@ def test_rows_that_ask_for_fewer_log_probabilities_are_told_fewer() -> None:
     for request_id, count in enumerate((0, 5)):
         told = bench.received(request_id).logprobs
         assert [len(entry.top_ids) for entry in told if entry is not None] == [count] * 4
+
+
+@pytest.mark.parametrize(("may_share", "num_kept"), [(True, 5), (False, None)])
+def test_log_probabilities_are_kept_only_for_who_may_come_late(may_share: bool, num_kept: int | None) -> None:
+    bench = Bench()
+    bench.submit(PROMPT, 20, sampling=Sampling(temperature=0.0, num_logprobs=1), may_share=may_share)
+    while len(bench.received().token_ids) < 5:
+        bench.turn()
+    kept = bench.requests._open[1][0][0].logprobs
+    assert (len(kept) if kept is not None else None) == num_kept
+    assert None not in bench.received().logprobs
 
 
 def test_wire_and_pass_name_the_same_parameters() -> None:

@@ -204,7 +204,7 @@ def test_a_grammar_is_compiled_once_for_all_who_ask(compiler: GrammarCompiler) -
 
 def test_the_cache_is_bounded_and_drops_what_was_used_least_lately(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
-    monkeypatch.setattr("backend.grammars._CACHE_BYTES", 256 * 10)
+    monkeypatch.setattr("backend.grammars._CACHE_BYTES", 70 << 10)
     grammars = [Grammar("regex", letter * 4) for letter in "abc"]
     for grammar in grammars[:2]:
         compile_now(compiler, grammar)

@@ -121,6 +121,17 @@ async def test_a_request_that_wants_logits_shares_prefixes_but_no_sequence() -> 
             assert np.asarray(buffer.rows()).argmax() == tokens[1][0]
 
 
+async def test_where_the_prompt_is_scored_the_first_row_is_still_the_first_generated_token() -> None:
+    with served(fake) as path:
+        async with connected(path, BufferWish(1, 1 << 14)) as client:
+            buffer = client.take_buffer()
+            part = BufferSlice(buffer, BufferContent.LOGITS, 3)
+            stream = client.submit(GenerationRequest(PROMPT, 5, GREEDY, output=part, num_prompt_logprobs=0))
+            tokens = [token for batch in [b async for b in stream] for token in batch.token_ids]
+            assert len(stream.prompt_logprobs) == len(PROMPT) - 1
+            assert np.asarray(buffer.rows()).reshape(3, -1).argmax(1).tolist() == tokens[:3]
+
+
 async def test_a_prompt_in_a_buffer_is_checked_as_any_other() -> None:
     with served(fake) as path:
         async with connected(path, BufferWish(1, 1 << 12)) as client:
