@@ -75,6 +75,8 @@ class Generation:
         events = EventStream(self._exchange, self._headers)
         answer = self._answer
         opened: set[int] = set()
+        # Choices of one request mostly get their tokens in the same turn of the loop.
+        send = events.write if len(self._choices) == 1 else events.write_together
 
         async def write(choice: Choice, delta: Delta) -> None:
             event = b""
@@ -86,7 +88,7 @@ class Generation:
             if choice.finish_reason is not None:
                 event += answer.closing(choice.index, choice.finish_reason, choice.stopped_by)
             if event:
-                await events.write(event)
+                await send(event)
 
         try:
             await self._run_all(write)

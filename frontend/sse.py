@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from frontend.formats.base import KEEP_ALIVE
@@ -28,6 +29,8 @@ class EventStream:
         """headers are sent besides the stream's own; asked for when they go."""
         self._exchange = exchange
         self._headers = headers
+        self._unsent = b""
+        self._turn = asyncio.Lock()
         exchange.idle_action = self._keep_alive
 
     async def write(self, events: bytes) -> None:
@@ -36,10 +39,20 @@ class EventStream:
             await self._exchange.start(200, (*_HEADERS, *self._headers()))
         await self._exchange.send(events, more=True)
 
+    async def write_together(self, events: bytes) -> None:
+        """As `write`, in one piece with what other tasks write in this turn of the loop. Returns when all is sent."""
+        self._unsent += events
+        await asyncio.sleep(0)
+        async with self._turn:
+            if self._unsent:
+                events, self._unsent = self._unsent, b""
+                await self.write(events)
+
     async def end(self, events: bytes) -> None:
         """The last events."""
         self._exchange.idle_action = None
-        await self.write(events)
+        unsent, self._unsent = self._unsent, b""
+        await self.write(unsent + events)
         await self._exchange.send(b"", more=False)
 
     async def _keep_alive(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from frontend.deltas import Delta, Message
     from frontend.errors import ApiError
 
-encode = msgspec.json.encode
+encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from frontend.errors import ApiError
 
 
+_TEXT_TAIL = b'},"logprobs":null,"finish_reason":null}'
+
+
 class ChatFormat:
     """See `Format`."""
 
@@ -21,6 +24,8 @@ class ChatFormat:
         self._identity = identity
         self._usage = usage
         self._chunks = Chunks(identity, "chat.completion.chunk", usage, streamed_usage)
+        self._text_heads: dict[int, bytes] = {}
+        """Of each choice, what stands before the text in a chunk that has nothing else."""
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
         chunk = self._chunk(index, b'{"role":"assistant","content":""}')
@@ -30,7 +35,7 @@ class ChatFormat:
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if delta.text and not (delta.reasoning or delta.tool_calls or delta.logprobs or delta.token_ids):
-            return self._chunk(index, b'{"content":' + encode(delta.text) + b"}")
+            return b"".join((self._text_head(index), encode(delta.text), _TEXT_TAIL, self._chunks.after))
         changes: dict[str, Any] = {}
         if delta.reasoning:
             changes["reasoning_content"] = delta.reasoning
@@ -44,6 +49,12 @@ class ChatFormat:
         # One piece of a call in each chunk: clients look no further.
         chunks = [encode({"tool_calls": [_tool_call(piece)]}) for piece in others if piece is not None]
         return self._chunk(index, encode(changes), logprobs, more) + b"".join(self._chunk(index, c) for c in chunks)
+
+    def _text_head(self, index: int) -> bytes:
+        head = self._text_heads.get(index)
+        if head is None:
+            head = self._text_heads[index] = self._chunks.before + b'{"index":%d,"delta":{"content":' % index
+        return head
 
     def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:
         more = b"" if stopped_by is None else b',"stop_reason":' + encode(stopped_by)

@@ -19,7 +19,7 @@ from tests.shm.scripted_backend import BackendProcess
 
 __all__ = ["directory", "scripted", "start"]  # fixtures
 
-PASSWORD = "a pass phrase"  # noqa: S105
+PASSWORD = "a pass phrase"
 
 
 def make_certificate(folder: Path, name: str = "localhost", *, encrypted: bool = False) -> tuple[Path, Path]:
@@ -80,7 +80,11 @@ def test_a_new_certificate_is_taken_at_sighup_and_a_bad_one_is_not(
     def subject() -> str:
         pem = ssl.get_server_certificate((address.host, address.port or 0))
         shown = subprocess.run(
-            ["openssl", "x509", "-noout", "-subject"], input=pem, capture_output=True, text=True, check=True
+            ["/usr/bin/env", "openssl", "x509", "-noout", "-subject"],
+            input=pem,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return shown.stdout.strip().rpartition("=")[2].strip()
 
