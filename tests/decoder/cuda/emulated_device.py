@@ -46,7 +46,7 @@ class RecordingLauncher:
             self.recorded.append(lambda: self._inner.launch(kernel, grid, *arguments))
 
 
-class _RecordingMode(TorchDispatchMode):
+class RecordingMode(TorchDispatchMode):
     """Notes torch's operations instead of running them. Refuses what a captured step must not do."""
 
     def __init__(self, recorded: list[Callable[[], object]]) -> None:
@@ -125,7 +125,7 @@ class EmulatedDevice:
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:
         graph = RecordedGraph([])
-        with self._recording(graph.calls), _RecordingMode(graph.calls):
+        with self._recording(graph.calls), RecordingMode(graph.calls):
             work()
         self.graphs.append(graph)
         return graph

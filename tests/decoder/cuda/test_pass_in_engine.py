@@ -21,6 +21,7 @@ from backend.passes.decoder.cuda.launcher import KernelFailed
 from shm.wire import Failure, Finish
 from tests.backend.harness import Bench
 from tests.checkpoints import load_oracle, make_checkpoint
+from tests.decoder.cuda.deferred_device import DeferredCudaPass
 from tests.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.decoder.cuda.tiny_models import (
     MAX_ROWS,
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
 class AheadBench(Bench):
     """With the executor's threads: steps are launched behind the running one, and another thread waits for tokens."""
 
-    def __init__(self, forward_pass: EmulatedCudaPass, num_pages: int) -> None:
+    def __init__(self, forward_pass: EmulatedCudaPass | DeferredCudaPass, num_pages: int, capacity: int = 1) -> None:
         settings = {"num_pages": num_pages, "page_size": 16, "max_running": MAX_ROWS, "max_batch_tokens": 48}
         super().__init__(**settings, vocab_size=VOCAB_SIZE, forward_pass=forward_pass)  # type: ignore[arg-type]
-        self.threads = Executor(1)
+        self.threads = Executor(capacity)
         self.threads.start(lambda: forward_pass)
         builder = BatchBuilder(MAX_ROWS, num_pages)
         self.engine = Engine(
@@ -81,8 +82,18 @@ def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
 
 
 @pytest.fixture(params=[32, 9], ids=["room for all", "preempted"])
-def bench(request: pytest.FixtureRequest) -> Iterator[AheadBench]:
-    made = AheadBench(make_pass(max_batch_tokens=48), request.param)
+def num_pages(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(
+    params=[(EmulatedCudaPass, 1), (DeferredCudaPass, 1), (DeferredCudaPass, 4)],
+    ids=["work at once", "work as late as can be", "late work, far ahead"],
+)
+def bench(num_pages: int, request: pytest.FixtureRequest) -> Iterator[AheadBench]:
+    pass_class, capacity = request.param
+    forward_pass = pass_class.load(checkpoint("llama3"), options(max_batch_tokens=48))
+    made = AheadBench(forward_pass, num_pages, capacity)
     yield made
     made.close()
 
