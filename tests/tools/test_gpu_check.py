@@ -18,6 +18,7 @@ from tools.gpu_check.goals import GOALS
 from tools.gpu_check.report import NOT_MEASURED, SectionOutcome, summary_lines, write_report
 from tools.gpu_check.results import Finding, Results, SectionOver, read_findings
 from tools.gpu_check.runner import SECTIONS, Section, run_all
+from tools.main import app
 
 PACKAGE = Path(tools.gpu_check.__file__).parent
 MODULES = sorted(
@@ -265,3 +266,11 @@ def test_every_section_has_a_module_with_a_run() -> None:
 def test_without_a_gpu_a_section_that_needs_one_fails_and_says_so(tmp_path: Path) -> None:
     assert main(["--only", "ceilings", "--out", str(tmp_path), "--budget", "60"]) == 1
     assert "cuda" in (tmp_path / "report.md").read_text().lower()
+
+
+def test_the_command_line_hands_its_options_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, status, said in ((["--help"], 0, "--compile-only"), (["--only", "nothing"], 2, "--only names nothing")):
+        with pytest.raises(SystemExit) as ended:
+            app(["gpu-check", *argv])
+        assert ended.value.code == status
+        assert said in "".join(capsys.readouterr())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DECODE = (("64x1k", 64, 1024), ("8x4k", 8, 4096), ("1x1k", 1, 1024))
 PREFILL = (("4k", 4096), ("8k", 8192))
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-_FLEX_S = 30.0
+_FLEX_S = 40.0
 """Left over, or its compilation is not begun."""
 
 

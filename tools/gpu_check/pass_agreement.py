@@ -10,7 +10,9 @@ import torch
 
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.plan import StepSizes
-from backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
+from backend.passes.decoder.forward_pass import DecoderPass
+from backend.passes.decoder.ops import HeadShape
+from backend.passes.decoder.ops_torch import TorchOps
 from tools.gpu_check.cases.comparing import require, require_within
 from tools.gpu_check.models import TINY_FAMILY, RandomWeights
 from tools.gpu_check.steps import Steps, generate
@@ -76,7 +78,9 @@ def _prompts(config: DecoderConfig) -> list[NDArray[np.int32]]:
 def _on_cpu(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> DecoderPass:
     """In fp32 throughout, of weights that were rounded to dtype."""
     weights = RandomWeights(config, dtype, torch.device("cpu"))
-    ops = make_cpu_ops(config, torch.float32, _SIZES.max_tokens)
+    # By torch alone: nothing is compiled for it, and it shares no code with our kernels.
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    ops = TorchOps(heads, config.rope, config.rms_norm_eps, torch.float32)
     made = DecoderPass(config, weights, ops, torch.float32, _ROWS)
     made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, "fp32")
     return made

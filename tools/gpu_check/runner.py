@@ -30,13 +30,13 @@ SECTIONS = (
     Section("environment", "tools.gpu_check.environment", 15),
     Section("compile", "tools.gpu_check.compilation", 50),
     Section("ceilings", "tools.gpu_check.ceilings", 20),
-    Section("correctness", "tools.gpu_check.correctness", 75),
+    Section("correctness", "tools.gpu_check.correctness", 90),
     Section("kernels", "tools.gpu_check.kernel_speed", 70),
     Section("end-to-end", "tools.gpu_check.end_to_end", 110),
     Section("invariance", "tools.gpu_check.invariance", 50),
     Section("sharing", "tools.gpu_check.sharing", 15),
     Section("peers", "tools.gpu_check.peers", 65),
-    Section("sanitizer", "tools.gpu_check.sanitizer", 90),
+    Section("sanitizer", "tools.gpu_check.sanitizer", 75),
 )
 """The most wanted first: what takes longer than its share takes from those behind it."""
 TOTAL_S = sum(section.budget_s for section in SECTIONS)
