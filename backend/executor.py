@@ -197,7 +197,7 @@ class LaunchedStep:
 
     plan: Plan
     output: PendingOutput | None
-    """None where no row samples, or after an error."""
+    """None where there is nothing to wait for, or after an error."""
     error: Exception | None = None
     faults: dict[int, str] = field(default_factory=dict)
     is_finished: threading.Event = field(default_factory=threading.Event)
@@ -246,8 +246,9 @@ def launch_step(
 ) -> LaunchedStep:
     """Gives the device one plan, without the rows that no longer count.
 
-    What constrained rows may sample depends on the tokens of the step before, which therefore is waited for, while the
-    device already computes this one's logits.
+    Where the pass runs ahead `sample` is called without rows too: what it returns says when the step is computed, and
+    so how far ahead the host is. What constrained rows may sample depends on the tokens of the step before, which
+    therefore is waited for, while the device already computes this one's logits.
     """
     kept = plan.live_rows()
     if len(kept) < len(plan):
@@ -258,7 +259,7 @@ def launch_step(
     try:
         logits = forward_pass.forward(batch)
         share_outputs(forward_pass, logits, plan)
-        if not plan.logit_rows:
+        if not (plan.logit_rows or forward_pass.spec.runs_ahead):
             return LaunchedStep(plan, None)
         masks, faults = _masks(plan, forward_pass.spec.vocab_size, before)
         return LaunchedStep(plan, forward_pass.sample(logits, batch, masks), faults=faults)

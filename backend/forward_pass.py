@@ -169,7 +169,7 @@ class PassSpec:
     """The page_size_tokens that `create_cache` takes, where not all are."""
     runs_ahead: bool = False
     """`forward` and `sample` return before the device has computed: the next step is launched behind the running one,
-    whose tokens the device alone knows yet."""
+    whose tokens the device alone knows yet. `sample` is called for steps without logit rows too, to be waited for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,8 @@ def ahead() -> Iterator[tuple[Executor, AheadPass, Sequence]]:
     executor.close()
 
 
-def launch(executor: Executor, sequence: Sequence, ids: list[int], start: int) -> None:
+def launch(executor: Executor, sequence: Sequence, ids: list[int], start: int, *, samples: bool = True) -> None:
+    logit_rows = [0] if samples else []
     init = SlotInit(0, sequence.sampling, np.array(PROMPT, np.int32), 3)
     batch = StepBatch(
         input_ids=np.array(ids, np.int32),
@@ -79,10 +80,11 @@ def launch(executor: Executor, sequence: Sequence, ids: list[int], start: int) -
         context_lens=np.array([start], np.int32),
         page_table=np.zeros((1, 1), np.int32),
         slots=np.zeros(1, np.int32),
-        logit_rows=np.zeros(1, np.int32),
+        logit_rows=np.array(logit_rows, np.int32),
         slot_inits=(init,) if start == 0 else (),
     )
-    executor.launch(Plan([sequence], [sequence.generation], [0], [start + len(ids)], [len(ids)], logit_rows=[0]), batch)
+    ends, lengths = [start + len(ids)], [len(ids)]
+    executor.launch(Plan([sequence], [sequence.generation], [0], ends, lengths, logit_rows=logit_rows), batch)
 
 
 def next_results(executor: Executor, count: int) -> list[StepResult]:
@@ -127,6 +129,21 @@ def test_a_step_that_is_launched_after_its_sequence_stopped_has_no_row_of_it(
     (result,) = next_results(executor, 1)
     assert len(result.plan) == 0
     assert forward_pass.launched.empty()
+
+
+def test_a_step_that_samples_nothing_is_done_when_the_device_has_computed_it(
+    ahead: tuple[Executor, AheadPass, Sequence],
+) -> None:
+    executor, forward_pass, sequence = ahead
+    launch(executor, sequence, PROMPT[:2], 0, samples=False)
+    chunk = forward_pass.launched.get(timeout=10)
+    launch(executor, sequence, PROMPT[2:], 2)
+    forward_pass.launched.get(timeout=10).let_go()
+    assert not executor.has_room
+    chunk.let_go()
+    results = next_results(executor, 2)
+    assert [result.token_ids for result in results] == [[], [next_token(PROMPT, VOCAB_SIZE)]]
+    assert executor.has_room
 
 
 @pytest.mark.parametrize("fault", [ValueError("planted"), DeviceLost("planted")])
