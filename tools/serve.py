@@ -161,7 +161,7 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
     def announce_when_up() -> bool:
         if not is_ready(listening, tls=tls):
             return False
-        print(_welcome(address, has_keys=bool(options.api_key or options.api_key_file)), flush=True)
+        print(_welcome(address, tls=tls, has_keys=bool(options.api_key or options.api_key_file)), flush=True)
         return True
 
     def close() -> None:
@@ -182,12 +182,12 @@ def _log(message: str) -> None:
     print(f"{_COMMAND}: {message}", file=sys.stderr, flush=True)
 
 
-def _welcome(address: str, *, has_keys: bool) -> str:
+def _welcome(address: str, *, tls: bool, has_keys: bool) -> str:
     for anywhere, here in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         address = address.replace(anywhere, here)
     url, how = address, ""
     if address.startswith("unix:"):
-        url, how = "http://localhost", f"--unix-socket {address.removeprefix('unix:')} "
+        url, how = f"{'https' if tls else 'http'}://localhost", f"--unix-socket {address.removeprefix('unix:')} "
     key = ' -H "Authorization: Bearer $KEY"' if has_keys else ""
     shown = f"{address} {url}/v1" if how else f"{url}/v1"
     return (

@@ -10,6 +10,7 @@ import queue
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import httpx
 import pytest
 
 from backend.options import BackendOptions
 from frontend.options import FrontendOptions
 from shm.supervisor import module_argv
+from tests.frontend.test_listening import make_certificate
 from tools.bench.processes import descendants, runs_module
 from tools.serve import ServeOptions, part, private_socket_path
 
@@ -131,6 +134,27 @@ def start(tmp_path: Path) -> Iterator[Start]:
         for pipe in (serve.process.stdout, serve.process.stderr):
             assert pipe is not None
             pipe.close()
+
+
+def test_https_on_a_unix_socket_with_keys_that_are_read_again(start: Start, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    path, keys = tmp_path / "web.sock", tmp_path / "keys"
+    keys.write_text("sk-old name=old\n")
+    serve = start("--uds", str(path), f"--ssl-certfile={certificate}", f"--ssl-keyfile={key}", f"--api-key-file={keys}")
+    serve.output.wait_for(f"Ready: unix:{path} https://localhost/v1")
+    transport = httpx.HTTPTransport(uds=str(path), verify=ssl.create_default_context(cafile=str(certificate)))
+    with httpx.Client(transport=transport, base_url="https://localhost", timeout=60) as client:
+
+        def status(secret: str) -> int:
+            return client.get("/v1/models", headers={"authorization": f"Bearer {secret}"}).status_code
+
+        assert (status("sk-old"), status("sk-new")) == (200, 401)
+        keys.write_text("sk-new name=new\n")
+        serve.process.send_signal(signal.SIGHUP)
+        serve.errors.wait_for("the API keys have been read again")
+        assert (status("sk-old"), status("sk-new")) == (401, 200)
+    assert serve.stop() == 0
+    assert not path.exists()
 
 
 def test_it_serves_until_told_to_stop_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
