@@ -64,7 +64,8 @@ def _compile_source(kernels: Iterable[Kernel], arch: str) -> list[CompileReport]
     source, macros = kernels[0].source, kernels[0].macros
     options = (*_OPTIONS, f"-arch={arch}", *(f"-D{name}={value}" for name, value in macros))
     try:
-        log = _compile((KERNELS_DIR / source).read_text(), source, options)
+        # The encoding is said, for NVRTC 12 leaves its thread with an ASCII locale.
+        log = _compile((KERNELS_DIR / source).read_text("utf-8"), source, options)
     except (OSError, NvrtcError) as error:
         raise KernelFailed(f"{kernels[0]} of {source} for {arch}: {error}") from error
     entries = dict(_ENTRY.findall(log))
