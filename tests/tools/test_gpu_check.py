@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,6 +141,17 @@ def test_a_lost_device_ends_the_section(tmp_path: Path) -> None:
     with pytest.raises(SectionOver, match="illegal"):
         results.attempt("a", lambda: 1 / 0)
     assert [finding.name for finding in read_findings(tmp_path / "x.jsonl")] == ["a", "device"]
+
+
+def test_a_device_that_cupy_cannot_wait_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runner.device_fault() is None
+
+    def synchronize() -> None:
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access\nmore")
+
+    runtime = SimpleNamespace(deviceSynchronize=synchronize)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    assert runner.device_fault() == "cudaErrorIllegalAddress: an illegal memory access"
 
 
 def test_what_there_is_no_time_for_is_skipped_by_name(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -365,6 +366,16 @@ def test_transformers_and_ours_are_measured_on_the_same_weights(record: Record) 
     found = record.findings()
     assert {"peers.ours", "peers.transformers_sdpa", "peers.transformers_sdpa_ratio"} <= set(found)
     assert found["peers.transformers_fa3_ratio"].detail.startswith("not measured: ")
+
+
+def test_a_peer_that_takes_too_long_is_left_behind() -> None:
+    assert peers.within(60, lambda: 1.5) == 1.5
+    with pytest.raises(ZeroDivisionError):
+        peers.within(60, lambda: 1 / 0)
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="not done after 0 s"):
+        peers.within(0.01, lambda: float(never.wait()))
+    never.set()
 
 
 def test_the_large_models_are_those_that_are_named() -> None:

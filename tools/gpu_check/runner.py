@@ -92,12 +92,13 @@ def run_section(name: str, findings: Path, budget_s: float, peers: Path | None) 
 
 def device_fault() -> str | None:
     """What waiting for the GPU raises; None where it answers, or nobody uses one."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     try:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        if cupy is not None:
+            cupy.cuda.runtime.deviceSynchronize()
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
     except Exception as fault:  # noqa: BLE001 - a device that cannot be waited for computes no more
         return next(iter(str(fault).splitlines()), type(fault).__name__)
     return None
