@@ -281,3 +281,30 @@ def test_workers_die_with_a_killed_parent(start: Callable[..., Frontend]) -> Non
     frontend.process.kill()
     # The pipe ends when the last process that holds it is gone, and the workers hold it too.
     assert frontend.end() == -signal.SIGKILL
+
+
+def test_any_worker_tells_the_whole_systems_numbers(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
+    frontend = start("--workers", "2")
+    for _ in range(2):
+        frontend.wait_for("serving scripted")
+    for _ in range(6):
+        assert httpx.post(frontend.client.base_url.join("/v1/completions"), json=BODY).status_code == 200
+
+    def scrape() -> tuple[str, dict[str, float]]:
+        page = httpx.get(frontend.client.base_url.join("/metrics")).text
+        worker = re.findall(r'worker="(\d+)"', page)[0]
+        return worker, {name: float(value) for name, value in re.findall(r"^(penstock_\S+) (\S+)$", page, re.MULTILINE)}
+
+    pages: dict[str, dict[str, float]] = {}
+    # The backend adds up four times a second; a new connection each time, so that either worker may answer.
+    while len(pages) < 2 or any(page['penstock_streams_total{outcome="length"}'] < 6 for page in pages.values()):
+        worker, page = scrape()
+        pages[worker] = page
+    for page in pages.values():
+        assert page["penstock_frontends"] == 2
+        assert page["penstock_tokens_streamed_total"] == 12
+        assert page["penstock_time_to_first_token_seconds_count"] == 6
+        assert page["penstock_inter_token_latency_seconds_count"] == 6
+        assert page["penstock_e2e_request_latency_seconds_count"] == 6
+    own = [page[f'penstock_worker_tokens_streamed_total{{worker="{worker}"}}'] for worker, page in pages.items()]
+    assert sum(own) == 12
