@@ -41,26 +41,18 @@ class Function:
 
 
 class FakeCupy:
-    def __init__(self, *, is_14: bool = True) -> None:
+    def __init__(self) -> None:
         self.function = Function()
         self.modules: list[dict[str, Any]] = []
         self.raws: dict[str, Any] = {}
         self.compile_fault: Exception | None = None
         self.devices: list[int] = []
-        self.num_streams = 0
-        stream = type("Stream", (), {"from_external": self.wrap} if is_14 else {})
         self.cuda = SimpleNamespace(
-            Stream=stream,
-            ExternalStream=lambda address, device: ("external", address, device),
             Device=lambda index: SimpleNamespace(use=lambda: self.devices.append(index)),
             compiler=SimpleNamespace(CompileException=Fault),
             driver=SimpleNamespace(CUDADriverError=Fault),
             runtime=SimpleNamespace(CUDARuntimeError=Fault),
         )
-
-    def wrap(self, stream: Any) -> tuple[str, int]:
-        self.num_streams += 1
-        return "wrapped", *stream.__cuda_stream__()
 
     def RawModule(self, **options: Any) -> Any:  # noqa: N802 - CuPy's name
         self.modules.append(options)
@@ -126,17 +118,8 @@ def test_tensors_travel_as_addresses_and_scalars_as_they_are_in_torchs_stream(cu
     assert (grid, block, shared_bytes) == ((5, 2, 1), (256,), 70_000)
     assert arguments == (TENSOR.data_ptr(), 7, 0.5)
     assert [type(argument) for argument in arguments] == [int, np.int32, np.float32]
-    assert stream == ("wrapped", 0, 77)
-    assert cupy.num_streams == 1
+    assert stream.ptr == 77
     assert launcher.last_launch == "add_rms_norm[ACT=1] (5, 2, 1)"
-
-
-def test_cupy_13_gets_the_stream_as_it_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = install(monkeypatch, FakeCupy(is_14=False))
-    launcher = CupyLauncher(1)
-    launcher.prepare([KERNEL])
-    launcher.launch(KERNEL, (1, 1, 1), TENSOR)
-    assert cupy.function.launches[0][-1] == ("external", 77, 1)
 
 
 def test_an_empty_grid_is_no_launch(cupy: FakeCupy) -> None:

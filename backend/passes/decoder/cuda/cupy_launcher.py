@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from backend.passes.decoder.cuda.launcher import Argument, Grid, Kernel
 
 
-class _CudaStream:
-    """A stream by CUDA's own protocol, which torch's class has not had for long."""
+class _Stream:
+    """All that a launch asks of a stream. CuPy 13 and 14 have other classes for it, and 14.0 destroys what it wraps."""
+
+    __slots__ = ("ptr",)
 
     def __init__(self, address: int) -> None:
-        self._address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address  # the protocol's version, and the stream
+        self.ptr = address
 
 
 class CupyLauncher:
@@ -48,7 +47,6 @@ class CupyLauncher:
         cuda = cupy.cuda
         self._faults = (cuda.compiler.CompileException, cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
         self._functions: dict[Kernel, Any] = {}
-        self._streams: dict[int, Any] = {}
         self.last_launch = "none"
         """The kernel launched last and its grid, for messages."""
 
@@ -66,25 +64,11 @@ class CupyLauncher:
             raise KernelFailed(f"{kernel} was launched before it was prepared; this is a bug")
         self.last_launch = f"{kernel} {grid}"
         pointers = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+        stream = _Stream(torch.cuda.current_stream(self._device_index).cuda_stream)
         try:
-            function(grid, (kernel.num_threads,), pointers, kernel.shared_bytes, self._stream())
+            function(grid, (kernel.num_threads,), pointers, kernel.shared_bytes, stream)
         except self._faults as error:
             raise KernelFailed(f"{kernel} cannot be launched with grid {grid}: {error}") from error
-
-    def _stream(self) -> Any:
-        """torch's current stream as CuPy sees it."""
-        address = torch.cuda.current_stream(self._device_index).cuda_stream
-        found = self._streams.get(address)
-        if found is None:
-            cuda = self._cupy.cuda
-            # ExternalStream is what CuPy 13 has, and deprecated in 14.
-            found = (
-                cuda.Stream.from_external(_CudaStream(address))
-                if hasattr(cuda.Stream, "from_external")
-                else cuda.ExternalStream(address, self._device_index)
-            )
-            self._streams[address] = found
-        return found
 
     def _load(self, kernels: list[Kernel]) -> dict[Kernel, Any]:
         """kernels: of one source with the same macros, so one module. On any thread."""
