@@ -248,14 +248,14 @@ def test_sections_share_what_is_left_and_the_report_follows(
         return SectionOutcome(section.name, "done", 0.0, [Finding("x", None, "", section.name != "sharing")])
 
     monkeypatch.setattr(runner, "_run_child", child)
-    monkeypatch.setattr(runner, "describe_environment", lambda: {"commit": "abc"})
-    assert run_all(tmp_path, 100.0, frozenset({"environment", "sharing"})) == 1
+    monkeypatch.setattr(runner, "describe_environment", lambda commit: {"commit": commit})
+    assert run_all(tmp_path, 100.0, frozenset({"environment", "sharing"}), commit="abc") == 1
     assert list(given) == ["environment", "sharing"]
     # Equal shares, and the first has left all of its own.
     assert given["environment"] == pytest.approx(46, abs=1)
     assert given["sharing"] == pytest.approx(92, abs=1)
     assert "failed: sharing" in capsys.readouterr().out
-    assert (tmp_path / "report.md").exists()
+    assert "* commit: abc" in (tmp_path / "report.md").read_text()
 
 
 def test_options_out_of_range_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--compile-only", action="store_true", help="compile every kernel for every architecture; no GPU"
     )
     parser.add_argument("--peers", type=Path, help="directory of installed packages to measure beside ours")
+    parser.add_argument("--commit", default="", help="what is checked, where git does not tell")
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--section", choices=[section.name for section in SECTIONS], help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -42,8 +43,9 @@ def main(argv: list[str]) -> int:
         findings = options.findings or options.out / f"{options.section}.jsonl"
         return run_section(options.section, findings, options.budget, options.peers)
     if options.compile_only:
-        return compile_only(options.out)
-    return run_all(options.out, options.budget, frozenset(filter(None, options.only.split(","))), options.peers)
+        return compile_only(options.out, options.commit)
+    only = frozenset(filter(None, options.only.split(",")))
+    return run_all(options.out, options.budget, only, options.peers, options.commit)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,15 @@ _PACKAGES = ("torch", "cupy-cuda12x", "cupy-cuda13x", "numpy", "safetensors", "t
 _NVIDIA_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.limit")
 
 
-def describe_environment() -> dict[str, str]:
-    """Software versions and the commit; touches no GPU."""
+def describe_environment(commit: str = "") -> dict[str, str]:
+    """Software versions and the commit, by git where it is not said; touches no GPU."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    versions["commit"] = _output("git", "describe", "--always", "--dirty") or "unknown"
+    versions["commit"] = commit or _output("git", "describe", "--always", "--dirty") or "unknown"
     return versions
 
 

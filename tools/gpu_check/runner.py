@@ -46,14 +46,14 @@ UNTIL_VARIABLE = "PENSTOCK_GPU_CHECK_UNTIL_S"
 """When a section's process is to have ended, by the monotonic clock, which all processes share."""
 
 
-def run_all(out: Path, budget_s: float, only: frozenset[str], peers: Path | None = None) -> int:
+def run_all(out: Path, budget_s: float, only: frozenset[str], peers: Path | None = None, commit: str = "") -> int:
     """Runs the sections in order; the exit status is 0 only if every gate of every section passed.
 
     What a section leaves of its time goes to those behind it. peers: a directory of packages to measure beside ours.
     """
     chosen = [section for section in SECTIONS if not only or section.name in only]
     ends_s = time.monotonic() + budget_s
-    environment = describe_environment()
+    environment = describe_environment(commit)
     outcomes: list[SectionOutcome] = []
     for index, section in enumerate(chosen):
         share = section.budget_s / sum(other.budget_s for other in chosen[index:])
@@ -69,9 +69,9 @@ def run_all(out: Path, budget_s: float, only: frozenset[str], peers: Path | None
     return 1 if failed else 0
 
 
-def compile_only(out: Path) -> int:
+def compile_only(out: Path, commit: str = "") -> int:
     """The one section that needs no GPU."""
-    return run_all(out, _COMPILE_ONLY_S, frozenset({"compile"}))
+    return run_all(out, _COMPILE_ONLY_S, frozenset({"compile"}), commit=commit)
 
 
 def run_section(name: str, findings: Path, budget_s: float, peers: Path | None) -> int:
