@@ -119,7 +119,7 @@ def test_tensors_travel_as_addresses_and_scalars_as_they_are_in_torchs_stream(cu
     assert arguments == (TENSOR.data_ptr(), 7, 0.5)
     assert [type(argument) for argument in arguments] == [int, np.int32, np.float32]
     assert stream.ptr == 77
-    assert launcher.last_launch == "add_rms_norm[ACT=1] (5, 2, 1)"
+    assert str(launcher.last_launch) == "add_rms_norm[ACT=1] (5, 2, 1)"
 
 
 def test_an_empty_grid_is_no_launch(cupy: FakeCupy) -> None:

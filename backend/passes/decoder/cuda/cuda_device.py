@@ -49,7 +49,7 @@ class CudaDevice:
 
     @property
     def last_launch(self) -> str:
-        return self.launcher.last_launch
+        return str(self.launcher.last_launch)
 
     @property
     def stream(self) -> int:

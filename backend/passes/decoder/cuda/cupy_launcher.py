@@ -9,7 +9,7 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,16 @@ class _Stream:
         self.ptr = address
 
 
+class _Launch(NamedTuple):
+    """Words are made of it only where they are wanted."""
+
+    kernel: Kernel
+    grid: Grid
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.grid}"
+
+
 class CupyLauncher:
     """See `Launcher`. CuPy allocates nothing here and has no stream of its own."""
 
@@ -47,8 +57,8 @@ class CupyLauncher:
         cuda = cupy.cuda
         self._faults = (cuda.compiler.CompileException, cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
         self._functions: dict[Kernel, Any] = {}
-        self.last_launch = "none"
-        """The kernel launched last and its grid, for messages."""
+        self.last_launch: object = "none"
+        """As a text, the kernel launched last and its grid."""
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
         missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._functions]
@@ -62,7 +72,7 @@ class CupyLauncher:
         function = self._functions.get(kernel)
         if function is None:
             raise KernelFailed(f"{kernel} was launched before it was prepared; this is a bug")
-        self.last_launch = f"{kernel} {grid}"
+        self.last_launch = _Launch(kernel, grid)
         pointers = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
         stream = _Stream(torch.cuda.current_stream(self._device_index).cuda_stream)
         try:
