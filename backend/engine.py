@@ -90,6 +90,8 @@ class Engine:
                 raise ExecutorFailed("the device is lost") from result.error
         while self._executor.has_room and (plan := self._scheduler.plan()):
             self._launch(plan)
+        for sequence in self._scheduler.take_preempted():
+            self._requests.note_preemption(sequence)
         self._link.flush()
         self._show_on_board()
 
@@ -129,8 +131,10 @@ class Engine:
     def _apply(self, result: StepResult) -> None:
         """Each sampled token goes to its subscribers. A fault of ours ends the requests whose it is, no others."""
         plan, board = result.plan, self._board
+        num_tokens = sum(plan.lengths)
         board.steps += 1
-        board.computed_tokens += sum(plan.lengths)
+        board.computed_tokens += num_tokens
+        board.observe_step(int(1e6 * result.step_s), len(plan), num_tokens)
         if result.error is not None:
             self._apply_failure(plan, result.error)
             return

@@ -303,6 +303,10 @@ class Requests:
             return False
         return True
 
+    def note_preemption(self, sequence: Sequence) -> None:
+        for subscriber in sequence.subscribers:
+            self._link.note_preemption(subscriber.frontend, subscriber.request_id)
+
     # Leaving
 
     def cancel(self, frontend: int, request_id: int, noticed_ns: int = 0) -> None:

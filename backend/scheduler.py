@@ -60,6 +60,7 @@ class Scheduler:
         """That had rows."""
         self._num_added = 0
         self.num_preemptions = 0
+        self._preempted: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
@@ -261,7 +262,13 @@ class Scheduler:
         self._stop_running(sequence)
         sequence.restart()
         self._waiting.put(sequence)
+        self._preempted.append(sequence)
         self.num_preemptions += 1
+
+    def take_preempted(self) -> list[Sequence]:
+        """Those preempted since the last call, once for each time."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self._running[sequence]

@@ -52,6 +52,7 @@ class Received:
     failure: Failure | None = None
     logprobs: list[EventLogprobs | None] = field(default_factory=list)
     prompt_logprobs: list[EventLogprobs] = field(default_factory=list)
+    num_preemptions: int = 0
 
 
 class ScriptedLink:
@@ -92,6 +93,9 @@ class ScriptedLink:
         received = self.received[frontend, request_id]
         assert not received.token_ids, "log probabilities of a prompt after the first token"
         received.prompt_logprobs.append(entry)
+
+    def note_preemption(self, frontend: int, request_id: int) -> None:
+        self.received[frontend, request_id].num_preemptions += 1
 
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         for request_id, token_id in zip(request_ids, token_ids, strict=True):

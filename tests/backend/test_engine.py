@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.executor import ExecutorFailed
 from backend.passes.fake import FakePass
 from backend.requests import Limits
+from shm.board import BackendBoard
 from shm.link import FrontendDeath
 from shm.wire import FailureCode, Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens
@@ -125,6 +126,9 @@ def test_when_pages_are_short_the_newest_is_preempted_and_still_gets_the_same_to
         bench.submit(prompt, 14, request_id=request_id)
     bench.run_dry()
     assert bench.board.preemptions > 0
+    assert sum(received.num_preemptions for received in bench.link.received.values()) == bench.board.preemptions
+    buckets, num_rows = BackendBoard.step_rows.read(bench.board.values())
+    assert (sum(buckets), num_rows) == (bench.board.steps, bench.executor.num_rows_run)
     for request_id, prompt in enumerate(prompts):
         assert bench.received(request_id).token_ids == expected_tokens(prompt, 14, bench.vocab_size)
 

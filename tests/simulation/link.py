@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shm.link import Cancellation, FrontendDeath, Submission
 from shm.wire import EventLogprobs, Failure, FailureCode, Finish, Started, Submit
 from tests.simulation.models import Violation
@@ -47,6 +49,8 @@ class Frontend:
             may_share=ask.may_share,
             priority=ask.priority,
             timeout_ms=timeout_ms,
+            constraints=ask.constraints,
+            num_prompt_logprobs=ask.num_prompt_logprobs,
         )
         self.wire.append(Submission(self.epoch, submit, tokens))
         ask.num_lives += 1
@@ -80,6 +84,8 @@ class Open:
     """Which of the ask's tokens is due."""
     deadline_s: float | None
     is_started: bool = False
+    num_scored: int = 0
+    """Tokens of its prompt that it has been told of; all, where it is not to be."""
     is_judged: bool = False
     """It was neither refused nor ended at once."""
 
@@ -119,11 +125,10 @@ class SimulatedLink:
         ask = world.ask_of(*key)
         deadline_s = world.now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
         heard = Open(ask, len(event.tokens) // 4 - submit.num_prompt_tokens, deadline_s)
+        if heard.next_index or not ask.scores:
+            heard.num_scored = len(ask.scores)
         self.open[key] = heard
         yield event
-        if self.open.get(key) is heard:
-            heard.is_judged = True
-        world.note_submission(key, ask, heard.next_index)
 
     def push(
         self,
@@ -139,6 +144,7 @@ class SimulatedLink:
         if heard is None:
             raise Violation(f"{frontend}/{request_id} is told {token_id} {finish.name} and is not open")
         if token_id >= 0:
+            self._judge_logprobs(heard, logprobs)
             self._judge_token(heard, token_id, started)
         elif finish is Finish.NONE:
             raise Violation(f"{heard.ask} is told nothing")
@@ -149,9 +155,31 @@ class SimulatedLink:
         if self._world.log is not None:
             self._world.log(f"  → {heard.ask} {token_id} {finish.name if finish else ''}")
 
+    def note_preemption(self, frontend: int, request_id: int) -> None:
+        pass
+
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         for request_id, token_id in zip(request_ids, token_ids, strict=True):
             self.push(frontend, request_id, token_id)
+
+    def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
+        heard = self.open[frontend, request_id]
+        ask, place = heard.ask, heard.num_scored
+        if place >= len(ask.scores) or entry != _narrowed(ask.scores[place], ask.num_prompt_logprobs):
+            raise Violation(f"{ask} is told {entry} of its prompt, and {place} of {ask.scores} before")
+        heard.num_scored += 1
+        self._world.covered["scored"] += 1
+
+    def _judge_logprobs(self, heard: Open, logprobs: EventLogprobs | None) -> None:
+        ask, width = heard.ask, heard.ask.sampling.num_logprobs
+        if heard.num_scored != len(ask.scores):
+            raise Violation(f"{ask} is told {heard.num_scored} of {ask.scores} of its prompt before its tokens")
+        expected = None
+        if width >= 0 and heard.next_index < len(ask.told):
+            expected = _narrowed(ask.told[heard.next_index], width)
+        if logprobs != expected:
+            raise Violation(f"{ask} is told {logprobs} of token {heard.next_index}, not {expected}")
+        self._world.covered["log probabilities"] += logprobs is not None
 
     def _judge_token(self, heard: Open, token_id: int, started: Started | None) -> None:
         ask, index = heard.ask, heard.next_index
@@ -178,6 +206,10 @@ class SimulatedLink:
             case Finish.EXPIRED:
                 if heard.deadline_s is None or heard.deadline_s > world.now_s:
                     raise Violation(f"{ask} expires too soon")
+            case Finish.FAILED if failure is not None and failure.code == FailureCode.BAD_GRAMMAR:
+                world.covered["ended by its grammar"] += 1
+                if ask.finish is not Finish.FAILED or heard.next_index != len(ask.expected):
+                    raise Violation(f"{ask} fails by its grammar after {heard.next_index} of {ask.expected}")
             case Finish.FAILED:
                 world.judge_failure(heard, key)
             case Finish.REJECTED if failure is not None:
@@ -196,3 +228,7 @@ class SimulatedLink:
                 del self._outboxes[epoch]
             else:
                 self._world.covered["credit spent"] += 1
+
+
+def _narrowed(told: EventLogprobs, width: int) -> EventLogprobs:
+    return msgspec.structs.replace(told, top_ids=told.top_ids[:width], top_logprobs=told.top_logprobs[:width])

@@ -106,6 +106,9 @@ class UnsentLink:
         peer = self._pending[frontend] = self._peers[frontend]
         peer.add(request_id, token_id, finish, started, failure, logprobs)
 
+    def note_preemption(self, frontend: int, request_id: int) -> None:
+        self._peers[frontend].add_preemption(request_id)
+
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         peer = self._pending[frontend] = self._peers[frontend]
         peer.add_tokens(request_ids, token_ids)

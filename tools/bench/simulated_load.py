@@ -126,6 +126,9 @@ class _Link(UnsentLink):
         super().push(frontend, request_id, token_id, finish, *rest, **named)
         self.pushed.append((request_id, token_id >= 0, finish is not Finish.NONE))
 
+    def note_preemption(self, frontend: int, request_id: int) -> None:
+        pass
+
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
         super().push_tokens(frontend, request_ids, token_ids)
         self.pushed += [(request_id, True, False) for request_id in request_ids]
