@@ -209,8 +209,7 @@ class LaunchedStep:
         try:
             result = self._take_in()
         except Exception as fault:  # noqa: BLE001 - the step's requests fail with it, see Engine; others go on
-            for sequence, generation in zip(self.plan.sequences, self.plan.generations, strict=True):
-                sequence.stopped_generation = generation
+            _stop_rows(self.plan)
             result = StepResult(self.plan, [], 0.0, fault)
         self.is_finished.set()
         return result
@@ -264,7 +263,14 @@ def launch_step(
         masks, faults = _masks(plan, forward_pass.spec.vocab_size, before)
         return LaunchedStep(plan, forward_pass.sample(logits, batch, masks), faults=faults)
     except Exception as error:  # noqa: BLE001 - as in `finish`
+        _stop_rows(plan)  # now, for the next plan may be launched before this one is finished
         return LaunchedStep(plan, None, error)
+
+
+def _stop_rows(plan: Plan) -> None:
+    """Rows planned meanwhile build on what has failed."""
+    for sequence, generation in zip(plan.sequences, plan.generations, strict=True):
+        sequence.stopped_generation = generation
 
 
 def _masks(plan: Plan, vocab_size: int, before: LaunchedStep | None) -> tuple[TokenMasks | None, dict[int, str]]:

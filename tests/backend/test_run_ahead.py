@@ -7,6 +7,7 @@ import select
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -157,6 +158,22 @@ def test_a_fault_on_the_device_is_the_fault_of_its_own_step(
     assert result.error is fault
     assert result.token_ids == []
     assert result.plan.live_rows() == []
+
+
+def test_what_builds_on_a_step_that_could_not_be_launched_is_not_launched_either(
+    ahead: tuple[Executor, AheadPass, Sequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, forward_pass, sequence = ahead
+    launch(executor, sequence, PROMPT, 0)
+    first = forward_pass.launched.get(timeout=10)
+    fault = ValueError("planted")
+    monkeypatch.setattr(forward_pass, "begin_step", Mock(side_effect=fault))
+    launch(executor, sequence, [FROM_SLOT], 3)
+    launch(executor, sequence, [FROM_SLOT], 4)
+    first.let_go()
+    results = next_results(executor, 3)
+    assert [len(result.plan) for result in results] == [1, 1, 0]
+    assert [result.error for result in results] == [None, fault, None]
 
 
 def test_a_thread_that_dies_while_it_waits_for_tokens_fails_the_executor() -> None:
