@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,14 +15,16 @@ from frontend.schemas.decoding import decode_chat
 from frontend.schemas.utilities import decode_detokenize, decode_tokenize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from frontend.exchange import Exchange
     from frontend.model import ServedModel
     from shm.client import BackendClient
 
 VERSION = importlib.metadata.version("penstock")
 
-_INLINE_TOKENS = 4096
-"""More are decoded in a thread."""
+_INLINE_TOKENS = 1024
+"""More are decoded, or told one by one, in a thread."""
 _LOAD_COUNTERS = ("running", "waiting", "pages_used", "pages_total")
 
 
@@ -31,8 +34,10 @@ async def tokenize(exchange: Exchange, data: bytes, served: ServedModel) -> None
     check_model(body.model, served.card)
     if body.content is not None:
         token_ids = await _encode(served, body.content, add_special_tokens=body.add_special is True)
-        pieces = [{"id": token_id, "piece": _piece(served, token_id)} for token_id in token_ids if body.with_pieces]
-        await _respond(exchange, {"tokens": pieces if body.with_pieces else token_ids})
+        tokens: Any = token_ids
+        if body.with_pieces:
+            tokens = await _each(token_ids, lambda token_id: {"id": token_id, "piece": _piece(served, token_id)})
+        await _respond(exchange, {"tokens": tokens})
         return
     if body.prompt is not None:
         token_ids = await _encode(served, body.prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -42,7 +47,7 @@ async def tokenize(exchange: Exchange, data: bytes, served: ServedModel) -> None
         "count": len(token_ids),
         "max_model_len": served.card.max_context_tokens,
         "tokens": token_ids,
-        "token_strs": [_text(served, token_id) for token_id in token_ids] if body.return_token_strs else None,
+        "token_strs": await _each(token_ids, partial(_text, served)) if body.return_token_strs else None,
     }
     await _respond(exchange, told)
 
@@ -83,6 +88,16 @@ async def load(exchange: Exchange, backend: BackendClient, num_open: int) -> Non
 
 async def _encode(served: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
     return (await served.tokenizer.encode([text], add_special_tokens=add_special_tokens))[0]
+
+
+async def _each(token_ids: list[int], tell: Callable[[int], object]) -> msgspec.Raw:
+    """An array of what is told of each token, as JSON: made once of each that occurs, and copied."""
+
+    def join() -> msgspec.Raw:
+        told = {token_id: msgspec.json.encode(tell(token_id)) for token_id in set(token_ids)}
+        return msgspec.Raw(b"[%b]" % b",".join(map(told.__getitem__, token_ids)))
+
+    return await asyncio.to_thread(join) if len(token_ids) > _INLINE_TOKENS else join()
 
 
 def _text(served: ServedModel, token_id: int) -> str:

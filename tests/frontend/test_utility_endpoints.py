@@ -40,6 +40,16 @@ async def test_a_content_becomes_tokens_as_at_llama_cpp(connection: Connection) 
     assert raw == "the 猫".encode()
 
 
+async def test_what_is_told_of_each_of_many_tokens_is_as_of_few(connection: Connection) -> None:
+    few, times = 'the 猫 "\\', 500
+    for body, field in (({"content": few, "with_pieces": True}, "tokens"), ({"return_token_strs": True}, "token_strs")):
+        source = "content" if "content" in body else "prompt"
+        told = (await connection.post("/tokenize", {**body, source: few})).json()[field]
+        assert len(told) * times > 1024
+        many = (await connection.post("/tokenize", {**body, source: few * times})).json()[field]
+        assert many == told * times
+
+
 @pytest.mark.parametrize("num_tokens", [0, 3, 5000])
 async def test_tokens_become_a_text_under_both_names(connection: Connection, num_tokens: int) -> None:
     ids = (token_ids("the cat 猫<|im_end|>") * num_tokens)[:num_tokens]
