@@ -225,13 +225,13 @@ class Choice:
         """Of the prompt's tokens, the first of which has none; known when the first batch has come. text is what they
         are shown as."""
         first = self.prompt[0]
-        raw = self._tokenizer.raw(first)
+        first_text, first_raw = self._tokenizer.raw.spelled(first)
         offsets = self._offsets(text)
         told = [
             self._told(token, entry, offset)
             for token, entry, offset in zip(self.prompt[1:], self.stream.prompt_logprobs, offsets[1:], strict=True)
         ]
-        return [TokenLogprob(first, raw.decode(errors="replace"), raw, None), *told]
+        return [TokenLogprob(first, first_text, first_raw, None), *told]
 
     def _offsets(self, text: str) -> list[int]:
         """Where the prompt's tokens begin in their text, counted from its end: a special token that the tokenizer put
@@ -245,12 +245,12 @@ class Choice:
         return [max(0, start - num_missing) for start in starts]
 
     def _told(self, token_id: int, logprobs: TokenLogprobs, offset: int) -> TokenLogprob:
+        spelled = self._tokenizer.raw.spelled
         top = tuple(
-            TokenLogprob(top_id, (raw := self._tokenizer.raw(top_id)).decode(errors="replace"), raw, logprob)
+            TokenLogprob(top_id, *spelled(top_id), logprob)
             for top_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         )
-        raw = self._tokenizer.raw(token_id)
-        text = raw.decode(errors="replace")
+        text, raw = spelled(token_id)
         return TokenLogprob(token_id, text, raw, logprobs.logprob, logprobs.rank, top, offset)
 
 

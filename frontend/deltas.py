@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from frontend.blocks import BlockKind, Blocks
 
@@ -32,8 +32,7 @@ def joined_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     return tuple(joined)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """One token as answers report it. raw is its text in bytes, which may be a part of a character.
 
     logprob is None for a prompt's first token, which nothing comes before.

@@ -12,7 +12,7 @@ from frontend.choice import Choice, Wanted
 from frontend.errors import ApiError, ErrorKind, invalid, retry_later
 from frontend.schemas.chat import ChatBody
 from frontend.schemas.completion import CompletionBody
-from frontend.schemas.generation import MAX_LOGPROB_CELLS, GenerationBody
+from frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS, GenerationBody
 from frontend.structured import asked_grammar
 from shm.client import BackendUnavailable, GenerationRequest, Overloaded
 from shm.wire import Constraints, Grammar, Sampling
@@ -176,14 +176,15 @@ def _check_logprobs(body: GenerationBody, prompts: list[list[int]], max_tokens: 
     """An answer's size is bounded before it is made."""
     if body.prompt_logprobs is not None and body.stream:
         invalid("prompt_logprobs", "not told in a stream; leave stream out")
-    cells = {
-        "logprobs": sum(max_tokens) * (body.num_logprobs + 1),
-        "prompt_logprobs": sum(map(len, prompts)) * (_num_prompt_logprobs(body) + 1),
-    }
-    for field, num_cells in cells.items():
-        if body.num_candidates * num_cells > MAX_LOGPROB_CELLS:
-            product = f"choices × tokens × ({field} + 1) is {body.num_candidates * num_cells}"
-            invalid(field, f"{product}; the limit is {MAX_LOGPROB_CELLS}")
+    of_prompt = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    counts = (
+        ("logprobs", max_tokens, body.num_logprobs, MAX_LOGPROB_CELLS),
+        (of_prompt, map(len, prompts), _num_prompt_logprobs(body), MAX_PROMPT_LOGPROB_CELLS),
+    )
+    for field, num_tokens, width, limit in counts:
+        cells = body.num_candidates * sum(num_tokens) * (width + 1)
+        if cells > limit:
+            invalid(field, f"choices × tokens × ({field} + 1) is {cells}; the limit is {limit}")
 
 
 def asked_tokens(body: GenerationBody) -> tuple[str, int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "\u2581"
+_NUM_KEPT = 1 << 16
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -32,8 +34,18 @@ class TokenBytes:
         self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         self._is_byte_level = "ByteLevel" in _decoder_kinds(tokenizer)
 
+        self.spelled = lru_cache(_NUM_KEPT)(self._spelled)
+        """The token's text, as far as it is one, and its bytes. Answers with log probabilities ask for many."""
+
     def __call__(self, token_id: int) -> bytes:
         """Empty for an id that no token has: models are often padded with such."""
+        return self.spelled(token_id)[1]
+
+    def _spelled(self, token_id: int) -> tuple[str, bytes]:
+        raw = self._bytes(token_id)
+        return raw.decode(errors="replace"), raw
+
+    def _bytes(self, token_id: int) -> bytes:
         content: str | None = self._added.get(token_id)
         if content is not None:
             return content.encode()

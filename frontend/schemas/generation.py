@@ -12,7 +12,9 @@ from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 MAX_CHOICES = 128
 """Prompts × n (or best_of) of one request."""
 MAX_LOGPROB_CELLS = 1 << 22
-"""Choices × tokens × log probabilities of one request."""
+"""Choices × tokens × log probabilities of one request's answer."""
+MAX_PROMPT_LOGPROB_CELLS = 1 << 19
+"""The same of its prompts, which are told all at once."""
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]

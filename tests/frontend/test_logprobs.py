@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontend.schemas.generation import MAX_LOGPROB_CELLS
+from frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS
 from shm.wire import MAX_LOGPROBS
 from tests.frontend.harness import END_TOKEN, TOKENIZER, Connection, model_card, token_ids
 from tests.frontend.scoring import ScoringBackend, entry
@@ -233,7 +233,8 @@ async def test_penalties_do_not_matter_to_a_prompt_alone(connection: Connection,
     [
         (CHAT, {"logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 20_000}, "logprobs"),
         (COMPLETIONS, {"logprobs": 20, "n": 16, "prompt": [[5]] * 8, "max_tokens": 2000}, "logprobs"),
-        (COMPLETIONS, {"prompt_logprobs": 20, "n": 16, "prompt": [5] * 20_000, "max_tokens": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": 20, "n": 16, "prompt": [5] * 2000, "max_tokens": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"echo": True, "logprobs": 20, "prompt": [5] * 30_000, "max_tokens": 0}, "logprobs"),
     ],
 )
 async def test_an_answer_that_would_be_too_large_is_refused(
@@ -242,5 +243,6 @@ async def test_an_answer_that_would_be_too_large_is_refused(
     backend.model = model_card(max_context_tokens=1 << 20)
     response = await connect().post(path, {"messages": [{"role": "user", "content": "hi"}], "prompt": "x", **fields})
     assert (response.status, response.error["param"]) == (400, param)
-    assert str(MAX_LOGPROB_CELLS) in response.error["message"]
+    limit = MAX_PROMPT_LOGPROB_CELLS if len(fields.get("prompt", ())) >= 2000 else MAX_LOGPROB_CELLS
+    assert f"the limit is {limit}" in response.error["message"]
     assert backend.streams == []
