@@ -24,10 +24,14 @@ def read_grammar(body: GenerationBody) -> Grammar | None:
         first, second, *_ = asked
         invalid(second, f"cannot be combined with {first}")
     for field, grammar in asked.items():
-        if not 1 <= len(grammar.text) <= MAX_GRAMMAR_CHARACTERS:
-            invalid(field, f"{len(grammar.text)} characters; from 1 to {MAX_GRAMMAR_CHARACTERS} are allowed")
+        _check_length(field, grammar.text)
         return grammar
     return None
+
+
+def _check_length(field: str, text: str) -> None:
+    if not 1 <= len(text) <= MAX_GRAMMAR_CHARACTERS:
+        invalid(field, f"{len(text)} characters; from 1 to {MAX_GRAMMAR_CHARACTERS} are allowed")
 
 
 def asked_grammar(body: GenerationBody) -> str | None:
@@ -80,13 +84,25 @@ def _of_schema(field: str, schema: dict[str, Any] | str | None) -> Grammar | Non
     if schema is None:
         return None
     if isinstance(schema, str):
+        _check_length(field, schema)
         try:
             schema = msgspec.json.decode(schema, type=dict[str, Any])
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
             invalid(field, "not a JSON schema: a JSON object is needed")
-    if not is_shallow(schema, MAX_SCHEMA_DEPTH):
+    text = _encoded(schema)
+    if text is not None:
+        _check_length(field, text)  # first, for a long one's depth takes long to find
+    if text is None or not is_shallow(schema, MAX_SCHEMA_DEPTH):
         invalid(field, f"nested more than {MAX_SCHEMA_DEPTH} deep")
-    return Grammar("json_schema", msgspec.json.encode(schema).decode())
+    return Grammar("json_schema", text)
+
+
+def _encoded(schema: dict[str, Any]) -> str | None:
+    """None where it is nested too deep for the encoder, which takes more than is allowed."""
+    try:
+        return msgspec.json.encode(schema).decode()
+    except RecursionError:
+        return None
 
 
 def of_choices(choices: list[str]) -> Grammar:

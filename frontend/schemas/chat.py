@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
@@ -180,11 +181,18 @@ def _check_tools(body: ChatBody) -> None:
             invalid(path, f"{shorten(allowed.function.name)} is none of the tools")
 
 
+_CONTAINERS = frozenset({dict, list})
+
+
 def is_shallow(value: object, depth: int) -> bool:
-    if not isinstance(value, dict | list):
-        return True
-    inner = value.values() if isinstance(value, dict) else value
-    return depth > 0 and all(is_shallow(item, depth - 1) for item in inner)
+    """Whether a decoded JSON value is nested at most so deep. Level by level: a value may have a million members."""
+    level: list[Any] = [value] if type(value) in _CONTAINERS else []
+    for _ in range(depth):
+        members = chain.from_iterable(item.values() if type(item) is dict else item for item in level)
+        level = [item for item in members if type(item) in _CONTAINERS]
+        if not level:
+            return True
+    return not level
 
 
 def _check_message(path: str, message: ChatMessage) -> None:

@@ -32,23 +32,30 @@ class CompletionBody(GenerationBody, kw_only=True):
         return isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt. Raises ApiError for a mixed list, an empty one, or too many."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        first = type(self.prompt[0])
-        for position, item in enumerate(self.prompt):
-            if type(item) is not first:
-                invalid(f"prompt[{position}]", "a prompt list holds texts, token ids or lists of token ids, not a mix")
-            if isinstance(item, list) and not item:
-                invalid(f"prompt[{position}]", "an empty list of token ids")
-        prompts: list[Any] = [self.prompt] if first is int else self.prompt
-        if len(prompts) > MAX_CHOICES:
-            invalid("prompt", f"at most {MAX_CHOICES} prompts in one request, got {len(prompts)}")
+        """One entry per prompt."""
+        prompts: list[Any] = [self.prompt]
+        if isinstance(self.prompt, list) and self.has_several_prompts():
+            prompts = self.prompt
         return prompts
+
+
+def _check_prompt(body: CompletionBody) -> None:
+    num_prompts = len(body.prompts())
+    if num_prompts > MAX_CHOICES:
+        invalid("prompt", f"at most {MAX_CHOICES} prompts in one request, got {num_prompts}")
+    if isinstance(body.prompt, str):
+        return
+    first = type(body.prompt[0])
+    if len(set(map(type, body.prompt))) > 1:
+        odd = next(position for position, item in enumerate(body.prompt) if type(item) is not first)
+        invalid(f"prompt[{odd}]", "a prompt list holds texts, token ids or lists of token ids, not a mix")
+    if first is list and [] in body.prompt:
+        invalid(f"prompt[{body.prompt.index([])}]", "an empty list of token ids")
 
 
 def check_completion(body: CompletionBody) -> None:
     """What no single field's type says. Raises ApiError."""
+    _check_prompt(body)
     num_choices = body.num_candidates * len(body.prompts())
     if num_choices > MAX_CHOICES:
         field = "n" if body.num_candidates == body.n else "best_of"

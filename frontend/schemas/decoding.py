@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from typing import TypeVar
 
@@ -31,6 +32,8 @@ _chat = msgspec.json.Decoder(ChatBody)
 _any = msgspec.json.Decoder()
 
 Body = TypeVar("Body", bound=Struct)
+_Decoded = TypeVar("_Decoded")
+_SMALL_BODY_BYTES = 64 << 10
 
 
 def decode_completion(data: bytes) -> CompletionBody:
@@ -53,7 +56,7 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     """Raises ApiError naming the field, its value and the limit; also for a field that is declared to be refused."""
     # The codec raises these four for hostile bytes.
     try:
-        body = decoder.decode(data)
+        body = _decode(decoder, data)
     except msgspec.ValidationError as error:
         raise _explain(str(error), data) from None
     except msgspec.DecodeError as error:
@@ -66,6 +69,17 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     if isinstance(body, GenerationBody) and body.structured_outputs is not None:
         _refuse_unsupported("structured_outputs.", body.structured_outputs)
     return body
+
+
+def _decode(decoder: msgspec.json.Decoder[_Decoded], data: bytes) -> _Decoded:
+    """JSON has no cycles: the collector would look through a large body again and again while it is being made."""
+    if len(data) <= _SMALL_BODY_BYTES or not gc.isenabled():
+        return decoder.decode(data)
+    gc.disable()
+    try:
+        return decoder.decode(data)
+    finally:
+        gc.enable()
 
 
 def check_stream_options(body: GenerationBody) -> None:
@@ -127,7 +141,7 @@ def _explain(message: str, data: bytes) -> ApiError:
 def _value_at(path: str, data: bytes) -> str | None:
     """The value at a path such as messages[0].role, shortened; None where it cannot be said."""
     try:
-        value = _any.decode(data)
+        value = _decode(_any, data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     for step in path.replace("[", ".[").split("."):

@@ -1,0 +1,74 @@
+"""Bodies as large as the server takes them: what is wrong in them is found without looking at every part by itself."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend.errors import ApiError
+from frontend.schemas.chat import is_shallow
+from frontend.schemas.decoding import decode_chat, decode_completion
+from frontend.structured import read_grammar
+from tests.frontend.harness import Connection
+
+_JSON = st.recursive(
+    st.none() | st.integers(0, 9) | st.text(max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+def _depth(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(_depth, value.values()), default=0)
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
+@given(value=_JSON, limit=st.integers(0, 6))
+def test_how_deep_a_value_is_nested(value: Any, limit: int) -> None:
+    assert is_shallow(value, limit) is (_depth(value) <= limit)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "shown"),
+    [
+        ([[0]] * 200_000, "prompt", "got 200000"),
+        (["a"] * 200_000, "prompt", "got 200000"),
+        ([0] * 400_000 + ["a"], "prompt[400000]", "mix"),
+        ([0] * 400_000 + [[]], "prompt[400000]", "mix"),
+        ([[0], []], "prompt[1]", "empty"),
+    ],
+)
+def test_lists_of_prompts(prompt: list[Any], param: str, shown: str) -> None:
+    with pytest.raises(ApiError, match=shown) as refused:
+        decode_completion(msgspec.json.encode({"prompt": prompt}))
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_schema_that_is_too_long_is_refused_for_its_length(as_text: bool) -> None:
+    schema = {"enum": [0] * 500_000}
+    asked = {"guided_json": msgspec.json.encode(schema).decode() if as_text else schema}
+    with pytest.raises(ApiError, match="guided_json: 1000010 characters"):
+        read_grammar(decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], **asked})))
+
+
+async def test_a_schema_that_is_nested_as_deep_as_a_body_may_be_is_refused(connection: Connection) -> None:
+    schema = b'{"a":' * 900 + b"{}" + b"}" * 900
+    response = await connection.post("/v1/completions", b'{"prompt":"a","guided_json":%b}' % schema)
+    assert (response.status, response.error["param"]) == (400, "guided_json")
+
+
+@pytest.mark.parametrize("end", ["}", "]", ',"n":0}'])
+def test_the_garbage_collector_runs_again_behind_a_large_body(end: str) -> None:
+    data = f'{{"prompt":{[0] * 50_000}{end}'.encode()
+    try:
+        decode_completion(data)
+    except ApiError:
+        assert end != "}"
+    assert gc.isenabled()
