@@ -35,6 +35,10 @@ _PHILOX_W = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
 
+_ALLOWED = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.bool_)
+_CEILINGS = np.where(_ALLOWED, np.float32(np.inf), np.float32(-np.inf))
+"""[256, 8] for each byte of a mask the most that the logits of its eight tokens may be."""
+
 
 def philox_uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One number in [0, 1) for each (seed, position) pair, [n] float64 with 53 random bits."""
@@ -91,15 +95,19 @@ class HostSampling:
         raw_logits = logits
         if self._bias or self._penalties:
             logits = self._adjusted(logits, slots)
-        if masks is not None:
-            logits = _masked(logits, masks)
         tokens: NDArray[np.int32] = np.argmax(logits, axis=1).astype(np.int32)
         peaks = logits[np.arange(len(tokens)), tokens]
+        if masks is not None:
+            masked = _masked(logits, masks)
+            tokens[masks.rows] = np.argmax(masked, axis=1)
+            peaks[masks.rows] = masked[np.arange(len(masked)), tokens[masks.rows]]
         random_rows = np.flatnonzero((self._temperature[slots] > 0) & np.isfinite(peaks))
         if len(random_rows):
-            tokens[random_rows] = self._draw(
-                logits[random_rows], peaks[random_rows], slots[random_rows], positions[random_rows]
-            )
+            drawn_from = logits[random_rows]
+            if masks is not None:
+                _, places, masked_places = np.intersect1d(random_rows, masks.rows, return_indices=True)
+                drawn_from[places] = masked[masked_places]
+            tokens[random_rows] = self._draw(drawn_from, peaks[random_rows], slots[random_rows], positions[random_rows])
         tokens[~np.isfinite(peaks)] = NOT_FINITE
         self._last_tokens[slots] = np.maximum(tokens, 0)
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
@@ -213,13 +221,14 @@ def _penalise(logits: NDArray[np.float32], penalties: list[_Penalties]) -> NDArr
 
 
 def _masked(logits: NDArray[np.float32], masks: TokenMasks) -> NDArray[np.float32]:
-    """A copy of logits [L, V] whose masked rows are -inf at what is not allowed, but for what is no number."""
-    vocab_size = logits.shape[1]
-    allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
-    logits = logits.copy()
-    rows = logits[masks.rows]
-    logits[masks.rows] = np.where(allowed | np.isnan(rows), rows, np.float32(-np.inf))
-    return logits
+    """[M, V] the masked rows of logits [L, V], with -inf for what is not allowed, but for what is no number."""
+    masked = np.empty((len(masks.rows), logits.shape[1]), np.float32)
+    # A row at a time, in memory that stays in the cache.
+    ceiling = np.empty((masks.bits.shape[1] * 4, 8), np.float32)
+    for row, bits, values in zip(masks.rows.tolist(), masks.bits.view(np.uint8), masked, strict=True):
+        np.take(_CEILINGS, bits, axis=0, out=ceiling, mode="clip")
+        np.minimum(logits[row], ceiling.reshape(-1)[: len(values)], out=values)
+    return masked
 
 
 def token_logprobs(

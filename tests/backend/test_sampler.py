@@ -246,6 +246,28 @@ def test_a_masked_row_samples_only_what_its_mask_allows_and_the_other_rows_are_a
     assert allowed[1, tokens[3]]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_masked_row_has_its_own_mask_wherever_it_stands(temperature: float) -> None:
+    rng = np.random.default_rng(5)
+    num_rows, masked_rows = 6, [0, 2, 5]
+    logits = rng.normal(size=(num_rows, VOCAB)).astype(np.float32)
+    allowed = rng.random((len(masked_rows), VOCAB)) < 0.3
+    packed = np.packbits(np.pad(allowed, ((0, 0), (0, -VOCAB % 32))), axis=1, bitorder="little").view(np.uint32)
+    hidden = logits.copy()
+    hidden[masked_rows] = np.where(allowed, logits[masked_rows], -np.inf)
+    given = logits.copy()
+    batch = decode_batch(
+        list(range(num_rows)),
+        inits=tuple(slot_init(slot, temperature=temperature * (slot != 2), seed=slot) for slot in range(num_rows)),
+    )
+    with_masks, without = HostSampling(VOCAB, num_rows), HostSampling(VOCAB, num_rows)
+    for sampler in (with_masks, without):
+        sampler.begin_step(batch)
+    tokens = with_masks.sample(given, batch, TokenMasks(np.array(masked_rows, np.int32), packed)).token_ids
+    assert tokens.tolist() == without.sample(hidden, batch).token_ids.tolist()
+    assert np.array_equal(given, logits)
+
+
 def test_a_mask_hides_no_logits_that_are_no_numbers() -> None:
     logits = np.zeros((2, VOCAB), np.float32)
     logits[0, 5] = np.nan
