@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from backend.executor import run_step
+from backend.executor import launch_step
 from tests.simulation.models import ChainPass, PlantedFault, Violation
 
 if TYPE_CHECKING:
-    from backend.executor import StepResult
+    from collections.abc import Callable
+
+    from backend.executor import LaunchedStep, StepResult
     from backend.forward_pass import IBatchedForwardPass, StepBatch
     from backend.plan import Plan, Row
     from backend.sequence import Sequence
+    from tests.simulation.models import Fault
     from tests.simulation.world import World
 
 
+class _Awaited(threading.Event):
+    """The end of a step, which whoever waits for it brings about."""
+
+    def __init__(self, bring_about: Callable[[], None]) -> None:
+        super().__init__()
+        self._bring_about = bring_about
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._bring_about()
+        return True
+
+
 class SimulatedExecutor:
-    """Stands where Executor stands. What a step tells the main thread becomes visible only as the step ends."""
+    """Stands where Executor stands, both its threads. What a step tells the main thread becomes visible some time
+    after it was computed."""
 
     wake_fd = -1
 
@@ -27,7 +45,10 @@ class SimulatedExecutor:
         self._capacity = capacity
         self._page_size = page_size
         self._plans: deque[tuple[Plan, StepBatch]] = deque()
-        self._running: tuple[StepResult, list[tuple[Sequence, int]]] | None = None
+        self._launched: deque[tuple[LaunchedStep, Fault | None]] = deque()
+        self._before: LaunchedStep | None = None
+        self._finished: tuple[StepResult, list[tuple[Sequence, int]]] | None = None
+        """With what it marks as stopped, which is not to be seen yet."""
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self._salts: dict[int, bytes] = {}  # of each page, whose tokens it holds
@@ -70,46 +91,77 @@ class SimulatedExecutor:
         return results
 
     def advance(self) -> bool:
-        """The running step ends, or the next one starts; False when there is nothing to do."""
-        if self._running is not None:
-            result, stopped = self._running
-            for sequence, generation in stopped:
-                sequence.stopped_generation = generation
-            self._results.append(result)
-            self._running = None
-        elif self._plans:
-            self._start(*self._plans.popleft())
-        else:
+        """One of the threads goes on: a step starts or is taken in, or what it brought is told. False when there is
+        nothing to do."""
+        can_do: list[Callable[[], None]] = []
+        if self._finished is not None:
+            can_do.append(self._tell)
+        elif self._launched:
+            can_do.append(self._finish)
+        if self._plans and (self._pass.spec.runs_ahead or not can_do):
+            can_do.append(self._start)
+        if not can_do:
             return False
+        (can_do[0] if len(can_do) == 1 else self._world.rng.choice(can_do))()
         return True
 
-    def _start(self, planned: Plan, batch: StepBatch) -> None:
+    def _catch_up(self) -> None:
+        while self._finished is not None or self._launched:
+            self._world.covered["awaited for its constraints"] += 1
+            if self._finished is not None:
+                self._tell()
+            else:
+                self._finish()
+
+    def _start(self) -> None:
+        planned, batch = self._plans.popleft()
+        self._world.covered["launched ahead"] += bool(self._launched)
+        fault = None
         if isinstance(self._pass, ChainPass):
-            self._pass.fault = self._world.draw_fault([planned.sequences[row] for row in planned.live_rows()])
-        before = [(sequence, sequence.stopped_generation) for sequence in planned.sequences]
-        result = run_step(self._pass, planned, batch)
-        rows, error = list(result.plan.rows()), result.error
-        self._world.covered["rows bound late"] += len(planned) - len(rows)
-        if isinstance(error, Violation) or (error is not None and not self._is_planted(error)):
-            raise error
-        tokens = iter(result.token_ids)
-        self._note_copies(result.plan)
-        for row in rows:
+            fault = self._pass.fault = self._world.draw_fault([planned.sequences[row] for row in planned.live_rows()])
+        step = launch_step(self._pass, planned, batch, self._before)
+        self._world.covered["rows bound late"] += len(planned) - len(step.plan)
+        if isinstance(step.error, Violation):
+            raise step.error
+        self._note_copies(step.plan)
+        for row in step.plan.rows():
             self._judge(row)
-            if (error is not None and len(rows) == 1) or (error is None and row.samples and next(tokens) < 0):
-                self.faulty[row.sequence, row.generation] = error is None
-        # The executor's thread has compared, and not yet said what it found: others may subscribe just now.
+        self._launched.append((step, fault))
+        self._before = replace(step, is_finished=_Awaited(self._catch_up))
+        if not self._pass.spec.runs_ahead:
+            self._finish()
+
+    def _finish(self) -> None:
+        step, fault = self._launched.popleft()
+        before = [(sequence, sequence.stopped_generation) for sequence in step.plan.sequences]
+        result = step.finish()
+        rows, error = list(result.plan.rows()), result.error
+        is_planted = isinstance(error, PlantedFault) or (fault is not None and fault.kind == "miscount")
+        if error is not None and not is_planted:
+            raise error
+        if error is not None and len(rows) == 1:
+            self.faulty[rows[0].sequence, rows[0].generation] = False
+        for place, token_id in enumerate(result.token_ids):
+            row = rows[result.plan.logit_rows[place]]
+            if token_id < 0 and place not in result.faults:
+                self.faulty[row.sequence, row.generation] = True
+        # The thread has compared, and not yet said what it found: others may subscribe just now.
         stopped = [(s, s.stopped_generation) for s, generation in before if s.stopped_generation != generation]
         for sequence, generation in before:
             sequence.stopped_generation = generation
-        self._running = result, stopped
+        self._finished = result, stopped
         if self._world.log is not None:
             told = [(row.start, row.end, row.sequence.order) for row in rows]
             self._world.log(f"  step of (start, end, order) {told} brings {result.token_ids or error!r}")
 
-    def _is_planted(self, error: Exception) -> bool:
-        fault = self._pass.fault if isinstance(self._pass, ChainPass) else None
-        return isinstance(error, PlantedFault) or (fault is not None and fault.kind == "miscount")
+    def _tell(self) -> None:
+        if self._finished is None:
+            raise Violation("nothing is to be told")
+        result, stopped = self._finished
+        for sequence, generation in stopped:
+            sequence.stopped_generation = generation
+        self._results.append(result)
+        self._finished = None
 
     def _note_copies(self, plan: Plan) -> None:
         for sequence, (source, destination) in plan.page_copies.items():

@@ -12,10 +12,13 @@ from backend.requests import Requests
 from backend.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from backend.forward_pass import StepBatch
     from backend.plan import Plan
     from backend.scheduler import Chunk
     from backend.sequence import Sequence, Subscriber
+    from shm.link import Submission
     from shm.wire import EventLogprobs
     from tests.simulation.world import World
 
@@ -68,9 +71,17 @@ class FaultyBuilder(BatchBuilder):
 
 
 class FaultyRequests(Requests):
-    def __init__(self, world: World, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, world: World, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._world = world
+
+    def take_on(
+        self, submission: Submission, matcher: LLMatcher | None, arrived_s: float, deadline_s: float | None
+    ) -> None:
+        try:
+            super().take_on(submission, matcher, arrived_s, deadline_s)
+        finally:
+            self._world.note_submission(submission.frontend, submission.request_id, arrived_s)
 
     def deliver(self, sequence: Sequence, token_id: int, logprobs: EventLogprobs | None = None) -> None:
         self._world.strike("deliver", [sequence])

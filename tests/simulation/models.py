@@ -7,21 +7,36 @@ do. `HashModel` is the fake pass with the real sampler, asked for one sequence a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from backend.forward_pass import FROM_SLOT, NOT_FINITE, PassSpec, SamplingParams, SlotInit, StepBatch, StepOutput
+from backend.forward_pass import (
+    FROM_SLOT,
+    NOT_FINITE,
+    PassSpec,
+    SamplingParams,
+    SlotInit,
+    StepBatch,
+    StepOutput,
+    TokenLogprobs,
+    TokenMasks,
+)
 from backend.passes.fake import FakePass
+from shm.wire import MAX_LOGPROBS, EventLogprobs
 
 if TYPE_CHECKING:
-    from backend.forward_pass import IBatchedForwardPass
+    from collections.abc import Callable
+
+    from backend.forward_pass import IBatchedForwardPass, PendingOutput
+    from tests.simulation.rules import Rules
 
 _MASK = (1 << 64) - 1
 _ROOT = 0x243F6A8885A308D3
 _GENERATED = 1 << 32
+_NONSENSE = 0x0F0F0F0F
 
 
 class PlantedFault(Exception):
@@ -32,17 +47,31 @@ class Violation(AssertionError):
     """Something that must never happen has happened."""
 
 
+@dataclass
+class Stream:
+    """Tokens, and what is told of each, with as many of the likeliest as can be asked for."""
+
+    tokens: list[int] = field(default_factory=list)
+    told: list[EventLogprobs] = field(default_factory=list)
+    is_broken: bool = False
+    """Its rules left nothing before there were as many as wanted."""
+
+
 class Model(Protocol):
-    """vocab_size tokens; what follows a prompt is a function of prompt and sampling parameters."""
+    """vocab_size tokens; what follows a prompt is a function of prompt, sampling parameters and rules."""
 
     vocab_size: int
 
-    def stream(self, prompt: list[int], sampling: SamplingParams, count: int) -> list[int]:
+    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None) -> Stream:
         """The count tokens after the prompt."""
         ...
 
+    def score(self, prompt: list[int]) -> list[EventLogprobs]:
+        """What is told of each of its tokens but the first; their events are their indices."""
+        ...
+
     def new_pass(
-        self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int, /
+        self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int, /, *, runs_ahead: bool
     ) -> IBatchedForwardPass: ...
 
 
@@ -54,9 +83,10 @@ def _mix(state: int, value: int) -> int:
 class _Slot:
     """What a pass remembers of a slot: its last token, and all tokens for the sake of penalties."""
 
-    __slots__ = ("flavour", "history", "last_token")
+    __slots__ = ("flavour", "history", "last_token", "num_logprobs")
 
     def __init__(self, sampling: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
+        self.num_logprobs = sampling.num_logprobs
         self.flavour = 0
         if sampling.temperature > 0:
             self.flavour = _mix(_mix(sampling.seed, int(1000 * sampling.temperature)), sampling.top_k) | 1
@@ -71,54 +101,92 @@ class _Slot:
         if self.history is not None:
             self.history = _mix(self.history, token)
 
-    def choose(self, cell: int, position: int, vocab_size: int) -> int:
-        """The token at this position, when the position before it has this cell."""
+    def choose(self, cell: int, position: int, vocab_size: int, allowed: set[int] | None = None) -> int:
+        """The token at this position, when the position before it has this cell: of those allowed the next one."""
         if self.flavour:
             cell = _mix(cell, self.flavour + position)
         if self.history is not None:
             cell = _mix(cell, self.history)
         token = (cell >> 16) % vocab_size
+        while allowed is not None and token not in allowed:
+            token = (token + 1) % vocab_size
         self.note(token + _GENERATED)
         self.last_token = token
         return token
+
+
+def _told_of(cell: int, token: int, vocab_size: int, event: int = 0) -> EventLogprobs:
+    """Of a token, when the position before it has this cell. All numbers are ones that float32 has."""
+    top_ids = tuple((cell + index) % vocab_size for index in range(MAX_LOGPROBS))
+    top = tuple(-index / 2 for index in range(MAX_LOGPROBS))
+    return EventLogprobs(event, -((cell >> 20) % 4096 + token) / 16, 1 + token, top_ids, top)
 
 
 @dataclass
 class ChainModel:
     vocab_size: int
 
-    def stream(self, prompt: list[int], sampling: SamplingParams, count: int) -> list[int]:
+    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None) -> Stream:
         cell = _ROOT
         for token in prompt:
             cell = _mix(cell, token)
         slot = _Slot(sampling, prompt, len(prompt))
-        tokens: list[int] = []
-        while len(tokens) < count:
-            token = slot.choose(cell, len(prompt) + len(tokens), self.vocab_size)
-            tokens.append(token)
+        stream = Stream()
+        while len(stream.tokens) < count:
+            allowed = None
+            if rules is not None and (allowed := rules.allowed(stream.tokens)) is None:
+                stream.is_broken = True
+                break
+            token = slot.choose(cell, len(prompt) + len(stream.tokens), self.vocab_size, allowed)
+            stream.tokens.append(token)
+            stream.told.append(_told_of(cell, token, self.vocab_size))
             cell = _mix(cell, token)
-        return tokens
+        return stream
 
-    def new_pass(self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int, /) -> ChainPass:
-        return ChainPass(self.vocab_size, num_pages, page_size, max_running, max_batch_tokens)
+    def score(self, prompt: list[int]) -> list[EventLogprobs]:
+        told, cell = [], _ROOT
+        for index, (token, following) in enumerate(pairwise(prompt), start=1):
+            cell = _mix(cell, token)
+            told.append(_told_of(cell, following, self.vocab_size, index))
+        return told
+
+    def new_pass(
+        self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int, /, *, runs_ahead: bool
+    ) -> ChainPass:
+        return ChainPass(self.vocab_size, num_pages, page_size, max_running, max_batch_tokens, runs_ahead=runs_ahead)
 
 
 @dataclass(slots=True)
 class Fault:
-    """What is to go wrong in the next step. "nan" spoils a row's logits, "poison" also what it leaves in the cache."""
+    """What is to go wrong in the next step. "nan" spoils a row's logits, "poison" also what it leaves in the cache, and
+    "raise at wait" all that the step leaves, in the cache and in its slots."""
 
     kind: str
     row: int
     number: int
 
 
+class _Lost:
+    """A step whose device has computed nonsense and says so when it is asked."""
+
+    def wait(self) -> StepOutput:
+        raise PlantedFault("while the step was waited for")
+
+
 class ChainPass:
     """Checks each batch against the contract of `StepBatch`, and breaks down as told."""
 
     def __init__(
-        self, vocab_size: int, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int
+        self,
+        vocab_size: int,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        max_batch_tokens: int,
+        *,
+        runs_ahead: bool,
     ) -> None:
-        self.spec = PassSpec(vocab_size, 1 << 16, ("fp32",))
+        self.spec = PassSpec(vocab_size, 1 << 16, {"fp32": 8}, runs_ahead=runs_ahead)
         self._num_pages = num_pages
         self._page_size = page_size
         self._max_running = max_running
@@ -139,7 +207,9 @@ class ChainPass:
         contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
         self._check(starts, ids, slots, table)
         self._copy_pages(batch.page_copies, contexts, table)
-        ends, written = [], set()
+        # Nobody waits for a step that samples nothing.
+        nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and len(batch.logit_rows) else 0
+        ends, written = [], set[int]()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
             position, pages = contexts[row], table[row]
@@ -156,6 +226,7 @@ class ChainPass:
                     token = self._slots[slot].last_token
                 if cell >= 0:
                     cell = _mix(cell, token)
+                    cell ^= nonsense
                 page = pages[position // page_size]
                 mine.add(page)
                 cells[page * page_size + position % page_size] = cell
@@ -194,20 +265,42 @@ class ChainPass:
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = _Slot(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
 
-    def sample(self, logits: list[int], batch: StepBatch, masks: object = None) -> StepOutput:
+    def sample(self, logits: list[int], batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
         fault = self.fault
         if fault is not None and fault.kind == "raise late":
             raise PlantedFault("after the cache was written")
-        tokens = []
-        for row in batch.logit_rows.tolist():
+        allowed = self._allowed(masks)
+        tokens: list[int] = []
+        told: list[tuple[int, int, EventLogprobs]] = []  # place, how many likeliest
+        for place, row in enumerate(batch.logit_rows.tolist()):
             position = int(batch.context_lens[row] + batch.query_starts[row + 1] - batch.query_starts[row])
             token = NOT_FINITE
+            slot = self._slots[int(batch.slots[row])]
             if logits[row] >= 0 and not (fault is not None and fault.kind == "nan" and fault.row == row):
-                token = self._slots[int(batch.slots[row])].choose(logits[row], position, self.spec.vocab_size)
+                token = slot.choose(logits[row], position, self.spec.vocab_size, allowed.get(place))
+                if slot.num_logprobs >= 0:
+                    told.append((place, slot.num_logprobs, _told_of(logits[row], token, self.spec.vocab_size)))
             tokens.append(token)
+        if fault is not None and fault.kind == "raise at wait":
+            return _Lost()
         if fault is not None and fault.kind == "miscount":
             tokens.append(0)
-        return StepOutput(np.array(tokens, np.int32))
+        return StepOutput(np.array(tokens, np.int32), _in_columns(told))
+
+    def _allowed(self, masks: TokenMasks | None) -> dict[int, set[int]]:
+        """By place in the logit rows."""
+        if masks is None:
+            return {}
+        places = masks.rows.tolist()
+        if places != sorted(set(places)) or len(places) != len(masks.bits):
+            raise Violation(f"masks of the places {places}")
+        allowed = {}
+        for place, bits in zip(places, masks.bits, strict=True):
+            number = int.from_bytes(bits.tobytes(), "little")
+            allowed[place] = {token for token in range(self.spec.vocab_size) if number >> token & 1}
+            if not allowed[place]:
+                raise Violation("a mask that leaves nothing")
+        return allowed
 
     def poison_in(self, pages: list[int], num_tokens: int) -> set[tuple[int, int]]:
         """(fault number, page) of each page with something poisoned among num_tokens tokens."""
@@ -216,17 +309,61 @@ class ChainPass:
         return {(-cell, page) for page, place in places if (cell := self.cells[page * size + place]) < 0}
 
 
+def _in_columns(told: list[tuple[int, int, EventLogprobs]]) -> TokenLogprobs | None:
+    if not told:
+        return None
+    width = max(num_likeliest for _, num_likeliest, _ in told)
+    return TokenLogprobs(
+        rows=np.array([place for place, _, _ in told], np.int32),
+        chosen=np.array([entry.logprob for _, _, entry in told], np.float32),
+        ranks=np.array([entry.rank for _, _, entry in told], np.int32),
+        top_ids=np.array([entry.top_ids[:width] for _, _, entry in told], np.int32).reshape(len(told), width),
+        top=np.array([entry.top_logprobs[:width] for _, _, entry in told], np.float32).reshape(len(told), width),
+    )
+
+
+class _HashPass(FakePass):
+    def __init__(self, vocab_size: int, max_running: int, *, runs_ahead: bool) -> None:
+        super().__init__(vocab_size, max_running)
+        self.spec = replace(self.spec, runs_ahead=runs_ahead)
+
+
 @dataclass
 class HashModel:
     """The fake pass with the real sampler; slow, so few seeds use it."""
 
     vocab_size: int
 
-    def stream(self, prompt: list[int], sampling: SamplingParams, count: int) -> list[int]:
-        alone = self.new_pass(1, len(prompt) + count + 1, 1, 1 << 16)
-        new, context, tokens = list(prompt), 0, list[int]()
-        inits = (SlotInit(0, sampling, np.array(prompt, np.int32), len(prompt)),)
-        while len(tokens) < count:
+    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None) -> Stream:
+        return self._stream(prompt, sampling, count, rules.allowed if rules is not None else None)
+
+    def score(self, prompt: list[int]) -> list[EventLogprobs]:
+        forced = self._stream(
+            prompt[:1], SamplingParams(temperature=0.0), len(prompt) - 1, lambda done: {prompt[1 + len(done)]}
+        )
+        return [
+            EventLogprobs(index, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
+            for index, entry in enumerate(forced.told, start=1)
+        ]
+
+    def _stream(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        count: int,
+        allowed_after: Callable[[list[int]], set[int] | None] | None,
+    ) -> Stream:
+        alone = self.new_pass(1, len(prompt) + count + 1, 1, 1 << 16, runs_ahead=False)
+        new, context, stream = list(prompt), 0, Stream()
+        told_all = replace(sampling, num_logprobs=MAX_LOGPROBS)
+        inits: tuple[SlotInit, ...] = (SlotInit(0, told_all, np.array(prompt, np.int32), len(prompt)),)
+        while len(stream.tokens) < count:
+            masks = None
+            if allowed_after is not None:
+                if (allowed := allowed_after(stream.tokens)) is None:
+                    stream.is_broken = True
+                    break
+                masks = _mask_of(allowed, self.vocab_size)
             batch = StepBatch(
                 input_ids=np.array(new, np.int32),
                 query_starts=np.array([0, len(new)], np.int32),
@@ -236,13 +373,25 @@ class HashModel:
                 logit_rows=np.zeros(1, np.int32),
                 slot_inits=inits,
             )
-            token = int(alone.sample(alone.forward(batch), batch).token_ids[0])
-            tokens.append(token)
+            output = alone.sample(alone.forward(batch), batch, masks)
+            told = output.logprobs
+            token = int(output.token_ids[0])
+            stream.tokens.append(token)
+            if told is not None:
+                likeliest = tuple(told.top_ids[0].tolist()), tuple(told.top[0].tolist())
+                stream.told.append(EventLogprobs(0, float(told.chosen[0]), int(told.ranks[0]), *likeliest))
             context += len(new)
             new, inits = [token], ()
-        return tokens
+        return stream
 
-    def new_pass(self, num_pages: int, page_size: int, max_running: int, _max_batch_tokens: int, /) -> FakePass:
-        forward_pass = FakePass(self.vocab_size, max_running)
+    def new_pass(
+        self, num_pages: int, page_size: int, max_running: int, _max_batch_tokens: int, /, *, runs_ahead: bool
+    ) -> FakePass:
+        forward_pass = _HashPass(self.vocab_size, max_running, runs_ahead=runs_ahead)
         forward_pass.create_cache(num_pages, page_size, "fp32")
         return forward_pass
+
+
+def _mask_of(allowed: set[int], vocab_size: int) -> TokenMasks:
+    bits = sum(1 << token for token in allowed).to_bytes(-(-vocab_size // 32) * 4, "little")
+    return TokenMasks(np.zeros(1, np.int32), np.frombuffer(bits, np.uint32)[None])

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from backend import executor as executor_module
 from backend import prefixes as prefixes_module
 from backend.batch_builder import BatchBuilder
 from backend.coalescer import Coalescer, ShareKey
+from backend.constraints import SequenceConstraints
 from backend.engine import Engine
 from backend.executor import StepResult
 from backend.forward_pass import NOT_FINITE
+from backend.grammar_desk import GrammarDesk
 from backend.page_pool import PagePool
 from backend.plan import Plan
 from backend.prefixes import Prefix, Prefixes
@@ -30,9 +33,16 @@ from tests.simulation.world import run_seed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shm.link import Submission
+
     Plant = Callable[[pytest.MonkeyPatch], None]
 
-_MAX_SEEDS = 1000
+_MAX_SEEDS = 4000
+
+
+class BrokenPlant(BaseException):
+    """The planted code itself does not fit the engine any more, which finds nothing; no exception that the engine would
+    take for a request's."""
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Plant:
@@ -40,7 +50,14 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Plant:
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = getattr(owner, name)
-        patch.setattr(owner, name, lambda *args, **options: wrapper(original, *args, **options))
+
+        def planted(*args: Any, **options: Any) -> Any:
+            try:
+                return wrapper(original, *args, **options)
+            except (TypeError, AttributeError, NameError) as error:
+                raise BrokenPlant(str(error)) from error
+
+        patch.setattr(owner, name, planted)
 
     return plant
 
@@ -62,7 +79,7 @@ def _keeps_who_cancelled(_: Any, requests: Requests, sequence: Sequence, subscri
     del requests._open[subscriber.frontend][subscriber.request_id]
     if not requests._open[subscriber.frontend]:
         del requests._open[subscriber.frontend]
-    requests.num_open -= 1
+    requests._num_listening -= 1
     if len(sequence.subscribers) == 1:
         sequence.unsubscribe(subscriber)
         requests._coalescer.withdraw(sequence)
@@ -243,7 +260,52 @@ def _never_unparks_in_order(unpark: Any, room: WaitingRoom, keys: Any) -> None:
     unpark(room, list(keys)[:1])
 
 
+def _tokens_of_failed_constraints_are_told(apply: Any, engine: Engine, result: StepResult) -> None:
+    tokens = [0 if place in result.faults else token for place, token in enumerate(result.token_ids)]
+    apply(engine, replace(result, token_ids=tokens))
+
+
+def _keeps_log_probabilities_twice(deliver: Any, requests: Requests, sequence: Sequence, *rest: Any) -> None:
+    deliver(requests, sequence, *rest)
+    if sequence.logprobs:
+        sequence.logprobs.append(sequence.logprobs[-1])
+
+
+def _grammars_begin_anew(make: Any, requests: Requests, submission: Submission, *rest: Any, **options: Any) -> Any:
+    prompt = submission.tokens[: 4 * submission.submit.num_prompt_tokens]
+    return make(requests, replace(submission, tokens=prompt), *rest, **options)
+
+
+def _forces_one_too_few(init: Any, constraints: Any, *args: Any) -> None:
+    *rest, forced = args if len(args) == 5 else (*args, ())
+    init(constraints, *rest, forced[:-1])
+
+
+def _deadlines_do_not_hold_at_the_desk(find: Any, requests: Requests, frontend: int, request_id: int) -> Any:
+    return None if requests._desk.find(frontend, request_id) else find(requests, frontend, request_id)
+
+
 PLANTED: dict[str, Plant] = {
+    "constraints take nothing back": _wrap(SequenceConstraints, "rewind", lambda *_: None),
+    "constraints that failed let a token through": _wrap(Engine, "_apply", _tokens_of_failed_constraints_are_told),
+    "masks do not wait for the step before": _wrap(
+        executor_module, "_masks", lambda masks, plan, vocab_size, _before: masks(plan, vocab_size, None)
+    ),
+    "what builds on a failed step is launched": _wrap(executor_module, "_stop_rows", lambda *_: None),
+    "log probabilities are kept twice": _wrap(Requests, "deliver", _keeps_log_probabilities_twice),
+    "different constraints share a sequence": _wrap(ShareKey, "of", lambda of, *rest: of(*rest[:3], None, ())),
+    "different stop ids share a sequence that keeps them out": _wrap(
+        ShareKey, "of", lambda of, *rest: of(*rest[:4], ())
+    ),
+    "different numbers of log probabilities share a sequence": _wrap(
+        ShareKey,
+        "of",
+        lambda of, salt, prompt, sampling, *rest: of(salt, prompt, replace(sampling, num_logprobs=-1), *rest),
+    ),
+    "a resumed stream's grammar begins anew": _wrap(Requests, "_constraints", _grammars_begin_anew),
+    "the last token of a scored prompt is not forced": _wrap(SequenceConstraints, "__init__", _forces_one_too_few),
+    "who left while a grammar was compiled is taken on": _wrap(GrammarDesk, "forget", lambda *_: True),
+    "deadlines do not hold at the desk": _wrap(Requests, "_deadline_of", _deadlines_do_not_hold_at_the_desk),
     "pages are given back twice": _wrap(PagePool, "give_back", _gives_back_twice),
     "who waits for a prefix is forgotten": _wrap(WaitingRoom, "unpark", lambda *_: None),
     "only the first of several keys lets go of who waits": _wrap(WaitingRoom, "unpark", _never_unparks_in_order),
@@ -253,10 +315,12 @@ PLANTED: dict[str, Plant] = {
     "tenants share sequences": _wrap(ShareKey, "of", lambda of, _salt, *rest: of(b"", *rest)),
     "tenants share pages": _wrap(prefixes_module, "extend_page_keys", _page_keys_without_salt),
     "different seeds share a sequence": _wrap(
-        ShareKey, "of", lambda of, salt, prompt, sampling: of(salt, prompt, replace(sampling, seed=0))
+        ShareKey, "of", lambda of, salt, prompt, sampling, *rest: of(salt, prompt, replace(sampling, seed=0), *rest)
     ),
     "different penalties share a sequence": _wrap(
-        ShareKey, "of", lambda of, salt, prompt, sampling: of(salt, prompt, replace(sampling, presence_penalty=0.0))
+        ShareKey,
+        "of",
+        lambda of, salt, prompt, sampling, *rest: of(salt, prompt, replace(sampling, presence_penalty=0.0), *rest),
     ),
     "a stopped sequence keeps its slot": _wrap(Scheduler, "_stop_running", _slot_is_lost),
     "page keys ignore what came before": lambda patch: patch.setattr(

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from backend.forward_pass import SamplingParams
-from shm.wire import Finish, Sampling
-from tests.simulation.models import ChainModel, HashModel
+from shm.wire import Constraints, Finish, Grammar, Sampling
+from tests.simulation.models import ChainModel, HashModel, Stream
+from tests.simulation.rules import UNSOUND, Rules
 
 if TYPE_CHECKING:
     from random import Random
 
+    from shm.wire import EventLogprobs
     from tests.simulation.models import Model
 
 _HASH_MODEL_EVERY = 32
@@ -30,10 +34,16 @@ class Ask:
     may_share: bool
     priority: int
     timeout_ms: int
+    constraints: Constraints | None
+    num_prompt_logprobs: int
     expected: list[int]
     """All the tokens that it is to get, and..."""
+    told: list[EventLogprobs]
+    """...what it is told of each, and..."""
+    scores: list[EventLogprobs]
+    """...of each of its prompt but the first, with more of the likeliest than it asks for; and..."""
     finish: Finish
-    """...how it ends when nothing else ends it."""
+    """...how it ends when nothing else ends it. FAILED is by its grammar."""
     got: list[int] = field(default_factory=list)
     """What its frontend has been told."""
     ended: Finish | None = None
@@ -55,6 +65,8 @@ class Setup:
     max_running: int
     max_batch_tokens: int
     capacity: int
+    runs_ahead: bool
+    """The pass is given a step while it computes the one before, and each step's tokens come late."""
     max_waiting: int
     priority_step_s: float
     context: int
@@ -66,6 +78,8 @@ class Setup:
     """How the device's pace compares with the loop's: "slow", "even", "fast" or "changing"."""
     prompts: list[list[int]]
     flavours: list[Sampling]
+    demands: list[Constraints]
+    """What requests that are constrained may want."""
 
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:
@@ -86,6 +100,7 @@ class Setup:
             Sampling(temperature=hot, seed=8),
             Sampling(temperature=hot, seed=8, presence_penalty=0.5),
         ]
+        flavours += [msgspec.structs.replace(rng.choice(flavours), num_logprobs=rng.choice((0, 1, 3)))]
         rng.shuffle(flavours)
         often, seldom = rng.choice((0.1, 0.3)), rng.choice((0.0, 0.01, 0.04))
         return cls(
@@ -95,6 +110,7 @@ class Setup:
             max_running=rng.randint(1, 6),
             max_batch_tokens=rng.choice((1, 3, 6, 12, 24)),
             capacity=rng.randint(0, 4),
+            runs_ahead=rng.random() < 0.4,
             max_waiting=rng.choice((1, 3, 100, 100, 100)),
             priority_step_s=rng.choice((0.0, 0.0, 3.0)),
             context=context,
@@ -113,6 +129,9 @@ class Setup:
                 "fault": 0.0 if is_real else rng.choice((0.0, 0.0, 0.03, 0.1)),
                 "curse": 0.0 if is_real else rng.choice((0.0, 0.0, 0.1)),
                 "bad request": seldom,
+                "constrained": rng.choice((0.0, 0.0, 0.3, 0.8)),
+                "scored": rng.choice((0.0, 0.0, 0.2)),
+                "compile": rng.choice((0.1, 0.5, 1.0)),
                 "nap": rng.choice((0.0, 0.3)),
                 "slow frontend": rng.choice((0.0, 0.7)),
                 "slow wire": rng.choice((0.0, 0.5)),
@@ -120,6 +139,7 @@ class Setup:
             pace=rng.choice(("slow", "even", "fast", "changing")),
             prompts=prompts,
             flavours=flavours[: rng.randint(1, 4)],
+            demands=[_draw_demands(rng, vocab_size) for _ in range(rng.randint(1, 3))],
         )
 
     def draw_ask(self, rng: Random, number: int, like: Ask | None = None) -> Ask:
@@ -130,15 +150,27 @@ class Setup:
         sampling, salt, may_share = rng.choice(self.flavours), rng.choice((b"", b"", b"other")), rng.random() < 0.7
         if like is not None and like.finish is not Finish.REJECTED:
             prompt, sampling, salt, may_share = list(like.prompt), like.sampling, like.salt, like.may_share
+        constraints = rng.choice(self.demands) if rng.random() < self.rates["constrained"] else None
+        if like is not None and like.finish is not Finish.REJECTED:
+            constraints = like.constraints
         max_tokens = rng.choice((1, 5, 10, 16))
         count = max(0, min(max_tokens, self.context - len(prompt)))
-        expected = self.model.stream(prompt, params_of(sampling), count)
-        stop_ids = tuple(rng.choice(expected or [0]) for _ in range(rng.choice((0, 0, 0, 1, 2))))
+        grammar = constraints.grammar if constraints is not None else None
+        is_sound = grammar is None or grammar.text not in UNSOUND
+        params, stream = params_of(sampling), Stream()
+        if is_sound:
+            stream = self.model.stream(prompt, params, count, self._rules(constraints, ()))
+        stop_ids = tuple(rng.choice(stream.tokens or [0]) for _ in range(rng.choice((0, 0, 0, 1, 2))))
         if stop_ids and rng.random() < 0.2:
             stop_ids = (rng.randrange(self.model.vocab_size),)
-        stops = [index for index, token in enumerate(expected) if token in stop_ids]
+        if is_sound and stop_ids and constraints is not None:
+            stream = self.model.stream(prompt, params, count, self._rules(constraints, stop_ids))
+        stops = [index for index, token in enumerate(stream.tokens) if token in stop_ids]
         if stops:
-            del expected[stops[0] + 1 :]
+            del stream.tokens[stops[0] + 1 :]
+        finish = Finish.STOP if stops else Finish.FAILED if stream.is_broken else Finish.LENGTH
+        # Penalties are for what was generated, and a prompt that is scored is.
+        is_scored = not sampling.presence_penalty and rng.random() < self.rates["scored"]
         return Ask(
             number=number,
             prompt=prompt,
@@ -149,9 +181,44 @@ class Setup:
             may_share=may_share,
             priority=rng.randint(-2, 2),
             timeout_ms=rng.choice((0, 0, 0, 1000 * rng.randint(1, 25))),
-            expected=expected,
-            finish=Finish.STOP if stops else Finish.LENGTH,
+            constraints=constraints,
+            num_prompt_logprobs=rng.choice((0, 2)) if is_scored else -1,
+            expected=stream.tokens,
+            told=stream.told,
+            scores=self.model.score(prompt) if is_scored else [],
+            finish=finish if is_sound else Finish.REJECTED,
         )
+
+    def _rules(self, constraints: Constraints | None, stop_ids: tuple[int, ...]) -> Rules | None:
+        if constraints is None:
+            return None
+        return Rules(constraints, frozenset(stop_ids), self.model.vocab_size)
+
+
+def _draw_demands(rng: Random, vocab_size: int) -> Constraints:
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(vocab_size) for _ in range(count))
+
+    match rng.randrange(4):
+        case 0:
+            return Constraints(min_tokens=rng.randint(1, 8), bad_words=(some(1), some(2)))
+        case 1:
+            # One of the first token is likely to come by itself, where few are allowed.
+            end = some(rng.randint(1, 2))
+            return Constraints(
+                allowed_token_ids=(*end, *some(3)), thinking_budget_tokens=rng.randint(1, 4), thinking_end=end
+            )
+        case _:
+            text = rng.choice(UNSOUND) if rng.random() < 0.1 else f"{rng.randrange(9)} {rng.choice((3, 9, 99, 99))}"
+            few = some(2)
+            is_late = rng.random() < 0.3
+            return Constraints(
+                grammar=Grammar("regex", text),
+                grammar_after=few[:1] if is_late else (),
+                allowed_token_ids=(*few, *some(vocab_size // 2)) if is_late else (),
+                min_tokens=rng.choice((0, 0, 4)),
+                bad_words=rng.choice(((), (some(1),))),
+            )
 
 
 def params_of(sampling: Sampling) -> SamplingParams:
@@ -160,4 +227,5 @@ def params_of(sampling: Sampling) -> SamplingParams:
         top_k=sampling.top_k,
         presence_penalty=sampling.presence_penalty,
         seed=sampling.seed,
+        num_logprobs=sampling.num_logprobs,
     )

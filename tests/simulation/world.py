@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from backend.engine import Engine
 from backend.executor import ExecutorFailed
+from backend.grammar_desk import GrammarDesk
 from backend.page_pool import PagePool
 from backend.requests import Limits
 from shm.board import BackendBoard
@@ -17,6 +18,7 @@ from tests.simulation.device import SimulatedExecutor
 from tests.simulation.faults import CURSES, FaultyBuilder, FaultyRequests, FaultyScheduler
 from tests.simulation.link import Frontend, Open, SimulatedLink
 from tests.simulation.models import ChainPass, Fault, PlantedFault, Violation
+from tests.simulation.rules import SimulatedCompiler
 from tests.simulation.workload import Ask, Setup
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_ARRIVAL_TICKS = 80
 _SUSPEND_RATE = 0.001
-_FAULTS = ("raise", "raise late", "nan", "poison", "miscount")
+_FAULTS = ("raise", "raise late", "raise at wait", "nan", "poison", "poison", "miscount")
 
 
 class Backend:
@@ -36,7 +38,11 @@ class Backend:
     def __init__(self, world: World) -> None:
         setup = world.setup
         self.forward_pass = setup.model.new_pass(
-            setup.num_pages, setup.page_size, setup.max_running, setup.max_batch_tokens
+            setup.num_pages,
+            setup.page_size,
+            setup.max_running,
+            setup.max_batch_tokens,
+            runs_ahead=setup.runs_ahead,
         )
         self.link = SimulatedLink(world)
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
@@ -46,7 +52,11 @@ class Backend:
             world, self.pool, setup.page_size, setup.max_running, setup.max_batch_tokens, setup.patience_steps
         )
         limits = Limits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
-        self.requests = FaultyRequests(world, self.link, self.scheduler, self.board, limits, world.clock)
+        self.compiler = SimulatedCompiler(setup.model.vocab_size)
+        self.desk = GrammarDesk(self.compiler, lambda: None, setup.max_waiting)
+        self.requests = FaultyRequests(
+            world, self.link, self.scheduler, self.board, limits, world.clock, desk=self.desk
+        )
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
             self.executor,  # type: ignore[arg-type]
@@ -132,6 +142,8 @@ class World:
             self.log(f"{self.tick}: {self.now_s:.2f} s")
         happen()
         self._send()
+        if not self._faults_allowed or self.rng.random() < self.setup.rates["compile"]:
+            self.covered["grammars compiled"] += self.backend.compiler.advance()
         self._run_device()
         if not self._faults_allowed or self.rng.random() >= self.setup.rates["nap"]:
             self._turn()
@@ -197,7 +209,8 @@ class World:
         self.asks.append(ask)
         self._note(
             f"{ask} of {ask.prompt} {ask.sampling} stop {ask.stop_ids} salt {ask.salt!r} "
-            f"share {ask.may_share} timeout {ask.timeout_ms} expects {ask.expected} {ask.finish.name}"
+            f"share {ask.may_share} timeout {ask.timeout_ms} {ask.constraints} scored {ask.num_prompt_logprobs} "
+            f"expects {ask.expected} {ask.finish.name}"
         )
         self._send_ask(frontend, ask, self._num_ids, ask.timeout_ms)
         self._num_ids += 1
@@ -280,7 +293,7 @@ class World:
 
     def _run_device(self) -> None:
         if not self._faults_allowed:
-            count = 2
+            count = 3
         else:
             if self.setup.pace == "changing" and self.rng.random() < 0.1:
                 self._device_rate = self.rng.choice((0.2, 0.7, 0.9))
@@ -320,7 +333,7 @@ class World:
         try:
             self.strike("step", sequences)
         except PlantedFault:
-            return Fault(self.rng.choice(("raise", "raise late", "miscount")), 0, 0)
+            return Fault(self.rng.choice(("raise", "raise late", "raise at wait", "miscount")), 0, 0)
         num_rows = len(sequences)
         if num_rows == 0 or not self._faults_allowed or self.rng.random() >= self.setup.rates["fault"]:
             return None
@@ -339,24 +352,33 @@ class World:
     def ask_of(self, epoch: int, request_id: int) -> Ask:
         return self._names[epoch, request_id]
 
-    def note_submission(self, key: tuple[int, int], ask: Ask, num_had: int) -> None:
-        """The engine has seen to it."""
-        backend = self.backend
-        sequence, _ = backend.requests._open.get(key[0], {}).get(key[1], (None, None))
+    def note_submission(self, frontend: int, request_id: int, arrived_s: float) -> None:
+        """The engine has taken it on, or refused it."""
+        backend, ask = self.backend, self._names[frontend, request_id]
+        heard = backend.link.open.get((frontend, request_id))
+        if heard is not None:
+            heard.is_judged = True
+        sequence, _ = backend.requests._open.get(frontend, {}).get(request_id, (None, None))
         if backend.board.requests_coalesced > backend.num_joined:
             backend.num_joined += 1
             self.covered["joined"] += 1
-            self.covered["joined late"] += num_had > 0
+            self.covered["joined late"] += heard is None or heard.next_index > 0
+            self.covered["joined with constraints"] += ask.constraints is not None
+            self.covered["joined for log probabilities"] += ask.sampling.num_logprobs >= 0
         elif sequence is not None:
             step_s = self.setup.priority_step_s
-            rank = self.now_s + ask.priority * step_s if step_s else 0.0
+            rank = arrived_s + ask.priority * step_s if step_s else 0.0
             backend.places[sequence] = rank, len(backend.places)
             backend.since[sequence] = self.tick
+        if heard is not None and ask.constraints is not None:
+            self.covered["resumed with constraints"] += heard.next_index > 0 and ask.num_lives > 1
 
     def note_cancel(self, heard: Open | None, epoch: int, request_id: int) -> None:
         """In which state it meets its request."""
         state = "of nothing open"
-        if heard is not None:
+        if self.backend.desk.find(epoch, request_id) is not None:
+            state = "while compiling"
+        elif heard is not None:
             sequence = self.backend.requests._open[epoch][request_id][0]
             if len(sequence.subscribers) > 1:
                 state = "of a shared sequence"
@@ -407,9 +429,10 @@ class World:
             case FailureCode.OVERLOADED:
                 room = self.setup.max_running if ask.got else backend.scheduler.num_free_slots
                 allowed = backend.scheduler.num_waiting >= self.setup.max_waiting + room
+                allowed |= backend.desk.num_waiting >= self.setup.max_waiting
             case FailureCode.SHUTTING_DOWN:
                 allowed = backend.is_draining
-            case FailureCode.BAD_TOKEN | FailureCode.CONTEXT_TOO_LONG:
+            case FailureCode.BAD_TOKEN | FailureCode.CONTEXT_TOO_LONG | FailureCode.BAD_GRAMMAR:
                 allowed = ask.finish is Finish.REJECTED
             case _:
                 allowed = False
@@ -436,14 +459,17 @@ class World:
     def _judge_turn(self) -> None:
         backend = self.backend
         heard_by_engine = {(f, i) for f, by_id in backend.requests._open.items() for i in by_id}
+        heard_by_engine |= backend.desk._waiting.keys()
         if heard_by_engine != backend.link.open.keys():
             raise Violation(f"the engine has {heard_by_engine} open, the link {set(backend.link.open)}")
         for (frontend, request_id), heard in backend.link.open.items():
+            if heard.deadline_s is not None and heard.deadline_s <= self.now_s:
+                raise Violation(f"{heard.ask} lives beyond its deadline")
+            if backend.desk.find(frontend, request_id) is not None:
+                continue
             sequence, subscriber = backend.requests._open[frontend][request_id]
             if sequence.salt != heard.ask.salt:
                 raise Violation(f"{heard.ask} listens to a sequence of another tenant")
-            if heard.deadline_s is not None and heard.deadline_s <= self.now_s:
-                raise Violation(f"{heard.ask} lives beyond its deadline")
             if heard.next_index != len(sequence.tokens) - len(heard.ask.prompt) and subscriber.next_index <= len(
                 sequence.tokens
             ):
@@ -454,7 +480,7 @@ class World:
     def _judge_board(self) -> None:
         board, requests = self.backend.board, self.backend.requests
         ended = board.requests_finished + board.requests_cancelled + board.requests_expired + board.requests_failed
-        if board.requests_accepted != ended + requests.num_open:
+        if board.requests_accepted != ended + requests._num_listening:
             raise Violation(f"{board.requests_accepted} accepted, {ended} ended, {requests.num_open} open")
         if board.pages_used > self.setup.num_pages or board.pages_used + board.pages_idle > self.setup.num_pages:
             raise Violation(f"{board.pages_used} pages used and {board.pages_idle} idle")
@@ -462,7 +488,7 @@ class World:
     def _judge_rest(self) -> None:
         backend = self.backend
         scheduler, board = backend.scheduler, backend.board
-        if self.covered["rewound"] > self.covered["joined"]:
+        if self.covered["rewound"] > self.covered["joined"] + self.covered["scored"]:  # a prompt may have stop ids
             raise Violation("tokens were computed again though nobody had joined")
         if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.num_open:
             raise Violation("something is left over")
