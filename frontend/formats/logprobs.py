@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Raw
+
+from frontend.formats.base import encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,14 +22,29 @@ def _number(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, _LEAST)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[TokenLogprob]) -> Raw:
     """choices[].logprobs of a chat completion."""
-    content = [_chat_entry(entry) | {"top_logprobs": [_chat_entry(top) for top in entry.top]} for entry in entries]
-    return {"content": content, "refusal": None}
+    return Raw(b'{"content":%b,"refusal":null}' % bytes(chat_entries(entries)))
 
 
-def _chat_entry(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": _number(entry.logprob), "bytes": list(entry.raw)}
+def chat_entries(entries: Sequence[TokenLogprob]) -> Raw:
+    """The tokens with their log probabilities as chats and responses have them."""
+    told = [
+        b'%b,"top_logprobs":[%b]}' % (_chat_entry(entry), b",".join(_chat_entry(top) + b"}" for top in entry.top))
+        for entry in entries
+    ]
+    return Raw(b"[%b]" % b",".join(told))
+
+
+def _chat_entry(entry: TokenLogprob) -> bytes:
+    """Without the brace that closes it."""
+    return _chat_head(entry.text, entry.raw) + encode(_number(entry.logprob))
+
+
+@lru_cache(1 << 16)
+def _chat_head(text: str, raw: bytes) -> bytes:
+    """What is the same of a token wherever it comes."""
+    return encode({"token": text, "bytes": list(raw)})[:-1] + b',"logprob":'
 
 
 def legacy_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -40,10 +60,6 @@ def legacy_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         ],
         "text_offset": [entry.offset for entry in entries],
     }
-
-
-def _legacy_top(entry: TokenLogprob) -> dict[str, float | None]:
-    return {_legacy_text(told): _number(told.logprob) for told in (*entry.top, entry)}
 
 
 def _legacy_text(entry: TokenLogprob) -> str:

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from frontend.blocks import Block, BlockKind, Blocks
 from frontend.formats.base import encode
-from frontend.formats.logprobs import chat_logprobs
+from frontend.formats.logprobs import chat_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from msgspec import Raw
 
     from frontend.deltas import Delta, Message, TokenLogprob
     from frontend.errors import ApiError
     from frontend.formats.base import Identity, Usage
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
+_NONE = chat_entries(())
 _PART_TYPES = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_text"}
 
 
@@ -136,7 +139,7 @@ class ResponsesFormat:
             self._delta_head = self._head("response.function_call_arguments.delta", place)
             return events
         place["content_index"] = 0
-        part = _part(block.kind, "", [])
+        part = _part(block.kind, "")
         events += self._event("response.content_part.added", **place, part=part)
         name = "response.output_text.delta" if block.kind is BlockKind.TEXT else "response.reasoning_text.delta"
         self._delta_head = self._head(name, place)
@@ -147,7 +150,7 @@ class ResponsesFormat:
         self.num_events += 1
         if block.kind is not BlockKind.TEXT:
             return b'%b%b,"sequence_number":%d}\n\n' % (self._delta_head, encode(piece), number)
-        told = encode(_logprobs(logprobs)) if logprobs else b"[]"
+        told = bytes(chat_entries(logprobs)) if logprobs else b"[]"
         return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._delta_head, encode(piece), told, number)
 
     def closed(self, block: Block) -> bytes:
@@ -156,7 +159,7 @@ class ResponsesFormat:
             events = self._event("response.function_call_arguments.done", **place, arguments=text)
         else:
             place["content_index"] = 0
-            logprobs = _logprobs(block.logprobs)
+            logprobs = chat_entries(block.logprobs)
             part = _part(block.kind, text, logprobs)
             if block.kind is BlockKind.TEXT:
                 events = self._event("response.output_text.done", **place, text=text, logprobs=logprobs)
@@ -176,10 +179,10 @@ class ResponsesFormat:
                     "arguments": block.text,
                 }
             case BlockKind.REASONING:
-                content = [_part(block.kind, block.text, [])]
+                content = [_part(block.kind, block.text)]
                 return told | {"type": "reasoning", "summary": [], "content": content}
             case BlockKind.TEXT:
-                content = [_part(block.kind, block.text, _logprobs(block.logprobs))]
+                content = [_part(block.kind, block.text, chat_entries(block.logprobs))]
                 return told | {"role": "assistant", "content": content}
 
     def _item_status(self, block: Block) -> str:
@@ -210,14 +213,9 @@ def response_of_item(item_id: str) -> str:
     return f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
 
 
-def _part(kind: BlockKind, text: str, logprobs: list[Any]) -> dict[str, Any]:
+def _part(kind: BlockKind, text: str, logprobs: Raw = _NONE) -> dict[str, Any]:
     part: dict[str, Any] = {"type": _PART_TYPES[kind], "text": text}
     return part | {"annotations": [], "logprobs": logprobs} if kind is BlockKind.TEXT else part
-
-
-def _logprobs(entries: list[TokenLogprob] | tuple[TokenLogprob, ...]) -> list[Any]:
-    told: list[Any] = chat_logprobs(entries)["content"]
-    return told
 
 
 def _error_code(error: ApiError) -> str:
