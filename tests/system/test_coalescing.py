@@ -188,6 +188,19 @@ async def test_the_choices_of_a_greedy_request_are_one_run(servers: Servers) -> 
         assert answer.coalesced == "none"
 
 
+async def test_the_choices_of_a_sampled_request_compute_its_prompt_once(servers: Servers) -> None:
+    prompt, num_choices, max_tokens = list(range(100, 200)), 4, 6
+    async with client() as http:
+        had = counted(servers.first, "computed_tokens_total")
+        body = {"prompt": prompt, "n": num_choices, "max_tokens": max_tokens, "temperature": 2.0, "ignore_eos": True}
+        response = await http.post(servers.first.url + "/v1/completions", json=body)
+        assert len({choice["text"] for choice in response.json()["choices"]}) == num_choices
+        # The logits of its last token are each choice's own, and the last token of an answer is never computed with.
+        expected = len(prompt) + num_choices - 1 + num_choices * (max_tokens - 1)
+        assert counted(servers.first, "computed_tokens_total") - had == expected
+        assert response.headers["x-penstock-coalesced"] == "none"
+
+
 async def test_one_that_opts_out_is_neither_joined_nor_joins(servers: Servers) -> None:
     async with client() as http:
         had = counted(servers.first, "generated_tokens_total")
