@@ -244,7 +244,9 @@ class App:
     def _with_body(self, answer: Callable[[Exchange, bytes, ServedModel], Awaitable[None]], doc: Doc) -> Methods:
         async def handle(exchange: Exchange) -> None:
             data = await self._admit(exchange)
-            await answer(exchange, data, await self._served_soon(exchange))
+            served = await self._served_soon(exchange)
+            async with exchange.attended():
+                await answer(exchange, data, served)
 
         return {"POST": Route(handle, doc)}
 

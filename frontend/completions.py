@@ -56,8 +56,9 @@ async def answer_chat(
 
     Raises ApiError, ClientGoneError.
     """
-    prompt = await render_chat(body, served, is_long=size > _INLINE_CHARACTERS)
-    prompt, guidance = await guide_chat(body, prompt, served)
+    async with exchange.attended():
+        prompt = await render_chat(body, served, is_long=size > _INLINE_CHARACTERS)
+        prompt, guidance = await guide_chat(body, prompt, served)
     await generate(exchange, body, [prompt], guidance, served, backend, id_prefix, make_format)
 
 
@@ -67,7 +68,9 @@ async def completion(exchange: Exchange, data: bytes, served: ServedModel, backe
     asked = body.prompts()
     texts = [prompt for prompt in asked if isinstance(prompt, str)]
     if texts:
-        prompts = await _encode(body, "prompt", texts, served, add_special_tokens=body.add_special_tokens is not False)
+        async with exchange.attended():
+            with_special = body.add_special_tokens is not False
+            prompts = await _encode(body, "prompt", texts, served, add_special_tokens=with_special)
     else:
         prompts = [prompt for prompt in asked if isinstance(prompt, list)]
         for position, prompt in enumerate(prompts):

@@ -122,7 +122,15 @@ class Exchange:
                 await event.wait()
 
     @contextlib.asynccontextmanager
-    async def _limited(self, timeout_s: float) -> AsyncIterator[None]:
+    async def attended(self) -> AsyncIterator[None]:
+        """What is awaited within is given up when the client leaves. Raises what ended the exchange. For after the
+        body, and before `watch`."""
+        async with self._limited(None):
+            self._watch_for_disconnect()
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _limited(self, timeout_s: float | None) -> AsyncIterator[None]:
         """Raises TimeoutError when time is up, and what `abort` was given at once."""
         try:
             async with asyncio.timeout(timeout_s) as limit:

@@ -61,7 +61,8 @@ class Responses:
         if body.truncation == "auto":
             with renamed(RENAMED):
                 check_model(chat.model, served.card)
-                chat = await fitted(chat, served)
+                async with exchange.attended():
+                    chat = await fitted(chat, served)
         answer = ResponseAnswer(self._store, exchange.tenant, body, history, served.card)
         if body.background:
             self._check_room(is_streamed=body.stream is True)

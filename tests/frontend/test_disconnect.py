@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -93,7 +95,70 @@ async def test_after_keep_alive_comments_only(connect: Callable[..., Connection]
     assert app.num_open == 0
 
 
-async def test_before_the_streams_are_submitted(
+LONG = "the cat " * 10_000
+PREPARING: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, BODY),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/messages", {**BODY, "max_tokens": 1}),
+    ("/v1/messages/count_tokens", BODY),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/responses", {"input": "hi", "truncation": "auto"}),
+    ("/v1/responses/input_tokens", {"input": "hi"}),
+    ("/tokenize", {"prompt": "hi"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), PREPARING)
+@pytest.mark.parametrize("shuts_down", [False, True])
+async def test_while_the_prompt_is_made_into_tokens(
+    connection: Connection,
+    backend: FakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    shuts_down: bool,
+) -> None:
+    encoding = asyncio.Event()
+
+    async def endless_encode(_self: object, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        encoding.set()
+        await asyncio.Event().wait()
+        raise AssertionError((texts, add_special_tokens))
+
+    monkeypatch.setattr("frontend.tokenizer.ModelTokenizer.encode", endless_encode)
+    connection.send(request_bytes("POST", path, body))
+    await encoding.wait()
+    if shuts_down:
+        connection.protocol.app.end_all()
+        assert (await connection.response()).status == 503
+    else:
+        connection.transport.reset()
+    await connection.idle()
+    assert not backend.streams
+    assert connection.protocol.app.num_open == 0
+
+
+async def test_what_waits_for_a_thread_is_not_begun(
+    connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[object] = []
+    monkeypatch.setattr("frontend.chat_template.ChatTemplate.render", lambda _self, body: rendered.append(body))
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.get_running_loop().set_default_executor(executor)
+        is_free = threading.Event()
+        blocker = executor.submit(is_free.wait)
+        connection.send(request_bytes("POST", CHAT, {"messages": [{"role": "user", "content": LONG}]}))
+        while executor._work_queue.empty():
+            await asyncio.sleep(0)
+        connection.transport.reset()
+        await connection.idle()
+        is_free.set()
+        assert blocker.result()
+    assert not rendered
+    assert not backend.streams
+
+
+async def test_a_response_in_the_background_is_begun_whoever_goes(
     connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding, encoded = asyncio.Event(), asyncio.Event()
@@ -103,15 +168,14 @@ async def test_before_the_streams_are_submitted(
         await encoded.wait()
         return [token_ids(text) for text in texts]
 
-    backend.script = silent
     monkeypatch.setattr("frontend.tokenizer.ModelTokenizer.encode", slow_encode)
-    connection.send(request_bytes("POST", CHAT, BODY))
+    connection.send(request_bytes("POST", "/v1/responses", {"input": "hi", "background": True}))
     await encoding.wait()
     connection.transport.reset()
+    await asyncio.sleep(0)
     encoded.set()
-    await backend.submitted.wait()
-    await all_cancelled(backend)
     await connection.idle()
+    assert len(backend.streams) == 1
 
 
 async def test_a_second_request_on_the_way_does_not_hide_it(connection: Connection, backend: FakeBackend) -> None:
