@@ -308,3 +308,11 @@ def test_any_worker_tells_the_whole_systems_numbers(scripted: BackendProcess, st
         assert page["penstock_e2e_request_latency_seconds_count"] == 6
     own = [page[f'penstock_worker_tokens_streamed_total{{worker="{worker}"}}'] for worker, page in pages.items()]
     assert sum(own) == 12
+
+
+def test_strict_refuses_fields_that_nobody_knows(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
+    frontend = start("--strict", "--log-level", "debug")
+    frontend.wait_for("serving scripted")
+    refused = frontend.client.post("/v1/completions", json={**BODY, "temprature": 0.5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temprature")
+    assert frontend.client.post("/v1/completions", json=BODY).status_code == 200
