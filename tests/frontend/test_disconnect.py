@@ -143,13 +143,20 @@ async def test_what_waits_for_a_thread_is_not_begun(
 ) -> None:
     rendered: list[object] = []
     monkeypatch.setattr("frontend.chat_template.ChatTemplate.render", lambda _self, body: rendered.append(body))
-    with ThreadPoolExecutor(1) as executor:
+    asked = asyncio.Event()
+
+    class WatchedExecutor(ThreadPoolExecutor):
+        def submit(self, *call: Any, **fields: Any) -> Any:
+            asked.set()
+            return super().submit(*call, **fields)
+
+    with WatchedExecutor(1) as executor:
         asyncio.get_running_loop().set_default_executor(executor)
         is_free = threading.Event()
         blocker = executor.submit(is_free.wait)
+        asked.clear()
         connection.send(request_bytes("POST", CHAT, {"messages": [{"role": "user", "content": LONG}]}))
-        while executor._work_queue.empty():
-            await asyncio.sleep(0)
+        await asked.wait()
         connection.transport.reset()
         await connection.idle()
         is_free.set()
