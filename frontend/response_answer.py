@@ -32,17 +32,17 @@ class ResponseAnswer:
         store: ResponseStore,
         tenant: bytes,
         body: ResponsesBody,
-        history: Sequence[ChatMessage],
+        previous: StoredResponse | None,
         card: ModelCard,
     ) -> None:
-        """history is the conversation that the request continues."""
+        """previous is what the request continues."""
         self.input_items: list[Item] = input_items(body)
         self.format: ResponsesFormat | None = None
         """Set when the request is about to be submitted."""
         self._store = store
         self._tenant = tenant
         self._body = body
-        self._history = history
+        self._previous = previous
         self._settings = _settings(body, card)
 
     def make_format(self, identity: Identity, usage: Usage, streamed_usage: StreamedUsage) -> ResponsesFormat:  # noqa: ARG002 - a response's last event has the usage always
@@ -54,14 +54,19 @@ class ResponseAnswer:
         """Stores the final answer, unless the request wants it forgotten. events: to be streamed again."""
         if self._body.store is False:
             return
-        messages = (*self._history, *to_messages(self.input_items), _said(answer))
+        added = (*to_messages(self.input_items), _said(answer))
+        # items and messages are two forms of the same
+        num_bytes = 2 * len(msgspec.json.encode(added))
+        history: tuple[ChatMessage, ...] = ()
+        if self._previous is not None:
+            history = self._previous.messages
+            num_bytes += self._previous.num_message_bytes
         stored = StoredResponse(
             answer.response_id,
             msgspec.json.encode(answer.snapshot()),
             self.input_items,
-            messages,
-            # items and messages are two forms of the same
-            2 * len(msgspec.json.encode(messages)),
+            (*history, *added),
+            num_bytes,
             is_background=self._body.background is True,
             events=None if events is None else list(events),
         )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from frontend.exchange import Exchange
     from frontend.model import ServedModel
     from frontend.response_store import ResponseStore, StoredResponse
-    from frontend.schemas.chat import ChatBody, ChatMessage
+    from frontend.schemas.chat import ChatBody
     from frontend.schemas.responses import ResponsesBody
     from shm.client import BackendClient
 
@@ -57,26 +57,29 @@ class Responses:
     async def create(self, exchange: Exchange, data: bytes, served: ServedModel, backend: BackendClient) -> None:
         """POST /v1/responses. Raises ApiError, ClientGoneError."""
         body = decode_responses(data)
-        chat, history = self._chat(exchange.tenant, body)
+        previous = self._previous(exchange.tenant, body)
+        chat = self._chat(exchange.tenant, body, previous)
+        size = len(data) + (0 if previous is None else previous.num_message_bytes)
         if body.truncation == "auto":
             with renamed(RENAMED):
                 check_model(chat.model, served.card)
                 async with exchange.attended():
                     chat = await fitted(chat, served)
-        answer = ResponseAnswer(self._store, exchange.tenant, body, history, served.card)
+        answer = ResponseAnswer(self._store, exchange.tenant, body, previous, served.card)
         if body.background:
             self._check_room(is_streamed=body.stream is True)
             run = BackgroundRun(exchange, answer, keeps_events=body.stream is True)
             chat.stream = True
             work = partial(answer_chat, run.exchange, chat, served, backend, self._id_prefix, answer.make_format)
-            await self._start(exchange, run, work(size=len(data)))
+            await self._start(exchange, run, work(size=size))
             return
         with renamed(RENAMED):
-            await answer_chat(exchange, chat, served, backend, self._id_prefix, answer.make_format, size=len(data))
+            await answer_chat(exchange, chat, served, backend, self._id_prefix, answer.make_format, size=size)
 
     async def count_input(self, exchange: Exchange, data: bytes, served: ServedModel) -> None:
         """POST /v1/responses/input_tokens. Raises ApiError, ClientGoneError."""
-        chat, _ = self._chat(exchange.tenant, decode_responses(data))
+        body = decode_responses(data)
+        chat = self._chat(exchange.tenant, body, self._previous(exchange.tenant, body))
         with renamed(RENAMED):
             check_model(chat.model, served.card)
             prompt = await render_chat(chat, served, is_long=True)
@@ -142,21 +145,24 @@ class Responses:
     def _id_prefix(self) -> str:
         return f"resp_{self._store.tag}"
 
-    def _chat(self, tenant: bytes, body: ResponsesBody) -> tuple[ChatBody, tuple[ChatMessage, ...]]:
-        """The request as a chat, and the conversation that it continues. Raises ApiError."""
-        history: tuple[ChatMessage, ...] = ()
-        previous = body.previous_response_id
-        if previous is not None:
-            if self._run_of(tenant, previous) is not None:
-                invalid("previous_response_id", "this response has not ended yet")
-            history = self._stored(tenant, previous, "previous_response_id").messages
+    def _previous(self, tenant: bytes, body: ResponsesBody) -> StoredResponse | None:
+        """The response that the request continues. Raises ApiError."""
+        response_id = body.previous_response_id
+        if response_id is None:
+            return None
+        if self._run_of(tenant, response_id) is not None:
+            invalid("previous_response_id", "this response has not ended yet")
+        return self._stored(tenant, response_id, "previous_response_id")
+
+    def _chat(self, tenant: bytes, body: ResponsesBody, previous: StoredResponse | None) -> ChatBody:
+        """The request as a chat. Raises ApiError."""
         if isinstance(body.input, list):
             outputs: dict[str, dict[str | None, Item]] = {}
             body.input = [self._resolved(tenant, place, item, outputs) for place, item in enumerate(body.input)]
-        chat = as_chat(body, history)
+        chat = as_chat(body, () if previous is None else previous.messages)
         with renamed(RENAMED):
             check_chat(chat)
-        return chat, history
+        return chat
 
     # What is kept
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from frontend.chat_template import ChatTemplate
+from frontend.schemas.chat import ChatBody
 from shm.client import Overloaded, TokenBatch
 from shm.wire import FailureCode, Finish
-from tests.frontend.harness import END_TOKEN, Connection, FakeBackend, make_app, silent, token_ids
+from tests.frontend.harness import END_TOKEN, Connection, FakeBackend, make_app, model_card, silent, token_ids
 from tests.frontend.named_events import REASONED_CALLS, named_events, names
 from tests.frontend.test_responses import HI, MODEL, PATH, TIME, WEATHER, prompt, talking
 
@@ -32,6 +35,26 @@ async def test_a_conversation_goes_on_from_a_response(connection: Connection, ba
     third = await connection.post(PATH, {"input": "?", "previous_response_id": second["id"]})
     assert third.status == 200
     assert prompt(backend).startswith("<|im_start|>user\nhi<|im_end|>")
+
+
+async def test_a_long_conversation_is_rendered_beside_the_loop_however_short_the_request(
+    connect: Callable[..., Connection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    render = ChatTemplate.render
+
+    def noted(template: ChatTemplate, body: ChatBody) -> str:
+        threads.append(threading.current_thread())
+        return render(template, body)
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    backend.model = model_card(max_context_tokens=1 << 20)
+    connection = connect()
+    first = (await connection.post(PATH, {"input": "x" * 100_000})).json()
+    for _ in range(2):
+        first = (await connection.post(PATH, {"input": "and?", "previous_response_id": first["id"]})).json()
+    assert threading.main_thread() not in threads
+    assert len(threads) == 3
 
 
 async def test_calls_of_a_response_are_answered_in_the_next() -> None:
