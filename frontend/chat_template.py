@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -37,6 +38,10 @@ _RENDERING_FAILS = (
     RecursionError,
 )
 """What the Python code made from a template raises when the messages are not as it expects."""
+
+
+_END_MARK = secrets.token_hex(16)
+"""Stands behind a final message while it is rendered: its words may come in what a template writes behind it, too."""
 
 
 class TemplateRefusedError(Exception):
@@ -101,6 +106,8 @@ class ChatTemplate:
         """The prompt up to where the assistant speaks, or goes on speaking. Raises TemplateRefusedError, ApiError."""
         messages = [self._as_dict(message) for message in body.messages]
         _name_results(messages)
+        if body.continue_final_message:
+            messages[-1]["content"] = messages[-1]["content"].rstrip() + _END_MARK
         fixed = {
             **self._special_tokens,
             "messages": messages,
@@ -115,8 +122,7 @@ class ChatTemplate:
             raise TemplateRefusedError(str(error.message)) from None
         except _RENDERING_FAILS as error:
             raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
-
-        return _cut_behind(messages[-1]["content"], text) if body.continue_final_message else text
+        return _cut(text) if body.continue_final_message else text
 
     def _as_dict(self, message: ChatMessage) -> dict[str, Any]:
         role = message.role
@@ -175,12 +181,12 @@ def _called(call: CalledTool) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _cut_behind(content: str, text: str) -> str:
+def _cut(text: str) -> str:
     """The prompt up to the end of the last message, without what the template writes behind it."""
-    end = text.rfind(content.strip())
+    end = text.rfind(_END_MARK)
     if end < 0:
         raise TemplateRefusedError("the final message does not appear in it as it is")
-    return text[: end + len(content.strip())]
+    return text[:end]
 
 
 def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], name: str = "default") -> str | None:

@@ -180,6 +180,24 @@ def render(source: str, *messages: ChatMessage) -> str:
     return ChatTemplate(source, {}).render(ChatBody(messages=list(messages) or [ChatMessage("user", "hi")]))
 
 
+@pytest.mark.parametrize("content", ["Once upon", "a ", "<", "im_end", "e", "{", "", " \n", "<|im_end|>", "été 猫"])
+def test_a_final_message_is_gone_on_with_whatever_the_template_writes_behind_it(content: str) -> None:
+    source = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{# e #}the end {"
+    )
+    messages = [ChatMessage("user", "hi"), ChatMessage("assistant", content)]
+    body = ChatBody(messages=messages, continue_final_message=True)
+    text = ChatTemplate(source, {}).render(body)
+    assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{content.rstrip()}"
+
+
+def test_a_final_message_that_the_template_leaves_out_cannot_be_gone_on_with() -> None:
+    body = ChatBody(messages=[ChatMessage("assistant", "e")], continue_final_message=True)
+    with pytest.raises(TemplateRefusedError, match="final message"):
+        ChatTemplate("the end", {}).render(body)
+
+
 def test_the_sandbox_holds() -> None:
     for source in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
