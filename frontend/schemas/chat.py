@@ -14,7 +14,8 @@ from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 MAX_SCHEMA_DEPTH = 64
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
+FunctionName = Annotated[str, Meta(min_length=1, max_length=128, pattern="^[a-zA-Z0-9_.-]+$")]
+"""OpenAI allows half as many characters, Anthropic as many: clients put a server's name before those of its tools."""
 
 
 class ContentPart(Struct, frozen=True):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from frontend.parsing.output import Output
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
