@@ -166,5 +166,5 @@ def _choice(kind: str, name: str | None) -> Any:
 
 
 def _response_format(body: CountTokensBody) -> ResponseFormat | None:
-    form = None if body.output_config is None else body.output_config.format
+    form = body.output_format or (None if body.output_config is None else body.output_config.format)
     return None if form is None else ResponseFormat("json_schema", JsonSchemaFormat(schema=form.schema, strict=True))

@@ -59,6 +59,10 @@ def _of_response_format(body: GenerationBody) -> Grammar | None:
     form = body.response_format
     if form is None or form.type == "text":
         return None
+    if form.schema is not None:
+        if form.json_schema is not None:
+            invalid("response_format.schema", "cannot be combined with response_format.json_schema")
+        return _of_schema("response_format.schema", form.schema)
     if form.type == "json_object":
         return _ANY_OBJECT
     if form.json_schema is None or form.json_schema.schema is None:

@@ -96,6 +96,8 @@ class ChatBody(GenerationBody, kw_only=True):
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
     """Tokens of reasoning after which its end is forced."""
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
+    """vLLM's name for the same; `check_chat` puts it there."""
     include_reasoning: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
     add_generation_prompt: bool | None = None
@@ -150,6 +152,10 @@ def check_chat(body: ChatBody) -> None:
     for position, message in enumerate(body.messages):
         _check_message(f"messages[{position}]", message)
     _check_tools(body)
+    if body.thinking_token_budget is not None:
+        if body.thinking_budget is not None:
+            invalid("thinking_token_budget", "cannot be combined with thinking_budget, which is the same")
+        body.thinking_budget, body.thinking_token_budget = body.thinking_token_budget, None
     if body.top_logprobs and not body.logprobs:
         invalid("top_logprobs", "needs logprobs to be true")
     if body.continue_final_message:

@@ -38,8 +38,11 @@ class JsonSchemaFormat(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
+    """schema beside the type is how llama.cpp has it, with either type of JSON."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
 
 
 class StructuredOutputs(Struct, frozen=True):
@@ -117,14 +120,20 @@ class GenerationBody(Struct, kw_only=True):
     # Not offered: each is refused unless it asks for nothing.
     dry_multiplier: Raw = ABSENT
     dynatemp_range: Raw = ABSENT
+    ebnf: Raw = ABSENT
     grammar: Raw = ABSENT
     guided_whitespace_pattern: Raw = ABSENT
     json_schema: Raw = ABSENT
     logprob_token_ids: Raw = ABSENT
+    lora: Raw = ABSENT
+    lora_path: Raw = ABSENT
     mirostat: Raw = ABSENT
     prompt_embeds: Raw = ABSENT
+    regex: Raw = ABSENT
     repetition_detection: Raw = ABSENT
     return_tokens_as_token_ids: Raw = ABSENT
+    stop_regex: Raw = ABSENT
+    structural_tag: Raw = ABSENT
     suffix: Raw = ABSENT
     top_n_sigma: Raw = ABSENT
     use_beam_search: Raw = ABSENT

@@ -89,6 +89,8 @@ class CountTokensBody(GenerationBody, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What output_config.format is called in the API's beta."""
     metadata: Metadata | None = None  # type: ignore[assignment]  # Anthropic's own shape; nobody reads either
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
@@ -146,6 +148,8 @@ def _checked(body: _Body) -> _Body:
         value = getattr(body, field)
         if value is not None and value not in harmless:
             raise _unsupported(field, "not supported by this endpoint")
+    if body.output_format is not None and body.output_config is not None and body.output_config.format is not None:
+        invalid("output_format", "cannot be combined with output_config.format")
     if isinstance(body.system, list):
         for position, block in enumerate(body.system):
             _check_block(f"system[{position}]", block, "system")

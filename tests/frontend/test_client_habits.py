@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.dialects import HERMES, Model
-from tests.frontend.harness import FakeBackend
+from tests.frontend.dialects import ALWAYS_THINKING, HERMES, Model
+from tests.frontend.harness import Connection, FakeBackend
 from tests.frontend.test_responses import talking
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
+THINKING = Model(ALWAYS_THINKING)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 LONG_NAME = "mcp__plugin_" + "x" * 116
 
 
@@ -33,3 +35,58 @@ async def test_a_tools_name_may_hold_its_servers(path: str, body: dict[str, Any]
         assert f'"{LONG_NAME}"'.encode() in told.body
         too_long = json.loads(json.dumps(body).replace(LONG_NAME, LONG_NAME + "x"))
         assert (await connection.post(path, too_long)).status == 400
+
+
+def asked_schema(backend: FakeBackend) -> Any:
+    constraints = backend.last.constraints
+    assert constraints is not None
+    assert constraints.grammar is not None
+    assert constraints.grammar.kind == "json_schema"
+    return json.loads(constraints.grammar.text)
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+async def test_a_schema_beside_the_type_of_the_response_format(
+    connection: Connection, backend: FakeBackend, kind: str
+) -> None:
+    form = {"type": kind, "schema": SCHEMA}
+    for path, body in ((CHAT, HI), ("/v1/completions", {"prompt": "hi"})):
+        assert (await connection.post(path, {**body, "response_format": form})).status == 200
+        assert asked_schema(backend) == SCHEMA
+    both = await connection.post(CHAT, {**HI, "response_format": {**form, "json_schema": {"schema": SCHEMA}}})
+    assert (both.status, both.error["param"]) == (400, "response_format.schema")
+
+
+async def test_the_output_format_of_anthropics_beta(connection: Connection, backend: FakeBackend) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    body = {**HI, "max_tokens": 50}
+    assert (await connection.post("/v1/messages", {**body, "output_format": form})).status == 200
+    assert asked_schema(backend) == SCHEMA
+    both = {**body, "output_format": form, "output_config": {"format": form}}
+    assert (await connection.post("/v1/messages", both)).status == 400
+    assert (await connection.post("/v1/messages", {**both, "output_config": {"effort": "low"}})).status == 200
+
+
+async def test_the_budget_of_thinking_by_vllms_name() -> None:
+    backend = FakeBackend(script=THINKING.says("Yes."))
+    async with talking(backend, THINKING) as connection:
+        for name in ("thinking_budget", "thinking_token_budget"):
+            assert (await connection.post(CHAT, {**HI, name: 7})).status == 200
+        first, second = (stream.request for stream in backend.streams)
+        assert first.constraints == second.constraints
+        assert first.constraints is not None
+        assert first.constraints.thinking_budget_tokens == 7
+        both = await connection.post(CHAT, {**HI, "thinking_budget": 7, "thinking_token_budget": 7})
+        assert (both.status, both.error["param"]) == (400, "thinking_token_budget")
+
+
+@pytest.mark.parametrize("field", ["ebnf", "lora", "lora_path", "regex", "stop_regex", "structural_tag"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_what_other_servers_would_do_is_refused_by_name(connection: Connection, field: str, path: str) -> None:
+    body = {**HI, "max_tokens": 5} if path == "/v1/messages" else HI if path == CHAT else {"prompt": "a"}
+    if path == "/v1/responses":
+        body = {"input": "a"}
+    refused = await connection.post(path, {**body, field: "x"})
+    assert refused.status == 400
+    assert refused.json()["error"]["message"].startswith(f"{field}: not supported")
+    assert (await connection.post(path, {**body, field: None})).status == 200
