@@ -78,7 +78,9 @@ class FrontendOptions:
     """File of keys, one a line: KEY [name=NAME] [requests_in_flight=N] [requests_per_minute=N] [tokens_per_minute=N].
     Beyond its limits a key is answered 429. Read again at SIGHUP."""
 
-    cors_allow_origin: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False)] = ()
+    cors_allow_origin: Annotated[
+        tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)
+    ] = ()
     """Origin whose pages may read answers in a browser, such as https://chat.example.org, or * for all; may be
     repeated."""
 

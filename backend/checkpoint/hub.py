@@ -66,7 +66,7 @@ def _local_directory(model: str, revision: str | None) -> Path | None:
     if path.is_file():
         raise StartupError(f"the model {path} is a file; give the directory that holds its {CONFIG_FILE}")
     if not _HUB_ID.fullmatch(model):
-        raise StartupError(f"the model directory {shorten(model)} does not exist")
+        raise StartupError(f"the model directory {model!r} does not exist")
     return None
 
 
