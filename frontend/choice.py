@@ -120,6 +120,10 @@ class Choice:
         return self.prompt if self._wanted.token_ids else ()
 
     @property
+    def tells_prompt_logprobs(self) -> bool:
+        return self._wanted.prompt_logprobs
+
+    @property
     def grammar_field(self) -> str | None:
         """Of the body: what asked for a grammar."""
         return self._wanted.grammar_field

@@ -65,9 +65,14 @@ class Generation:
 
         await self._run_all(collect)
         kept = self._choices if num_best is None else _likeliest(self._choices, num_best)
-        for choice in kept:
-            choice.finish(messages[choice.index])
-        whole = self._answer.whole([messages[choice.index] for choice in kept])
+
+        def tell() -> bytes:
+            for choice in kept:
+                choice.finish(messages[choice.index])
+            return self._answer.whole([messages[choice.index] for choice in kept])
+
+        # Hundreds of thousands of log probabilities may have come with the prompt's end.
+        whole = await asyncio.to_thread(tell) if kept[0].tells_prompt_logprobs else tell()
         await self._exchange.respond(200, whole, self._headers(is_whole=True))
 
     async def answer_stream(self) -> None:

@@ -69,17 +69,30 @@ def _legacy_text(entry: TokenLogprob) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.raw)
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(entries: Sequence[TokenLogprob]) -> Raw:
     """choices[].prompt_logprobs as vLLM has it: by token id, the prompt's own token and the likeliest at its place."""
-    told: list[dict[str, Any] | None] = []
-    for entry in entries:
-        if entry.logprob is None:
-            told.append(None)
-            continue
-        ranked = {str(top.token_id): _ranked(top, rank) for rank, top in enumerate(entry.top, start=1)}
-        told.append({str(entry.token_id): _ranked(entry, entry.rank)} | ranked)
-    return told
+    return Raw(b"[%b]" % b",".join(map(_prompt_entry, entries)))
 
 
-def _ranked(entry: TokenLogprob, rank: int) -> dict[str, Any]:
-    return {"logprob": _number(entry.logprob), "rank": rank, "decoded_token": entry.text}
+def _prompt_entry(entry: TokenLogprob) -> bytes:
+    if entry.logprob is None:
+        return b"null"
+    ranked = {entry.token_id: _ranked(entry, entry.rank)}
+    for rank, top in enumerate(entry.top, start=1):
+        ranked[top.token_id] = _ranked(top, rank)
+    return b"{%b}" % b",".join(ranked.values())
+
+
+def _ranked(entry: TokenLogprob, rank: int) -> bytes:
+    text = _text(entry.text)
+    return b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % (
+        entry.token_id,
+        encode(_number(entry.logprob)),
+        rank,
+        text,
+    )
+
+
+@lru_cache(1 << 16)
+def _text(text: str) -> bytes:
+    return encode(text)

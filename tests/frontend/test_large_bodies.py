@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import msgspec
@@ -10,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from frontend.deltas import Message
 from frontend.errors import ApiError
+from frontend.formats.completion import CompletionFormat
 from frontend.schemas.chat import is_shallow
 from frontend.schemas.decoding import decode_chat, decode_completion
 from frontend.structured import read_grammar
-from tests.frontend.harness import Connection
+from tests.frontend.harness import Connection, make_app
+from tests.frontend.scoring import ScoringBackend
 
 _JSON = st.recursive(
     st.none() | st.integers(0, 9) | st.text(max_size=2),
@@ -72,3 +76,21 @@ def test_the_garbage_collector_runs_again_behind_a_large_body(end: str) -> None:
     except ApiError:
         assert end != "}"
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("wanted", [{}, {"prompt_logprobs": 1}])
+async def test_log_probabilities_of_a_prompt_are_told_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
+) -> None:
+    threads: list[threading.Thread] = []
+    whole = CompletionFormat.whole
+
+    def noted(answer: CompletionFormat, messages: list[Message]) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(answer, messages)
+
+    monkeypatch.setattr(CompletionFormat, "whole", noted)
+    connection = Connection(make_app(ScoringBackend()))
+    assert (await connection.post("/v1/completions", {"prompt": "the cat", **wanted})).status == 200
+    assert (threads == [threading.main_thread()]) is not bool(wanted)
+    await connection.end()
