@@ -17,7 +17,8 @@ from frontend.tls import TlsError, TlsFiles, server_context
 from shm.cli import ENV_PREFIX, fail, make_app
 from shm.supervisor import ChildSpec, Supervisor, module_argv
 
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\\s,*\"]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
+"""As browsers write it: in lower case, with no path behind it."""
 _SECRETS = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD")
 _STOP_MARGIN_S = 5.0
 """What a worker may take beyond its drain time-out before it is killed."""

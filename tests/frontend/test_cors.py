@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from frontend.admission import Admission
+from frontend.main import read_access
+from frontend.options import FrontendOptions
 from tests.frontend.harness import Connection, Response
 
 CHAT = "/v1/chat/completions"
@@ -23,6 +25,38 @@ def allowed(response: Response) -> dict[str, str]:
 def preflight(origin: str, method: str = "POST", **more: str) -> list[tuple[str, str]]:
     asked = [("origin", origin), ("access-control-request-method", method)]
     return asked + [(f"access-control-request-{name}", value) for name, value in more.items()]
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_one"),
+    [
+        ("*", True),
+        (OURS, True),
+        ("http://localhost:3000", True),
+        ("https://xn--bcher-kva.example", True),
+        ("http://[::1]:8080", True),
+        ("chrome-extension://nkbihfbeogaeaoehlefnkodbefgpgknn", True),
+        ("null", False),
+        ("chat.example.org", False),
+        (OURS + "/", False),
+        (OURS.upper(), False),
+        ("https://Chat.example.org", False),
+        ("https://a.example,https://b.example", False),
+        ("https://*.example.org", False),
+        ("https://a b", False),
+        ("https://a\r\nx: y", False),
+    ],
+)
+def test_what_no_browser_would_send_is_refused_at_start(
+    origin: str, is_one: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = FrontendOptions(cors_allow_origin=(origin,))
+    if is_one:
+        assert read_access(options, "frontend").cors_origins == (origin,)
+        return
+    with pytest.raises(SystemExit):
+        read_access(options, "frontend")
+    assert "is no origin" in capsys.readouterr().err
 
 
 async def test_unless_asked_no_page_is_told_anything(connect: Callable[..., Connection]) -> None:
