@@ -23,6 +23,8 @@ from backend.forward_pass import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 _CDF_BLOCK = 256
@@ -97,16 +99,19 @@ class HostSampling:
             logits = self._adjusted(logits, slots)
         tokens: NDArray[np.int32] = np.argmax(logits, axis=1).astype(np.int32)
         peaks = logits[np.arange(len(tokens)), tokens]
-        if masks is not None:
-            masked = _masked(logits, masks)
-            tokens[masks.rows] = np.argmax(masked, axis=1)
-            peaks[masks.rows] = masked[np.arange(len(masked)), tokens[masks.rows]]
-        random_rows = np.flatnonzero((self._temperature[slots] > 0) & np.isfinite(peaks))
+        is_random = self._temperature[slots] > 0
+        masked: dict[int, NDArray[np.float32]] = {}
+        for row, values in _masked_rows(logits, masks) if masks is not None else ():
+            tokens[row] = values.argmax()
+            peaks[row] = values[tokens[row]]
+            if is_random[row]:
+                masked[row] = values.copy()
+        random_rows = np.flatnonzero(is_random & np.isfinite(peaks))
         if len(random_rows):
             drawn_from = logits[random_rows]
-            if masks is not None:
-                _, places, masked_places = np.intersect1d(random_rows, masks.rows, return_indices=True)
-                drawn_from[places] = masked[masked_places]
+            for place, row in enumerate(random_rows.tolist()):
+                if row in masked:
+                    drawn_from[place] = masked[row]
             tokens[random_rows] = self._draw(drawn_from, peaks[random_rows], slots[random_rows], positions[random_rows])
         tokens[~np.isfinite(peaks)] = NOT_FINITE
         self._last_tokens[slots] = np.maximum(tokens, 0)
@@ -220,15 +225,16 @@ def _penalise(logits: NDArray[np.float32], penalties: list[_Penalties]) -> NDArr
     return result.astype(np.float32, copy=False)
 
 
-def _masked(logits: NDArray[np.float32], masks: TokenMasks) -> NDArray[np.float32]:
-    """[M, V] the masked rows of logits [L, V], with -inf for what is not allowed, but for what is no number."""
-    masked = np.empty((len(masks.rows), logits.shape[1]), np.float32)
-    # A row at a time, in memory that stays in the cache.
+def _masked_rows(logits: NDArray[np.float32], masks: TokenMasks) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """The masked rows of logits [L, V] with their values, [V]: -inf where not allowed, but for what is no number.
+
+    Values last until the next row is asked for: memory that stays in the cache, rather than a copy of all logits.
+    """
+    values = np.empty(logits.shape[1], np.float32)
     ceiling = np.empty((masks.bits.shape[1] * 4, 8), np.float32)
-    for row, bits, values in zip(masks.rows.tolist(), masks.bits.view(np.uint8), masked, strict=True):
+    for row, bits in zip(masks.rows.tolist(), masks.bits.view(np.uint8), strict=True):
         np.take(_CEILINGS, bits, axis=0, out=ceiling, mode="clip")
-        np.minimum(logits[row], ceiling.reshape(-1)[: len(values)], out=values)
-    return masked
+        yield row, np.minimum(logits[row], ceiling.reshape(-1)[: len(values)], out=values)
 
 
 def token_logprobs(
