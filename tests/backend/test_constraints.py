@@ -6,13 +6,14 @@ import json
 import random
 from concurrent.futures import wait
 from pathlib import Path
+from unittest.mock import Mock
 
 import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 import backend.demo_model
@@ -93,6 +94,28 @@ def test_a_regex_and_a_lark_grammar_are_kept_to(compiler: GrammarCompiler) -> No
     assert TOKENIZER.decode(walk(lark, random.Random(2))) in ("yes", "no")
 
 
+@pytest.mark.parametrize(
+    ("grammar", "answer"),
+    [
+        (Grammar("regex", r"[a-z]{2,9}(_[a-z]+)*: [^\n]{1,40}"), "some_names: and then It's 42 times"),
+        (Grammar("lark", 'start: NAME (" = " NAME)*\nNAME: /[a-z_]+/'), "this = that = more_of_it"),
+    ],
+)
+def test_tokens_that_are_masked_as_one_are_those_that_are_allowed_one_by_one(
+    compiler: GrammarCompiler, grammar: Grammar, answer: str
+) -> None:
+    plain = LLTokenizer(TOKENIZER_JSON.read_text(encoding="utf-8"), n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
+    compile_from = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}[grammar.kind]
+    oracle = LLMatcher(plain, compile_from(grammar.text))
+    constraints = constrained(compiler, grammar=grammar)
+    for token in plain.tokenize_str(answer):
+        bits = np.frombuffer(oracle.compute_bitmask(), np.uint8)
+        expected = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        assert allowed(constraints) == set(expected)
+        constraints.advance(token)
+        assert oracle.consume_token(token)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 6), max_size=4))
 def test_taking_tokens_back_gives_the_masks_of_before(seed: int, rewinds: list[int]) -> None:
@@ -169,6 +192,15 @@ def test_contradictory_demands_are_told(compiler: GrammarCompiler) -> None:
     )
     with pytest.raises(ConstraintFailed, match="leave nothing"):
         allowed(constraints)
+
+
+def test_what_a_grammar_says_in_the_middle_is_one_short_line() -> None:
+    matcher = Mock(**{"consume_token.return_value": False, "get_error.return_value": "a client's own text\n" * 1000})
+    constraints = SequenceConstraints(Constraints(grammar=Grammar("regex", "a")), matcher, STOPS, VOCAB_SIZE)
+    with pytest.raises(ConstraintFailed) as failure:
+        constraints.advance(1)
+    assert "\n" not in str(failure.value)
+    assert len(str(failure.value)) <= 300
 
 
 @pytest.mark.parametrize(
