@@ -454,7 +454,7 @@ async def test_the_backends_board_adds_up_all_frontends_that_it_has_had(socket_p
 async def test_a_stream_learns_how_often_it_was_set_back(socket_path: Path) -> None:
     with ScriptedBackend(socket_path, Script(step_s=0.002)) as backend:
         async with connected(socket_path) as client:
-            streams = [client.submit(request([number], 300)) for number in range(2)]
+            streams = [client.submit(request([number], 30_000)) for number in range(2)]
             for stream in streams:
                 await anext(stream)
             link = backend.engine.link
@@ -462,9 +462,9 @@ async def test_a_stream_learns_how_often_it_was_set_back(socket_path: Path) -> N
             for request_id in (streams[0]._submit.request_id, streams[0]._submit.request_id, 999):
                 link.note_preemption(frontend, request_id)
             link.note_preemption(frontend + 1, 0)
+            await until(lambda: [stream.num_preemptions for stream in streams] == [2, 0])
             for stream in streams:
-                await tokens_of(stream)
-            assert [stream.num_preemptions for stream in streams] == [2, 0]
+                stream.cancel()
 
 
 async def test_a_frontend_tells_each_backend_what_happened_since_the_one_before(socket_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ import msgspec
 import pytest
 
 from shm.supervisor import module_argv
-from tools.bench import channel_sweep, context, ipc, scheduling
+from tools.bench import channel_sweep, context, ipc, mask_cost, scheduling, workers_scaling
 from tools.bench.context import Bench
 from tools.bench.processes import descendants, process_use, runs_module
 from tools.bench.report import Report, check_can_write
 from tools.bench.server import OwnServer, own_server
+from tools.bench.workers_scaling import Load
 from tools.main import app
 from tools.serve import ServeOptions
 
@@ -197,7 +199,61 @@ def test_the_link_alone_costs_both_sides_something(bench: Command) -> None:
     assert "frontend CPU" in run.output
 
 
-def test_a_benchmark_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
+def test_masks_are_measured_over_the_models_vocabulary_and_a_large_one(
+    bench: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LARGE_VOCAB_SIZE", 6000), ("NUM_ROWS", 2), ("NUM_SAMPLINGS", 2)):
+        monkeypatch.setattr(mask_cost, name, value)
+    run = bench("--mask-cost")
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["mask_cost"]
+    kinds = ["json_schema", "regex", "lark"]
+    assert [(cost["vocab_size"], cost["grammar"]) for cost in found] == [
+        (vocab_size, kind) for vocab_size in (4096, 6000) for kind in kinds
+    ]
+    for cost in found:
+        assert cost["rows"] > 0
+        for kind in ("first", "cold", "warm", "warm_advance"):
+            assert 0 < cost[kind]["p50_us"] <= cost[kind]["p99_us"]
+    assert [aim["limit"] for aim in run.report["aims"]] == [100.0] * 4
+    assert "of it advance" in run.output
+
+
+def test_one_worker_and_two_serve_the_same_load(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = (Load("streams", "completions", 3, 7, 1), Load("answers", "chat", 4, 1, 1))
+    monkeypatch.setattr(workers_scaling, "LOADS", loads)
+    monkeypatch.setattr(Bench, "num_rounds", 1)
+    run = bench("--workers-scaling", "--requests", "6")
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["workers_scaling"]
+    assert [scaling["load"] for scaling in found] == ["streams", "answers"]
+    for load, scaling in zip(loads, found, strict=True):
+        (one,), (two,) = scaling["one"], scaling["two"]
+        assert (one["workers"], two["workers"]) == (1, 2)
+        assert one["output_tokens"] == two["output_tokens"] == 6 * load.output_tokens
+        assert len(two["worker_cpu_s"]) == len(one["worker_cpu_s"]) + 1
+        ratio = (two["output_tokens"] / two["duration_s"]) / (one["output_tokens"] / one["duration_s"])
+        assert scaling["tokens_per_s_ratio"] == pytest.approx(ratio)
+    has_cores = run.report["machine"]["cores"] >= workers_scaling.MIN_CORES
+    assert len(run.report["aims"]) == (2 if has_cores else 0)
+    assert ("not measurable here" in run.output) is not has_cores
+
+
+def test_a_load_that_the_server_refuses_ends_the_measurement_of_workers(
+    bench: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_scaling, "LOADS", (Load("too long", "completions", 3, 1 << 20, 1),))
+    run = bench("--workers-scaling", "--requests", "2")
+    assert run.status == 1
+    assert "a request failed: status 400" in run.errors
+
+
+def test_a_benchmark_that_is_killed_leaves_no_server() -> None:
+    with tempfile.TemporaryDirectory() as directory:  # a short one, for there will be a socket in it
+        _check_killed_benchmark(Path(directory))
+
+
+def _check_killed_benchmark(tmp_path: Path) -> None:
     argv = module_argv("tools.main", ["bench", "--forward-pass", "fake", "--requests", "1000000"])
     process = subprocess.Popen(argv, stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(tmp_path)})
     while not (servers := [pid for pid in descendants(process.pid) if runs_module(pid, "backend.main")]):
@@ -226,6 +282,8 @@ def test_a_server_that_does_not_start_is_one_line_and_its_own_words(bench: Comma
         (["--interference", "--max-running", "8"], "--max-running is 8"),
         (["--scheduling", "--url", "http://127.0.0.1:1"], "leave --url out"),
         (["--channel-sweep", "--url", "http://127.0.0.1:1"], "leave --url out"),
+        (["--mask-cost", "--url", "http://127.0.0.1:1"], "leave --url out"),
+        (["--workers-scaling", "--url", "http://127.0.0.1:1"], "leave --url out"),
         (["--storm", "--floor"], "choose one"),
     ],
 )
