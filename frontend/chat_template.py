@@ -130,7 +130,7 @@ class ChatTemplate:
             role = "system"
         content = message.content
         if isinstance(content, list):
-            content = "\n".join(part.text or "" for part in content)
+            content = "\n".join(part.said or "" for part in content)
         elif content is None and message.tool_calls:
             content = ""  # many templates join it with other texts
         fields = {

@@ -19,8 +19,15 @@ FunctionName = Annotated[str, Meta(min_length=1, max_length=128, pattern="^[a-zA
 
 
 class ContentPart(Struct, frozen=True):
+    """A refusal, which clients hand back in the assistant's words, has its text in a field of its own."""
+
     type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def said(self) -> str | None:
+        return self.refusal if self.type == "refusal" else self.text
 
 
 class FunctionCall(Struct, frozen=True):
@@ -188,6 +195,7 @@ def _check_tools(body: ChatBody) -> None:
             invalid(path, f"{shorten(allowed.function.name)} is none of the tools")
 
 
+_TEXT_PARTS = ("text", "refusal")
 _CONTAINERS = frozenset({dict, list})
 
 
@@ -212,8 +220,8 @@ def _check_message(path: str, message: ChatMessage) -> None:
         invalid(f"{path}.content", f"a message of role {message.role} needs a content")
     if isinstance(message.content, list):
         for position, part in enumerate(message.content):
-            where = f"{path}.content[{position}]"
-            if part.type != "text":
-                invalid(f"{where}.type", f'only "text" parts are supported, got {shorten(part.type)}')
-            if part.text is None:
-                invalid(f"{where}.text", "missing")
+            if part.type not in _TEXT_PARTS:
+                where = f"{path}.content[{position}].type"
+                invalid(where, f'only "text" parts are supported, got {shorten(part.type)}')
+            if part.said is None:
+                invalid(f"{path}.content[{position}].{part.type}", "missing")

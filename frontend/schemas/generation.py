@@ -16,6 +16,9 @@ MAX_LOGPROB_CELLS = 1 << 22
 MAX_PROMPT_LOGPROB_CELLS = 1 << 19
 """The same of its prompts, which are told all at once."""
 
+MAX_STOP_STRINGS = 16
+"""OpenAI allows 4; editors that complete code send a dozen."""
+
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 ShortText = Annotated[str, Meta(max_length=512)]
@@ -68,7 +71,7 @@ class GenerationBody(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=16)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=32)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

@@ -10,7 +10,7 @@ from msgspec import Meta, Raw, Struct
 from frontend.errors import ApiError, ErrorKind, invalid, shorten
 from frontend.schemas.chat import FunctionName
 from frontend.schemas.decoding import decode_body
-from frontend.schemas.generation import ABSENT, GenerationBody, ShortText, StopString
+from frontend.schemas.generation import ABSENT, MAX_STOP_STRINGS, GenerationBody, ShortText, StopString
 from shm.wire import MAX_CONTEXT_TOKENS
 
 TypeName = Annotated[str, Meta(max_length=64)]
@@ -105,7 +105,7 @@ class CountTokensBody(GenerationBody, kw_only=True):
 
 class MessagesBody(CountTokensBody, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
-    stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
 
 
 NOT_HERE = {

@@ -90,3 +90,30 @@ async def test_what_other_servers_would_do_is_refused_by_name(connection: Connec
     assert refused.status == 400
     assert refused.json()["error"]["message"].startswith(f"{field}: not supported")
     assert (await connection.post(path, {**body, field: None})).status == 200
+
+
+async def test_an_editors_completion_has_many_stop_strings(connection: Connection, backend: FakeBackend) -> None:
+    stops = [f"<{number}>" for number in range(15)]
+    for path, body, field in (
+        ("/v1/completions", {"prompt": "hi"}, "stop"),
+        (CHAT, HI, "stop"),
+        ("/v1/responses", {"input": "hi"}, "stop"),
+        ("/v1/messages", {**HI, "max_tokens": 50}, "stop_sequences"),
+    ):
+        told = await connection.post(path, {**body, field: [*stops, "wor"]})
+        assert told.status == 200
+        assert b"Hello, " in told.body
+        assert b"world" not in told.body
+        assert (await connection.post(path, {**body, field: [*stops, "wor", "x"]})).status == 400
+
+
+async def test_a_refusal_is_handed_back_as_the_assistants_words(connection: Connection, backend: FakeBackend) -> None:
+    parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "Ask else."}]
+    messages = [*HI["messages"], {"role": "assistant", "content": parts}, *HI["messages"]]
+    assert (await connection.post(CHAT, {"messages": messages})).status == 200
+    as_text = [*HI["messages"], {"role": "assistant", "content": "No.\nAsk else."}, *HI["messages"]]
+    assert (await connection.post(CHAT, {"messages": as_text})).status == 200
+    assert backend.streams[0].request.token_ids == backend.streams[1].request.token_ids
+    messages[1] = {"role": "assistant", "content": [{"type": "refusal"}]}
+    refused = await connection.post(CHAT, {"messages": messages})
+    assert (refused.status, refused.error["param"]) == (400, "messages[1].content[0].refusal")
