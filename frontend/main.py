@@ -13,7 +13,7 @@ from frontend.listening import LONGEST_SOCKET_PATH_BYTES, address_of, listening_
 from frontend.options import FrontendOptions
 from frontend.quotas import QuotaPage
 from frontend.settings import WORKER_SETTINGS_VARIABLE, AccessSettings, Limits, ParserNames, WorkerSettings
-from frontend.tls import TlsError, TlsFiles, server_context
+from frontend.tls import ServerTls, TlsError, TlsFiles
 from shm.cli import ENV_PREFIX, fail, make_app
 from shm.supervisor import ChildSpec, Supervisor, module_argv
 
@@ -112,7 +112,7 @@ def tls_files(options: FrontendOptions, command: str) -> TlsFiles | None:
     keyfile = None if options.ssl_keyfile is None else str(options.ssl_keyfile)
     files = TlsFiles(str(options.ssl_certfile), keyfile, options.ssl_keyfile_password)
     try:
-        server_context(files)
+        ServerTls(files)
     except TlsError as error:
         fail(command, str(error))
     return files

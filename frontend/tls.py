@@ -8,6 +8,7 @@ from msgspec import Struct
 
 HANDSHAKE_TIMEOUT_S = 10.0
 _MAX_FILE_BYTES = 1 << 20
+_MAX_PASSWORD_BYTES = 1024
 
 
 class TlsError(ValueError):
@@ -23,26 +24,47 @@ class TlsFiles(Struct, frozen=True):
     """Of an encrypted key."""
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """TLS 1.2 and later, HTTP/1.1. Raises TlsError."""
+class ServerTls:
+    """What a server speaks: TLS 1.2 and later, HTTP/1.1. Its certificate can be replaced while it serves."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises TlsError."""
+        self._files = files
+        self._newest = self.context = _read(files)
+        """The context is what sockets are wrapped in for as long as the server lives."""
+        self.context.sni_callback = self._give_newest
+
+    def reload(self) -> None:
+        """For connections from now on. Raises TlsError; what there was stays.
+
+        A context of its own is read each time: one that has half of a pair can do nothing any more, and one that had
+        a key of another kind would go on using it.
+        """
+        self._newest = _read(self._files)
+
+    def _give_newest(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """OpenSSL calls it in each handshake, whether or not the client has named a server."""
+        connection.context = self._newest
+
+
+def _read(files: TlsFiles) -> ssl.SSLContext:
+    """Raises TlsError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
-    load(context, files)
-    return context
-
-
-def load(context: ssl.SSLContext, files: TlsFiles) -> None:
-    """For connections from now on. Raises TlsError; the context goes on with what it had."""
     for path in (files.certfile, files.keyfile):
         if path is not None:
             _check_readable(path)
+    password = (files.password or "").encode()
+    if len(password) > _MAX_PASSWORD_BYTES:
+        raise TlsError(f"the password of the key is longer than {_MAX_PASSWORD_BYTES} bytes")
     try:
         # Without a function OpenSSL would ask the terminal.
-        context.load_cert_chain(files.certfile, files.keyfile, password=lambda: files.password or "")
+        context.load_cert_chain(files.certfile, files.keyfile, password=lambda: password)
     except ssl.SSLError as error:
         raise TlsError(_explain(error, files)) from None
     except OSError as error:
         raise TlsError(f"{files.certfile}: {error.strerror}") from None
+    return context
 
 
 def _check_readable(path: str) -> None:

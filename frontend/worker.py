@@ -23,13 +23,11 @@ from frontend.model import ModelKeeper
 from frontend.quotas import QuotaPage
 from frontend.server import HttpServer
 from frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
-from frontend.tls import TlsError, load, server_context
+from frontend.tls import ServerTls, TlsError
 from shm.client import BackendClient
 from shm.log import set_up_logging
 
 if TYPE_CHECKING:
-    import ssl
-
     from frontend.access import ApiKey
     from frontend.settings import AccessSettings
 
@@ -47,12 +45,16 @@ async def serve(settings: WorkerSettings) -> None:
     page = QuotaPage.attach(access.quota_fd, settings.num_workers, settings.worker)
     admission = Admission(read_keys(access), cors_origins=access.cors_origins, page=page)
     app = App(backend, models, admission=admission, limits=settings.limits)
-    tls = None if settings.tls is None else server_context(settings.tls)
+    tls = None if settings.tls is None else ServerTls(settings.tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)
     keeper = asyncio.create_task(models.watch())
     try:
         server = HttpServer(
-            app, listening, drain_timeout_s=settings.drain_timeout_s, max_connections=max_connections, tls=tls
+            app,
+            listening,
+            drain_timeout_s=settings.drain_timeout_s,
+            max_connections=max_connections,
+            tls=None if tls is None else tls.context,
         )
         await server.run()
     finally:
@@ -66,7 +68,7 @@ def read_keys(access: AccessSettings) -> list[ApiKey]:
     return keys if access.api_key_file is None else keys + read_key_file(Path(access.api_key_file))
 
 
-def _reload(settings: WorkerSettings, admission: Admission, tls: ssl.SSLContext | None) -> None:
+def _reload(settings: WorkerSettings, admission: Admission, tls: ServerTls | None) -> None:
     """Keys and certificate from their files once more, each for itself: where one is wrong the old stays."""
     try:
         admission.set_keys(read_keys(settings.access))
@@ -74,9 +76,9 @@ def _reload(settings: WorkerSettings, admission: Admission, tls: ssl.SSLContext 
         _log.error("the API keys stay as they were: %s", error)
     else:
         _log.info("the API keys have been read again")
-    if tls is not None and settings.tls is not None:
+    if tls is not None:
         try:
-            load(tls, settings.tls)
+            tls.reload()
         except TlsError as error:
             _log.error("the certificate stays as it was: %s", error)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import signal
 import socket
 import ssl
@@ -13,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from frontend.tls import TlsError, TlsFiles, load, server_context
+from frontend.tls import ServerTls, TlsError, TlsFiles
 from tests.frontend.test_main import BODY, Frontend, directory, run_to_its_end, scripted, start
 from tests.shm.scripted_backend import BackendProcess
 
@@ -22,11 +24,16 @@ __all__ = ["directory", "scripted", "start"]  # fixtures
 PASSWORD = "a pass phrase"
 
 
-def make_certificate(folder: Path, name: str = "localhost", *, encrypted: bool = False) -> tuple[Path, Path]:
+EC = ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+
+
+def make_certificate(
+    folder: Path, name: str = "localhost", *, encrypted: bool = False, kind: tuple[str, ...] = EC
+) -> tuple[Path, Path]:
     """Certificate and key."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     how = ["-passout", f"pass:{PASSWORD}"] if encrypted else ["-nodes"]
-    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *how, "-days", "2"]
+    argv = ["openssl", "req", "-x509", "-newkey", *kind, *how, "-days", "2"]
     argv += ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     subprocess.run([*argv, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
     return certificate, key
@@ -37,6 +44,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")
     make_certificate(folder)
     make_certificate(folder, "other")
+    make_certificate(folder, "rsa", kind=("rsa:2048",))
     make_certificate(folder, "encrypted", encrypted=True)
     return folder
 
@@ -132,16 +140,58 @@ def test_a_key_without_a_certificate_is_named(directory: Path) -> None:
 
 def test_an_encrypted_key_is_opened_with_its_password(certificates: Path) -> None:
     files = str(certificates / "encrypted.pem"), str(certificates / "encrypted.key")
-    context = server_context(TlsFiles(*files, PASSWORD))
-    with pytest.raises(TlsError, match="the password is wrong"):
-        load(context, TlsFiles(*files, "x"))
-    assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+    tls = ServerTls(TlsFiles(*files, PASSWORD))
+    assert shown(tls) == (certificates / "encrypted.pem").read_text()
+    assert tls.context.minimum_version >= ssl.TLSVersion.TLSv1_2
+    for wrong, said in (("x", "the password is wrong"), ("x" * 1025, "longer than 1024 bytes")):
+        with pytest.raises(TlsError, match=said):
+            ServerTls(TlsFiles(*files, wrong))
 
 
 def test_a_certificate_and_its_key_may_be_in_one_file(certificates: Path, tmp_path: Path) -> None:
     both = tmp_path / "both.pem"
     both.write_bytes((certificates / "localhost.pem").read_bytes() + (certificates / "localhost.key").read_bytes())
-    assert server_context(TlsFiles(str(both))).session_stats()["accept"] == 0
+    assert shown(ServerTls(TlsFiles(str(both)))) == (certificates / "localhost.pem").read_text()
+
+
+def shown(tls: ServerTls, server_name: str | None = None, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> str:
+    """The certificate that a client is shown, in PEM."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode, context.maximum_version = False, ssl.CERT_NONE, version
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = context.wrap_bio(to_client, to_server, server_hostname=server_name)
+    server = tls.context.wrap_bio(to_server, to_client, server_side=True)
+    for end in (client, server) * 3:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    certificate = client.getpeercert(binary_form=True)
+    assert certificate is not None
+    return ssl.DER_cert_to_PEM_cert(certificate)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("server_name", [None, "localhost"])
+def test_half_of_a_new_pair_changes_nothing_and_the_whole_pair_all(
+    certificates: Path, tmp_path: Path, server_name: str | None, version: ssl.TLSVersion
+) -> None:
+    served = tmp_path / "served.pem", tmp_path / "served.key"
+
+    def put(name: str, *, with_key: bool = True) -> str:
+        if with_key:
+            shutil.copy(certificates / f"{name}.key", served[1])
+        return str(shutil.copyfile(certificates / f"{name}.pem", served[0]).read_text())
+
+    first = put("localhost")
+    tls = ServerTls(TlsFiles(str(served[0]), str(served[1])))
+    assert shown(tls, server_name, version) == first
+    put("other", with_key=False)
+    with pytest.raises(TlsError, match="is not the one of the certificate"):
+        tls.reload()
+    assert shown(tls, server_name, version) == first
+    for name in ("other", "rsa", "localhost"):  # a key of another kind is not added to the old one
+        new = put(name)
+        tls.reload()
+        assert shown(tls, server_name, version) == new
 
 
 # Unix sockets
