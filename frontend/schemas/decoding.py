@@ -56,7 +56,7 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     """Raises ApiError naming the field, its value and the limit; also for a field that is declared to be refused."""
     # The codec raises these four for hostile bytes.
     try:
-        body = _decode(decoder, data)
+        body = decode_uncollected(decoder, data)
     except msgspec.ValidationError as error:
         raise _explain(str(error), data) from None
     except msgspec.DecodeError as error:
@@ -71,7 +71,7 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     return body
 
 
-def _decode(decoder: msgspec.json.Decoder[_Decoded], data: bytes) -> _Decoded:
+def decode_uncollected(decoder: msgspec.json.Decoder[_Decoded], data: bytes) -> _Decoded:
     """JSON has no cycles: the collector would look through a large body again and again while it is being made."""
     if len(data) <= _SMALL_BODY_BYTES or not gc.isenabled():
         return decoder.decode(data)
@@ -141,7 +141,7 @@ def _explain(message: str, data: bytes) -> ApiError:
 def _value_at(path: str, data: bytes) -> str | None:
     """The value at a path such as messages[0].role, shortened; None where it cannot be said."""
     try:
-        value = _decode(_any, data)
+        value = decode_uncollected(_any, data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     for step in path.replace("[", ".[").split("."):

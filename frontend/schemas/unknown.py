@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from frontend.errors import ApiError, ErrorKind, shorten
+from frontend.schemas.decoding import decode_uncollected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock.bodies")
 
 _MAX_LISTED = 16
+_plain = msgspec.json.Decoder()
 _NOTHING: tuple[object, ...] = (None, False, "", [], {})
 """Values that ask for nothing."""
 
@@ -29,7 +31,7 @@ def check_unknown_fields(data: bytes, body_type: type[Struct], request_id: str, 
     if not refuses and not _log.isEnabledFor(logging.DEBUG):
         return
     try:
-        body, plain = _decoder(body_type).decode(data), msgspec.json.decode(data)
+        body, plain = decode_uncollected(_decoder(body_type), data), decode_uncollected(_plain, data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
     unknown = [shorten(path)[1:-1] for path, _ in zip(_unknown("", body, plain), range(_MAX_LISTED), strict=False)]
@@ -50,7 +52,8 @@ def _unknown(path: str, decoded: object, plain: Any) -> Iterator[str]:
                 yield from _unknown(inner, getattr(decoded, name), value)
             elif value not in _NOTHING:
                 yield inner
-    elif isinstance(decoded, list) and isinstance(plain, list):
+    elif isinstance(decoded, list) and isinstance(plain, list) and decoded and isinstance(decoded[0], Struct):
+        # Others, such as a prompt of a million tokens, hold nothing that could be unknown.
         for place, (item, value) in enumerate(zip(decoded, plain, strict=True)):
             yield from _unknown(f"{path}[{place}]", item, value)
 
