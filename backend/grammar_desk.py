@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,8 @@ class GrammarDesk:
         self._wake = wake
         self._max_waiting = max_waiting
         self._waiting: dict[tuple[int, int], Waiting] = {}
+        self._num_asking: Counter[Grammar] = Counter()
+        """How many of those wait for each."""
         self._done: deque[Waiting] = deque()
         """Those whose grammar is compiled, put there by the compiler's thread; some have left since."""
 
@@ -68,6 +70,7 @@ class GrammarDesk:
             return Failure(request_id, FailureCode.OVERLOADED, MAX_PENDING)
         waiting = Waiting(submission, arrived_s, deadline_s, grammar, future)
         self._waiting[submission.frontend, request_id] = waiting
+        self._num_asking[grammar] += 1
         future.add_done_callback(lambda _: self._note_done(waiting))
         return None
 
@@ -83,7 +86,7 @@ class GrammarDesk:
             submission = waiting.submission
             if self.find(submission.frontend, submission.request_id) is not waiting or self._compiler is None:
                 continue
-            del self._waiting[submission.frontend, submission.request_id]
+            self._take_out(submission.frontend, submission.request_id)
             try:
                 outcomes.append((waiting, self._compiler.finished(waiting.grammar, waiting.future)))
             except BadGrammar as error:
@@ -92,12 +95,22 @@ class GrammarDesk:
         return outcomes
 
     def forget(self, frontend: int, request_id: int) -> bool:
-        """True where the request waited here; its grammar is compiled all the same, for others."""
-        return self._waiting.pop((frontend, request_id), None) is not None
+        """True where the request waited here. A grammar that nobody else waits for is not begun any more; one that is
+        being compiled will be there for others."""
+        waiting = self._take_out(frontend, request_id)
+        if waiting is not None and waiting.grammar not in self._num_asking and self._compiler is not None:
+            self._compiler.give_up(waiting.grammar)
+        return waiting is not None
 
     def forget_frontend(self, frontend: int) -> int:
         """How many of its requests waited here."""
         keys = [key for key in self._waiting if key[0] == frontend]
-        for key in keys:
-            del self._waiting[key]
-        return len(keys)
+        return sum(self.forget(*key) for key in keys)
+
+    def _take_out(self, frontend: int, request_id: int) -> Waiting | None:
+        if (waiting := self._waiting.pop((frontend, request_id), None)) is None:
+            return None
+        self._num_asking[waiting.grammar] -= 1
+        if not self._num_asking[waiting.grammar]:
+            del self._num_asking[waiting.grammar]
+        return waiting

@@ -101,6 +101,12 @@ class GrammarCompiler:
             self._keep(grammar, matcher)
         return matcher.deep_copy()
 
+    def give_up(self, grammar: Grammar) -> None:
+        """Nobody waits for it any more: unless it has been begun, it is not compiled."""
+        future = self._pending.get(grammar)
+        if future is not None and future.cancel():
+            del self._pending[grammar]
+
     def _take_in_abandoned(self) -> None:
         """What has been compiled since all who asked for it left."""
         for grammar, future in [(grammar, future) for grammar, future in self._pending.items() if future.done()]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,29 @@ def test_grammars_whose_askers_have_left_take_no_place_from_others(
     compile_all(bench)
     bench.run_dry()
     assert text(bench, 3).isdigit()
+
+
+def test_grammars_that_nobody_waits_for_any_more_are_not_compiled(compiler: GrammarCompiler) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    compiler._worker.submit(lambda: (begun.set(), gate.wait(30)))
+    begun.wait(30)
+    bench = new_bench(compiler)
+    letters = Grammar("regex", "[a-f]{5}")
+    ask(bench, 0, letters)
+    for request_id in (1, 2):
+        ask(bench, request_id)
+    ask(bench, 3, letters, frontend=2)
+    bench.engine.turn()
+    bench.cancel(0)
+    bench.cancel(1)
+    bench.link.arrivals.append(FrontendDeath(2))
+    bench.engine.turn()
+    assert [grammar.text for grammar in compiler._pending] == [DIGITS.text]
+    gate.set()
+    compile_all(bench)
+    bench.run_dry()
+    assert text(bench, 2).isdigit()
+    assert compiler.compiled(letters) is None
 
 
 def test_a_deadline_holds_while_a_grammar_is_compiled_and_counts_from_arrival(compiler: GrammarCompiler) -> None:

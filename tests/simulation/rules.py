@@ -125,6 +125,8 @@ class SimulatedCompiler(GrammarCompiler):
         if not self._todo:
             return False
         future, grammar = self._todo.popleft()
+        if not future.set_running_or_notify_cancel():
+            return self.advance()
         if grammar.text == "bad":
             future.set_exception(BadGrammar("as told"))
         elif grammar.text == "broken":
