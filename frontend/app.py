@@ -180,7 +180,7 @@ class App:
             raise
         except Exception:  # noqa: BLE001 - logged with its trace
             # Our own bug. The client learns that it was one, the log learns which.
-            _log.exception("%s %s failed", exchange.method, exchange.path)
+            _log.exception("%s %s failed", exchange.method, shorten(exchange.path))
             if exchange.started:
                 exchange.drop()
                 return

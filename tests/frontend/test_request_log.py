@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from frontend.app import App
 from frontend.request_log import RequestRecord
 from shm.log import LineHandler, set_up_logging
 from shm.wire import Finish
@@ -126,3 +127,17 @@ async def test_a_failed_request_has_its_line(
     backend.script = says("x", finish=Finish.FAILED)
     assert (await connection.post("/v1/completions", {"prompt": "x"})).status == 500
     assert (await logged(connection, caplog))["finish_reason"] == "error"
+
+
+async def test_a_path_does_not_make_lines_of_its_own(
+    connection: Connection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_app: App, path: str) -> None:
+        raise ZeroDivisionError(path)
+
+    monkeypatch.setattr(App, "_methods", fails)
+    response = await connection.request("GET", "/a%0Ab%1B[2J" + "x" * 1000)
+    assert response.status == 500
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "penstock.app")
+    assert message.startswith('GET "/a\\nb\\u001b[2Jxx')
+    assert len(message) < 100
