@@ -139,5 +139,12 @@ class BenchOptions:
     """CPU time that carries a token from the backend to a frontend, for each --concurrency of streams. No server, no
     HTTP."""
 
+    mask_cost: Mode = False
+    """What a grammar costs for each row and step, with the model's tokenizer and with one of 128,000 tokens. No
+    server."""
+
+    workers_scaling: Mode = False
+    """One frontend worker against two over a model that costs nothing: tokens a second, and by CPU second."""
+
     json: Path | None = None
     """Also writes everything here."""

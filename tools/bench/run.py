@@ -19,12 +19,14 @@ from tools.bench.frontend_cost import NUM_STREAMS, measure_frontend_cost
 from tools.bench.interference import run_interference
 from tools.bench.ipc import run_ipc
 from tools.bench.load import BenchError, warm_up
+from tools.bench.mask_cost import run_mask_cost
 from tools.bench.options import BenchOptions
 from tools.bench.report import Report, check_can_write, make_console, make_table
 from tools.bench.scheduling import run_scheduling
 from tools.bench.server import OwnServer
 from tools.bench.shared_prefix import run_shared_prefix
 from tools.bench.storm import settle
+from tools.bench.workers_scaling import run_workers_scaling
 from tools.serve import ServeOptions
 
 _STORM_REQUESTS = 500
@@ -181,6 +183,8 @@ def _choose_mode(options: BenchOptions) -> Callable[[Bench, Console], bool]:
         "--interference": (options.interference, run_interference),
         "--scheduling": (options.scheduling, run_scheduling),
         "--ipc": (options.ipc, run_ipc),
+        "--mask-cost": (options.mask_cost, run_mask_cost),
+        "--workers-scaling": (options.workers_scaling, run_workers_scaling),
     }
     chosen = {name: run for name, (is_chosen, run) in modes.items() if is_chosen}
     if len(chosen) > 1:

@@ -43,6 +43,10 @@ def parse_lengths(text: str) -> Lengths:
     return lengths
 
 
+def draw_words(rng: random.Random, count: int, separator: str = " ") -> str:
+    return separator.join(rng.choices(_WORDS, k=count))
+
+
 Prompt = tuple[int, ...] | str
 
 
@@ -107,7 +111,7 @@ class Workload:
     def _draw_prompt(self, rng: random.Random) -> Prompt:
         length = self.prompt_tokens.draw(rng)
         if self.vocab_size is None:
-            return " ".join(rng.choices(_WORDS, k=length))
+            return draw_words(rng, length)
         # Special tokens stand at either end of a vocabulary; ordinary ones in between.
         low, high = self.vocab_size // 8, self.vocab_size - self.vocab_size // 8
         return tuple(rng.randrange(low, high) for _ in range(length))
