@@ -220,7 +220,7 @@ class Supervisor:
                         process.wait()
                     break
                 received = signal.sigtimedwait(_SIGNALS, min(remaining_s, _LONGEST_SLEEP_S))
-                if received is not None and received.si_signo in _STOP_SIGNALS:
+                if received is not None and received.si_signo in _STOP_SIGNALS and not self._reload(received.si_signo):
                     stop_timeout_s = min(stop_timeout_s, _HASTENED_STOP_S)
                     deadline_s = min(deadline_s, time.monotonic() + _HASTENED_STOP_S)
                     for process in self._running():

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 SUPERVISE = """
 import sys
 from shm.supervisor import ChildSpec, Supervisor
-children = [ChildSpec(name, (sys.executable, "-c", code), stage=stage) for name, code, stage in {children!r}]
+children = [
+    ChildSpec(name, (sys.executable, "-c", code), stage=stage, reloads={reloads})
+    for name, code, stage in {children!r}
+]
 log = lambda line: print(line, file=sys.stderr, flush=True)
 sys.exit(Supervisor(children, log=log, stop_timeout_s={stop_timeout_s}, settle_s={settle_s},
     first_pause_s=0.001, is_up={is_up}).run())
@@ -35,9 +38,15 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(
-        *children: tuple[str, str, int], stop_timeout_s: float = 60.0, settle_s: float = 5.0, is_up: str = "None"
+        *children: tuple[str, str, int],
+        stop_timeout_s: float = 60.0,
+        settle_s: float = 5.0,
+        is_up: str = "None",
+        reloads: bool = False,
     ) -> subprocess.Popen[str]:
-        code = SUPERVISE.format(children=children, stop_timeout_s=stop_timeout_s, settle_s=settle_s, is_up=is_up)
+        code = SUPERVISE.format(
+            children=children, stop_timeout_s=stop_timeout_s, settle_s=settle_s, is_up=is_up, reloads=reloads
+        )
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -139,6 +148,27 @@ def test_a_second_signal_is_passed_on(start: Callable[..., subprocess.Popen[str]
     supervisor.send_signal(signal.SIGINT)
     assert read(supervisor)[0] == "term"
     supervisor.communicate()
+    assert supervisor.returncode == 0
+
+
+def test_a_hangup_reloads_at_any_time_and_never_hastens_a_stop(start: Callable[..., subprocess.Popen[str]]) -> None:
+    patient = SAY + (
+        "for name in ('SIGTERM', 'SIGHUP'):\n"
+        "    signal.signal(getattr(signal, name), lambda number, _: say(signal.Signals(number).name))\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nimport sys\n"
+        "say('up')\nwhile True: signal.pause()"
+    )
+    supervisor = start(("worker", patient, 0), reloads=True)
+    _, worker = read(supervisor)
+    supervisor.send_signal(signal.SIGHUP)
+    assert read(supervisor)[0] == "SIGHUP"
+    supervisor.terminate()
+    assert read(supervisor)[0] == "SIGTERM"
+    supervisor.send_signal(signal.SIGHUP)
+    assert read(supervisor)[0] == "SIGHUP"
+    os.kill(worker, signal.SIGUSR1)
+    said, _ = supervisor.communicate()
+    assert said == ""  # no second SIGTERM
     assert supervisor.returncode == 0
 
 
