@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +17,9 @@ from frontend.settings import WORKER_SETTINGS_VARIABLE, AccessSettings, Limits, 
 from frontend.tls import ServerTls, TlsError, TlsFiles
 from shm.cli import ENV_PREFIX, fail, make_app
 from shm.supervisor import ChildSpec, Supervisor, module_argv
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 """As browsers write it: in lower case, with no path behind it."""
@@ -123,10 +127,14 @@ def reloads(options: FrontendOptions) -> bool:
     return options.api_key_file is not None or options.ssl_certfile is not None
 
 
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Keys and passwords are nobody's but the frontend's."""
+    return {name: value for name, value in environment.items() if name not in _SECRETS}
+
+
 def _environment(settings: WorkerSettings) -> dict[str, str]:
     """Of a worker. The settings hold what was secret in ours."""
-    kept = {name: value for name, value in os.environ.items() if name not in _SECRETS}
-    return kept | {WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
+    return without_secrets(os.environ) | {WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
 
 
 def _log(message: str) -> None:

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from backend.options import BackendOptions
 from frontend.listening import address_of, listening_socket, unlink
-from frontend.main import read_access, reloads, tls_files
+from frontend.main import read_access, reloads, tls_files, without_secrets
 from frontend.options import FrontendOptions
 from shm.cli import ENV_PREFIX, default_socket_path, fail, to_argv
 from shm.rendezvous import AddressInUse, CannotListen, check_free
@@ -154,7 +154,7 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
     frontend_argv = module_argv("frontend.main", to_argv(part(told, FrontendOptions)))
     fds = (listening.fileno(),)
     children = (
-        ChildSpec("backend", backend_argv, stage=0),
+        ChildSpec("backend", backend_argv, env=without_secrets(os.environ), stage=0),
         ChildSpec("frontend", frontend_argv, fds, environment, stage=1, reloads=reloads(options)),
     )
 

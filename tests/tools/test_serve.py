@@ -13,7 +13,7 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -107,7 +107,7 @@ Start = Callable[..., Serve]
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Serve] = []
 
-    def start(*arguments: str, port: int | None = None) -> Serve:
+    def start(*arguments: str, port: int | None = None, environment: Mapping[str, str] | None = None) -> Serve:
         if port is None:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
@@ -117,7 +117,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
+            env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), **(environment or {})},
         )
         assert process.stdout is not None
         assert process.stderr is not None
@@ -260,13 +260,16 @@ def test_the_socket_is_this_servers_own() -> None:
     assert str(os.getpid()) in private_socket_path().name
 
 
-def test_keys_work_and_stand_in_no_command_line(start: Start) -> None:
-    serve = start("--api-key", "one", "--api-key", "two")
+def test_keys_work_and_stand_in_no_command_line_nor_before_the_backend(start: Start) -> None:
+    serve = start(environment={"PENSTOCK_API_KEY": "one,two"})
     serve.wait_until_ready()
     assert serve.complete() == (401, "invalid_api_key")
     assert serve.complete(key="two")[0] == 200
     for pid in descendants(serve.process.pid):
-        assert b"two" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"two" not in command
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert (b"two" in environment) == (b"frontend." in command)
 
 
 def test_a_dry_run_is_the_backends_plan_and_no_server(start: Start) -> None:
