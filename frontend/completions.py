@@ -140,8 +140,8 @@ async def generate(
     identity = Identity(response_id, int(time.time()), card.model_id, card.fingerprint or None)
     answer = make_format(identity, usage, _streamed_usage(body))
     try:
-        exchange.charge(usage.prompt_tokens)
         choices = await submit(body, terms, prompts, guidance, served, backend)
+        exchange.charge(usage.prompt_tokens)
         generation = Generation(exchange, choices, answer, usage, record)
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: generation.timings().as_dict()

@@ -228,6 +228,24 @@ async def test_tokens_of_prompts_and_answers_are_charged_streamed_or_not(backend
     await connection.end()
 
 
+async def test_a_request_that_is_refused_takes_no_tokens(backend: FakeBackend) -> None:
+    backend.script = says("abc", finish=Finish.LENGTH)
+    connection = Connection(make_app(backend, admission=Admission([limited(tokens_per_minute=20)], clock=Clock())))
+
+    async def ask(prompt: list[int]) -> Response:
+        return await connection.request("POST", COMPLETIONS, {"prompt": prompt, "max_tokens": 3}, bearer("secret-a"))
+
+    too_long = await ask([1] * 5000)
+    assert (too_long.status, too_long.error["code"]) == (400, "context_length_exceeded")
+    backend.ready = False
+    assert (await ask([1] * 19)).status == 503
+    backend.ready = True
+    taken = await ask([1] * 10)
+    assert (taken.status, ratelimit(taken)["remaining-tokens"]) == (200, "10")
+    assert ratelimit(await ask([1]))["remaining-tokens"] == "6"
+    await connection.end()
+
+
 async def test_requests_in_flight_end_however_they_end(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend, admission=Admission([limited(requests_in_flight=2)]))
