@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from typing import Any
@@ -17,7 +18,7 @@ from frontend.formats.completion import CompletionFormat
 from frontend.schemas.chat import is_shallow
 from frontend.schemas.decoding import decode_chat, decode_completion
 from frontend.structured import read_grammar
-from tests.frontend.harness import Connection, make_app
+from tests.frontend.harness import Connection, make_app, model_card, served_model
 from tests.frontend.scoring import ScoringBackend
 
 _JSON = st.recursive(
@@ -94,3 +95,25 @@ async def test_log_probabilities_of_a_prompt_are_told_beside_the_loop(
     assert (await connection.post("/v1/completions", {"prompt": "the cat", **wanted})).status == 200
     assert (threads == [threading.main_thread()]) is not bool(wanted)
     await connection.end()
+
+
+async def test_of_the_longest_texts_two_are_made_into_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = served_model(model_card()).tokenizer
+    lock, pairs = threading.Lock(), threading.Barrier(2)
+    running: set[int] = set()
+    most: list[int] = []
+
+    def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        with lock:
+            running.add(threading.get_ident())
+            most.append(len(running))
+        pairs.wait(30)
+        with lock:
+            running.discard(threading.get_ident())
+        return [[len(texts), add_special_tokens]]
+
+    monkeypatch.setattr(tokenizer, "_encode", encode)
+    text = "x" * 300_000
+    told = await asyncio.gather(*(tokenizer.encode([text], add_special_tokens=False) for _ in range(8)))
+    assert told == [[[1, False]]] * 8
+    assert max(most) == 2
