@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Raw
+
 from frontend.blocks import Block, BlockKind, Blocks
 from frontend.formats.base import encode
 from frontend.formats.logprobs import chat_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from msgspec import Raw
 
     from frontend.deltas import Delta, Message, TokenLogprob
     from frontend.errors import ApiError
@@ -38,7 +38,9 @@ class ResponsesFormat:
         self.status = "queued"
         self.num_events = 0
         """Also the next event's sequence_number."""
-        self._fixed = {"id": identity.response_id, "object": "response", "created_at": identity.created, **settings}
+        fixed = {"id": identity.response_id, "object": "response", "created_at": identity.created, **settings}
+        self._fixed = {name: Raw(encode(value)) for name, value in fixed.items()}
+        """Encoded once: tools may be most of a body, and come in every event that tells the response."""
         self._model = identity.model
         self._usage = usage
         self._on_end = on_end
