@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -17,7 +18,7 @@ from frontend.tls import HANDSHAKE_TIMEOUT_S
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from frontend.app import App
 
@@ -25,6 +26,8 @@ KEEP_ALIVE_TIMEOUT_S = 75
 """Longer than load balancers keep theirs (60 s is common), so that never they find a connection just closed."""
 _LAST_WORDS_S = 2.0
 _STUCK_S = 1.0
+_KEEPING_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+"""A worker that ends leaves the Unix socket's file: others listen there, too."""
 
 
 class _Server(uvicorn.Server):
@@ -42,7 +45,10 @@ class _Server(uvicorn.Server):
 
         self.servers = []
         for listening in sockets or ():
-            create = loop.create_unix_server if listening.family == socket.AF_UNIX else loop.create_server
+            is_unix = listening.family == socket.AF_UNIX
+            create: Callable[..., Awaitable[asyncio.Server]] = (
+                partial(loop.create_unix_server, **_KEEPING_FILE) if is_unix else loop.create_server
+            )
             timeout_s = None if self.tls is None else HANDSHAKE_TIMEOUT_S
             self.servers.append(
                 await create(
