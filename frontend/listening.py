@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
-from contextlib import suppress
+import time
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from shm.cli import fail
 from shm.rendezvous import private_umask
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from frontend.options import FrontendOptions
 
 LONGEST_SOCKET_PATH_BYTES = 107
 _BACKLOG = 2048
+_LOCK_TIMEOUT_S = 2.0
 
 
 def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
@@ -41,10 +45,13 @@ def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
         fail(command, f"port {port} on {host} {reason}")
 
 
-def unlink(options: FrontendOptions) -> None:
-    """Removes the file of a Unix socket of our own; whoever has connected is not disturbed."""
-    if options.uds is not None and options.listen_fd is None:
-        options.uds.unlink(missing_ok=True)
+def unlink(listening: socket.socket) -> None:
+    """Removes the file of a Unix socket of our own, unless another server has put its own there; whoever has connected
+    is not disturbed."""
+    if isinstance(listening, _OwnUnixSocket):
+        with suppress(FileNotFoundError):
+            if os.path.samestat(listening.path.lstat(), listening.file):
+                listening.path.unlink()
 
 
 def address_of(listening: socket.socket, *, tls: bool) -> str:
@@ -57,20 +64,51 @@ def address_of(listening: socket.socket, *, tls: bool) -> str:
     return f"{'https' if tls else 'http'}://{shown_host}:{port}"
 
 
+class _OwnUnixSocket(socket.socket):
+    path: Path
+    file: os.stat_result
+
+
 def _unix_socket(path: Path, mode: int, command: str) -> socket.socket:
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
         fail(command, f"--uds {path} is longer than the {LONGEST_SOCKET_PATH_BYTES} bytes of a path")
-    listening = socket.socket(socket.AF_UNIX)
+    listening = _OwnUnixSocket(socket.AF_UNIX)
     try:
-        _remove_stale(path, command)
-        with private_umask():  # nobody else can connect before the mode is as it should be
-            listening.bind(os.fspath(path))
+        with _alone_in(path.parent):
+            _remove_stale(path, command)
+            with private_umask():  # nobody else can connect before the mode is as it should be
+                listening.bind(os.fspath(path))
+            listening.listen(_BACKLOG)
         path.chmod(mode)
-        listening.listen(_BACKLOG)
+        listening.path, listening.file = path.absolute(), path.lstat()
     except OSError as error:
         listening.close()
         fail(command, f"--uds {path} cannot be used: {error.strerror}")
     return listening
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Of two servers that start at once, one would remove the other's socket as stale before it listens. Raises
+    OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while not _lock(fd):
+            if time.monotonic() > deadline_s:
+                raise OSError(errno.EBUSY, "another process keeps its directory locked")
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _remove_stale(path: Path, command: str) -> None:

@@ -80,7 +80,7 @@ def serve(options: FrontendOptions) -> int:
         _log(f"listening on {address} with {options.workers} worker(s)")
 
     def close() -> None:
-        unlink(options)
+        unlink(listening)
         listening.close()
 
     supervisor = Supervisor(

@@ -165,7 +165,7 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
         return True
 
     def close() -> None:
-        unlink(options)
+        unlink(listening)
         listening.close()
 
     return Supervisor(

@@ -9,12 +9,15 @@ import socket
 import ssl
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
+from frontend.listening import listening_socket, unlink
+from frontend.options import FrontendOptions
 from frontend.tls import ServerTls, TlsError, TlsFiles
 from tests.frontend.test_main import BODY, Frontend, directory, run_to_its_end, scripted, start
 from tests.shm.scripted_backend import BackendProcess
@@ -236,6 +239,50 @@ def test_what_a_killed_server_left_is_taken_over_and_nothing_else_is(
     status, output = run_to_its_end(directory, "--uds", str(precious))
     assert (status, output) == (1, f"frontend: --uds {precious} is there already, and is no socket\n")
     assert precious.read_text() == "kept"
+
+
+def test_the_file_that_another_server_has_put_there_stays(directory: Path) -> None:
+    path, next_path = directory / "web.sock", directory / "next.sock"
+    first = listening_socket(FrontendOptions(uds=path), "frontend")
+    second = listening_socket(FrontendOptions(uds=next_path), "frontend")
+    with first, second:
+        next_path.replace(path)
+        unlink(first)
+        assert path.is_socket()
+        second.path = path  # type: ignore[attr-defined] # as if it had been made there
+        unlink(second)
+        assert not path.exists()
+        unlink(second)
+
+
+def test_of_servers_that_start_at_once_over_a_stale_socket_one_serves(directory: Path) -> None:
+    path = directory / "web.sock"
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom frontend.listening import listening_socket\n"
+        "from frontend.options import FrontendOptions\nprint('set', flush=True)\nsys.stdin.readline()\n"
+        "listening = listening_socket(FrontendOptions(uds=Path(sys.argv[1])), 'frontend')\n"
+        "print('serves', flush=True)\nsys.stdin.readline()"
+    )
+    argv = [sys.executable, "-c", code, str(path)]
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True, bufsize=1)
+            )
+            for _ in range(2)
+        ]
+        for server in servers:
+            stack.callback(server.kill)
+            assert server.stdout is not None
+            assert server.stdout.readline() == "set\n"
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(path))
+        for server in servers:
+            assert server.stdin is not None
+            server.stdin.write("\n")
+        assert sorted(server.stdout.readline() for server in servers if server.stdout is not None) == ["", "serves\n"]
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
 
 
 @pytest.mark.parametrize(
