@@ -30,7 +30,7 @@ _LOAD_COUNTERS = ("running", "waiting", "pages_used", "pages_total")
 
 async def tokenize(exchange: Exchange, data: bytes, served: ServedModel) -> None:
     """POST /tokenize. Raises ApiError."""
-    body = decode_tokenize(data)
+    body, chat = decode_tokenize(data)
     check_model(body.model, served.card)
     if body.content is not None:
         token_ids = await _encode(served, body.content, add_special_tokens=body.add_special is True)
@@ -39,10 +39,11 @@ async def tokenize(exchange: Exchange, data: bytes, served: ServedModel) -> None
             tokens = await _each(token_ids, lambda token_id: {"id": token_id, "piece": _piece(served, token_id)})
         await _respond(exchange, {"tokens": tokens})
         return
-    if body.prompt is not None:
-        token_ids = await _encode(served, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    if chat is not None:
+        token_ids = await render_chat(chat, served, is_long=True)
     else:
-        token_ids = await render_chat(decode_chat(data), served, is_long=True)
+        with_special = body.add_special_tokens is not False
+        token_ids = await _encode(served, body.prompt or "", add_special_tokens=with_special)
     told: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": served.card.max_context_tokens,

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from frontend.errors import ApiError, ErrorKind, invalid
-from frontend.schemas.chat import ChatMessage, Tool
+from frontend.schemas.chat import ChatBody, ChatMessage, Tool
 from frontend.schemas.decoding import decode_body, decode_chat
 from frontend.schemas.generation import ShortText, TokenId
 
@@ -46,20 +46,19 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 _SOURCES = ("prompt", "messages", "content")
 
 
-def decode_tokenize(data: bytes) -> TokenizeBody:
-    """Raises ApiError naming the field, its value and the limit."""
+def decode_tokenize(data: bytes) -> tuple[TokenizeBody, ChatBody | None]:
+    """The body, and the chat that it is where it has messages. Raises ApiError naming the field, its value and the
+    limit."""
     body = decode_body(_tokenize, data)
     given = [field for field in _SOURCES if getattr(body, field) is not None]
     if not given:
         raise ApiError(ErrorKind.MISSING_FIELD, "prompt: required, or messages, or content", param="prompt")
     if len(given) > 1:
         invalid(given[1], f"cannot be combined with {given[0]}")
-    if body.messages is not None:
-        decode_chat(data)  # what a chat request's messages must be like
     if body.parse_special is False:
         message = "parse_special: false is not supported: the names of special tokens are always read as those tokens"
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="parse_special")
-    return body
+    return body, None if body.messages is None else decode_chat(data)
 
 
 def decode_detokenize(data: bytes) -> DetokenizeBody:
