@@ -5,12 +5,11 @@ Grammars are compiled, copied and asked as the backend does, with its own classe
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +23,11 @@ from backend.forward_pass import SamplingParams, SlotInit, StepBatch
 from backend.grammars import BadGrammar, GrammarCompiler
 from backend.sampler import HostSampling
 from shm.wire import Constraints, Grammar
+from tools.bench.grammar_cases import CASES
 from tools.bench.load import BenchError
 from tools.bench.made_up_tokenizer import write_tokenizer
 from tools.bench.report import make_table
 from tools.bench.stats import Aim, percentile
-from tools.bench.workload import draw_words
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from backend.forward_pass import TokenMasks
     from backend.options import BackendOptions
     from tools.bench.context import Bench
+    from tools.bench.grammar_cases import Case
 
 NUM_ROWS = 32
 LARGE_VOCAB_SIZE = 128_000
@@ -93,70 +93,6 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    grammar: Grammar
-    answer: Callable[[random.Random], str]
-
-
-_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "role": {"enum": ["admin", "editor", "reader"]},
-        "tags": {"type": "array", "items": {"type": "string"}},
-        "address": {
-            "type": "object",
-            "properties": {"street": {"type": "string"}, "number": {"type": "integer"}, "note": {"type": "string"}},
-            "required": ["street", "number", "note"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["name", "age", "role", "tags", "address"],
-    "additionalProperties": False,
-}
-_REGEX = r"[0-9]{4}-[0-9]{2}-[0-9]{2} (DEBUG|INFO|WARNING|ERROR) [a-z]+(\.[a-z]+)*: [^\n]{1,300}"
-_LARK = """
-start: "select " column (", " column)* " from " NAME (" where " condition)?
-column: NAME | NAME "(" column ")"
-condition: comparison ((" and " | " or ") comparison)*
-comparison: column (" = " | " < " | " > ") value | "(" condition ")"
-value: /[0-9]+(\\.[0-9]+)?/ | /'[^'\\n]*'/
-NAME: /[a-z_]+/
-"""
-
-
-def _person(rng: random.Random) -> str:
-    person = {
-        "name": draw_words(rng, 2),
-        "age": rng.randint(0, 150),
-        "role": rng.choice(("admin", "editor", "reader")),
-        "tags": [draw_words(rng, 1) for _ in range(4)],
-        "address": {"street": draw_words(rng, 2), "number": rng.randint(1, 999), "note": draw_words(rng, 20)},
-    }
-    return json.dumps(person)
-
-
-def _log_line(rng: random.Random) -> str:
-    level = rng.choice(("DEBUG", "INFO", "WARNING", "ERROR"))
-    return f"2026-0{rng.randint(1, 9)}-{rng.randint(10, 28)} {level} {draw_words(rng, 3, '.')}: {draw_words(rng, 30)}"
-
-
-def _query(rng: random.Random) -> str:
-    columns = ", ".join(f"{draw_words(rng, 1)}({draw_words(rng, 1)})" for _ in range(4))
-    comparisons = [f"{draw_words(rng, 1)} = '{draw_words(rng, 3)}'" for _ in range(4)]
-    table = draw_words(rng, 2, "_")
-    return f"select {columns} from {table} where ({' or '.join(comparisons)}) and age > 12.5"  # noqa: S608 - only text
-
-
-_CASES = (
-    _Case(Grammar("json_schema", json.dumps(_SCHEMA)), _person),
-    _Case(Grammar("regex", _REGEX), _log_line),
-    _Case(Grammar("lark", _LARK), _query),
-)
-
-
 def run_mask_cost(bench: Bench, console: Console) -> bool:
     bench.refuse_url()
     with tempfile.TemporaryDirectory(prefix="penstock-masks-") as directory:
@@ -200,7 +136,7 @@ def measure_masks(vocabulary: Vocabulary, num_rounds: int, seed: int) -> list[Ma
         measurement = _Measurement(compiler, tokenizer, vocabulary)
         # The first compilation reads the tokenizer.
         measurement.compile(Grammar("regex", "a"))
-        return [measurement.cost(case, num_rounds, random.Random(seed)) for case in _CASES]  # noqa: S311
+        return [measurement.cost(case, num_rounds, random.Random(seed)) for case in CASES]  # noqa: S311
     except (BadGrammar, ConstraintFailed) as error:
         raise BenchError(f"a grammar of the benchmark fails with {vocabulary.tokenizer_json}: {error}") from None
     finally:
@@ -232,7 +168,7 @@ class _Measurement:
         future.exception()  # waits; `finished` raises what is to be raised
         return self._compiler.finished(grammar, future)
 
-    def cost(self, case: _Case, num_rounds: int, rng: random.Random) -> MaskCost:
+    def cost(self, case: Case, num_rounds: int, rng: random.Random) -> MaskCost:
         compile_ms: list[float] = []
         first_us: list[float] = []
         cold, warm = _RowTimes([], []), _RowTimes([], [])
@@ -258,14 +194,14 @@ class _Measurement:
             applied=Cost.of(self._applied_us(self._masks(case, rng), rng)),
         )
 
-    def _sequences(self, case: _Case, matchers: Sequence[LLMatcher] = ()) -> list[SequenceConstraints]:
+    def _sequences(self, case: Case, matchers: Sequence[LLMatcher] = ()) -> list[SequenceConstraints]:
         """With these matchers, or copies of the one that is at hand, as later requests get them."""
         copies: list[LLMatcher | None] = list(matchers)
         copies = copies or [self._compiler.compiled(case.grammar) for _ in range(NUM_ROWS)]
         wanted = Constraints(grammar=case.grammar)
         return [SequenceConstraints(wanted, matcher, self._stop_ids, self._vocab_size) for matcher in copies]
 
-    def _answers(self, case: _Case, rng: random.Random) -> list[list[int]]:
+    def _answers(self, case: Case, rng: random.Random) -> list[list[int]]:
         return [self._tokenizer.greedy_tokenize(case.answer(rng)) for _ in range(NUM_ROWS)]
 
     def _answer(self, sequences: list[SequenceConstraints], answers: list[list[int]], times: _RowTimes) -> None:
@@ -281,7 +217,7 @@ class _Measurement:
                 if faults:
                     raise BenchError(f"a grammar of the benchmark: {faults[0]}")
 
-    def _masks(self, case: _Case, rng: random.Random) -> TokenMasks:
+    def _masks(self, case: Case, rng: random.Random) -> TokenMasks:
         """Of a step whose rows are at different places of their answers. Raises BenchError."""
         sequences = self._sequences(case)
         rows = []
