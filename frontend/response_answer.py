@@ -55,7 +55,7 @@ class ResponseAnswer:
         if self._body.store is False:
             return
         added = (*to_messages(self.input_items), _said(answer))
-        # items and messages are two forms of the same
+        # with what the objects take beside their texts
         num_bytes = 2 * len(msgspec.json.encode(added))
         history: tuple[ChatMessage, ...] = ()
         if self._previous is not None:
@@ -64,7 +64,7 @@ class ResponseAnswer:
         stored = StoredResponse(
             answer.response_id,
             msgspec.json.encode(answer.snapshot()),
-            self.input_items,
+            msgspec.json.encode(self.input_items),
             (*history, *added),
             num_bytes,
             is_background=self._body.background is True,

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from frontend.schemas.chat import ChatMessage
-    from frontend.schemas.responses import Item
 
 _OVERHEAD_BYTES = 1024
 """What keeping a response costs beside what it holds."""
@@ -23,7 +22,8 @@ class StoredResponse:
     response_id: str
     body: bytes
     """The response object as JSON."""
-    input_items: Sequence[Item]
+    input_items: bytes
+    """The request's own, as JSON: decoded, a thousand empty ones would take many times what they are counted for."""
     messages: tuple[ChatMessage, ...]
     """The conversation up to here, this answer included, without instructions: they are each request's own."""
     num_message_bytes: int
@@ -34,7 +34,8 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        return _OVERHEAD_BYTES + len(self.body) + self.num_message_bytes + sum(map(len, self.events or ()))
+        own = _OVERHEAD_BYTES + len(self.body) + len(self.input_items)
+        return own + self.num_message_bytes + sum(map(len, self.events or ()))
 
 
 @dataclass(slots=True)

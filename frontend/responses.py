@@ -187,7 +187,9 @@ class Responses:
 
     def _input_of(self, tenant: bytes, response_id: str) -> Sequence[Item]:
         run = self._run_of(tenant, response_id)
-        return run.answer.input_items if run is not None else self._stored(tenant, response_id).input_items
+        if run is not None:
+            return run.answer.input_items
+        return _items.decode(self._stored(tenant, response_id).input_items)
 
     def _unknown(self, response_id: str, param: str | None) -> ApiError:
         if response_id.startswith("resp_") and not response_id.startswith(self._id_prefix):
@@ -266,6 +268,7 @@ class _Output(msgspec.Struct):
 
 
 _output = msgspec.json.Decoder(_Output)
+_items = msgspec.json.Decoder(list[Item])
 
 
 def _asked(exchange: Exchange) -> str:

@@ -57,6 +57,17 @@ async def test_a_long_conversation_is_rendered_beside_the_loop_however_short_the
     assert len(threads) == 3
 
 
+async def test_an_input_of_many_empty_parts_counts_for_what_it_takes(
+    connect: Callable[..., Connection], backend: FakeBackend
+) -> None:
+    backend.model = model_card(max_context_tokens=1 << 20)
+    connection = connect(max_stored_response_bytes=400_000)
+    for num_parts, status in ((200, 200), (2000, 404)):
+        content = [{"type": "input_text", "text": ""}] * num_parts
+        told = (await connection.post(PATH, {"input": [{"role": "user", "content": content}] * 5})).json()
+        assert (await connection.request("GET", f"{PATH}/{told['id']}")).status == status
+
+
 async def test_calls_of_a_response_are_answered_in_the_next() -> None:
     backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
     async with talking(backend) as connection:

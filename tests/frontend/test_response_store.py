@@ -18,7 +18,7 @@ IDS = st.sampled_from([f"resp_{number}" for number in range(8)])
 
 
 def response(response_id: str, num_bytes: int) -> StoredResponse:
-    return StoredResponse(response_id, b"x" * num_bytes, (), (), 0)
+    return StoredResponse(response_id, b"x" * num_bytes, b"", (), 0)
 
 
 class Store(RuleBasedStateMachine):
