@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from frontend.access import named_keys, read_key_file
+from frontend.access import KeyFileError, named_keys, read_key_file
 from frontend.admission import Admission
 from frontend.app import App
 from frontend.connections import raise_fd_limit
@@ -100,6 +100,10 @@ def main() -> None:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
+    except (KeyFileError, TlsError) as error:
+        # They were well when the command started: one that is started anew finds what has become of them since.
+        _log.critical("cannot start: %s", error)
+        sys.exit(1)
     finally:
         handler.close()
 

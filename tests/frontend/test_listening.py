@@ -332,6 +332,11 @@ def test_a_key_file_is_read_again_at_sighup_and_its_limits_are_kept_by_all_worke
     for _ in range(2):
         frontend.wait_for("the API keys stay as they were")
     assert ask("sk-one") == 200
+    frontend.workers()[0].kill()
+    frontend.wait_for("CRITICAL penstock.worker: cannot start: .*line 1: word 2 is none of")
+    assert "Traceback" not in frontend.log
+    keys.write_text("sk-one name=one\n")
+    frontend.wait_for("serving scripted")
     for process in (frontend.process.pid, *(worker.pid for worker in frontend.workers())):
         assert b"sk-" not in Path(f"/proc/{process}/cmdline").read_bytes()
     assert "sk-" not in frontend.log
