@@ -58,7 +58,7 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     try:
         body = decode_uncollected(decoder, data)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), data) from None
+        raise _explain(str(error), data, decoder.type) from None
     except msgspec.DecodeError as error:
         raise ApiError(ErrorKind.INVALID_JSON, f"the body is not JSON: {error}") from None
     except UnicodeDecodeError:
@@ -118,7 +118,7 @@ def _is_flat(value: str | float | tuple[object, ...]) -> bool:
     return not isinstance(value, tuple) or all(isinstance(item, str) for item in value)
 
 
-def _explain(message: str, data: bytes) -> ApiError:
+def _explain(message: str, data: bytes, body_type: type[Struct]) -> ApiError:
     """The codec's own words, such as "Expected `int` <= 16 - at `$.n`", as an error that names field and value."""
     expected, _, place = message.replace("`", "").rpartition(" - at ")
     expected, place = (expected, place) if expected else (place, "$")
@@ -129,6 +129,12 @@ def _explain(message: str, data: bytes) -> ApiError:
     of_key = place.startswith("key in ")
     path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")
     expected = f"{expected[:1].lower()}{expected[1:]}"
+    if (
+        choices := _choices(msgspec.inspect.type_info(body_type), _steps(path))
+        if expected.startswith("invalid ")
+        else ()
+    ):
+        expected = f"must be one of {', '.join(sorted(choices))}"
     if not path:
         return ApiError(ErrorKind.INVALID_VALUE, f"the body must be a JSON object: {expected}")
     if of_key:
@@ -138,13 +144,33 @@ def _explain(message: str, data: bytes) -> ApiError:
     return ApiError(ErrorKind.INVALID_VALUE, f"{path}: {expected}", param=path)
 
 
+def _choices(kind: msgspec.inspect.Type, steps: list[str]) -> list[str]:
+    """The values that a type allows at a path within it, where they are few."""
+    match kind:
+        case msgspec.inspect.UnionType(types):
+            return [choice for member in types for choice in _choices(member, steps)]
+        case msgspec.inspect.LiteralType(values) if not steps:
+            return [str(value) for value in values]
+        case msgspec.inspect.StructType() if steps:
+            inner = [_choices(field.type, steps[1:]) for field in kind.fields if field.encode_name == steps[0]]
+            return inner[0] if inner else [str(kind.tag)] if steps == [kind.tag_field] else []
+        case msgspec.inspect.ListType() if steps:
+            return _choices(kind.item_type, steps[1:])
+    return []
+
+
+def _steps(path: str) -> list[str]:
+    """messages[0].role: messages, [0], role."""
+    return path.replace("[", ".[").split(".")
+
+
 def _value_at(path: str, data: bytes) -> str | None:
     """The value at a path such as messages[0].role, shortened; None where it cannot be said."""
     try:
         value = decode_uncollected(_any, data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    for step in path.replace("[", ".[").split("."):
+    for step in _steps(path):
         if step.startswith("["):
             index = step[1:-1]
             if not index.isdecimal() or not isinstance(value, list) or int(index) >= len(value):

@@ -117,3 +117,44 @@ async def test_a_refusal_is_handed_back_as_the_assistants_words(connection: Conn
     messages[1] = {"role": "assistant", "content": [{"type": "refusal"}]}
     refused = await connection.post(CHAT, {"messages": messages})
     assert (refused.status, refused.error["param"]) == (400, "messages[1].content[0].refusal")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "said"),
+    [
+        (CHAT, {"reasoning_effort": "default"}, "reasoning_effort: must be one of high, low, max, medium, minimal, "),
+        (CHAT, {"tool_choice": "any"}, 'tool_choice: must be one of auto, none, required, got "any"'),
+        (
+            CHAT,
+            {"tool_choice": {"type": "auto"}},
+            'tool_choice.type: must be one of allowed_tools, function, got "auto"',
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "function"}]},
+            "messages[0].role: must be one of assistant, developer, system, tool, ",
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "xml"}},
+            "response_format.type: must be one of json_object, json_schema, text, ",
+        ),
+        ("/v1/responses", {"input": "a", "reasoning": {"effort": "x"}}, "reasoning.effort: must be one of high, "),
+        (
+            "/v1/messages",
+            {"max_tokens": 5, "thinking": {"type": "on"}},
+            "thinking.type: must be one of adaptive, disabled, ",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "truncation_side": "up"},
+            "truncation_side: must be one of left, right, got ",
+        ),
+    ],
+)
+async def test_a_value_that_is_none_of_a_few_is_answered_with_those(
+    connection: Connection, path: str, fields: dict[str, Any], said: str
+) -> None:
+    refused = await connection.post(path, {**HI, **fields})
+    assert refused.status == 400
+    assert refused.json()["error"]["message"].startswith(said)
