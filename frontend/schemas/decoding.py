@@ -129,12 +129,9 @@ def _explain(message: str, data: bytes, body_type: type[Struct]) -> ApiError:
     of_key = place.startswith("key in ")
     path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")
     expected = f"{expected[:1].lower()}{expected[1:]}"
-    if (
-        choices := _choices(msgspec.inspect.type_info(body_type), _steps(path))
-        if expected.startswith("invalid ")
-        else ()
-    ):
-        expected = f"must be one of {', '.join(sorted(choices))}"
+    if expected.startswith("invalid "):  # what is not one of a few values; the codec does not say which
+        allowed = _choices(msgspec.inspect.type_info(body_type), _steps(path))
+        expected = f"must be one of {', '.join(sorted(allowed))}" if allowed else expected
     if not path:
         return ApiError(ErrorKind.INVALID_VALUE, f"the body must be a JSON object: {expected}")
     if of_key:
