@@ -30,6 +30,7 @@ _DEFAULTS: dict[str, frozenset[object]] = {
 _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
 _any = msgspec.json.Decoder()
+_type_info = cache(msgspec.inspect.type_info)
 
 Body = TypeVar("Body", bound=Struct)
 _Decoded = TypeVar("_Decoded")
@@ -130,7 +131,7 @@ def _explain(message: str, data: bytes, body_type: type[Struct]) -> ApiError:
     path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")
     expected = f"{expected[:1].lower()}{expected[1:]}"
     if expected.startswith("invalid "):  # what is not one of a few values; the codec does not say which
-        allowed = _choices(msgspec.inspect.type_info(body_type), _steps(path))
+        allowed = _choices(_type_info(body_type), _steps(path))
         expected = f"must be one of {', '.join(sorted(allowed))}" if allowed else expected
     if not path:
         return ApiError(ErrorKind.INVALID_VALUE, f"the body must be a JSON object: {expected}")
