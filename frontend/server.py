@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from frontend.connections import MAX_CONNECTIONS, Connections
+from frontend.handshakes import Handshake
 from frontend.http_limits import LimitedProtocol
-from frontend.tls import HANDSHAKE_TIMEOUT_S
 
 if TYPE_CHECKING:
     import ssl
@@ -31,10 +31,8 @@ _KEEPING_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >=
 
 
 class _Server(uvicorn.Server):
-    tls: ssl.SSLContext | None = None
-
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """In uvicorn's place, which knows neither Unix sockets that listen already nor a time for handshakes."""
+        """In uvicorn's place, which knows no Unix sockets that listen already."""
         await self.lifespan.startup()
         loop, config = asyncio.get_running_loop(), self.config
 
@@ -49,13 +47,10 @@ class _Server(uvicorn.Server):
             create: Callable[..., Awaitable[asyncio.Server]] = (
                 partial(loop.create_unix_server, **_KEEPING_FILE) if is_unix else loop.create_server
             )
-            timeout_s = None if self.tls is None else HANDSHAKE_TIMEOUT_S
             self.servers.append(
                 await create(
                     new_connection,
                     sock=listening,
-                    ssl=self.tls,
-                    ssl_handshake_timeout=timeout_s,
                     backlog=config.backlog,
                 )
             )
@@ -67,11 +62,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def server_config(app: App, *, max_connections: int = MAX_CONNECTIONS) -> uvicorn.Config:
+def server_config(
+    app: App, *, max_connections: int = MAX_CONNECTIONS, tls: ssl.SSLContext | None = None
+) -> uvicorn.Config:
     """How uvicorn runs the app."""
+    crowd = Connections(max_connections)
     return uvicorn.Config(
         app,
-        http=partial(LimitedProtocol, Connections(max_connections)),  # type: ignore[arg-type]
+        http=partial(LimitedProtocol, crowd) if tls is None else partial(Handshake, crowd, tls),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -98,8 +96,7 @@ class HttpServer:
         self._app = app
         self._listening = listening
         self._drain_timeout_s = drain_timeout_s
-        self._server = _Server(server_config(app, max_connections=max_connections))
-        self._server.tls = tls
+        self._server = _Server(server_config(app, max_connections=max_connections, tls=tls))
         self._stop = asyncio.Event()
         self._hasten = asyncio.Event()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from frontend.connections import RESERVED_FDS
 from frontend.listening import listening_socket, unlink
 from frontend.options import FrontendOptions
 from frontend.tls import ServerTls, TlsError, TlsFiles
@@ -195,6 +196,31 @@ def test_half_of_a_new_pair_changes_nothing_and_the_whole_pair_all(
         new = put(name)
         tls.reload()
         assert shown(tls, server_name, version) == new
+
+
+def test_connections_without_a_handshake_count_and_make_room(
+    start: Callable[..., Frontend], certificates: Path
+) -> None:
+    files = certificates / "localhost.pem", certificates / "localhost.key"
+    frontend = start("--ssl-certfile", str(files[0]), "--ssl-keyfile", str(files[1]), max_fds=RESERVED_FDS + 20)
+    frontend.wait_for("no backend yet")
+    address = frontend.client.base_url
+    with contextlib.ExitStack() as stack, httpx.Client(base_url=address, verify=trusting(files[0])) as client:
+        silent = [
+            stack.enter_context(socket.create_connection((address.host, address.port or 0), timeout=5))
+            for _ in range(21)
+        ]
+        # None has been silent for long enough to make room for one more; long before any handshake's time is up.
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[-1].recv(1) == b""
+        frontend.wait_for("20 connections, all that this worker takes")
+        status = 0
+        while not status:
+            with contextlib.suppress(httpx.TransportError):
+                status = client.get("/health").status_code
+        assert status == 200
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
 
 
 # Unix sockets
