@@ -113,6 +113,7 @@ class Choice:
         self._parser = wanted.make_parser() if wanted.make_parser is not None else None
         self._has_called = False
         self._is_opened = False
+        self._echoed: Delta | None = None
 
     @property
     def told_prompt(self) -> Sequence[int]:
@@ -121,7 +122,13 @@ class Choice:
 
     @property
     def tells_prompt_logprobs(self) -> bool:
-        return self._wanted.prompt_logprobs
+        """In whatever shape: there may be hundreds of thousands, all at once."""
+        return self._wanted.prompt_logprobs or (self._wanted.echo and self._wanted.logprobs)
+
+    def prepare_echo(self) -> None:
+        """What stands before the answer, if anything does; before the first batch with tokens is taken. Any thread."""
+        if self._wanted.echo and self._echoed is None:
+            self._echoed = self._echo()
 
     @property
     def grammar_field(self) -> str | None:
@@ -136,8 +143,10 @@ class Choice:
         pieces = _Pieces()
         if not self._is_opened and batch.token_ids:
             self._is_opened = True
-            if self._wanted.echo:
-                self._echo(pieces)
+            self.prepare_echo()
+            if self._echoed is not None:
+                self._num_characters = len(self._echoed.text)
+                pieces.deltas.append(self._echoed)
         if self._wanted.no_output:
             if batch.finish in (Finish.STOP, Finish.LENGTH):
                 self.finish_reason = "length"
@@ -217,13 +226,11 @@ class Choice:
             self._has_called = self._has_called or bool(delta.tool_calls)
             pieces.deltas.append(delta)
 
-    def _echo(self, pieces: _Pieces) -> None:
+    def _echo(self) -> Delta:
         text = self._prompt_text
         if text is None:
             text = self._tokenizer.decode(self.prompt, skip_special_tokens=False)
-        self._num_characters = len(text)
-        logprobs = tuple(self.prompt_logprobs(text)) if self._wanted.logprobs else ()
-        pieces.deltas.append(Delta(text, logprobs=logprobs))
+        return Delta(text, logprobs=tuple(self.prompt_logprobs(text)) if self._wanted.logprobs else ())
 
     def prompt_logprobs(self, text: str = "") -> list[TokenLogprob]:
         """Of the prompt's tokens, the first of which has none; known when the first batch has come. text is what they

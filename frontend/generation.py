@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shm.client import TokenBatch, TokenStream
 
 _RETRY_AFTER_S = 1
+_INLINE_LOGPROBS = 64
+"""Tokens; more at once, as those of a prompt are, become a part of the answer in a thread."""
 _SHOWN_CHARACTERS = 200
 """Of what is wrong with a grammar."""
 
@@ -88,7 +90,9 @@ class Generation:
             if choice.index not in opened:
                 opened.add(choice.index)
                 event = answer.opening(choice.index, choice.told_prompt)
-            if delta:
+            if len(delta.logprobs) > _INLINE_LOGPROBS:
+                event += await asyncio.to_thread(answer.delta, choice.index, delta)
+            elif delta:
                 event += answer.delta(choice.index, delta)
             if choice.finish_reason is not None:
                 event += answer.closing(choice.index, choice.finish_reason, choice.stopped_by)
@@ -125,6 +129,8 @@ class Generation:
             async for batch in choice.stream:
                 if batch.token_ids and self._record.first_token_s is None:
                     self._record.first_token_s = time.monotonic()
+                if batch.token_ids and choice.num_tokens == 0 and choice.tells_prompt_logprobs:
+                    await asyncio.to_thread(choice.prepare_echo)
                 if batch.finish is Finish.CANCELLED:
                     self._usage.completion_tokens += len(batch.token_ids)
                     raise self._exchange.ending or shutting_down()

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.deltas import Message
+from frontend.choice import Choice
+from frontend.deltas import Delta, Message, TokenLogprob
 from frontend.errors import ApiError
 from frontend.formats.completion import CompletionFormat
 from frontend.schemas.chat import is_shallow
@@ -79,7 +80,9 @@ def test_the_garbage_collector_runs_again_behind_a_large_body(end: str) -> None:
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("wanted", [{}, {"prompt_logprobs": 1}])
+@pytest.mark.parametrize(
+    "wanted", [{}, {"echo": True}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}]
+)
 async def test_log_probabilities_of_a_prompt_are_told_beside_the_loop(
     monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
 ) -> None:
@@ -93,7 +96,8 @@ async def test_log_probabilities_of_a_prompt_are_told_beside_the_loop(
     monkeypatch.setattr(CompletionFormat, "whole", noted)
     connection = Connection(make_app(ScoringBackend()))
     assert (await connection.post("/v1/completions", {"prompt": "the cat", **wanted})).status == 200
-    assert (threads == [threading.main_thread()]) is not bool(wanted)
+    is_scored = "prompt_logprobs" in wanted or len(wanted) == 2
+    assert (threads == [threading.main_thread()]) is not is_scored
     await connection.end()
 
 
@@ -117,3 +121,34 @@ async def test_of_the_longest_texts_two_are_made_into_tokens_at_a_time(monkeypat
     told = await asyncio.gather(*(tokenizer.encode([text], add_special_tokens=False) for _ in range(8)))
     assert told == [[[1, False]]] * 8
     assert max(most) == 2
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+async def test_a_streamed_echo_is_told_beside_the_loop_as_it_is_not_streamed(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    threads: list[threading.Thread] = []
+    delta, logprobs = CompletionFormat.delta, Choice.prompt_logprobs
+
+    def noted_delta(answer: CompletionFormat, index: int, piece: Delta) -> bytes:
+        if len(piece.logprobs) > 90:
+            threads.append(threading.current_thread())
+        return delta(answer, index, piece)
+
+    def noted_logprobs(choice: Choice, text: str = "") -> list[TokenLogprob]:
+        threads.append(threading.current_thread())
+        return logprobs(choice, text)
+
+    monkeypatch.setattr(CompletionFormat, "delta", noted_delta)
+    monkeypatch.setattr(Choice, "prompt_logprobs", noted_logprobs)
+    connection = Connection(make_app(ScoringBackend()))
+    body = {"prompt": "the cat 猫 " * 60, "echo": True, "logprobs": 2, "max_tokens": max_tokens}
+    whole = (await connection.post("/v1/completions", body)).json()["choices"][0]
+    events = (await connection.post("/v1/completions", {**body, "stream": True})).events()
+    pieces = [event["choices"][0] for event in events[:-1]]
+    assert "".join(piece["text"] for piece in pieces) == whole["text"]
+    told = [piece["logprobs"]["tokens"] for piece in pieces if piece["logprobs"]]
+    assert [token for tokens in told for token in tokens] == whole["logprobs"]["tokens"]
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
+    await connection.end()
