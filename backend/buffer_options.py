@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from backend.errors import StartupError
-from backend.forward_pass import IDeviceLogits
+from backend.forward_pass import IDeviceHiddenStates, IDeviceLogits, IHiddenStates
 from shm.buffer_export import BufferExporter
 from shm.cuda_driver import DriverDevice
 from shm.device_api import DeviceError
@@ -46,8 +46,11 @@ def make_exporter(
     kinds = {"cuda": (BufferKind.CUDA,), "host": (BufferKind.HOST,)}.get(
         choice, (BufferKind.CUDA, BufferKind.HOST) if has_device_outputs else (BufferKind.HOST,)
     )
-    contents = (
+    contents: tuple[ContentSpec, ...] = (
         ContentSpec(BufferContent.TOKENS, 1, "<i4"),
         ContentSpec(BufferContent.LOGITS, forward_pass.spec.vocab_size, "<f4"),
     )
+    # A content is offered in every kind of memory or not at all.
+    if isinstance(forward_pass, IDeviceHiddenStates if BufferKind.CUDA in kinds else IHiddenStates):
+        contents += (ContentSpec(BufferContent.HIDDEN_STATES, forward_pass.hidden_size, "<f4"),)
     return BufferExporter(kinds, contents, budget_bytes, device)

@@ -238,8 +238,8 @@ class IBatchedForwardPass(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLogits:
-    """A step's logits on the GPU: float32 [L, vocab_size], contiguous, once the work that stream holds now is done."""
+class DeviceRows:
+    """A step's output on the GPU: float32 [L, n], contiguous, once the work that stream holds now is done."""
 
     pointer: int
     stream: int
@@ -250,6 +250,27 @@ class DeviceLogits:
 class IDeviceLogits(Protocol):
     """What a pass on a GPU may be besides: clients on the same GPU get its logits without a copy through the host."""
 
-    def device_logits(self, logits: Any) -> DeviceLogits:
-        """Of what `forward` returned. Called before `sample`; they are copied in the stream's order, at once."""
+    def device_logits(self, logits: Any) -> DeviceRows:
+        """Of what `forward` returned, [L, vocab_size]. Called before `sample`; copied in the stream's order."""
+        ...
+
+
+@runtime_checkable
+class IHiddenStates(Protocol):
+    """What a pass may be besides: clients get what its logits are made of, the last layer's normed output."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def host_hidden_states(self, logits: Any) -> NDArray[np.float32]:
+        """Of the step whose logits `forward` returned last, on the host: [L, hidden_size]. Called before `sample`."""
+        ...
+
+
+@runtime_checkable
+class IDeviceHiddenStates(IHiddenStates, IDeviceLogits, Protocol):
+    """And on a GPU: there they are offered only if they need no copy through the host, as its logits."""
+
+    def device_hidden_states(self, logits: Any) -> DeviceRows:
+        """As `host_hidden_states`, and as `device_logits`."""
         ...

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from backend.forward_pass import IDeviceLogits
 from shm.device_api import DeviceRow
+from shm.wire import BufferContent
 
 if TYPE_CHECKING:
-    from backend.forward_pass import IBatchedForwardPass
+    from numpy.typing import NDArray
+
+    from backend.forward_pass import DeviceRows, IBatchedForwardPass, IDeviceHiddenStates, IDeviceLogits, IHiddenStates
     from backend.plan import Plan
 
 _OUTPUT = attrgetter("output")
@@ -24,15 +26,35 @@ def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, plan: Plan) ->
     """
     if not any(map(_OUTPUT, plan.sequences)):  # nearly always, so at next to no cost
         return
-    on_device = on_host = None
+    on_host: dict[BufferContent, NDArray[np.float32]] = {}
+    on_device: dict[BufferContent, DeviceRows] = {}
     for row, index in enumerate(plan.logit_rows):
         sequence = plan.sequences[index]
         loan, generated_index = sequence.output, plan.ends[index] - sequence.output_start
         if loan is None or generated_index < 0 or not loan.wants(generated_index):
             continue
-        if not loan.is_on_device:
-            on_host = forward_pass.host_logits(logits) if on_host is None else on_host
-            loan.write(generated_index, np.ascontiguousarray(on_host[row], np.float32).data)
-        elif isinstance(forward_pass, IDeviceLogits):
-            on_device = forward_pass.device_logits(logits) if on_device is None else on_device
-            loan.write(generated_index, DeviceRow(on_device.pointer + row * loan.row_bytes, on_device.stream))
+        content = loan.content
+        if loan.is_on_device:
+            if content not in on_device:
+                on_device[content] = _device_rows(forward_pass, logits, content)
+            rows = on_device[content]
+            loan.write(generated_index, DeviceRow(rows.pointer + row * loan.row_bytes, rows.stream))
+        else:
+            if content not in on_host:
+                on_host[content] = _host_rows(forward_pass, logits, content)
+            loan.write(generated_index, np.ascontiguousarray(on_host[content][row], np.float32).data)
+
+
+# Nothing is lent for what `make_exporter` did not find the pass to have.
+
+
+def _host_rows(forward_pass: IBatchedForwardPass, logits: Any, content: BufferContent) -> NDArray[np.float32]:
+    if content is BufferContent.HIDDEN_STATES:
+        return cast("IHiddenStates", forward_pass).host_hidden_states(logits)
+    return forward_pass.host_logits(logits)
+
+
+def _device_rows(forward_pass: IBatchedForwardPass, logits: Any, content: BufferContent) -> DeviceRows:
+    if content is BufferContent.HIDDEN_STATES:
+        return cast("IDeviceHiddenStates", forward_pass).device_hidden_states(logits)
+    return cast("IDeviceLogits", forward_pass).device_logits(logits)

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from backend.buffer_options import check_choice, make_exporter, open_device_of
 from backend.errors import StartupError
-from backend.forward_pass import DeviceLogits, IBatchedForwardPass, PassOptions, StepBatch
+from backend.forward_pass import DeviceRows, IBatchedForwardPass, PassOptions, StepBatch
 from backend.main import DEMO_MODEL_DIR
 from backend.passes.decoder.forward_pass import DecoderPass
 from backend.passes.fake import FakePass
 from shm.client import BufferSlice, GenerationRequest
-from shm.wire import BufferContent, BufferKind, BufferWish, Finish, Sampling
+from shm.wire import BufferContent, BufferKind, BufferWish, ContentSpec, Finish, Sampling
 from tests.backend.served import MAX_RUNNING, connected, generate, served
+from tests.checkpoints import load_oracle
 from tests.shm.fake_device import FakeDevice
 
 GREEDY = Sampling(temperature=0.0)
@@ -48,8 +50,8 @@ class DeviceFakePass(FakePass):
         self.num_host_copies += 1
         return super().host_logits(logits)
 
-    def device_logits(self, logits: NDArray[np.float32]) -> DeviceLogits:
-        return DeviceLogits(self._pointer, self.STREAM)
+    def device_logits(self, logits: NDArray[np.float32]) -> DeviceRows:
+        return DeviceRows(self._pointer, self.STREAM)
 
     def close(self) -> None:
         self._device.run(self.STREAM)
@@ -107,6 +109,52 @@ async def test_each_row_is_what_its_token_was_sampled_from(load: Callable[[], IB
                 assert rows.argmax(1).tolist() == generated[:6]
                 expected = logits_alone(load, prompt + generated[:6], 6)
                 np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-4)
+
+
+async def test_hidden_states_arrive_as_logits_do_beside_them() -> None:
+    oracle = load_oracle(DEMO_MODEL_DIR)
+    contents = (BufferContent.HIDDEN_STATES, BufferContent.LOGITS, BufferContent.HIDDEN_STATES)
+    with served(decoder) as path:
+        async with connected(path, BufferWish(3, 1 << 17)) as client:
+            buffers = [client.take_buffer() for _ in contents]
+            prompts = [[*PROMPT, number] for number in range(3)]
+            asked = [
+                generate(client, GenerationRequest(prompt, 8, GREEDY, output=BufferSlice(buffer, content, 5)))
+                for prompt, buffer, content in zip(prompts, buffers, contents, strict=True)
+            ]
+            answers = zip(prompts, buffers, contents, await asyncio.gather(*asked), strict=True)
+            for prompt, buffer, content, tokens in answers:
+                ids = torch.tensor([prompt + tokens[:4]])
+                with torch.inference_mode():
+                    if content is BufferContent.LOGITS:
+                        expected = oracle(ids).logits[0, -5:].numpy()
+                    else:
+                        expected = oracle.model(ids).last_hidden_state[0, -5:].numpy()
+                rows = np.asarray(buffer.rows()).reshape(expected.shape)
+                np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_hidden_states_are_offered_where_the_pass_has_them_in_every_kind_of_memory(tmp_path: Path) -> None:
+    class OnHostOnly(DeviceFakePass):
+        hidden_size = 8
+
+        def host_hidden_states(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+            return logits[:, :8]
+
+    class OnDevice(OnHostOnly):
+        def device_hidden_states(self, logits: NDArray[np.float32]) -> DeviceRows:
+            return self.device_logits(logits)
+
+    device = FakeDevice(tmp_path)
+    hidden_states = ContentSpec(BufferContent.HIDDEN_STATES, 8, "<f4")
+    for choice, kind, is_offered in (
+        ("auto", DeviceFakePass, False),
+        ("auto", OnHostOnly, False),
+        ("host", OnHostOnly, True),
+        ("host", OnDevice, True),
+        ("auto", OnDevice, True),
+    ):
+        assert (hidden_states in make_exporter(choice, 1, kind(device), device)._contents) is is_offered
 
 
 async def test_a_request_that_wants_logits_shares_prefixes_but_no_sequence() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from backend.forward_pass import SamplingParams, SlotInit, StepBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -40,6 +40,8 @@ class Driver:
         self.page_size = page_size
         self.free_pages = np.random.default_rng(seed).permutation(num_pages).tolist()
         self.rows: list[Row] = []
+        self.read: Callable[[Any], NDArray[np.float32]] = forward_pass.host_logits
+        """What `step` returns of what it has computed."""
         forward_pass.create_cache(num_pages, page_size, kv_dtype)
 
     def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Row:
@@ -81,11 +83,11 @@ class Driver:
         )
 
     def step(self, parts: Sequence[tuple[Row, int]]) -> dict[int, NDArray[np.float32]]:
-        """Runs one step; rows that catch up get their sampled token appended. Returns their logits by slot."""
+        """Runs one step; rows that catch up get their sampled token appended. Returns what `read` gave, by slot."""
         batch = self.build(parts)
         ordered = sorted(parts, key=lambda part: part[1] != 1)
         logits = self.forward_pass.forward(batch)
-        host = np.array(self.forward_pass.host_logits(logits))
+        host = np.array(self.read(logits))
         sampled = self.forward_pass.sample(logits, batch).wait().token_ids
         for row, count in ordered:
             row.computed += count

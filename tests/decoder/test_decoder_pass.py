@@ -92,6 +92,35 @@ def test_logits_of_ragged_prompts_are_those_of_transformers(
         np.testing.assert_allclose(logits, oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", ["llama3", "qwen3"])
+def test_hidden_states_are_those_that_transformers_makes_its_logits_of(
+    architecture: str, dtype: torch.dtype, make_ops: MakeOps
+) -> None:
+    """Of rows beside others that are not done with their prompts, and of decode."""
+    driver = Driver(make_pass(architecture, make_ops, dtype), num_pages=64, page_size=8)
+    driver.read = driver.forward_pass.host_hidden_states
+    rows = [driver.add(prompt) for prompt in prompts((1, 17, 40))]
+    for counts, num_found in (((1, 17, 5), 2), ((1, 1, 35), 3), ((1, 1, 1), 3)):
+        tokens = {row.slot: list(row.tokens) for row in rows}
+        found = driver.step(list(zip(rows, counts, strict=True)))
+        assert len(found) == num_found
+        for slot, states in found.items():
+            with torch.inference_mode():
+                expected = oracle(architecture).model(torch.tensor([tokens[slot]])).last_hidden_state[0, -1].numpy()
+            assert (states.dtype, states.shape) == (np.float32, (driver.forward_pass.hidden_size,))
+            if dtype is torch.float32:
+                np.testing.assert_allclose(states, expected, atol=1e-4, rtol=0)
+            else:
+                assert np.linalg.norm(states - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def test_without_logits_there_are_no_hidden_states(make_ops: MakeOps) -> None:
+    driver = Driver(make_pass("llama3", make_ops), num_pages=8, page_size=8)
+    logits = driver.forward_pass.forward(driver.build([(driver.add(range(9)), 4)]))
+    assert driver.forward_pass.host_hidden_states(logits).shape == (0, driver.forward_pass.hidden_size)
+
+
 def test_short_longrope_contexts_use_the_short_factors(make_ops: MakeOps) -> None:
     batch = prompts((1, 17, 64))
     driver = Driver(make_pass("phi3-longrope", make_ops, max_context_tokens=64), num_pages=32, page_size=8)

@@ -98,6 +98,16 @@ class DecoderPass(HostSampling):
         # The operations may reuse their buffer at the next step.
         return logits.copy()
 
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @torch.inference_mode()
+    def host_hidden_states(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        if not len(logits):
+            return np.empty((0, self.hidden_size), np.float32)
+        return self._ops.normed_rows(self._model.normed, len(logits))
+
     def close(self) -> None:
         self._ops.close()
 

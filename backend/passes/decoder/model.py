@@ -45,7 +45,10 @@ class _Layer:
 
 
 class DecoderModel:
-    """Packed weights and the pass over them. Holds no state of a step."""
+    """Packed weights and the pass over them. Holds no state of a step but what its logits were made of."""
+
+    normed: Array | None = None
+    """[L, hidden] after the final norm, of the last step that wanted logits: the operations' own, until the next."""
 
     def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype) -> None:
         """Takes the weights layer by layer: beside the packed ones, the plain copy of one layer at most exists."""
@@ -76,7 +79,8 @@ class DecoderModel:
             return None
         qkv, residual, step = ops.last_tokens(qkv, residual, step)
         self._attend_and_mix(last, qkv, residual, step)
-        return ops.logits(ops.rms_norm(residual, self._final_norm), self._lm_head)
+        self.normed = ops.rms_norm(residual, self._final_norm)
+        return ops.logits(self.normed, self._lm_head)
 
     def _project(self, layer: _Layer, residual: Array, step: Step) -> Array:
         ops = self._ops

@@ -132,3 +132,7 @@ class HostOps(Ops, Protocol):
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
         """Copies batch.page_copies. input_ids [T] are batch.input_ids with every FROM_SLOT resolved."""
         ...
+
+    def normed_rows(self, normed: Array, num_rows: int) -> NDArray[np.float32]:
+        """A copy of the first rows of what `rms_norm` gave last, [num_rows, hidden]."""
+        ...

@@ -317,6 +317,10 @@ class NativeOps:
         logits: NDArray[np.float32] = self._logits.rows[: self._num_rows].numpy()
         return logits
 
+    def normed_rows(self, normed: int, num_rows: int) -> NDArray[np.float32]:  # noqa: ARG002 - `rms_norm` has one buffer
+        rows: NDArray[np.float32] = self._hidden.rows[:num_rows].to(torch.float32, copy=True).numpy()
+        return rows
+
     def close(self) -> None:
         """Ends the kernels' threads and lets go of the cache. Idempotent."""
         if self._engine is not None:

@@ -181,6 +181,10 @@ class TorchOps:
         logits: NDArray[np.float32] = self.product(x, weights).float().numpy()
         return logits
 
+    def normed_rows(self, normed: Tensor, num_rows: int) -> NDArray[np.float32]:
+        rows: NDArray[np.float32] = normed[:num_rows].to(torch.float32, copy=True).numpy()
+        return rows
+
     def close(self) -> None:
         self.keys, self.values = [], []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -26,6 +28,9 @@ from tests.decoder.cuda.tiny_models import (
     run_prompts,
 )
 from tests.decoder.driver import Driver
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 DRAWN = SamplingParams(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=5)
 
@@ -59,6 +64,31 @@ def test_greedy_tokens_are_those_of_the_cpu_pass(architecture: str) -> None:
         driver.decode(16)
         tokens.append([row.tokens for row in driver.rows])
     assert tokens[0] == tokens[1]
+
+
+def test_hidden_states_are_those_of_the_cpu_pass() -> None:
+    """On the host and on the device; beside rows that are not done with their prompts, and after captured steps."""
+    on_cpu = Driver(DecoderPass.load(checkpoint("llama3"), options()), num_pages=32, page_size=16)
+    on_cpu.read = on_cpu.forward_pass.host_hidden_states
+    driver = make_driver()
+
+    def read_both(logits: torch.Tensor) -> NDArray[np.float32]:
+        on_host: NDArray[np.float32] = driver.forward_pass.host_hidden_states(logits)
+        pointer = driver.forward_pass.device_hidden_states(logits).pointer
+        there = np.frombuffer(ctypes.string_at(pointer, on_host.nbytes), np.float32)
+        np.testing.assert_array_equal(there.reshape(on_host.shape), on_host)
+        return on_host
+
+    driver.read = read_both
+    for each in (on_cpu, driver):
+        for prompt in prompts((1, 17, 40)):
+            each.add(prompt)
+    for counts, num_found in (((1, 17, 5), 2), ((1, 1, 35), 3), ((1, 1, 1), 3), ((1, 1, 1), 3)):
+        expected, found = (each.step(list(zip(each.rows, counts, strict=True))) for each in (on_cpu, driver))
+        assert len(found) == num_found
+        for slot, states in found.items():
+            np.testing.assert_allclose(states, expected[slot], atol=1e-4, rtol=0)
+    assert sum(graph.num_replays for graph in driver.forward_pass.device.graphs) == 2
 
 
 def test_captured_steps_give_what_the_same_steps_give_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

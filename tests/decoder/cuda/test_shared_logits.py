@@ -1,4 +1,4 @@
-"""The CUDA pass's logits in clients' buffers, through the real engine; kernels and device are emulated."""
+"""The CUDA pass's rows in clients' buffers, through the real engine; kernels and device are emulated."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 from shm.client import BufferSlice, GenerationRequest
 from shm.wire import BufferContent, BufferKind, BufferWish, Sampling
 from tests.backend.served import connected, generate, served
-from tests.decoder.cuda.tiny_models import VOCAB_SIZE, make_pass, oracle_logits, prompts
+from tests.decoder.cuda.tiny_models import VOCAB_SIZE, make_pass, oracle, oracle_logits, prompts
 from tests.shm.fake_device import FakeDevice
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from backend.forward_pass import IBatchedForwardPass
 
@@ -31,13 +35,24 @@ class EmulatorsMemory(FakeDevice):
         self.poke(destination, ctypes.string_at(source, num_bytes))
 
 
+def oracle_rows(content: BufferContent, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """[n, vocab or hidden]"""
+    if content is BufferContent.LOGITS:
+        return oracle_logits("llama3", tokens)
+    with torch.inference_mode():
+        states: NDArray[np.float32] = oracle("llama3").model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    return states
+
+
+@pytest.mark.parametrize("content", [BufferContent.LOGITS, BufferContent.HIDDEN_STATES])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-async def test_clients_get_the_passes_logits_on_the_device(
-    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+async def test_clients_get_the_passes_rows_on_the_device(
+    tmp_path: Path, dtype: str, content: BufferContent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load() -> IBatchedForwardPass:
         forward_pass = make_pass(dtype=dtype)
-        monkeypatch.setattr(forward_pass, "host_logits", None)  # nothing goes through the host
+        for name in ("host_logits", "host_hidden_states"):  # nothing goes through the host
+            monkeypatch.setattr(forward_pass, name, lambda _logits: pytest.fail("read on the host"))
         forward_pass.create_cache(NUM_PAGES, PAGE_SIZE, "fp32")
         return forward_pass
 
@@ -53,18 +68,19 @@ async def test_clients_get_the_passes_logits_on_the_device(
                         prompt,
                         5,
                         Sampling(temperature=0.0),
-                        output=BufferSlice(buffer, BufferContent.LOGITS, NUM_ROWS),
+                        output=BufferSlice(buffer, content, NUM_ROWS),
                     ),
                 )
                 for prompt, buffer in asked
             ]
             for (prompt, buffer), tokens in zip(asked, await asyncio.gather(*streams), strict=True):
+                expected = oracle_rows(content, [*prompt, *tokens[: NUM_ROWS - 1]])[-NUM_ROWS:]
                 rows = buffer.device_rows().__cuda_array_interface__
-                assert (rows["shape"], rows["typestr"]) == ((NUM_ROWS, VOCAB_SIZE), "<f4")
-                data = clients_device.read(rows["data"][0], NUM_ROWS * 4 * VOCAB_SIZE)
-                logits = np.frombuffer(data, np.float32).reshape(NUM_ROWS, VOCAB_SIZE)
-                assert logits.argmax(1).tolist() == tokens[:NUM_ROWS]
-                expected = oracle_logits("llama3", [*prompt, *tokens[: NUM_ROWS - 1]])[-NUM_ROWS:]
-                error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+                assert (rows["shape"], rows["typestr"]) == (expected.shape, "<f4")
+                data = clients_device.read(rows["data"][0], expected.nbytes)
+                found = np.frombuffer(data, np.float32).reshape(expected.shape)
+                if content is BufferContent.LOGITS:
+                    assert found.argmax(1).tolist() == tokens[:NUM_ROWS]
+                error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
                 assert error < (1e-4 if dtype == "fp32" else 0.05)
                 buffer.release()

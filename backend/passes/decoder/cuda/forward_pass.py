@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from backend.errors import StartupError
-from backend.forward_pass import DeviceLogits, SamplingParams, SlotInit, StepBatch
+from backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
 from backend.passes.decoder.cuda import step_buffers
 from backend.passes.decoder.cuda.graphs import DecodeGraphs
 from backend.passes.decoder.cuda.launcher import KernelFailed
@@ -169,10 +169,22 @@ class CudaDecoderPass:
         host: NDArray[np.float32] = logits.float().cpu().numpy().copy()
         return host
 
-    def device_logits(self, logits: Tensor) -> DeviceLogits:
+    def device_logits(self, logits: Tensor) -> DeviceRows:
         """Of 16-bit weights it is a copy in fp32, which lives until the next one and is not in the memory plan."""
         self._shared_logits = logits.float()
-        return DeviceLogits(self._shared_logits.data_ptr(), self._device.stream)
+        return DeviceRows(self._shared_logits.data_ptr(), self._device.stream)
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    def host_hidden_states(self, logits: Tensor) -> NDArray[np.float32]:
+        return self.host_logits(self._ops.normed_of(len(logits)))
+
+    def device_hidden_states(self, logits: Tensor) -> DeviceRows:
+        """As `device_logits`."""
+        self._shared_hidden_states = self._ops.normed_of(len(logits)).float()
+        return DeviceRows(self._shared_hidden_states.data_ptr(), self._device.stream)
 
     def close(self) -> None:
         self._device.synchronize()

@@ -284,6 +284,10 @@ class CudaOps:
         """What `logits` wrote last, [num_rows, vocab]: a buffer that the next step overwrites."""
         return self._logits[:num_rows]
 
+    def normed_of(self, num_rows: int) -> Tensor:
+        """What the final norm gave for these logits, [num_rows, hidden] in the weights' dtype: until the next step."""
+        return self._all.hidden[:num_rows]
+
     def close(self) -> None:
         """Lets go of the cache and the buffers."""
         self.__dict__.clear()
