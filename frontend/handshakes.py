@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]
 
 from frontend.http_limits import LimitedProtocol
-from frontend.tls import HANDSHAKE_TIMEOUT_S
+from frontend.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
 
 if TYPE_CHECKING:
     import ssl
 
     from frontend.connections import Connections
+    from frontend.errors import ApiError
 
 
 class Handshake(SSLProtocol):  # type: ignore[misc]
@@ -45,18 +46,54 @@ class Handshake(SSLProtocol):  # type: ignore[misc]
         super().connection_lost(exc)
         self._crowd.remove(self)
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Of what has been encrypted."""
+        return 0 if self._below.is_closing() else self._below.get_write_buffer_size()
+
     def close_idle(self) -> None:
         """Called where it takes too long, to make room for another."""
         self._below.abort()
 
 
 class _OverTls(LimitedProtocol):
+    """TLS ends with a word of the client's, too, but one that keeps an idle connection does not look: it is waited for
+    as briefly as may be, lest it keep the connection's place, and the server from stopping."""
+
     def __init__(self, crowd: Connections, handshake: Handshake, **of_uvicorn: Any) -> None:
         super().__init__(crowd, **of_uvicorn)
-        self._handshake: Handshake | None = handshake
+        self._handshake = handshake
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if self._handshake is not None:
-            self._crowd.remove(self._handshake)
-            self._handshake = None
+        self._crowd.remove(self._handshake)
         super().connection_made(transport)
+
+    def close_idle(self) -> None:
+        self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._end_if_closing()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._end_if_closing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._end_if_closing()
+
+    def _refuse(self, error: ApiError) -> None:
+        super()._refuse(error)
+        self._end_if_closing()
+
+    def _end_if_closing(self) -> None:
+        if self.transport.is_closing():
+            self.loop.call_later(SHUTDOWN_TIMEOUT_S, self._end)
+
+    def _end(self) -> None:
+        """Unless the client is still taking its answer."""
+        if self.transport.get_write_buffer_size() or self._handshake.num_unsent_bytes:
+            self._end_if_closing()
+        else:
+            self.transport.abort()

@@ -7,6 +7,8 @@ import ssl
 from msgspec import Struct
 
 HANDSHAKE_TIMEOUT_S = 10.0
+SHUTDOWN_TIMEOUT_S = 1.0
+"""What a client gets to confirm that the connection ends; those that keep idle ones do not look."""
 _MAX_FILE_BYTES = 1 << 20
 _MAX_PASSWORD_BYTES = 1024
 

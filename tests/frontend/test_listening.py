@@ -223,6 +223,19 @@ def test_connections_without_a_handshake_count_and_make_room(
             assert silent[0].recv(1) == b""
 
 
+def test_a_client_that_keeps_an_idle_connection_does_not_keep_the_server(
+    start: Callable[..., Frontend], certificates: Path
+) -> None:
+    files = certificates / "localhost.pem", certificates / "localhost.key"
+    frontend = start("--ssl-certfile", str(files[0]), "--ssl-keyfile", str(files[1]))
+    address = frontend.client.base_url
+    with httpx.Client(base_url=address, verify=trusting(files[0])) as client:
+        assert client.get("/health").status_code == 200
+        with socket.create_connection((address.host, address.port or 0)):  # nor one without a handshake
+            frontend.process.terminate()
+            assert frontend.process.wait(timeout=15) == 0  # half of what it gets to confirm the end in uvloop
+
+
 # Unix sockets
 
 
