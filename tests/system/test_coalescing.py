@@ -189,7 +189,7 @@ async def test_the_choices_of_a_greedy_request_are_one_run(servers: Servers) -> 
 
 
 async def test_the_choices_of_a_sampled_request_compute_its_prompt_once(servers: Servers) -> None:
-    prompt, num_choices, max_tokens = list(range(100, 200)), 4, 6
+    prompt, num_choices, max_tokens = list(range(300, 400)), 4, 6
     async with client() as http:
         had = counted(servers.first, "computed_tokens_total")
         body = {"prompt": prompt, "n": num_choices, "max_tokens": max_tokens, "temperature": 2.0, "ignore_eos": True}
