@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from shm.device_api import DeviceRow
-from shm.wire import BufferContent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,35 +25,35 @@ def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, plan: Plan) ->
     """
     if not any(map(_OUTPUT, plan.sequences)):  # nearly always, so at next to no cost
         return
-    on_host: dict[BufferContent, NDArray[np.float32]] = {}
-    on_device: dict[BufferContent, DeviceRows] = {}
+    on_host: dict[bool, NDArray[np.float32]] = {}
+    on_device: dict[bool, DeviceRows] = {}
     for row, index in enumerate(plan.logit_rows):
         sequence = plan.sequences[index]
         loan, generated_index = sequence.output, plan.ends[index] - sequence.output_start
         if loan is None or generated_index < 0 or not loan.wants(generated_index):
             continue
-        content = loan.content
+        hidden = loan.is_of_hidden_states
         if loan.is_on_device:
-            if content not in on_device:
-                on_device[content] = _device_rows(forward_pass, logits, content)
-            rows = on_device[content]
+            if hidden not in on_device:
+                on_device[hidden] = _device_rows(forward_pass, logits, hidden=hidden)
+            rows = on_device[hidden]
             loan.write(generated_index, DeviceRow(rows.pointer + row * loan.row_bytes, rows.stream))
         else:
-            if content not in on_host:
-                on_host[content] = _host_rows(forward_pass, logits, content)
-            loan.write(generated_index, np.ascontiguousarray(on_host[content][row], np.float32).data)
+            if hidden not in on_host:
+                on_host[hidden] = _host_rows(forward_pass, logits, hidden=hidden)
+            loan.write(generated_index, np.ascontiguousarray(on_host[hidden][row], np.float32).data)
 
 
 # Nothing is lent for what `make_exporter` did not find the pass to have.
 
 
-def _host_rows(forward_pass: IBatchedForwardPass, logits: Any, content: BufferContent) -> NDArray[np.float32]:
-    if content is BufferContent.HIDDEN_STATES:
+def _host_rows(forward_pass: IBatchedForwardPass, logits: Any, *, hidden: bool) -> NDArray[np.float32]:
+    if hidden:
         return cast("IHiddenStates", forward_pass).host_hidden_states(logits)
     return forward_pass.host_logits(logits)
 
 
-def _device_rows(forward_pass: IBatchedForwardPass, logits: Any, content: BufferContent) -> DeviceRows:
-    if content is BufferContent.HIDDEN_STATES:
+def _device_rows(forward_pass: IBatchedForwardPass, logits: Any, *, hidden: bool) -> DeviceRows:
+    if hidden:
         return cast("IDeviceHiddenStates", forward_pass).device_hidden_states(logits)
     return cast("IDeviceLogits", forward_pass).device_logits(logits)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from shm.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory
 from shm.device_api import DeviceError
 from shm.host_memory import ExportedHostMemory
-from shm.wire import BufferGrant, BufferKind, BufferReturn
+from shm.wire import BufferContent, BufferGrant, BufferKind, BufferReturn
 
 if TYPE_CHECKING:
     from shm.device_api import DeviceApi, DeviceRow
@@ -44,7 +44,7 @@ class Loan:
         self._lock = threading.Lock()
         self._is_open = True
         self._num_written = 0
-        self.content = ref.content
+        self.is_of_hidden_states = ref.content is BufferContent.HIDDEN_STATES
         self.is_on_device = isinstance(memory, ExportedDeviceMemory)
         self.row_bytes = spec.row_bytes
 
