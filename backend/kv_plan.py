@@ -101,13 +101,9 @@ class DtypeChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class KvPlan:
-    """num_pages * page_size_tokens * bytes_per_token is at most the budget."""
+class KvPlan(Capacity):
+    """What is made of a budget: never more than it, and no more than max_running full contexts can use."""
 
-    kv_dtype: str
-    bytes_per_token: int
-    page_size_tokens: int
-    num_pages: int
     max_context_tokens: int
     max_running: int
     weight_bytes: int
@@ -120,14 +116,6 @@ class KvPlan:
     @property
     def max_pages_per_sequence(self) -> int:
         return -(-self.max_context_tokens // self.page_size_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_pages * self.page_size_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_tokens * self.bytes_per_token
 
     @property
     def device_bytes(self) -> int:

@@ -25,7 +25,6 @@ template <int THREADS, int TOKENS> struct QuantisedKvStream {
     static constexpr int kPerThread = (kItemChunks + THREADS - 1) / THREADS;
     static constexpr int kTileBytes = TOKENS * HEAD_DIM * 2;
     static constexpr int kScaleBytes = kKvHasScales ? 4 : 0;  // of a chunk: the word that has its scale
-    static constexpr int kSharedBytes = 2 * (kTileBytes + kItemChunks * (16 + kScaleBytes));
 
     unsigned char* shared;  // two tiles, two items' bytes, two items' scales: first the keys', then the values'
     KvPlaces places;

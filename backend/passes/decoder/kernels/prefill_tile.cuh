@@ -103,7 +103,6 @@ constexpr int kKeys = 0, kValues = 1;
 template <int THREADS, int TOKENS, int SLOTS> struct KvStream {
     static constexpr int kChunks = HEAD_DIM * int(sizeof(Kv)) / 16;
     static constexpr int kTileBytes = TOKENS * kChunks * 16;
-    static constexpr int kSharedBytes = SLOTS * kTileBytes;
 
     unsigned char* shared;
     KvPlaces places;
