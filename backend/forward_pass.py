@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 FROM_SLOT = -1
 """In `StepBatch.input_ids`: the token last sampled for the row's slot, which the host may not know yet."""
+FROM_EMBEDDINGS = -2
+"""In `StepBatch.input_ids`, and in a sequence's tokens: no token; what its embedding would be is given itself."""
 NOT_FINITE = -1
 """In `StepOutput.token_ids`: no token, for the row's logits are no numbers."""
 
@@ -53,13 +55,41 @@ class SlotInit:
     """A sequence takes a slot: sent once, with the first step that has a row for it, before that step's `forward`.
 
     token_ids is int32 [n]: prompt and, for a sequence that resumes, the tokens generated so far; the first
-    num_prompt_tokens of them are the prompt.
+    num_prompt_tokens of them are the prompt. FROM_EMBEDDINGS among them is none that a penalty counts.
     """
 
     slot: int
     sampling: SamplingParams
     token_ids: NDArray[np.int32]
     num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedTokens:
+    """Neighbouring tokens of one row whose embeddings are given."""
+
+    first: int
+    """Index in `StepBatch.input_ids`."""
+    values: EmbeddingRows
+
+
+class EmbeddingRows(Protocol):
+    """float32 [num_rows, embedding_size], somewhere; its owner may take it away at any time, whatever is under way.
+    What the rows of a sequence that has ended give is nobody's, so then zeros do, or what lies there."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def is_on_device(self) -> bool: ...
+
+    def read(self) -> NDArray[np.float32]:
+        """A copy. Only of what is not on the device."""
+        ...
+
+    def copy_to(self, there: DeviceRows) -> None:
+        """Puts a copy into the stream. Only of what is on the device. Raises `shm.device_api.DeviceError`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +102,8 @@ class StepBatch:
     """
 
     input_ids: NDArray[np.int32]
-    """[T] token ids, rows back to back; FROM_SLOT stands for the last token sampled for the row's slot."""
+    """[T] token ids, rows back to back; FROM_SLOT stands for the last token sampled for the row's slot, and
+    FROM_EMBEDDINGS for what `embeddings` says."""
     query_starts: NDArray[np.int32]
     """[R + 1] where each row begins in input_ids; the last entry is T."""
     context_lens: NDArray[np.int32]
@@ -87,6 +118,11 @@ class StepBatch:
     page_copies: tuple[tuple[int, int], ...] = ()
     """(source, destination) pages: what the source holds, over all layers, is copied before the step writes anything.
     No page is both, and none is a destination twice."""
+    page_restores: tuple[tuple[int, int], ...] = ()
+    """(place, page): what `IHostPages.save_pages` put into the place is copied to the page, before page_copies. Only
+    for passes that have places; no page is a destination twice, nor one of page_copies'."""
+    embeddings: tuple[EmbeddedTokens, ...] = ()
+    """Ascending, for exactly the tokens that are FROM_EMBEDDINGS. Only for passes that are IPromptEmbeddings."""
 
     @property
     def num_rows(self) -> int:
@@ -188,6 +224,8 @@ class PassOptions:
     """A row's logits must be the same bits whatever else is in the step, however its sequence was cut into steps, and
     in whatever pages and slot it lies: no kernel may be chosen, and no sum be ordered, by the batch. Without the flag
     equal up to rounding is enough. A pass that cannot hold it ignores it and says so in its documentation."""
+    host_kv_bytes: int = 0
+    """The most memory of the host's that `IHostPages` may take for its places."""
 
 
 class IBatchedForwardPass(Protocol):
@@ -235,6 +273,31 @@ class IBatchedForwardPass(Protocol):
     def close(self) -> None:
         """Gives back the device's memory. Called once, after the last step."""
         ...
+
+
+@runtime_checkable
+class IHostPages(Protocol):
+    """What a pass on a GPU may be besides: pages that are to be used for something else can be kept on the host, and
+    come back with `StepBatch.page_restores`. The engine says which and where."""
+
+    @property
+    def num_host_pages(self) -> int:
+        """Places on the host, of a page each; fixed once the cache is made. 0 where computing a page again is quicker
+        than copying it there and back, and where PassOptions.host_kv_bytes holds none."""
+        ...
+
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """(page, place): copies what the pages hold after all steps launched so far; later ones may write to them. No
+        place is there twice. Any error is the end of the process: pages that are believed to be there are not."""
+        ...
+
+
+@runtime_checkable
+class IPromptEmbeddings(Protocol):
+    """What a pass may be besides: a prompt may be given as embeddings, see `StepBatch.embeddings`."""
+
+    @property
+    def embedding_size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
