@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,8 +10,6 @@ import numpy as np
 from backend.forward_pass import FROM_SLOT, SlotInit, StepBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from backend.plan import Plan
     from backend.sequence import Sequence
 
@@ -47,6 +46,7 @@ class BatchBuilder:
             logit_rows=np.array(plan.logit_rows, np.int32),
             slot_inits=tuple(map(_slot_init, plan.slot_takers)),
             page_copies=tuple(plan.page_copies.values()),
+            page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
         )
 
     def _clear(self, sequence: Sequence) -> None:
@@ -67,9 +67,9 @@ def _slot_init(sequence: Sequence) -> SlotInit:
     return SlotInit(sequence.slot, sequence.sampling, tokens, sequence.num_prompt_tokens)
 
 
-def keep_rows(batch: StepBatch, kept: list[int], page_copies: Iterable[tuple[int, int]]) -> StepBatch:
-    """The batch with only the rows of these ascending indices, and their page copies: late binding, when others ended
-    since the plan."""
+def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
+    """The batch with only the rows of these ascending indices, which plan has: late binding, when others ended since
+    it was planned."""
     rows = np.array(kept, np.int64)
     lengths = np.diff(batch.query_starts)
     token_kept = np.repeat(np.isin(np.arange(batch.num_rows), rows), lengths)
@@ -85,5 +85,6 @@ def keep_rows(batch: StepBatch, kept: list[int], page_copies: Iterable[tuple[int
         slots=slots,
         logit_rows=logit_rows[logit_rows >= 0],
         slot_inits=tuple(init for init in batch.slot_inits if init.slot in slots),
-        page_copies=tuple(page_copies),
+        page_copies=tuple(plan.page_copies.values()),
+        page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
     )

@@ -120,7 +120,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - the plan's requests fail with it, others go on
             self._apply_failure(plan, error)
         else:
-            self._executor.launch(plan, batch)
+            self._executor.launch(plan, batch, self._scheduler.take_saves())
 
     def _note_starts(self, plan: Plan) -> None:
         now_s = self._clock()
@@ -203,6 +203,12 @@ class Engine:
         board.pages_used = self._scheduler.num_pages_held
         board.pages_idle = self._scheduler.num_pages_idle
         board.preemptions = self._scheduler.num_preemptions
+        host = self._scheduler.host_pages
+        board.host_pages_used, board.pages_saved, board.pages_restored = (
+            host.num_used,
+            host.num_saved,
+            host.num_restored,
+        )
         board.draining = int(self._drain_deadline_s is not None)
         running_s = self._executor.running_s()
         if running_s >= _DEAD_STEP_S:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from backend.batch_builder import keep_rows
 from backend.constraints import ConstraintFailed, fill_masks
@@ -18,8 +18,17 @@ from backend.shared_outputs import share_outputs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from backend.forward_pass import IBatchedForwardPass, PendingOutput, StepBatch, TokenLogprobs, TokenMasks
+    from backend.forward_pass import (
+        IBatchedForwardPass,
+        IHostPages,
+        PendingOutput,
+        StepBatch,
+        TokenLogprobs,
+        TokenMasks,
+    )
     from backend.plan import Plan
+
+    Pairs: TypeAlias = tuple[tuple[int, int], ...]
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -55,7 +64,7 @@ class Executor:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._plans: queue.SimpleQueue[tuple[Plan, StepBatch] | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[Plan, StepBatch, Pairs] | None] = queue.SimpleQueue()
         self._results: deque[StepResult] = deque()
         self._num_in_flight = 0
         self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
@@ -96,9 +105,10 @@ class Executor:
         except IndexError:
             return 0.0
 
-    def launch(self, plan: Plan, batch: StepBatch) -> None:
+    def launch(self, plan: Plan, batch: StepBatch, saves: Pairs) -> None:
+        """saves: (page, place on the host), copied before the step even if no row of it is left by then."""
         self._num_in_flight += 1
-        self._plans.put((plan, batch))
+        self._plans.put((plan, batch, saves))
 
     def results(self) -> list[StepResult]:
         """The results since the last call, in the order of launching. Raises ExecutorFailed if the thread has died."""
@@ -241,18 +251,24 @@ class LaunchedStep:
 
 
 def launch_step(
-    forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch, before: LaunchedStep | None = None
+    forward_pass: IBatchedForwardPass,
+    plan: Plan,
+    batch: StepBatch,
+    saves: Pairs = (),
+    before: LaunchedStep | None = None,
 ) -> LaunchedStep:
-    """Gives the device one plan, without the rows that no longer count.
+    """Gives the device one plan, without the rows that no longer count, and before it the pages to save.
 
     Where the pass runs ahead `sample` is called without rows too: what it returns says when the step is computed, and
     so how far ahead the host is. What constrained rows may sample depends on the tokens of the step before, which
     therefore is waited for, while the device already computes this one's logits.
     """
+    if saves:  # none where the pass has no places for them
+        cast("IHostPages", forward_pass).save_pages(saves)
     kept = plan.live_rows()
     if len(kept) < len(plan):
         plan = plan.keep(kept)
-        batch = keep_rows(batch, kept, plan.page_copies.values())
+        batch = keep_rows(batch, kept, plan)
     if not kept:
         return LaunchedStep(plan, None)
     try:
@@ -286,6 +302,6 @@ def _masks(plan: Plan, vocab_size: int, before: LaunchedStep | None) -> tuple[To
     return fill_masks(constrained, vocab_size)
 
 
-def run_step(forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch) -> StepResult:
+def run_step(forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch, saves: Pairs = ()) -> StepResult:
     """Runs one plan on the caller's thread."""
-    return launch_step(forward_pass, plan, batch).finish()
+    return launch_step(forward_pass, plan, batch, saves).finish()

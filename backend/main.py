@@ -18,7 +18,7 @@ from backend.checkpoint.hub import resolve_config, resolve_model
 from backend.engine import Engine
 from backend.errors import StartupError
 from backend.executor import Executor, ExecutorFailed
-from backend.forward_pass import PassOptions
+from backend.forward_pass import IHostPages, PassOptions
 from backend.grammar_desk import GrammarDesk
 from backend.grammars import GrammarCompiler
 from backend.kv_plan import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, plan_kv
@@ -104,7 +104,8 @@ def serve(options: BackendOptions) -> None:
     board.pages_total = plan.num_pages
     board.max_waiting = options.max_waiting
     link = BackendLink(options.socket, card, board, exporter=exporter)
-    pool = PagePool(plan.num_pages)
+    num_host_pages = forward_pass.num_host_pages if isinstance(forward_pass, IHostPages) else 0
+    pool = PagePool(plan.num_pages, num_host_pages)
     scheduler = Scheduler(pool, plan.page_size_tokens, settings.max_running, settings.max_batch_tokens)
     limits = Limits(
         card.vocab_size,

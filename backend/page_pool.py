@@ -1,18 +1,21 @@
 """The pages of the KV cache: who holds which, and whose content can be found again.
 
 A page is free, held by one or more sequences, or idle: held by nobody, but its content is known by a key and may be
-held again until the page is needed for something else. The memory itself belongs to the forward pass.
+held again until the page is needed for something else. Then what is wanted of it may be moved to the host. The memory
+itself belongs to the forward pass.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
+from backend.host_pages import HostPages
+
 
 class PagePool:
     """A fixed number of pages. Owned by the scheduler; not shared between threads."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_host_pages: int = 0) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; at least 1 is needed")
         self.num_pages = num_pages
@@ -24,6 +27,9 @@ class PagePool:
         """Key of the page before → the named pages that follow it, and their content."""
         self._key_before: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self._wanted: set[int] = set()
+        """Named pages that are worth to be moved to the host."""
+        self.host = HostPages(num_host_pages)
 
     @property
     def num_available(self) -> int:
@@ -49,10 +55,13 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
+        if page in self._wanted:
+            self.host.save(page, self._key_of_page[page])
         self._forget(page)
         return page
 
     def _forget(self, page: int) -> None:
+        self._wanted.discard(page)
         del self._page_of_key[self._key_of_page.pop(page)]
         before = self._key_before.pop(page)
         del self._pages_after[before][page]
@@ -88,8 +97,15 @@ class PagePool:
         """The named pages that follow the one of this key, and their content; the latest last. Not to be changed."""
         return self._pages_after.get(before, {})
 
-    def disown(self, pages: list[int]) -> None:
-        """The content of these held pages is not to be trusted: nobody finds it any more, and its holders stay."""
+    def want(self, pages: list[int]) -> None:
+        """The content of these full pages is, or was, wanted more than once: those that are named are worth to be moved
+        to the host."""
+        self._wanted.update(page for page in pages if page in self._key_of_page)
+
+    def disown(self, pages: list[int], keys: list[bytes]) -> None:
+        """The content of these held pages, and of these keys on the host, is not to be trusted: nobody finds it any
+        more, and its holders stay."""
+        self.host.forget(keys)
         for page in pages:
             if not self._num_holders[page]:
                 raise ValueError(f"page {page} is disowned but not held")
@@ -126,6 +142,9 @@ class PagePool:
             raise RuntimeError("named pages and those that follow others do not match")
         if not idle <= self._key_of_page.keys() or free & self._key_of_page.keys():
             raise RuntimeError("an idle page has no key, or a free page has one")
+        if not self._wanted <= self._key_of_page.keys():
+            raise RuntimeError("a page is wanted whose content nobody knows")
+        self.host.check_integrity()
 
     def num_holders(self, page: int) -> int:
         return self._num_holders[page]

@@ -48,6 +48,8 @@ class Plan:
     """...have more pages than in the step before."""
     page_copies: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
     """(source, destination) of those that begin within a page that another has filled."""
+    page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """(place on the host, page) of those that begin with pages that were moved there."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -74,6 +76,7 @@ class Plan:
             self.slot_takers,
             self.grown,
             {self.sequences[index]: copy for index in kept if (copy := self.page_copies.get(self.sequences[index]))},
+            {self.sequences[index]: some for index in kept if (some := self.page_restores.get(self.sequences[index]))},
         )
 
     def rows(self) -> Iterator[Row]:

@@ -1,13 +1,14 @@
 """What of a waiting sequence's beginning is computed already, or is being computed by a running one.
 
 Full pages are shared: whoever finds one by its key holds it. Of the page after those, the tokens that agree are copied
-out of a page that begins with them: one that has a name, or one that a running sequence is still filling.
+out of a page that begins with them: one that has a name, or one that a running sequence is still filling. Full pages
+that were moved to the host come between the two.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -32,12 +33,19 @@ class Prefix:
 
     pages: list[int]
     """Full ones, to be held."""
+    num_on_host: int = 0
+    """Full ones after those, whose content lies on the host."""
     num_copied: int = 0
     """Tokens in the page after those that..."""
     source: int = -1
     """...this page begins with as well."""
     awaited: Awaited | None = None
     """More will be there when this is."""
+
+    @property
+    def num_full(self) -> int:
+        """Pages of which nothing need be computed."""
+        return len(self.pages) + self.num_on_host
 
 
 class Prefixes:
@@ -61,19 +69,26 @@ class Prefixes:
             if (page := self._pool.find(key)) is None:
                 break
             pages.append(page)
-        awaited = None
+        num_on_host = 0
         for key in keys[len(pages) :]:
+            if key in self._computing or not self._pool.host.holds(key):
+                break
+            num_on_host += 1
+        awaited = None
+        for key in keys[len(pages) + num_on_host :]:
             if key not in self._computing:
                 break
             awaited = key
-        return self._find_part(sequence, pages) if awaited is None else Prefix(pages, awaited=awaited)
+        found = Prefix(pages, num_on_host, awaited=awaited)
+        return self._find_part(sequence, found) if awaited is None else found
 
-    def _find_part(self, sequence: Sequence, pages: list[int]) -> Prefix:
+    def _find_part(self, sequence: Sequence, found: Prefix) -> Prefix:
         """Tokens of the page after the full ones. Only what steps have computed that are applied is there to copy."""
-        first = len(pages) * self._page_size
+        num_full = found.num_full
+        first = num_full * self._page_size
         end = min(first + self._page_size, len(sequence.tokens)) - 1
         wanted = sequence.tokens[first:end].tobytes()
-        before = _key_before(sequence, len(pages))
+        before = _key_before(sequence, num_full)
         num_copied, source = 0, -1
         for page, content in islice(reversed(self._pool.pages_after(before).items()), _MAX_CANDIDATES):
             if (num_common := count_common(wanted, content)) > num_copied:
@@ -82,11 +97,11 @@ class Prefixes:
         for other in islice(reversed(self._filling.get(before, {})), _MAX_CANDIDATES):
             num_common = count_common(wanted, other.tokens[first:end].tobytes())
             if (num_there := min(num_common, other.num_applied - first)) > num_copied:
-                num_copied, source = num_there, other.pages[len(pages)]
+                num_copied, source = num_there, other.pages[num_full]
             if (num_known := min(num_common, other.num_brought - first)) > num_coming:
                 num_coming, leader = num_known, other
         is_worth_waiting = num_coming - num_copied >= max(1, self._page_size // _WORTH_WAITING)
-        return Prefix(pages, num_copied, source, leader if is_worth_waiting else None)
+        return replace(found, num_copied=num_copied, source=source, awaited=leader if is_worth_waiting else None)
 
     def start(self, sequence: Sequence) -> None:
         """The sequence runs from now on; its num_named_pages are found ones."""
@@ -121,7 +136,7 @@ class Prefixes:
     def distrust(self, sequence: Sequence) -> None:
         """A running sequence's logits were bad, and so may be what its pages hold: nobody is to find them."""
         sequence.is_distrusted = True
-        self._pool.disown(sequence.pages)
+        self._pool.disown(sequence.pages, sequence.page_keys)
 
     def _name(self, sequence: Sequence, index: int, num_applied: int) -> None:
         """One of its pages, full or not."""

@@ -14,6 +14,7 @@ from backend.prefixes import Prefixes
 from backend.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
+    from backend.host_pages import HostPages
     from backend.page_pool import PagePool
     from backend.prefixes import Prefix
     from backend.sequence import Sequence
@@ -53,6 +54,8 @@ class Scheduler:
         """Of that step, and..."""
         self._sources: list[int] = []
         """...the idle pages among its sources, held until all pages of the step are chosen: none is a destination."""
+        self._page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = {}
+        """Of that step as well."""
         self._patience_steps = patience_steps
         self._trials: deque[list[Chunk]] = deque()
         """Steps that are to be run first, and have nobody else."""
@@ -81,6 +84,11 @@ class Scheduler:
     @property
     def num_pages_idle(self) -> int:
         return self._pool.num_idle
+
+    @property
+    def host_pages(self) -> HostPages:
+        """For those who count."""
+        return self._pool.host
 
     def add(self, sequence: Sequence) -> None:
         """To its place in the queue. The caller has checked that the sequence can fit the pool by itself."""
@@ -171,6 +179,8 @@ class Scheduler:
         plan.grown = [sequence for sequence in self._grown if sequence.slot is not None]
         self._grown.clear()
         plan.page_copies, self._page_copies = self._page_copies, {}
+        plan.page_restores, self._page_restores = self._page_restores, {}
+        self._pool.host.end_plan()
         self._pool.give_back(self._sources)
         self._sources.clear()
         return plan
@@ -212,7 +222,7 @@ class Scheduler:
 
     def _is_patient(self, sequence: Sequence, prefix: Prefix) -> bool:
         """Whether what the sequence waits for has got on of late."""
-        num_there = len(prefix.pages) * self._page_size + prefix.num_copied
+        num_there = prefix.num_full * self._page_size + prefix.num_copied
         if num_there > sequence.num_there:
             sequence.num_there = num_there
             sequence.patient_until = self._num_plans + self._patience_steps
@@ -224,15 +234,20 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         for page in prefix.pages:
             self._pool.hold(page)
-        num_cached = sequence.num_prefilled = len(prefix.pages) * self._page_size
+        self._pool.want(prefix.pages)
+        places = list(map(self._pool.host.read, sequence.page_keys[len(prefix.pages) : prefix.num_full]))
+        sequence.num_prefilled = len(prefix.pages) * self._page_size
+        num_cached = prefix.num_full * self._page_size
         if prefix.num_copied and may_copy:
             num_cached += prefix.num_copied
             if self._pool.is_idle(prefix.source):
                 self._pool.hold(prefix.source)
                 self._sources.append(prefix.source)
         self._give_pages(sequence, prefix.pages + self._pool.take(num_new_pages))
-        if num_cached > sequence.num_prefilled:
-            self._page_copies[sequence] = prefix.source, sequence.pages[len(prefix.pages)]
+        if places:
+            self._page_restores[sequence] = tuple(zip(places, sequence.pages[len(prefix.pages) :], strict=False))
+        if num_cached > prefix.num_full * self._page_size:
+            self._page_copies[sequence] = prefix.source, sequence.pages[prefix.num_full]
         sequence.num_computed = sequence.num_cached = num_cached
         sequence.num_named_pages = len(prefix.pages)
         sequence.next_page_end = sequence.num_prefilled + self._page_size
@@ -259,11 +274,16 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""
+        self._pool.want(sequence.pages[: sequence.num_named_pages])
         self._stop_running(sequence)
         sequence.restart()
         self._waiting.put(sequence)
         self._preempted.append(sequence)
         self.num_preemptions += 1
+
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        """(page, place on the host) of what is to be copied before the next step. To be called as that is launched."""
+        return self._pool.host.take_saves()
 
     def take_preempted(self) -> list[Sequence]:
         """Those preempted since the last call, once for each time."""

@@ -29,11 +29,14 @@ _BACKEND_GAUGES = (
     ("frontends", "Frontend processes that are connected.", "frontends"),
     ("sequences_running", "Sequences being computed.", "running"),
     ("sequences_waiting", "Sequences that wait to be admitted.", "waiting"),
+    ("kv_host_pages", "Pages of the KV cache of which a copy lies in the host's memory.", "host_pages_used"),
     ("sequences_waiting_limit", "Sequences that may wait before new requests are answered 429.", "max_waiting"),
 )
 _BACKEND_COUNTERS = (
     ("steps_total", "Forward passes.", "steps"),
     ("preemptions_total", "Sequences set back because pages were short.", "preemptions"),
+    ("kv_pages_saved_total", "Pages copied to the host before they were used for something else.", "pages_saved"),
+    ("kv_pages_restored_total", "Pages copied back from the host instead of being computed again.", "pages_restored"),
     ("requests_accepted_total", "Requests that the backend took on.", "requests_accepted"),
     ("requests_coalesced_total", "Requests that joined a sequence another had started.", "requests_coalesced"),
     ("prompt_tokens_total", "Prompt tokens of sequences; a request that joined brings none.", "prompt_tokens"),

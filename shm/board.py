@@ -276,6 +276,12 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     wasted_tokens: int
     """Those of computed_tokens whose sequence had ended, or was set back, by the time their step's result was there."""
     preemptions: int
+    host_pages_used: int
+    """Pages of which a copy lies in the host's memory."""
+    pages_saved: int
+    """Copied there before they were used for something else."""
+    pages_restored: int
+    """Copied back."""
     frontends: int
     """Connected now."""
 

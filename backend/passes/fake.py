@@ -63,10 +63,11 @@ def _vocab_size(model_dir: Path | None) -> int:
 class FakePass(HostSampling):
     """See the module. Takes vocab_size from the checkpoint's config.json where there is one."""
 
-    def __init__(self, vocab_size: int, max_running: int) -> None:
+    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0) -> None:
         super().__init__(vocab_size, max_running)
+        self._host_kv_bytes = host_kv_bytes
         self.spec = _spec(vocab_size)
-        self._sums = np.zeros((0, 0), np.uint64)
+        self._sums = self._saved_sums = np.zeros((0, 0), np.uint64)
 
     @classmethod
     def describe(cls, model_dir: Path | None, _options: PassOptions) -> PassSpec:
@@ -74,15 +75,27 @@ class FakePass(HostSampling):
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> FakePass:
-        return cls(_vocab_size(model_dir), options.max_running)
+        return cls(_vocab_size(model_dir), options.max_running, options.host_kv_bytes)
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         if kv_dtype != "fp32":
             raise ValueError(f'kv_dtype is "{kv_dtype}"; the fake pass has fp32 only')
         self._sums = np.zeros((num_pages, page_size_tokens), np.uint64)
+        num_places = self._host_kv_bytes // (page_size_tokens * self._sums.itemsize)
+        self._saved_sums = np.zeros((num_places, page_size_tokens), np.uint64)
+
+    @property
+    def num_host_pages(self) -> int:
+        return len(self._saved_sums)
+
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        for page, place in pairs:
+            self._saved_sums[place] = self._sums[page]
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         input_ids = self.begin_step(batch)
+        for place, page in batch.page_restores:
+            self._sums[page] = self._saved_sums[place]
         for source, destination in batch.page_copies:
             self._sums[destination] = self._sums[source]
         page_size = self._sums.shape[1]
@@ -104,4 +117,4 @@ class FakePass(HostSampling):
         return logits
 
     def close(self) -> None:
-        self._sums = np.zeros((0, 0), np.uint64)
+        self._sums = self._saved_sums = np.zeros((0, 0), np.uint64)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from backend.batch_builder import BatchBuilder
 from backend.engine import Engine
 from backend.executor import run_step
-from backend.forward_pass import PassOptions
 from backend.page_pool import PagePool
 from backend.passes.fake import FakePass, next_token
 from backend.requests import Limits, Requests
@@ -20,7 +19,7 @@ from shm.link import Cancellation, FrontendDeath, Submission
 from shm.wire import EventLogprobs, Failure, Finish, Sampling, Started, Submit
 
 if TYPE_CHECKING:
-    from backend.executor import StepResult
+    from backend.executor import Pairs, StepResult
     from backend.forward_pass import IBatchedForwardPass, StepBatch
     from backend.grammar_desk import GrammarDesk
     from backend.plan import Plan
@@ -113,7 +112,7 @@ class SteppedExecutor:
     def __init__(self, forward_pass: IBatchedForwardPass, capacity: int) -> None:
         self._pass = forward_pass
         self._capacity = capacity
-        self._plans: deque[tuple[Plan, StepBatch]] = deque()
+        self._plans: deque[tuple[Plan, StepBatch, Pairs]] = deque()
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self.batches: list[StepBatch] = []
@@ -140,8 +139,8 @@ class SteppedExecutor:
     def wake(self) -> None:
         pass
 
-    def launch(self, plan: Plan, batch: StepBatch) -> None:
-        self._plans.append((plan, batch))
+    def launch(self, plan: Plan, batch: StepBatch, saves: Pairs) -> None:
+        self._plans.append((plan, batch, saves))
         self.batches.append(batch)
         self._num_in_flight += 1
 
@@ -175,16 +174,18 @@ class Bench:
         vocab_size: int = 97,
         priority_step_s: float = 0.0,
         patience_steps: int = 64,
+        num_host_pages: int = 0,
         forward_pass: Any = None,
         desk: GrammarDesk | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         context = min(max_context or 1 << 16, num_pages * page_size)
-        self.forward_pass = forward_pass or FakePass(vocab_size, PassOptions(max_running=max_running).max_running)
+        host_kv_bytes = 8 * page_size * num_host_pages
+        self.forward_pass = forward_pass or FakePass(vocab_size, max_running, host_kv_bytes)
         self.forward_pass.create_cache(num_pages, page_size, "fp32")
         self.executor = SteppedExecutor(self.forward_pass, capacity)
         self.link = ScriptedLink()
-        self.pool = PagePool(num_pages)
+        self.pool = PagePool(num_pages, num_host_pages)
         self.board = BackendBoard.create()
         self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens, patience_steps)
         self.now_s = 0.0

@@ -339,7 +339,7 @@ def test_a_page_copy_goes_with_its_row_when_that_is_dropped() -> None:
     assert len(bench.executor.batches[-1].page_copies) == 0  # a plan behind it has nothing to copy
     planned = next(batch for batch in bench.executor.batches if batch.page_copies)
     assert [destination for _, destination in planned.page_copies] == planned.page_table[:, 0].tolist()
-    plan, _ = bench.executor._plans[0]
+    plan, *_ = bench.executor._plans[0]
     kept = plan.keep([1])
     assert list(kept.page_copies.values()) == [planned.page_copies[1]]
     bench.cancel(1)

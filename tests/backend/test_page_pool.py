@@ -85,7 +85,7 @@ class PagePoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def disown(self, data: st.DataObject) -> None:
         holding = data.draw(st.sampled_from(self.holdings))
-        self.pool.disown(holding)
+        self.pool.disown(holding, [])
         for page in holding:
             self.key_of.pop(page, None)
 
@@ -100,7 +100,7 @@ class PagePoolMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"page {page} is named"):
                 self.pool.name(page, KEYS[0], KEYS[1], b"")
             with pytest.raises(ValueError, match=f"page {page} is disowned"):
-                self.pool.disown([page])
+                self.pool.disown([page], [])
         if page not in self.key_of:
             with pytest.raises(ValueError, match=f"page {page} has no known content"):
                 self.pool.hold(page)

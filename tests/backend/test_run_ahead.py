@@ -85,7 +85,7 @@ def launch(executor: Executor, sequence: Sequence, ids: list[int], start: int, *
         slot_inits=(init,) if start == 0 else (),
     )
     ends, lengths = [start + len(ids)], [len(ids)]
-    executor.launch(Plan([sequence], [sequence.generation], [0], ends, lengths, logit_rows=logit_rows), batch)
+    executor.launch(Plan([sequence], [sequence.generation], [0], ends, lengths, logit_rows=logit_rows), batch, ())
 
 
 def next_results(executor: Executor, count: int) -> list[StepResult]:

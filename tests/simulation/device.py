@@ -13,7 +13,7 @@ from tests.simulation.models import ChainPass, PlantedFault, Violation
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backend.executor import LaunchedStep, StepResult
+    from backend.executor import LaunchedStep, Pairs, StepResult
     from backend.forward_pass import IBatchedForwardPass, StepBatch
     from backend.plan import Plan, Row
     from backend.sequence import Sequence
@@ -44,7 +44,7 @@ class SimulatedExecutor:
         self._pass = forward_pass
         self._capacity = capacity
         self._page_size = page_size
-        self._plans: deque[tuple[Plan, StepBatch]] = deque()
+        self._plans: deque[tuple[Plan, StepBatch, Pairs]] = deque()
         self._launched: deque[tuple[LaunchedStep, Fault | None]] = deque()
         self._before: LaunchedStep | None = None
         self._finished: tuple[StepResult, list[tuple[Sequence, int]]] | None = None
@@ -52,6 +52,7 @@ class SimulatedExecutor:
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self._salts: dict[int, bytes] = {}  # of each page, whose tokens it holds
+        self._saved_salts: dict[int, bytes | None] = {}  # of each place on the host
         self.faulty: dict[tuple[Sequence, int], bool] = {}
         """(sequence, generation) of rows that failed in a step of their own, False, or whose logits were bad, True."""
 
@@ -72,16 +73,17 @@ class SimulatedExecutor:
     def wake(self) -> None:
         pass
 
-    def launch(self, plan: Plan, batch: StepBatch) -> None:
+    def launch(self, plan: Plan, batch: StepBatch, saves: Pairs) -> None:
         if not plan or self._num_in_flight > self._capacity:
             raise Violation(f"a plan of {len(plan)} rows beside {self._num_in_flight} in flight")
         self._num_in_flight += 1
-        self._plans.append((plan, batch))
+        self._plans.append((plan, batch, saves))
         rows = list(plan.rows())
         self._world.note_plan(rows)
         for row in rows:
             if (copy := plan.page_copies.get(row.sequence)) is not None:
                 self._world.judge_copy(copy[0], row.start % self._page_size)
+            self._world.judge_restores(plan.page_restores.get(row.sequence, ()))
         self._world.device_goes_on()
 
     def results(self) -> list[StepResult]:
@@ -114,15 +116,17 @@ class SimulatedExecutor:
                 self._finish()
 
     def _start(self) -> None:
-        planned, batch = self._plans.popleft()
+        planned, batch, saves = self._plans.popleft()
         self._world.covered["launched ahead"] += bool(self._launched)
         fault = None
         if isinstance(self._pass, ChainPass):
             fault = self._pass.fault = self._world.draw_fault([planned.sequences[row] for row in planned.live_rows()])
-        step = launch_step(self._pass, planned, batch, self._before)
+        step = launch_step(self._pass, planned, batch, saves, self._before)
+        self._world.covered["saved for a step without rows"] += bool(saves) and not step.plan
         self._world.covered["rows bound late"] += len(planned) - len(step.plan)
         if isinstance(step.error, Violation):
             raise step.error
+        self._saved_salts |= {place: self._salts.get(page) for page, place in saves}
         self._note_copies(step.plan)
         for row in step.plan.rows():
             self._judge(row)
@@ -164,6 +168,10 @@ class SimulatedExecutor:
         self._finished = None
 
     def _note_copies(self, plan: Plan) -> None:
+        for sequence, restores in plan.page_restores.items():
+            if any(self._saved_salts[place] != sequence.salt for place, _ in restores):
+                raise Violation("a row gets back what another tenant wrote, or what nobody did")
+            self._salts |= dict.fromkeys([page for _, page in restores], sequence.salt)
         for sequence, (source, destination) in plan.page_copies.items():
             self._world.covered["page copied"] += 1
             if self._salts.get(source) != sequence.salt:

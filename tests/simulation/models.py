@@ -37,6 +37,8 @@ _MASK = (1 << 64) - 1
 _ROOT = 0x243F6A8885A308D3
 _GENERATED = 1 << 32
 _NONSENSE = 0x0F0F0F0F
+_BYTES_PER_TOKEN = 8
+"""Of the fake pass's cache."""
 
 
 class PlantedFault(Exception):
@@ -71,7 +73,15 @@ class Model(Protocol):
         ...
 
     def new_pass(
-        self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int, /, *, runs_ahead: bool
+        self,
+        num_pages: int,
+        num_host_pages: int,
+        page_size: int,
+        max_running: int,
+        max_batch_tokens: int,
+        /,
+        *,
+        runs_ahead: bool,
     ) -> IBatchedForwardPass: ...
 
 
@@ -151,9 +161,18 @@ class ChainModel:
         return told
 
     def new_pass(
-        self, num_pages: int, page_size: int, max_running: int, max_batch_tokens: int, /, *, runs_ahead: bool
+        self,
+        num_pages: int,
+        num_host_pages: int,
+        page_size: int,
+        max_running: int,
+        max_batch_tokens: int,
+        /,
+        *,
+        runs_ahead: bool,
     ) -> ChainPass:
-        return ChainPass(self.vocab_size, num_pages, page_size, max_running, max_batch_tokens, runs_ahead=runs_ahead)
+        sizes = num_pages, num_host_pages, page_size, max_running, max_batch_tokens
+        return ChainPass(self.vocab_size, *sizes, runs_ahead=runs_ahead)
 
 
 @dataclass(slots=True)
@@ -180,12 +199,14 @@ class ChainPass:
         self,
         vocab_size: int,
         num_pages: int,
+        num_host_pages: int,
         page_size: int,
         max_running: int,
         max_batch_tokens: int,
         *,
         runs_ahead: bool,
     ) -> None:
+        self.num_host_pages = num_host_pages
         self.spec = PassSpec(vocab_size, 1 << 16, {"fp32": 8}, runs_ahead=runs_ahead)
         self._num_pages = num_pages
         self._page_size = page_size
@@ -193,6 +214,8 @@ class ChainPass:
         self._max_batch_tokens = max_batch_tokens
         self.cells = [0] * (num_pages * page_size)
         """A position's hash; 0 was never written, -n is poisoned by fault n."""
+        self.saved_cells: dict[int, list[int]] = {}
+        """Of the pages on the host, by their place."""
         self._slots: dict[int, _Slot] = {}
         self.fault: Fault | None = None
 
@@ -206,6 +229,7 @@ class ChainPass:
         starts, ids = batch.query_starts.tolist(), batch.input_ids.tolist()
         contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
         self._check(starts, ids, slots, table)
+        self._restore_pages(batch.page_restores, contexts, table)
         self._copy_pages(batch.page_copies, contexts, table)
         # Nobody waits for a step that samples nothing.
         nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and len(batch.logit_rows) else 0
@@ -249,6 +273,26 @@ class ChainPass:
             raise Violation("a page that does not exist")
         if any(slot not in self._slots for slot in slots):
             raise Violation("a slot that nobody took")
+
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        size, places = self._page_size, [place for _, place in pairs]
+        if len(set(places)) != len(places) or not set(places) <= set(range(self.num_host_pages)):
+            raise Violation(f"pages are saved to the places {places} of {self.num_host_pages}")
+        for page, place in pairs:
+            self.saved_cells[place] = self.cells[page * size : (page + 1) * size]
+
+    def _restore_pages(
+        self, restores: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]]
+    ) -> None:
+        """Each is full and one row's alone, and lies before what that row computes."""
+        size, cells = self._page_size, self.cells
+        before = [page for context, pages in zip(contexts, table, strict=True) for page in pages[: context // size]]
+        for place, page in restores:
+            if before.count(page) != 1 or [to for _, to in restores].count(page) != 1:
+                raise Violation(f"of the page restores {restores} one belongs to no row, or to two")
+            if place not in self.saved_cells or 0 in self.saved_cells[place]:
+                raise Violation("a page is restored that was not saved, or not when it was full")
+            cells[page * size : (page + 1) * size] = self.saved_cells[place]
 
     def _copy_pages(self, copies: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]]) -> None:
         """Each belongs to a row that goes on within the page."""
@@ -323,8 +367,8 @@ def _in_columns(told: list[tuple[int, int, EventLogprobs]]) -> TokenLogprobs | N
 
 
 class _HashPass(FakePass):
-    def __init__(self, vocab_size: int, max_running: int, *, runs_ahead: bool) -> None:
-        super().__init__(vocab_size, max_running)
+    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int, *, runs_ahead: bool) -> None:
+        super().__init__(vocab_size, max_running, host_kv_bytes)
         self.spec = replace(self.spec, runs_ahead=runs_ahead)
 
 
@@ -353,7 +397,7 @@ class HashModel:
         count: int,
         allowed_after: Callable[[list[int]], set[int] | None] | None,
     ) -> Stream:
-        alone = self.new_pass(1, len(prompt) + count + 1, 1, 1 << 16, runs_ahead=False)
+        alone = self.new_pass(1, 0, len(prompt) + count + 1, 1, 1 << 16, runs_ahead=False)
         new, context, stream = list(prompt), 0, Stream()
         told_all = replace(sampling, num_logprobs=MAX_LOGPROBS)
         inits: tuple[SlotInit, ...] = (SlotInit(0, told_all, np.array(prompt, np.int32), len(prompt)),)
@@ -385,9 +429,18 @@ class HashModel:
         return stream
 
     def new_pass(
-        self, num_pages: int, page_size: int, max_running: int, _max_batch_tokens: int, /, *, runs_ahead: bool
+        self,
+        num_pages: int,
+        num_host_pages: int,
+        page_size: int,
+        max_running: int,
+        _max_batch_tokens: int,
+        /,
+        *,
+        runs_ahead: bool,
     ) -> FakePass:
-        forward_pass = _HashPass(self.vocab_size, max_running, runs_ahead=runs_ahead)
+        host_kv_bytes = num_host_pages * page_size * _BYTES_PER_TOKEN
+        forward_pass = _HashPass(self.vocab_size, max_running, host_kv_bytes, runs_ahead=runs_ahead)
         forward_pass.create_cache(num_pages, page_size, "fp32")
         return forward_pass
 

@@ -19,6 +19,7 @@ from backend.engine import Engine
 from backend.executor import StepResult
 from backend.forward_pass import NOT_FINITE
 from backend.grammar_desk import GrammarDesk
+from backend.host_pages import HostPages
 from backend.page_pool import PagePool
 from backend.plan import Plan
 from backend.prefixes import Prefix, Prefixes
@@ -28,6 +29,7 @@ from backend.sequence import Sequence, Subscriber
 from backend.waiting_room import WaitingRoom
 from shm.link import NO_TOKEN
 from shm.wire import Finish
+from tests.simulation import device as device_module
 from tests.simulation.world import run_seed
 
 if TYPE_CHECKING:
@@ -143,6 +145,35 @@ def _copies_what_is_planned(find: Any, prefixes: Prefixes, sequence: Sequence) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sequence, "num_applied", property(lambda other: min(other.num_computed, len(other.tokens))))
         return find(prefixes, sequence)
+
+
+def _page_restores_stay_when_their_row_is_dropped(keep: Any, plan: Plan, kept: list[int]) -> Plan:
+    result: Plan = keep(plan, kept)
+    result.page_restores = plan.page_restores
+    return result
+
+
+def _restored_counts_as_computed(
+    start: Any, scheduler: Scheduler, sequence: Sequence, prefix: Any, *args: Any, **options: Any
+) -> None:
+    start(scheduler, sequence, prefix, *args, **options)
+    sequence.num_prefilled = prefix.num_full * scheduler._page_size
+
+
+def _saves_go_with_rows(launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, before: Any) -> Any:
+    return launch(forward_pass, plan, batch, saves if plan.live_rows() else (), before)
+
+
+def _saves_go_with_the_plan(launch: Any, engine: Engine, plan: Plan) -> None:
+    saves = engine._scheduler.take_saves()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._scheduler, "take_saves", lambda: saves)
+        launch(engine, plan)
+
+
+def _places_are_not_kept_for_reading(find: Any, host: HostPages) -> int | None:
+    host._read.clear()
+    return find(host)  # type: ignore[no-any-return]
 
 
 def _page_copies_stay_when_their_row_is_dropped(keep: Any, plan: Plan, kept: list[int]) -> Plan:
@@ -355,6 +386,15 @@ PLANTED: dict[str, Plant] = {
         prefixes_module, "_key_before", lambda key, sequence, num_pages: key(sequence, num_pages) if num_pages else b""
     ),
     "pages are not copied": _wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), page_copies=())),
+    "pages are not restored": _wrap(
+        BatchBuilder, "build", lambda build, *args: replace(build(*args), page_restores=())
+    ),
+    "a page restore outlives its row": _wrap(Plan, "keep", _page_restores_stay_when_their_row_is_dropped),
+    "restored pages count as computed before they are there": _wrap(Scheduler, "_start", _restored_counts_as_computed),
+    "what is saved is lost with a step whose rows have left": _wrap(device_module, "launch_step", _saves_go_with_rows),
+    "what is saved is lost with a plan that cannot be built": _wrap(Engine, "_launch", _saves_go_with_the_plan),
+    "a place is written before the step has read it": _wrap(HostPages, "_free_place", _places_are_not_kept_for_reading),
+    "pages with bad logits stay on the host": _wrap(HostPages, "forget", lambda *_: None),
     "a page copy outlives its row": _wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
     "a page is evicted while it is to be copied": _wrap(Scheduler, "_start", _sources_can_be_evicted),
     "part of a page with bad logits is left behind": _wrap(Prefixes, "distrust", _distrusted_parts_are_kept),

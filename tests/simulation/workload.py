@@ -61,6 +61,7 @@ class Setup:
 
     model: Model
     num_pages: int
+    num_host_pages: int
     page_size: int
     max_running: int
     max_batch_tokens: int
@@ -106,6 +107,7 @@ class Setup:
         return cls(
             model=HashModel(vocab_size) if is_real else ChainModel(vocab_size),
             num_pages=num_pages,
+            num_host_pages=rng.choice((0, 1, 4, 40)),
             page_size=page_size,
             max_running=rng.randint(1, 6),
             max_batch_tokens=rng.choice((1, 3, 6, 12, 24)),

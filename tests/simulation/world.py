@@ -39,6 +39,7 @@ class Backend:
         setup = world.setup
         self.forward_pass = setup.model.new_pass(
             setup.num_pages,
+            setup.num_host_pages,
             setup.page_size,
             setup.max_running,
             setup.max_batch_tokens,
@@ -46,7 +47,7 @@ class Backend:
         )
         self.link = SimulatedLink(world)
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
-        self.pool = PagePool(setup.num_pages)
+        self.pool = PagePool(setup.num_pages, setup.num_host_pages)
         self.board = BackendBoard.create()
         self.scheduler = FaultyScheduler(
             world, self.pool, setup.page_size, setup.max_running, setup.max_batch_tokens, setup.patience_steps
@@ -422,6 +423,13 @@ class World:
             if any(pair in backend.burnt for pair in poison):
                 raise Violation("a page is copied for which a request has failed")
 
+    def judge_restores(self, restores: tuple[tuple[int, int], ...]) -> None:
+        """As they are planned. What is poisoned has not failed anybody yet, and the pages count as new ones."""
+        backend = self.backend
+        self.covered["restored from the host"] += len(restores)
+        pages = {page for _, page in restores}
+        backend.burnt = {pair: tick for pair, tick in backend.burnt.items() if pair[1] not in pages}
+
     def judge_rejection(self, heard: Open, code: FailureCode) -> None:
         backend, ask = self.backend, heard.ask
         self.covered[f"refused {code.name}"] += 1
@@ -451,6 +459,8 @@ class World:
         if not was_bad or not isinstance(backend.forward_pass, ChainPass):
             return
         poison = backend.forward_pass.poison_in(sequence.pages, len(sequence.tokens))
+        if any(map(backend.pool.host.holds, sequence.page_keys)):
+            raise Violation(f"{heard.ask} fails for its pages, and one of them stays on the host")
         if any(backend.burnt.get(pair, self.tick) < backend.since[sequence] for pair in poison):
             raise Violation(f"{heard.ask} fails for a page that others had failed for before it came")
         for pair in poison:
@@ -484,6 +494,8 @@ class World:
             raise Violation(f"{board.requests_accepted} accepted, {ended} ended, {requests.num_open} open")
         if board.pages_used > self.setup.num_pages or board.pages_used + board.pages_idle > self.setup.num_pages:
             raise Violation(f"{board.pages_used} pages used and {board.pages_idle} idle")
+        if board.host_pages_used > self.setup.num_host_pages:
+            raise Violation(f"{board.host_pages_used} pages on the host of {self.setup.num_host_pages}")
 
     def _judge_rest(self) -> None:
         backend = self.backend
@@ -504,6 +516,7 @@ class World:
             if ask.got != (ask.expected if whole else ask.expected[: len(ask.got)]):
                 raise Violation(f"{ask} got {ask.got}, was to get {ask.expected}")
         self.covered["preempted"] += board.preemptions
+        self.covered["saved to the host"] += board.pages_saved
         self.covered["tokens"] += board.generated_tokens
         self.covered["steps"] += board.steps
         self.covered["requests"] += len(self.asks)

@@ -103,7 +103,7 @@ class EngineLoop:
             self._apply(result, ended)
         has_planned = False
         while self._executor.has_room and (plan := self._scheduler.plan()):
-            self._executor.launch(plan, self._builder.build(plan))
+            self._executor.launch(plan, self._builder.build(plan), self._scheduler.take_saves())
             has_planned = True
         if has_planned:
             self.turn_s.append(time.perf_counter() - started_s)

@@ -1,0 +1,144 @@
+"""Pages on the host against a model of a plain list, and what they save an engine that is short of pages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from backend.host_pages import HostPages
+from tests.backend.harness import Bench, expected_tokens
+
+KEYS = [bytes([number]) * 16 for number in range(9)]
+
+
+class HostPagesMachine(RuleBasedStateMachine):
+    """A page's number is its key's, so that what is copied where can be told from what is read later."""
+
+    @initialize(num_places=st.integers(0, 5))
+    def start(self, num_places: int) -> None:
+        self.host = HostPages(num_places)
+        self.num_places = num_places
+        self.kept: list[bytes] = []
+        """Least recently used first."""
+        self.read: set[bytes] = set()
+        self.content: dict[int, int] = {}
+        """Of each place, once what is saved has been copied."""
+
+    @rule(key=st.sampled_from(KEYS))
+    def save(self, key: bytes) -> None:
+        if key not in self.kept and len(self.kept) == self.num_places:
+            if not self.kept or self.kept[0] in self.read:
+                self.host.save(key[0], key)
+                assert not self.host.holds(key)
+                return
+            del self.kept[0]
+        self.host.save(key[0], key)
+        self.kept = [kept for kept in self.kept if kept != key] + [key]
+
+    @rule(key=st.sampled_from(KEYS))
+    def read_one(self, key: bytes) -> None:
+        if key not in self.kept:
+            with pytest.raises(KeyError):
+                self.host.read(key)
+            return
+        self.copy()
+        assert self.content[self.host.read(key)] == key[0]
+        self.kept.remove(key)
+        self.kept.append(key)
+        self.read.add(key)
+
+    @rule()
+    def end_plan(self) -> None:
+        self.host.end_plan()
+        self.read.clear()
+
+    @rule()
+    def copy(self) -> None:
+        saves = self.host.take_saves()
+        assert len({place for _, place in saves}) == len(saves)
+        self.content |= {place: page for page, place in saves}
+        assert self.host.take_saves() == ()
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
+    def forget(self, keys: list[bytes]) -> None:
+        self.end_plan()  # nobody is distrusted in the middle of a plan
+        self.host.forget(keys)
+        self.kept = [kept for kept in self.kept if kept not in keys]
+
+    @invariant()
+    def it_agrees_with_the_model(self) -> None:
+        if not hasattr(self, "host"):
+            return
+        assert self.host.num_used == len(self.kept)
+        assert [key for key in KEYS if self.host.holds(key)] == sorted(self.kept)
+        if not self.read:
+            self.host.check_integrity()
+
+
+TestHostPagesMachine = HostPagesMachine.TestCase
+TestHostPagesMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+FIRST, SECOND = [7, 1, 4, 9, 2, 2, 8, 5], [3, 6, 6, 1, 8, 0, 5, 2]
+
+
+def run_short_of_pages(num_host_pages: int) -> Bench:
+    """Two sequences that do not fit together: one is preempted, and its pages go to the other."""
+    bench = Bench(num_pages=10, page_size=4, num_host_pages=num_host_pages)
+    bench.submit(FIRST, 24, request_id=1)
+    bench.submit(SECOND, 24, request_id=2)
+    bench.run_dry()
+    assert bench.received(1).token_ids == expected_tokens(FIRST, 24, bench.vocab_size)
+    assert bench.received(2).token_ids == expected_tokens(SECOND, 24, bench.vocab_size)
+    assert bench.board.preemptions > 0
+    return bench
+
+
+def test_a_preempted_sequence_gets_its_pages_back_instead_of_computing_them_again() -> None:
+    recomputed, restored = run_short_of_pages(0), run_short_of_pages(16)
+    assert recomputed.board.pages_saved == recomputed.board.pages_restored == 0
+    num_back = restored.board.pages_restored
+    assert restored.board.pages_saved >= num_back > 0
+    assert restored.board.computed_tokens <= recomputed.board.computed_tokens - 4 * num_back
+    assert restored.board.host_pages_used == restored.board.pages_saved
+
+
+def test_what_nobody_asked_for_twice_is_not_saved() -> None:
+    bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
+    for number in range(5):
+        bench.submit([number, *FIRST], 6, request_id=number)
+        bench.run_dry()
+    assert bench.board.preemptions == bench.board.pages_saved == 0
+
+
+def test_a_prefix_that_was_found_before_outlives_its_pages() -> None:
+    bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
+    for number in range(2):
+        bench.submit([*FIRST, number], 2, request_id=number)
+        bench.run_dry()
+    for number in range(2, 4):  # these need all pages
+        bench.submit([*SECOND, number], 12, request_id=number)
+        bench.run_dry()
+    assert bench.board.pages_saved >= 2
+    bench.submit([*FIRST, 9], 2, request_id=9)
+    bench.run_dry()
+    assert bench.received(9).token_ids == expected_tokens([*FIRST, 9], 2, bench.vocab_size)
+    started = bench.received(9).started
+    assert started is not None
+    assert started.cached_tokens == len(FIRST)
+    assert bench.board.pages_restored == 2
+
+
+def test_another_tenant_finds_nothing_on_the_host() -> None:
+    bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
+    for number in range(2):
+        bench.submit([*FIRST, number], 2, request_id=number, salt=b"one")
+        bench.run_dry()
+    for number in range(2, 4):
+        bench.submit([*SECOND, number], 12, request_id=number)
+        bench.run_dry()
+    assert bench.board.pages_saved >= 2
+    bench.submit([*FIRST, 9], 2, request_id=9, salt=b"other")
+    bench.run_dry()
+    assert bench.board.pages_restored == 0
