@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from frontend.access import Keyring
 from frontend.cors import Cors
+from frontend.hosts import Hosts
 from frontend.quotas import QuotaPage, Quotas
 
 if TYPE_CHECKING:
@@ -24,19 +25,27 @@ class Admission:
         keys: Iterable[ApiKey] = (),
         *,
         cors_origins: Iterable[str] = (),
+        allowed_hosts: Iterable[str] = ("*",),
         page: QuotaPage | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """page is where the workers count together; without one this worker counts alone. Raises ValueError for keys
-        that cannot be."""
+        """allowed_hosts matter while there are no keys. page is where the workers count together; without one this
+        worker counts alone. Raises ValueError for keys that cannot be."""
         self._keyring = Keyring(keys)
         self._quotas = Quotas(page or QuotaPage.private(), self._keyring.limited, clock)
+        self._hosts = Hosts(allowed_hosts)
         self.cors = Cors(cors_origins)
 
     def set_keys(self, keys: Iterable[ApiKey]) -> None:
         """Raises ValueError; the old keys stay then. Requests that run go on."""
         self._keyring = Keyring(keys)
         self._quotas.set_keys(self._keyring.limited)
+
+    def check_host(self, exchange: Exchange) -> None:
+        """Raises ApiError for a request that a page may have made a browser send which takes us for the page's server.
+        Where there are keys it has none."""
+        if not self._keyring:
+            self._hosts.check(exchange)
 
     def identify(self, exchange: Exchange) -> None:
         """Notes whose request it is. Raises ApiError."""

@@ -152,6 +152,7 @@ class App:
     async def _answer(self, exchange: Exchange) -> None:
         try:
             exchange.more_headers = self._admission.cors.headers(exchange)
+            self._admission.check_host(exchange)
             methods = self._methods(exchange.path)
             if (allowed := self._admission.cors.preflight(exchange, methods)) is not None:
                 await exchange.start(204, allowed)

@@ -104,7 +104,7 @@ def read_access(options: FrontendOptions, command: str) -> AccessSettings:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             fail(command, f'--cors-allow-origin "{origin}" is no origin; write https://chat.example.org, or *')
     key_file = None if options.api_key_file is None else str(options.api_key_file)
-    return AccessSettings(options.api_key, key_file, options.cors_allow_origin)
+    return AccessSettings(options.api_key, key_file, options.cors_allow_origin, options.allowed_host)
 
 
 def tls_files(options: FrontendOptions, command: str) -> TlsFiles | None:

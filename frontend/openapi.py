@@ -34,7 +34,7 @@ _REFUSED: dict[type[Struct], Iterable[str]] = {
     messages.CountTokensBody: messages.NOT_HERE,
 }
 
-_OF_ANY = (ErrorKind.INTERNAL,)
+_OF_ANY = (ErrorKind.FOREIGN_HOST, ErrorKind.INTERNAL)
 _OF_KEY = (ErrorKind.BAD_KEY,)
 _OF_PATH = (ErrorKind.UNKNOWN_PATH,)
 _OF_READING = (ErrorKind.UNAVAILABLE,)

@@ -84,6 +84,10 @@ class FrontendOptions:
     """Origin whose pages may read answers in a browser, such as https://chat.example.org, or * for all; may be
     repeated."""
 
+    allowed_host: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)] = ()
+    """Name by which browsers may call a server that has no key and listens on this machine's own address, besides
+    localhost, addresses, names without a dot, and those under .local and .internal; may be repeated, * is all."""
+
     max_body: ByteSize = 2 << 20
     """Largest request body, such as 2MiB."""
 

@@ -40,6 +40,7 @@ class AccessSettings(Struct, frozen=True):
     api_keys: tuple[str, ...] = ()
     api_key_file: str | None = None
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     quota_fd: int = -1
     """The page on which the workers count together what keys use."""
 

@@ -19,6 +19,7 @@ from frontend.access import KeyFileError, named_keys, read_key_file
 from frontend.admission import Admission
 from frontend.app import App
 from frontend.connections import raise_fd_limit
+from frontend.hosts import serves_one_machine
 from frontend.model import ModelKeeper
 from frontend.quotas import QuotaPage
 from frontend.server import HttpServer
@@ -43,7 +44,8 @@ async def serve(settings: WorkerSettings) -> None:
     models = ModelKeeper(backend, settings.parsers)
     access = settings.access
     page = QuotaPage.attach(access.quota_fd, settings.num_workers, settings.worker)
-    admission = Admission(read_keys(access), cors_origins=access.cors_origins, page=page)
+    allowed_hosts = access.allowed_hosts if serves_one_machine(listening) else ("*",)
+    admission = Admission(read_keys(access), cors_origins=access.cors_origins, allowed_hosts=allowed_hosts, page=page)
     app = App(backend, models, admission=admission, limits=settings.limits)
     tls = None if settings.tls is None else ServerTls(settings.tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)

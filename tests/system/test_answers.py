@@ -295,3 +295,9 @@ async def test_a_bad_form_is_its_own_requests_fault(http: httpx.AsyncClient) -> 
                 assert error["message"].isprintable()
                 assert len(error["message"]) < 400
     assert [from_chunks(task.result())[0][0] for task in running] == alone
+
+
+async def test_a_keyless_server_of_this_machine_tells_a_rebound_name_nothing(http: httpx.AsyncClient) -> None:
+    rebound = await http.get("/v1/models", headers={"host": "evil.example.org"})
+    assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
+    assert (await http.get("/v1/models", headers={"host": "localhost"})).status_code == 200
