@@ -60,7 +60,11 @@ class GrammarDesk:
         if self._compiler is None:
             text = "the model has no tokenizer that grammars could be compiled with"
             return Failure(request_id, FailureCode.BAD_GRAMMAR, text=text)
-        if (matcher := self._compiler.compiled(grammar)) is not None:
+        try:
+            matcher = self._compiler.compiled(grammar)
+        except BadGrammar as error:
+            return Failure(request_id, FailureCode.BAD_GRAMMAR, text=str(error))
+        if matcher is not None:
             return matcher
         if len(self._waiting) >= self._max_waiting:
             return Failure(request_id, FailureCode.OVERLOADED, self._max_waiting)

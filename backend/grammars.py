@@ -36,6 +36,7 @@ _CACHE_BYTES = 64 << 20
 _BYTES_PER_GRAMMAR, _BYTES_PER_CHARACTER = 32 << 10, 512
 """Of memory that a compiled grammar takes, and takes besides for each character of its text: measured on expressions of
 a few characters and schemas of a few hundred. An estimate, and so the cache's bound is."""
+_BYTES_PER_REFUSAL = 1 << 10
 MAX_PENDING = 256
 _SHOWN_CHARACTERS = 300
 
@@ -49,7 +50,7 @@ class TooManyGrammars(Exception):
 
 
 class GrammarCompiler:
-    """One thread that compiles, and a cache of what it compiled. Owned by the main thread, which alone calls it."""
+    """One thread that compiles, and a cache of what came of it. Owned by the main thread, which alone calls it."""
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """Reads the tokenizer when the first grammar comes, in the thread."""
@@ -59,16 +60,16 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._pending: dict[Grammar, Future[LLMatcher]] = {}
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._settled: OrderedDict[Grammar, LLMatcher | BadGrammar] = OrderedDict()
+        """What does not compile is kept as well: it may have taken long to find out."""
         self._num_bytes = 0
 
     def compiled(self, grammar: Grammar) -> LLMatcher | None:
-        """A matcher of the caller's own, at its beginning; None where it must be compiled first."""
-        matcher = self._compiled.get(grammar)
-        if matcher is None:
+        """A matcher of the caller's own, at its beginning; None where it must be compiled first. Raises BadGrammar."""
+        if grammar not in self._settled:
             return None
-        self._compiled.move_to_end(grammar)
-        return matcher.deep_copy()
+        self._settled.move_to_end(grammar)
+        return _unwrapped(self._settled[grammar])
 
     def compile(self, grammar: Grammar) -> Future[LLMatcher]:
         """Begins to compile, or joins who has begun. Done in the worker's thread; `finished` takes it in.
@@ -85,21 +86,22 @@ class GrammarCompiler:
         return future
 
     def finished(self, grammar: Grammar, future: Future[LLMatcher]) -> LLMatcher:
-        """Of what `compile` returned, and is done: a matcher of the caller's own; the grammar is kept for others.
+        """Of what `compile` returned, and is done: a matcher of the caller's own; what came of the grammar is kept.
 
         Raises BadGrammar.
         """
         self._pending.pop(grammar, None)
         error = future.exception(timeout=0)
         if isinstance(error, BadGrammar):
-            raise error
-        if error is not None:  # of the tokenizer, or a fault in the library: whoever asks is told, and nobody else
+            outcome: LLMatcher | BadGrammar = BadGrammar(str(error))  # without the trace, which holds much
+        elif error is not None:  # of the tokenizer, or a fault in the library: whoever asks is told, and nobody else
             logger.error("a grammar could not be compiled", exc_info=error)
             raise BadGrammar("grammars cannot be compiled for this model's tokenizer, or not this one")
-        matcher = future.result(timeout=0)
-        if grammar not in self._compiled:
-            self._keep(grammar, matcher)
-        return matcher.deep_copy()
+        else:
+            outcome = future.result(timeout=0)
+        if grammar not in self._settled:
+            self._keep(grammar, outcome)
+        return _unwrapped(outcome)
 
     def give_up(self, grammar: Grammar) -> None:
         """Nobody waits for it any more: unless it has been begun, it is not compiled."""
@@ -128,12 +130,11 @@ class GrammarCompiler:
             raise BadGrammar(_shown(matcher.get_error()))
         return matcher
 
-    def _keep(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        self._compiled[grammar] = matcher
-        self._num_bytes += _num_bytes(grammar)
+    def _keep(self, grammar: Grammar, outcome: LLMatcher | BadGrammar) -> None:
+        self._settled[grammar] = outcome
+        self._num_bytes += _num_bytes(grammar, outcome)
         while self._num_bytes > _CACHE_BYTES:
-            dropped, _ = self._compiled.popitem(last=False)
-            self._num_bytes -= _num_bytes(dropped)
+            self._num_bytes -= _num_bytes(*self._settled.popitem(last=False))
 
 
 def _source(grammar: Grammar) -> str:
@@ -146,7 +147,15 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def _num_bytes(grammar: Grammar) -> int:
+def _unwrapped(outcome: LLMatcher | BadGrammar) -> LLMatcher:
+    if isinstance(outcome, BadGrammar):
+        raise BadGrammar(str(outcome))
+    return outcome.deep_copy()
+
+
+def _num_bytes(grammar: Grammar, outcome: LLMatcher | BadGrammar) -> int:
+    if isinstance(outcome, BadGrammar):
+        return _BYTES_PER_REFUSAL + len(grammar.text)
     return _BYTES_PER_GRAMMAR + _BYTES_PER_CHARACTER * len(grammar.text)
 
 

@@ -221,7 +221,8 @@ def test_a_bad_or_too_large_grammar_is_refused_in_one_line(
         compile_now(compiler, grammar)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) <= 300
-    assert compiler.compiled(grammar) is None
+    with pytest.raises(BadGrammar, match=reason):
+        compiler.compiled(grammar)
 
 
 def test_a_grammar_is_compiled_once_for_all_who_ask(compiler: GrammarCompiler) -> None:
