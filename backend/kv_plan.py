@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from backend.errors import StartupError
 from shm.cli import format_size
@@ -20,6 +20,9 @@ MAX_PAGE_TABLE = 1 << 28
 """Entries, of 4 bytes, for all sequences that may run."""
 _MIN_CONTEXT_TOKENS = 2
 """A token of the prompt and one of the answer."""
+AUTO_HOST_BYTES = 4_000_000_000
+"""Of the host's memory beside a GPU, for pages that it has no room for: 30,000 tokens of a Llama 8B in bf16."""
+_HOST_SHARE = 4
 _RESERVE_SHARE = 10
 _MIN_RESERVE_BYTES = 512_000_000
 
@@ -51,6 +54,18 @@ def auto_budget(spec: PassSpec, memory: Memory) -> KvBudget:
         taken.insert(1, ("for the steps", spec.workspace_bytes))
     left_bytes = memory.free_bytes - sum(num_bytes for _, num_bytes in taken)
     return KvBudget(max(0, left_bytes), ((f"free on {memory.name}", memory.free_bytes), *taken))
+
+
+def host_budget(wanted: int | Literal["auto"], device: str, memory: Memory) -> int:
+    """--host-kv-budget in bytes, beside a `PassOptions.device`; memory is the host's. Raises StartupError on the CPU."""
+    if wanted == "auto":
+        return 0 if device == "cpu" else min(AUTO_HOST_BYTES, memory.free_bytes // _HOST_SHARE)
+    if wanted and device == "cpu":
+        raise StartupError(
+            f"--host-kv-budget is {format_size(wanted)}; the model runs on the CPU, whose KV cache is in the host's "
+            "memory already: raise --kv-budget instead"
+        )
+    return wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from backend.executor import Executor, ExecutorFailed
 from backend.forward_pass import IHostPages, PassOptions
 from backend.grammar_desk import GrammarDesk
 from backend.grammars import GrammarCompiler
-from backend.kv_plan import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, plan_kv
-from backend.memory import Memory, device_memory
+from backend.kv_plan import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
+from backend.memory import Memory, device_memory, host_memory
 from backend.model_card import make_card
 from backend.options import BackendOptions
 from backend.page_pool import PagePool
@@ -88,9 +88,10 @@ def serve(options: BackendOptions) -> None:
     memory = device_memory(settings.device) if is_asked else Memory(0, 0, settings.device)
     plan = plan_cache(options, spec, settings.device, memory)
     if options.dry_run:
-        Console().print(plan_tables(plan))
+        Console().print(plan_tables(plan, settings.host_kv_bytes))
         return
     check_memory(plan, memory, settings.device)
+    check_host_memory(settings.host_kv_bytes, host_memory())
     logger.info(plan.describe())
     model_dir = locate_model(options, config_dir)  # now that the plan is known to be possible
     numerics = f"{options.forward_pass} {options.dtype} {options.deterministic}"
@@ -160,6 +161,15 @@ def check_memory(plan: KvPlan, memory: Memory, device: str = "cpu") -> None:
         logger.warning("%s are more than %s: lower --kv-budget if memory runs short", wanted, free)
 
 
+def check_host_memory(host_kv_bytes: int, memory: Memory) -> None:
+    """Raises StartupError for more than is free: what is page-locked is not swapped out for anyone."""
+    if host_kv_bytes > memory.free_bytes:
+        raise StartupError(
+            f"--host-kv-budget is {format_size(host_kv_bytes)}; {format_size(memory.free_bytes)} are free on "
+            f"{memory.name}: lower --host-kv-budget"
+        )
+
+
 def _load(
     settings: PassOptions,
     pass_class: type[IBatchedForwardPass],
@@ -183,7 +193,8 @@ def _load(
 
 
 def pass_options(options: BackendOptions) -> PassOptions:
-    """What the forward pass is told. Raises StartupError for a device that cannot be named, and for steps too small."""
+    """What the forward pass is told. Raises StartupError for a device that cannot be named, for steps too small, and
+    for host memory beside the CPU's."""
     device = planned_device(options.gpu) if options.dry_run else choose_device(options.gpu)
     return PassOptions(
         device,
@@ -192,6 +203,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
         options.step_tokens(device),
         options.max_context,
         options.deterministic,
+        host_kv_bytes=host_budget(options.host_kv_budget, device, host_memory()),
     )
 
 

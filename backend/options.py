@@ -27,6 +27,7 @@ _CPU_STEP_TOKENS = 192
 _GPU_STEP_TOKENS = 2048
 Positive = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
 Rows = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
+HostBudget = Annotated[int | Literal["auto"], Parameter(converter=_convert_budget, metavar="SIZE|auto")]
 Budget = Annotated[int | Literal["auto"] | None, Parameter(converter=_convert_budget, metavar="SIZE|auto")]
 
 
@@ -52,6 +53,11 @@ class BackendOptions:
     """Memory for the KV cache, such as 6GB or 512MiB; never exceeded. auto takes what the device has free, less the
     weights and a reserve of a tenth of its memory (at least 512 MB); of the CPU's memory a container's limit counts.
     Default: 2GB on the CPU, auto on a GPU."""
+
+    host_kv_budget: HostBudget = "auto"
+    """Memory of the host's, such as 16GB, for pages of the KV cache that a GPU has no room for: taken at start where
+    copying them there and back is measured to be quicker than computing them again. auto is 4GB on a GPU, but at most
+    a quarter of what this machine has free (a container's limit counts). 0 is none, and all that the CPU can have."""
 
     kv_dtype: Literal["auto", "fp32", "bf16", "q8_0", "fp8"] = "auto"
     """Type of the cached keys and values. auto takes the weights' type, or a narrower one where --max-context times

@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from backend.kv_plan import KvPlan
 
 
-def plan_tables(plan: KvPlan) -> Group:
-    """What is taken of the device's memory and what it holds; then the KV dtypes that were tried."""
-    return Group(_plan_table(plan), _choice_table(plan))
+def plan_tables(plan: KvPlan, host_kv_bytes: int = 0) -> Group:
+    """What is taken of the device's memory and what it holds, and host_kv_bytes of the host's beside it; then the KV
+    dtypes that were tried."""
+    return Group(_plan_table(plan, host_kv_bytes), _choice_table(plan))
 
 
-def plan_rows(plan: KvPlan) -> list[tuple[str, str]]:
+def plan_rows(plan: KvPlan, host_kv_bytes: int = 0) -> list[tuple[str, str]]:
     """Names and values."""
     auto = [(name, format_size(num_bytes)) for name, num_bytes in plan.budget.auto_parts]
     budget = "KV budget (auto)" if auto else "KV budget"
     capped = f", all that --max-running {plan.max_running} can use" if plan.is_capped else ""
+    host = [("host memory for pages", f"{format_size(host_kv_bytes)} at most")] if host_kv_bytes else []
     graphs = [("of the workspace, graphs", f"{format_size(plan.graph_bytes)} (estimated)")] if plan.graph_bytes else []
     return [
         *(auto or _taken_rows(plan)),
@@ -37,6 +39,7 @@ def plan_rows(plan: KvPlan) -> list[tuple[str, str]]:
         ("tokens", f"{plan.num_tokens:,}"),
         ("longest sequence", f"{plan.max_context_tokens:,} tokens"),
         ("sequences of that length", f"{plan.num_pages // plan.max_pages_per_sequence:,}"),
+        *host,
     ]
 
 
@@ -45,9 +48,9 @@ def _taken_rows(plan: KvPlan) -> list[tuple[str, str]]:
     return [(name, format_size(num_bytes)) for name, num_bytes in rows if num_bytes]
 
 
-def _plan_table(plan: KvPlan) -> Table:
+def _plan_table(plan: KvPlan, host_kv_bytes: int) -> Table:
     table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
-    for row in plan_rows(plan):
+    for row in plan_rows(plan, host_kv_bytes):
         table.add_row(*row)
     return table
 

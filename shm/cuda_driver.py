@@ -22,6 +22,7 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING, _EVENT_INTERPROCESS = 1, 2, 4
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 _REGISTER_PORTABLE, _REGISTER_READ_ONLY = 1, 8
+_HOST_ALLOC_DEVICE_MAP = 2
 
 
 class _Handle(ctypes.Structure):
@@ -54,6 +55,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemsetD8Async": (_POINTER, c_ubyte, c_size_t, _STREAM),
     "cuMemcpyDtoDAsync_v2": (_POINTER, _POINTER, c_size_t, _STREAM),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _POINTER, c_size_t, _STREAM),
+    "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
     "cuIpcGetMemHandle": (POINTER(_Handle), _POINTER),
@@ -209,6 +212,17 @@ class DriverDevice:
             self._driver.call("cuMemcpyDtoHAsync_v2", data, pointer, num_bytes, self._stream)
             self._driver.call("cuStreamSynchronize", self._stream)
         return data.raw
+
+    def allocate_host(self, num_bytes: int) -> int:
+        """Page-locked memory of the host, for reading and writing on both sides. Its address is the device's pointer
+        too: with unified addressing that is so for what is allocated, and not always for what is registered."""
+        address = c_void_p()
+        self._call("cuMemHostAlloc", ctypes.byref(address), num_bytes, _HOST_ALLOC_DEVICE_MAP)
+        return address.value or 0
+
+    def free_host(self, address: int) -> None:
+        """Of `allocate_host`."""
+        self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
         # Read-only, as the arenas are mapped: drivers and devices that cannot do that refuse.

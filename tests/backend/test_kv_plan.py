@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from backend.errors import StartupError
 from backend.forward_pass import PassSpec
-from backend.kv_plan import MAX_PAGES, KvBudget, KvPlan, auto_budget, plan_kv
+from backend.kv_plan import MAX_PAGES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
 from backend.memory import Memory
 from backend.passes.fake import FakePass
 from backend.plan_table import plan_rows, plan_tables
@@ -167,6 +167,29 @@ def test_auto_is_what_is_free_less_what_the_pass_takes_and_a_reserve(
     assert budget.num_bytes == left
     assert (first, first_bytes) == ("free on GPU 0", free)
     assert max(0, free - sum(num_bytes for _, num_bytes in taken)) == left
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "free", "taken"),
+    [
+        ("auto", "cuda:0", 100 * GB, 4 * GB),
+        ("auto", "cuda:0", 16 * GB, 4 * GB),
+        ("auto", "cuda:0", 8 * GB, 2 * GB),
+        ("auto", "cpu", 100 * GB, 0),
+        (0, "cuda:0", 100 * GB, 0),
+        (0, "cpu", 100 * GB, 0),
+        (20 * GB, "cuda:0", 8 * GB, 20 * GB),
+    ],
+)
+def test_of_the_hosts_memory_auto_takes_4_gb_beside_a_gpu_or_a_quarter_of_what_is_free(
+    wanted: int | Literal["auto"], device: str, free: int, taken: int
+) -> None:
+    assert host_budget(wanted, device, Memory(128 * GB, free, "this machine")) == taken
+
+
+def test_on_the_cpu_the_hosts_memory_is_the_caches_already() -> None:
+    with pytest.raises(StartupError, match=r"--host-kv-budget is 1\.00 GB; the model runs on the CPU, .* --kv-budget"):
+        host_budget(GB, "cpu", Memory(128 * GB, 64 * GB, "this machine"))
 
 
 def test_the_table_says_what_is_taken_and_what_it_holds() -> None:

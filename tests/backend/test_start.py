@@ -11,7 +11,7 @@ import pytest
 from backend.errors import StartupError
 from backend.forward_pass import PassSpec
 from backend.kv_plan import KvBudget
-from backend.main import app, check_memory, pass_options, plan_cache
+from backend.main import app, check_host_memory, check_memory, pass_options, plan_cache
 from backend.memory import Memory
 from backend.options import BackendOptions
 from backend.passes.decoder.forward_pass import DecoderPass
@@ -128,6 +128,8 @@ def test_auto_says_what_was_free_and_what_is_kept(
         ("--kv-budget 30KB", "--kv-budget is 30.00 KB; one page of 32 tokens takes 34.82 KB: raise the budget"),
         ("--kv-budget=-1GB", 'for --kv-budget: "-1GB" is not a size; write 6GB, 512MiB or a number of bytes'),
         ("--kv-budget some", 'for --kv-budget: "some" is not a size'),
+        ("--host-kv-budget 4GB", "--host-kv-budget is 4.00 GB; the model runs on the CPU, whose KV cache is in the"),
+        ("--host-kv-budget lots", 'for --host-kv-budget: "lots" is not a size; write 6GB, 512MiB or a number of bytes'),
         ("--kv-budget 1MB --max-context 2000", "--max-context is 2000; --kv-budget 1.00 MB holds 896 tokens: raise"),
         ("--max-context 4096", "--max-context is 4096; this model has 1 to 2048: lower --max-context"),
         ("--max-context 1", 'Invalid value "1" for --max-context. Must be >= 2.'),
@@ -167,6 +169,39 @@ def test_an_impossible_or_contradictory_setting_is_one_line_and_no_start(
     assert line.startswith("backend: ")
     assert said in line
     assert shown.out == ""
+
+
+def test_a_dry_run_shows_the_hosts_memory_for_pages_where_there_is_any(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backend.main.host_memory", lambda: Memory(16 * GB, 12 * GB, "this machine"))
+    for arguments, shows in (
+        ("--gpu 7", "3.00 GB at most"),
+        ("--gpu 7 --host-kv-budget 40GB", "40.00 GB at most"),
+        ("--gpu 7 --host-kv-budget 0", None),
+        ("--gpu none", None),
+        ("--gpu none --host-kv-budget 0", None),
+    ):
+        assert run("--dry-run", "--kv-budget", "2GB", *arguments.split()) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        if shows is None:
+            assert "host memory for pages" not in shown, arguments
+        else:
+            assert f"host memory for pages {shows}" in shown, arguments
+
+
+def test_the_pass_is_told_what_it_may_take_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.main.host_memory", lambda: Memory(64 * GB, 60 * GB, "this machine"))
+    assert pass_options(BackendOptions(gpu="3", dry_run=True)).host_kv_bytes == 4 * GB
+    assert pass_options(BackendOptions(gpu="3", dry_run=True, host_kv_budget=9 * GB)).host_kv_bytes == 9 * GB
+    assert pass_options(BackendOptions(gpu="none")).host_kv_bytes == 0
+
+
+def test_more_page_locked_memory_than_is_free_is_refused() -> None:
+    check_host_memory(5 * GB, Memory(16 * GB, 5 * GB, "this machine"))
+    said = r"--host-kv-budget is 6\.00 GB; 5\.00 GB are free on this machine: lower --host-kv-budget"
+    with pytest.raises(StartupError, match=said):
+        check_host_memory(6 * GB, Memory(16 * GB, 5 * GB, "this machine"))
 
 
 def test_a_setting_of_the_environment_is_named_with_its_variable(

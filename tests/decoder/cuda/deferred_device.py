@@ -92,6 +92,10 @@ class DeferredCudaPass(CudaDecoderPass):
         loaded.device = device
         return loaded
 
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        with self.device.deferring():
+            super().save_pages(pairs)
+
     def forward(self, batch: StepBatch) -> Tensor:
         with self.device.deferring():
             return super().forward(batch)

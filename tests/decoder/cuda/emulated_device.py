@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.forward_pass import DeviceLost
+from shm.device_api import DeviceError
 from tests.cuda_emulator.launcher import EmulatedLauncher
 
 if TYPE_CHECKING:
@@ -94,14 +95,29 @@ class ImmediateEvent:
 
 
 @dataclass
+class EmulatedHostMemory:
+    """See `HostMemory`. Begins as what nobody may rely on."""
+
+    bytes: Tensor
+    is_free: bool = False
+
+    def free(self) -> None:
+        assert not self.is_free, "freed twice"
+        self.is_free = True
+
+
+@dataclass
 class EmulatedDevice:
-    """`fault`, once set, is raised by whatever waits for the device: its context is poisoned."""
+    """`fault`, once set, is raised by whatever waits for the device: its context is poisoned. At most
+    `lockable_bytes` of the host's memory are page-locked."""
 
     mode: str = "fast"
     fault: Exception | None = None
     graphs: list[RecordedGraph] = field(default_factory=list)
     num_events: int = 0
     pinned_tensors: list[Tensor] = field(default_factory=list)
+    lockable_bytes: int = 1 << 30
+    host_memories: list[EmulatedHostMemory] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -117,6 +133,12 @@ class EmulatedDevice:
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         self.pinned_tensors.append(torch.zeros(num_elements, dtype=dtype))
         return self.pinned_tensors[-1]
+
+    def host_memory(self, num_bytes: int) -> EmulatedHostMemory:
+        if num_bytes > self.lockable_bytes:
+            raise DeviceError("cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY (2)")
+        self.host_memories.append(EmulatedHostMemory(torch.full((num_bytes,), 0xFF, dtype=torch.uint8)))
+        return self.host_memories[-1]
 
     def record(self) -> ImmediateEvent:
         assert self.launcher.recorded is None, "an event in a captured step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from backend.forward_pass import DeviceLost
 from backend.passes.decoder.cuda.cupy_launcher import CupyLauncher
+from shm.cuda_driver import DriverDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +29,18 @@ class _Recorded:
         # A thread that has not said so is on GPU 0, where waiting would make a context in memory that is not ours.
         torch.cuda.set_device(self.device_index)
         self.event.synchronize()
+
+
+class _HostMemory:
+    """See `HostMemory`."""
+
+    def __init__(self, driver: DriverDevice, num_bytes: int) -> None:
+        self._driver = driver
+        self._address = driver.allocate_host(num_bytes)
+        self.bytes = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(self._address), dtype=torch.uint8)
+
+    def free(self) -> None:
+        self._driver.free_host(self._address)
 
 
 class CudaDevice:
@@ -57,6 +71,9 @@ class CudaDevice:
 
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)
+
+    def host_memory(self, num_bytes: int) -> _HostMemory:
+        return _HostMemory(DriverDevice(self.torch_device.index), num_bytes)
 
     def record(self) -> _Recorded:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

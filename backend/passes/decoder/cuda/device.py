@@ -29,6 +29,19 @@ class Graph(Protocol):
         ...
 
 
+class HostMemory(Protocol):
+    """Page-locked memory of the host, which kernels read and write at the address that it has here."""
+
+    @property
+    def bytes(self) -> Tensor:
+        """uint8 [num_bytes], whatever they held before."""
+        ...
+
+    def free(self) -> None:
+        """Once, after the device's last use; `bytes` is not to be touched any more."""
+        ...
+
+
 class Device(Protocol):
     """All calls come from one thread, except where a docstring says otherwise."""
 
@@ -58,6 +71,10 @@ class Device(Protocol):
 
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Page-locked host memory, from and to which copies with non_blocking=True do not wait."""
+        ...
+
+    def host_memory(self, num_bytes: int) -> HostMemory:
+        """Of this size, for much: `pinned` may round up to a power of two. Raises `shm.device_api.DeviceError`."""
         ...
 
     def record(self) -> Event:

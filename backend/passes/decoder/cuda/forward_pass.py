@@ -8,6 +8,7 @@ on the device, where the next step finds them.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,12 @@ from backend.errors import StartupError
 from backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
 from backend.passes.decoder.cuda import step_buffers
 from backend.passes.decoder.cuda.graphs import DecodeGraphs
+from backend.passes.decoder.cuda.host_pool import HostPool, TokenCosts, open_pool
 from backend.passes.decoder.cuda.launcher import KernelFailed
 from backend.passes.decoder.cuda.link_probe import LinkSpeed, measure_link
 from backend.passes.decoder.cuda.ops_cuda import CudaOps, CudaStep
+from backend.passes.decoder.cuda.page_moves import PageMoves
 from backend.passes.decoder.cuda.plan import (
-    MAX_PAGE_COPIES,
     StepSizes,
     attention_by_window,
     make_layout,
@@ -71,15 +73,24 @@ class CudaDecoderPass:
     """
 
     link: LinkSpeed
-    """Of host and device, measured by `create_cache`: what a policy that moves pages of preempted sequences to the host
-    would go by. They are recomputed, see docs/decisions.md."""
+    """Of host and device, measured by `create_cache`."""
+    token_costs: TokenCosts
+    """Of a token that comes from the host's memory or is computed again: measured by `create_cache`, and decides."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, device: Device, dtype: torch.dtype, sizes: StepSizes
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        device: Device,
+        dtype: torch.dtype,
+        sizes: StepSizes,
+        host_kv_bytes: int = 0,
     ) -> None:
+        """host_kv_bytes is the most that pages in the host's memory may take."""
         self._config = config
         self._device = device
         self._sizes = sizes
+        self._host_kv_bytes = host_kv_bytes
         self._dtype = dtype
         self._spec = plan_spec(config, dtype, sizes)
         with torch.inference_mode():
@@ -107,7 +118,7 @@ class CudaDecoderPass:
         with freed_memory_returns(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype, torch.float16)
             try:
-                return cls(config, weights, device, dtype, step_sizes(config, options))
+                return cls(config, weights, device, dtype, step_sizes(config, options), options.host_kv_bytes)
             except torch.OutOfMemoryError as error:
                 raise StartupError(f"the weights and workspace do not fit the GPU: {_first_line(error)}") from error
 
@@ -117,7 +128,8 @@ class CudaDecoderPass:
 
     @torch.inference_mode()
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        """Also compiles the kernels, measures the link, captures the decode steps, and runs one of prefill."""
+        """Also compiles the kernels, captures the decode steps, runs prefill, and by what it has measured of that and of
+        the link takes memory of the host's for pages, or does not."""
         config, device = self._config, self._device
         longest = min(self._sizes.max_context_tokens, num_pages * page_size_tokens)
         sizes = StepSizes(self._sizes.max_rows, self._sizes.max_tokens, longest)
@@ -134,20 +146,34 @@ class CudaDecoderPass:
         self._masks = Uplink(device, mask_ints(config, sizes))
         self._results = ResultBuffers(device, sizes.max_rows)
         self._max_update_ints = max_update_ints(config, sizes)
-        self._num_pages = num_pages
         rope = RopeTable(config.rope).cover(longest)[:longest].to(device.torch_device, copy=True)
         self._ops.open_cache(layout, self._buffers, slots.last_tokens, rope, attention)
+        self._moves = PageMoves(self._ops, self._buffers.uplink, HostPool(device, layout, 0))
         try:
             device.launcher.prepare([*self._ops.kernels(), *self._sampler.kernels, *step_buffers.kernels()])
             self.link = measure_link(device)
             self._graphs = DecodeGraphs(device, sizes.max_graph_rows, self._run_padding)
-            self._warm_up(min(sizes.max_tokens, longest))
+            token_s = self._warm_up(min(sizes.max_tokens, longest))
         except torch.OutOfMemoryError:
             raise
         except (KernelFailed, RuntimeError) as error:
             reason = f"the GPU's kernels do not run: {_first_line(error)} (given last: {device.last_launch})"
             raise StartupError(reason) from error
-        logger.info("host link: %s; pages of preempted sequences are computed again", self.link)
+        self.token_costs = TokenCosts(self.link.copy_s(self._spec.kv_bytes_per_token[kv_dtype]), token_s)
+        self._moves.pool = open_pool(device, layout, self.link, self.token_costs, self._host_kv_bytes)
+
+    @property
+    def num_host_pages(self) -> int:
+        return self._moves.pool.num_places
+
+    @torch.inference_mode()
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Between steps: after a step's `sample`, before the next one's `forward`."""
+        try:
+            self._moves.save(pairs)
+        except Exception:
+            self._device.check(f"saving {len(pairs)} pages")
+            raise
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
@@ -189,6 +215,7 @@ class CudaDecoderPass:
     def close(self) -> None:
         self._device.synchronize()
         self._ops.close()
+        self._moves.pool.close()
         del self._graphs, self._buffers, self._sampler, self._masks, self._results, self._model
         self._device.trim()
 
@@ -198,16 +225,15 @@ class CudaDecoderPass:
         is_narrow = num_decode == num_logits == batch.num_rows
         num_padded = self._graphs.size_for(batch.num_rows) if is_narrow else None
         updates, num_updates = self._pack_slots(batch.slot_inits)
-        copies = self._pack_copies(batch.page_copies)
+        restores, copies = self._moves.pack(batch)
         tiles = self._ops.prefill_tiles(batch, num_decode) if num_decode < batch.num_rows else _NO_INTS
         selection = self._sampler.selection(batch.slots[batch.logit_rows])
-        parts = [updates, copies, tiles, selection.logprob_rows]
-        updates_there, copies_there, tiles_there, logprob_rows = self._buffers.load(batch, num_padded or 0, parts)
+        parts = [updates, restores, copies, tiles, selection.logprob_rows]
+        updates_there, restores_there, copies_there, tiles_there, logprob_rows = self._buffers.load(batch, num_padded or 0, parts)
         self._sampling = _Sampling(selection, logprob_rows)
         if num_updates:
             self._sampler.take_slots(updates_there, num_updates)
-        if len(copies):
-            self._ops.copy_pages(copies_there)
+        self._moves.run(restores_there, copies_there)
         if num_padded is not None:
             self._graphs.replay(num_padded)
             return self._ops.logits_of(num_logits)
@@ -244,8 +270,8 @@ class CudaDecoderPass:
         self._ops.begin(step)
         self._model.forward(step, wants_logits=True)
 
-    def _warm_up(self, num_tokens: int) -> None:
-        """A prefill step as large as one can be, in pages that nobody owns yet."""
+    def _warm_up(self, num_tokens: int) -> float:
+        """Prefill steps as large as one can be, in pages that nobody owns yet. Returns the last one's seconds a token."""
         ids = np.zeros(num_tokens, np.int32)
         num_pages = -(-num_tokens // self._ops.layout.page_size_tokens)
         batch = StepBatch(
@@ -257,7 +283,10 @@ class CudaDecoderPass:
             logit_rows=np.zeros(1, np.int32),
             slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), ids, num_tokens),),
         )
-        self._sample(self._forward(batch), batch, None).wait()
+        for _ in range(2):  # the first one loads what libraries load late
+            started_s = time.perf_counter()
+            self._sample(self._forward(batch), batch, None).wait()
+        return (time.perf_counter() - started_s) / num_tokens
 
     def _pack_slots(self, inits: tuple[SlotInit, ...]) -> tuple[Ints, int]:
         """New slots as they travel with the step; where they are too many for that, they go ahead of it."""
@@ -270,18 +299,6 @@ class CudaDecoderPass:
             (update,) = self._buffers.uplink.send([self._sampler.pack([init])])
             self._sampler.take_slots(update, 1)
         return _NO_INTS, 0
-
-    def _pack_copies(self, copies: tuple[tuple[int, int], ...]) -> Ints:
-        """Flat pairs; what is too much to travel with the step goes ahead of it."""
-        if not copies:
-            return _NO_INTS
-        pairs = np.array(copies, np.int32)
-        if pairs.min() < 0 or pairs.max() >= self._num_pages:
-            raise ValueError(f"pages to copy are {pairs.min()} … {pairs.max()}; there are {self._num_pages}")
-        while len(pairs) > MAX_PAGE_COPIES:
-            self._ops.copy_pages(*self._buffers.uplink.send([pairs[:MAX_PAGE_COPIES]]))
-            pairs = pairs[MAX_PAGE_COPIES:]
-        return pairs
 
     def _send_masks(self, masks: TokenMasks, num_rows: int) -> tuple[Tensor, Tensor]:
         which = np.full(num_rows, -1, np.int32)

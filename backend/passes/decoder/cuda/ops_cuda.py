@@ -173,6 +173,7 @@ class CudaOps:
             layout.num_layers, layout.layer_bytes, dtype=torch.uint8, device=self._device.torch_device
         )
         self._layer_caches = list(self.cache)
+        self.pages = self.cache.view(layout.num_layers, layout.num_pages, layout.page_bytes)
         self._buffers = buffers
         self._last_tokens = last_tokens
         self._rope = rope
@@ -203,11 +204,10 @@ class CudaOps:
         for prefill in self._prefill.values():
             yield from prefill.kernels()
 
-    def copy_pages(self, pairs: Tensor) -> None:
-        """pairs int32 [2 n]: source and destination, in turn."""
-        pairs = pairs.view(-1, 2)
-        pages = self.cache.view(self.layout.num_layers, -1, self.layout.page_bytes)
-        self._elementwise.copy_pages(pages, pages, pairs, self.layout)
+    def copy_pages(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+        """Between `pages` and others of their shape but for the number of pages. pairs int32 [2 n]: source and
+        destination, in turn."""
+        self._elementwise.copy_pages(source, destination, pairs.view(-1, 2), self.layout)
 
     def prefill_tiles(self, batch: StepBatch, first_row: int) -> NDArray[np.int32]:
         """What `CudaStep.prefill_tiles` shall hold, for the rows from first_row on."""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from backend.forward_pass import PassSpec
     from backend.passes.decoder.config import DecoderConfig
 
-MAX_PAGE_COPIES = 1 << 12
-"""In one copy to the device; more go ahead of the step."""
+MAX_PAGE_MOVES = 1 << 12
+"""Of each kind, within the cache and from the host's memory, in one copy to the device; more go ahead of the step."""
 
 LIBRARY_BYTES = 96 << 20
 """What cuBLAS keeps for its products, and torch and CuPy for their kernels. An estimate, not measured."""
@@ -132,5 +132,5 @@ def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, 
         page_size_tokens=page_size_tokens,
         num_pages=num_pages,
         vocab_size=config.vocab_size,
-        tail_ints=max_update_ints(config, sizes) + tile_ints + 2 * MAX_PAGE_COPIES + sizes.max_rows + 16,
+        tail_ints=max_update_ints(config, sizes) + tile_ints + 4 * MAX_PAGE_MOVES + sizes.max_rows + 16,
     )
