@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from backend.forward_pass import FROM_SLOT, IBatchedForwardPass, PassOptions, SamplingParams, SlotInit, StepBatch
+from backend.forward_pass import (
+    FROM_SLOT,
+    IBatchedForwardPass,
+    IHostPages,
+    PassOptions,
+    SamplingParams,
+    SlotInit,
+    StepBatch,
+)
 from backend.plugins import find_forward_pass
 from tests.checkpoints import make_checkpoint
 
@@ -24,6 +32,8 @@ PAGE_SIZE = 4
 NUM_PAGES = 256
 MAX_RUNNING = 20
 MAX_BATCH_TOKENS = 512
+HOST_KV_BYTES = 64 << 20
+"""Where the pass keeps pages on the host, and finds that quicker than computing them again."""
 TOLERANCE = 1e-3
 GREEDY = SamplingParams(temperature=0.0)
 _EMULATED = "tests.decoder.cuda.emulated_pass:EmulatedCudaPass"
@@ -45,7 +55,9 @@ def forward_pass(
     if pass_name in ("decoder", _EMULATED) and model_dir is None:
         head_dim = 32 if pass_name == "decoder" else 64
         model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"), head_dim=head_dim)
-    options = PassOptions(dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=MAX_BATCH_TOKENS)
+    options = PassOptions(
+        dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=MAX_BATCH_TOKENS, host_kv_bytes=HOST_KV_BYTES
+    )
     loaded = find_forward_pass(pass_name).load(model_dir, options)
     kv_dtypes = list(loaded.spec.kv_bytes_per_token)
     loaded.create_cache(NUM_PAGES, page_size_of(loaded), kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0]))
@@ -82,7 +94,12 @@ class Run:
     def prompt(self, num_tokens: int) -> list[int]:
         return self.rng.integers(0, self.forward_pass.spec.vocab_size, num_tokens).tolist()
 
-    def step(self, parts: list[Part], page_copies: tuple[tuple[int, int], ...] = ()) -> tuple[np.ndarray, np.ndarray]:
+    def step(
+        self,
+        parts: list[Part],
+        page_copies: tuple[tuple[int, int], ...] = (),
+        page_restores: tuple[tuple[int, int], ...] = (),
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Logits and sampled tokens of the rows that want them, in the order of parts."""
         order = sorted(range(len(parts)), key=lambda index: len(parts[index].token_ids) > 1)
         rows = [parts[index] for index in order]
@@ -97,6 +114,7 @@ class Run:
             logit_rows=np.array([i for i, row in enumerate(rows) if row.wants_logits], np.int32),
             slot_inits=tuple(row.init for row in rows if row.init),
             page_copies=page_copies,
+            page_restores=page_restores,
         )
         logits = self.forward_pass.forward(batch)
         host = np.array(self.forward_pass.host_logits(logits), np.float32)
@@ -185,6 +203,29 @@ def test_a_row_goes_on_within_a_page_that_was_copied_for_it(run: Run, num_copied
     logits, _ = run.step(parts, ((source[2], destination),))
     assert same(logits[0], expected[0])
     assert same(logits[1], expected[1])
+
+
+def test_a_row_goes_on_in_pages_that_were_kept_on_the_host(run: Run) -> None:
+    """They and their places are overwritten as soon as they may be; one of them comes back to be copied from."""
+    forward_pass = run.forward_pass
+    if not isinstance(forward_pass, IHostPages) or forward_pass.num_host_pages < 3:
+        pytest.skip("the pass keeps no pages on the host here")
+    page_size = page_size_of(forward_pass)
+    shuffled = run.rng.permutation(NUM_PAGES).tolist()
+    first, second, elsewhere = shuffled[:3], shuffled[3:6], shuffled[6:9]
+    prompt, other = run.prompt(3 * page_size), run.prompt(3 * page_size)
+    expected, _ = run.prefill(prompt, second)
+    places = [forward_pass.num_host_pages - 1, 0, 1]
+    run.prefill(prompt[:-1], first)
+    forward_pass.save_pages(tuple(zip(first, places, strict=True)))
+    run.prefill(other, first)
+    restores = ((places[0], elsewhere[0]), (places[1], second[1]), (places[2], elsewhere[2]))
+    part = Part(prompt[-1:], len(prompt) - 1, elsewhere, 0)
+    logits, _ = run.step([part], ((second[1], elsewhere[1]),), restores)
+    forward_pass.save_pages(tuple(zip(first, places, strict=True)))
+    again, _ = run.step([part])
+    assert same(logits[0], expected)
+    assert same(again[0], expected)
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(run: Run) -> None:

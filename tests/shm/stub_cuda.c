@@ -28,7 +28,7 @@ enum { OK = 0, BAD_VALUE = 1, NO_MEMORY = 2, NO_CONTEXT = 201, BAD_HANDLE = 400,
 enum { MAX = 64, BUSY_STREAM = 0xB5 /* never done, until an event recorded on it is waited for */ };
 
 static struct region { char *start; size_t size; char name[64]; int own; } regions[MAX];
-static void *registered;
+static void *registered, *host_allocated;
 static int depth, counter;
 static char context_place, stream_place;
 
@@ -143,6 +143,20 @@ CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t size, CUstream 
     NEED_CONTEXT;
     if (!find(from, size) || (void *)stream != &stream_place) return BAD_VALUE;
     memcpy(to, (void *)(uintptr_t)from, size);
+    return OK;
+}
+CUresult cuMemHostAlloc(void **address, size_t size, unsigned int flags) {
+    NEED_CONTEXT;
+    if (size > (64u << 20)) return NO_MEMORY;
+    if (flags != 2 || !size || host_allocated) return BAD_VALUE;
+    *address = host_allocated = aligned_alloc(4096, (size + 4095) / 4096 * 4096);
+    return OK;
+}
+CUresult cuMemFreeHost(void *address) {
+    NEED_CONTEXT;
+    if (!host_allocated || address != host_allocated) return BAD_VALUE;
+    free(host_allocated);
+    host_allocated = NULL;
     return OK;
 }
 CUresult cuMemHostRegister_v2(void *address, size_t size, unsigned int flags) {

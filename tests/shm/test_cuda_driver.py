@@ -121,3 +121,14 @@ def test_a_read_only_mapping_is_page_locked_and_unlocked(device: DriverDevice) -
             HostRegistration(device, mapping)
         registration.close()
         HostRegistration(device, mapping).close()
+
+
+def test_memory_of_the_host_is_allocated_and_freed_once(device: DriverDevice) -> None:
+    address = device.allocate_host(5000)
+    ctypes.memmove(address, bytes(range(250)) * 20, 5000)
+    assert ctypes.string_at(address + 4990, 10) == bytes(range(240, 250))
+    device.free_host(address)
+    with pytest.raises(DeviceError, match=r"cuMemFreeHost: CUDA_ERROR_INVALID_VALUE \(1\)"):
+        device.free_host(address)
+    with pytest.raises(DeviceError, match="cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
+        device.allocate_host(1 << 30)
