@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from backend.forward_pass import DeviceLost, IHostPages, SamplingParams, StepBatch
-from backend.passes.decoder.cuda import forward_pass as forward_pass_module
 from backend.passes.decoder.cuda import page_moves
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.host_pool import TokenCosts, count_places
@@ -41,7 +40,8 @@ def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_link(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
-    monkeypatch.setattr(forward_pass_module, "measure_link", lambda _device: LinkSpeed(bytes_per_s, bytes_per_s))
+    speed = LinkSpeed(bytes_per_s, bytes_per_s)
+    monkeypatch.setattr("backend.passes.decoder.cuda.forward_pass.measure_link", lambda _device: speed)
 
 
 def make_driver(

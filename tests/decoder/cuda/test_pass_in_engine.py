@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import select
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from backend.forward_pass import FROM_SLOT, DeviceLost, PassOptions, SlotInit, S
 from backend.passes.decoder.cuda import plan
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.launcher import KernelFailed
+from backend.passes.decoder.cuda.link_probe import LinkSpeed
 from shm.wire import Failure, Finish
 from tests.backend.harness import Bench
 from tests.checkpoints import load_oracle, make_checkpoint
@@ -41,11 +43,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+PAGE_SIZE = 16
+
+
 class AheadBench(Bench):
     """With the executor's threads: steps are launched behind the running one, and another thread waits for tokens."""
 
-    def __init__(self, forward_pass: EmulatedCudaPass | DeferredCudaPass, num_pages: int, capacity: int = 1) -> None:
-        settings = {"num_pages": num_pages, "page_size": 16, "max_running": MAX_ROWS, "max_batch_tokens": 48}
+    def __init__(
+        self,
+        forward_pass: EmulatedCudaPass | DeferredCudaPass,
+        num_pages: int,
+        capacity: int = 1,
+        num_host_pages: int = 0,
+    ) -> None:
+        settings = {"num_pages": num_pages, "page_size": PAGE_SIZE, "max_running": MAX_ROWS, "max_batch_tokens": 48}
+        settings["num_host_pages"] = num_host_pages
         super().__init__(**settings, vocab_size=VOCAB_SIZE, forward_pass=forward_pass)  # type: ignore[arg-type]
         self.threads = Executor(capacity)
         self.threads.start(lambda: forward_pass)
@@ -81,19 +93,33 @@ def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(params=[32, 9], ids=["room for all", "preempted"])
-def num_pages(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture(params=[(32, 0), (9, 0), (9, 16)], ids=["room for all", "preempted", "preempted, kept on the host"])
+def num_pages(request: pytest.FixtureRequest) -> tuple[int, int]:
+    """On the device, and on the host."""
+    on_device, on_host = request.param
+    return on_device, on_host
+
+
+def load(
+    pass_class: type[EmulatedCudaPass | DeferredCudaPass], num_host_pages: int
+) -> EmulatedCudaPass | DeferredCudaPass:
+    settings = options(max_batch_tokens=48)
+    page_bytes = PAGE_SIZE * pass_class.describe(checkpoint("llama3"), settings).kv_bytes_per_token["fp32"]
+    return pass_class.load(checkpoint("llama3"), replace(settings, host_kv_bytes=num_host_pages * page_bytes))
 
 
 @pytest.fixture(
     params=[(EmulatedCudaPass, 1), (DeferredCudaPass, 1), (DeferredCudaPass, 4)],
     ids=["work at once", "work as late as can be", "late work, far ahead"],
 )
-def bench(num_pages: int, request: pytest.FixtureRequest) -> Iterator[AheadBench]:
+def bench(
+    num_pages: tuple[int, int], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[AheadBench]:
+    monkeypatch.setattr("backend.passes.decoder.cuda.forward_pass.measure_link", lambda _device: LinkSpeed(1e18, 1e18))
     pass_class, capacity = request.param
-    forward_pass = pass_class.load(checkpoint("llama3"), options(max_batch_tokens=48))
-    made = AheadBench(forward_pass, num_pages, capacity)
+    on_device, on_host = num_pages
+    made = AheadBench(load(pass_class, on_host), on_device, capacity, on_host)
+    assert made.forward_pass.num_host_pages == on_host
     yield made
     made.close()
 
@@ -107,6 +133,8 @@ def test_every_stream_is_the_oracles_greedy_one(bench: AheadBench) -> None:
         assert bench.received(request_id).token_ids == greedy(prompt, 18)
         assert bench.received(request_id).finishes == [Finish.LENGTH]
     assert (bench.scheduler.num_preemptions > 0) == (bench.pool.num_pages == 9)
+    assert bench.board.pages_restored <= bench.board.pages_saved
+    assert bench.board.pages_saved == 0 or bench.forward_pass.num_host_pages > 0
     assert sum(graph.num_replays for graph in bench.forward_pass.device.graphs) > 0
 
 
@@ -131,6 +159,24 @@ def test_streams_stay_the_oracles_through_shared_prefixes_cancellations_and_late
         if request_id not in cancelled:
             assert received.finishes == [Finish.LENGTH]
             assert len(received.token_ids) == count
+
+
+def test_a_preempted_sequence_goes_on_in_pages_that_come_back_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turns that no thread decides, so that pages certainly go there and back."""
+    monkeypatch.setattr("backend.passes.decoder.cuda.forward_pass.measure_link", lambda _device: LinkSpeed(1e18, 1e18))
+    bench = Bench(
+        num_pages=9, page_size=PAGE_SIZE, max_running=MAX_ROWS, max_batch_tokens=48, vocab_size=VOCAB_SIZE,
+        num_host_pages=16, forward_pass=load(EmulatedCudaPass, 16),
+    )  # fmt: skip
+    batch = prompts((5, 20, 33, 47, 12), seed=3)
+    for request_id, prompt in enumerate(batch):
+        bench.submit(list(prompt), 18, request_id=request_id)
+    bench.run_dry()
+    for request_id, prompt in enumerate(batch):
+        assert bench.received(request_id).token_ids == greedy(prompt, 18)
+    assert bench.board.pages_saved > 0
+    assert bench.board.pages_restored > 0
+    bench.close()
 
 
 def launch(forward_pass: EmulatedCudaPass, ids: list[int], start: int) -> Any:
