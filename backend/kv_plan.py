@@ -57,7 +57,7 @@ def auto_budget(spec: PassSpec, memory: Memory) -> KvBudget:
 
 
 def host_budget(wanted: int | Literal["auto"], device: str, memory: Memory) -> int:
-    """--host-kv-budget in bytes, beside a `PassOptions.device`; memory is the host's. Raises StartupError on the CPU."""
+    """--host-kv-budget in bytes, beside a `PassOptions.device`; memory is the host's. Raises StartupError."""
     if wanted == "auto":
         return 0 if device == "cpu" else min(AUTO_HOST_BYTES, memory.free_bytes // _HOST_SHARE)
     if wanted and device == "cpu":

@@ -29,6 +29,7 @@ from tools.gpu_check import (
     end_to_end,
     engine_runs,
     environment,
+    host_pages,
     invariance,
     invariance_child,
     kernel_speed,
@@ -72,8 +73,11 @@ def test_compilation_has_a_figure_for_each_architecture(record: Record) -> None:
 
 
 def test_ceilings(record: Record) -> None:
-    ceilings.measure(record.results, make_lab(), ceilings.Sizes(4096, 32, (64, 32), 3, 4096, 64))
-    assert {"ceiling.copy", "ceiling.product", "ceiling.graph_node", "link.to_device"} <= set(record.findings())
+    sizes = ceilings.Sizes(4096, 32, (64, 32), 3, 4096, 64, CacheLayout(2, 3, 16, 1, 64, "bf16"))
+    ceilings.measure(record.results, make_lab(), sizes)
+    found = record.findings()
+    assert {"ceiling.copy", "ceiling.product", "ceiling.graph_node", "link.to_device"} <= set(found)
+    assert {"link.pages.save", "link.pages.restore"} <= set(found)
 
 
 def test_a_family_is_one_finding_and_a_failed_check_another(record: Record, tmp_path: Path) -> None:
@@ -171,6 +175,7 @@ def tiny_plan(**changes: Any) -> end_to_end.ModelPlan:
         ttft_tokens=40,
         num_steps=3,
         dtype=torch.float32,
+        host_kv_bytes=1 << 20,
     )
     return replace(plan, **changes)
 
@@ -181,6 +186,7 @@ def test_a_model_is_measured_from_end_to_end(record: Record) -> None:
     assert {
         "llama8b.decode.1x1k", "llama8b.decode.3x1k.q8_0", "llama8b.decode.3x1k.device", "llama8b.prefill.2k",
         "llama8b.ttft.1k", "llama8b.memory", "llama8b.mixed.ttft_p50", "llama8b.mixed.itl_p99_ratio",
+        "llama8b.bf16.host_pages", "llama8b.bf16.host_pages.copy", "llama8b.q8_0.host_pages.compute",
         "llama8b.offline", "engine.plan_p50", "engine.plan_p99", "engine.gpu_idle",
     } <= set(found)  # fmt: skip
     ratio = found["kv.q8_0_tokens_ratio"].value
@@ -313,6 +319,19 @@ def test_a_registered_memfd_is_read_in_place(record: Record, tmp_path: Path) -> 
     sharing.check_host_registration(record.results, make_lab(), device, 1 << 16)
     assert record.findings()["sharing.host"].passed
     assert not device.registered
+
+
+def test_pages_go_to_the_host_and_back(record: Record) -> None:
+    lab = make_lab()
+    host_pages.check_pool(record.results, lab)
+    assert record.findings()["sharing.host_pages"].passed
+    assert [memory.is_free for memory in lab.device.host_memories] == [True]  # type: ignore[attr-defined]
+
+
+def test_pages_that_come_back_changed_are_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages.elementwise, "copy_pages", lambda *_arguments, **_keywords: None)
+    with pytest.raises(Mismatch, match="what the host sees: .* bytes differ"):
+        host_pages.check_pool(record.results, make_lab())
 
 
 class CopyingFakeDevice(FakeDevice):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backend.passes.decoder.cuda.cache_layout import CacheLayout
 from backend.passes.decoder.cuda.link_probe import measure_link
+from tools.gpu_check.host_pages import measure_moves
 from tools.gpu_check.lab import open_lab
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ class Sizes:
     graph_nodes: int = 300
     link_bytes: int = 256 << 20
     small_bytes: int = 1024
+    pages: CacheLayout = CacheLayout(32, 256, 32, 8, 128, "bf16")
+    """Of a Llama 8B, 1 GB."""
 
 
 def run(results: Results) -> None:
@@ -34,6 +38,7 @@ def run(results: Results) -> None:
 def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
     for name, work in (("copy", _copy), ("product", _products), ("graph_node", _launch_gap), ("link", _host_link)):
         results.attempt(f"ceiling.{name}", partial(work, results, lab, sizes))
+    results.attempt("ceiling.pages", partial(measure_moves, results, lab, sizes.pages))
 
 
 def _copy(results: Results, lab: Lab, sizes: Sizes) -> None:

@@ -14,6 +14,7 @@ import torch
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.plan import StepSizes, make_layout, plan_spec
 from tools.gpu_check.engine_runs import LLAMA_ENGINE, QWEN_ENGINE, EnginePlan, measure_engine
+from tools.gpu_check.host_pages import tell_choice
 from tools.gpu_check.lab import open_lab
 from tools.gpu_check.models import LLAMA_8B, QWEN3_06B, RandomWeights
 from tools.gpu_check.random_caches import fill_cache
@@ -44,6 +45,7 @@ class ModelPlan:
     ttft_tokens: int = 1024
     num_steps: int = 24
     dtype: torch.dtype = torch.bfloat16
+    host_kv_bytes: int = 1 << 30
 
 
 LLAMA_PLAN = ModelPlan(
@@ -99,9 +101,10 @@ def _measure_cache(results: Results, lab: Lab, plan: ModelPlan, weights: RandomW
     num_pages = max(rows * _pages(tokens + _SPARE_TOKENS) for _, rows, tokens in cases)
     num_pages = max(num_pages, _pages(longest))
     started_s = time.perf_counter()
-    forward_pass = CudaDecoderPass(plan.config, weights, lab.device, plan.dtype, sizes)
+    forward_pass = CudaDecoderPass(plan.config, weights, lab.device, plan.dtype, sizes, plan.host_kv_bytes)
     forward_pass.create_cache(num_pages, PAGE_TOKENS, kv_dtype)
     results.fact(f"{plan.name}.{kv_dtype}.ready", time.perf_counter() - started_s, "s")
+    tell_choice(results, f"{plan.name}.{kv_dtype}", forward_pass)
     try:
         layout = make_layout(plan.config, num_pages, PAGE_TOKENS, kv_dtype)
         peak_bytes = lab.memory.peak()

@@ -21,6 +21,7 @@ from shm.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory
 from shm.device_api import DeviceRow
 from shm.host_memory import HostRegistration
 from tools.gpu_check.cases.comparing import require, require_close
+from tools.gpu_check.host_pages import check_pool
 from tools.gpu_check.lab import open_lab
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Handles:
 def run(results: Results) -> None:
     lab = open_lab()
     results.attempt("sharing.graph", partial(check_graph, results, lab))
+    results.attempt("sharing.host_pages", partial(check_pool, results, lab))
     # The driver's own interface: what the backend uses for its shared buffers.
     device = DriverDevice(0)
     results.attempt("sharing.host", partial(check_host_registration, results, lab, device))

@@ -229,7 +229,9 @@ class CudaDecoderPass:
         tiles = self._ops.prefill_tiles(batch, num_decode) if num_decode < batch.num_rows else _NO_INTS
         selection = self._sampler.selection(batch.slots[batch.logit_rows])
         parts = [updates, restores, copies, tiles, selection.logprob_rows]
-        updates_there, restores_there, copies_there, tiles_there, logprob_rows = self._buffers.load(batch, num_padded or 0, parts)
+        updates_there, restores_there, copies_there, tiles_there, logprob_rows = self._buffers.load(
+            batch, num_padded or 0, parts
+        )
         self._sampling = _Sampling(selection, logprob_rows)
         if num_updates:
             self._sampler.take_slots(updates_there, num_updates)
