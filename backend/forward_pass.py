@@ -288,7 +288,8 @@ class IHostPages(Protocol):
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """(page, place): copies what the pages hold after all steps launched so far; later ones may write to them. No
-        place is there twice. Any error is the end of the process: pages that are believed to be there are not."""
+        place is there twice. Called between steps: not between `forward` and `sample`. Any error is the end of the
+        process: pages that are believed to be there are not."""
         ...
 
 

@@ -330,7 +330,7 @@ def test_pages_go_to_the_host_and_back(record: Record) -> None:
 
 def test_pages_that_come_back_changed_are_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages.elementwise, "copy_pages", lambda *_arguments, **_keywords: None)
-    with pytest.raises(Mismatch, match="what the host sees: .* bytes differ"):
+    with pytest.raises(Mismatch, match="what the host sees: "):
         host_pages.check_pool(record.results, make_lab())
 
 

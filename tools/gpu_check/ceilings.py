@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from tools.gpu_check.results import Results
 
 
+_LLAMA_PAGES = CacheLayout(32, 256, 32, 8, 128, "bf16")
+"""Of a Llama 8B, 1 GB."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     copy_bytes: int = 1 << 30
@@ -27,8 +31,7 @@ class Sizes:
     graph_nodes: int = 300
     link_bytes: int = 256 << 20
     small_bytes: int = 1024
-    pages: CacheLayout = CacheLayout(32, 256, 32, 8, 128, "bf16")
-    """Of a Llama 8B, 1 GB."""
+    pages: CacheLayout = _LLAMA_PAGES
 
 
 def run(results: Results) -> None:

@@ -104,8 +104,8 @@ def _measure_cache(results: Results, lab: Lab, plan: ModelPlan, weights: RandomW
     forward_pass = CudaDecoderPass(plan.config, weights, lab.device, plan.dtype, sizes, plan.host_kv_bytes)
     forward_pass.create_cache(num_pages, PAGE_TOKENS, kv_dtype)
     results.fact(f"{plan.name}.{kv_dtype}.ready", time.perf_counter() - started_s, "s")
-    tell_choice(results, f"{plan.name}.{kv_dtype}", forward_pass)
     try:
+        tell_choice(results, f"{plan.name}.{kv_dtype}", forward_pass)
         layout = make_layout(plan.config, num_pages, PAGE_TOKENS, kv_dtype)
         peak_bytes = lab.memory.peak()
         fill_cache(forward_pass._ops.cache.view(-1), layout)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from tools.gpu_check.results import Results
 
 
-def check_pool(results: Results, lab: Lab, layout: CacheLayout = CacheLayout(3, 40, 16, 2, 64, "bf16")) -> None:
+def check_pool(results: Results, lab: Lab) -> None:
     """Saved, poisoned and restored elsewhere, pages hold what they held; and the host sees what was saved."""
+    layout = CacheLayout(3, 40, 16, 2, 64, "bf16")
     count = layout.num_pages // 2
     cache = torch.randint(0, 256, _shape(layout), dtype=torch.uint8, device=lab.at)
     expected = cache.clone()

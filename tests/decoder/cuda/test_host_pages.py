@@ -369,5 +369,5 @@ def test_a_fault_while_pages_are_saved_is_the_loss_of_the_device() -> None:
     driver = make_driver()
     driver.forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(DeviceLost, match="saving 1 pages: an illegal memory access"):
-        for _ in range(3):  # the third one needs memory that the device has not read yet
-            driver.forward_pass.save_pages(((1, 1),))
+        # The third one waits for the device to have read what the first one sent.
+        [driver.forward_pass.save_pages(((1, 1),)) for _ in range(3)]

@@ -128,8 +128,8 @@ class CudaDecoderPass:
 
     @torch.inference_mode()
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        """Also compiles the kernels, captures the decode steps, runs prefill, and by what it has measured of that and of
-        the link takes memory of the host's for pages, or does not."""
+        """Also compiles the kernels, measures the link, captures the decode steps, times one of prefill, and takes host
+        memory for pages where copying them is the quicker."""
         config, device = self._config, self._device
         longest = min(self._sizes.max_context_tokens, num_pages * page_size_tokens)
         sizes = StepSizes(self._sizes.max_rows, self._sizes.max_tokens, longest)
@@ -229,9 +229,8 @@ class CudaDecoderPass:
         tiles = self._ops.prefill_tiles(batch, num_decode) if num_decode < batch.num_rows else _NO_INTS
         selection = self._sampler.selection(batch.slots[batch.logit_rows])
         parts = [updates, restores, copies, tiles, selection.logprob_rows]
-        updates_there, restores_there, copies_there, tiles_there, logprob_rows = self._buffers.load(
-            batch, num_padded or 0, parts
-        )
+        there = self._buffers.load(batch, num_padded or 0, parts)
+        updates_there, restores_there, copies_there, tiles_there, logprob_rows = there
         self._sampling = _Sampling(selection, logprob_rows)
         if num_updates:
             self._sampler.take_slots(updates_there, num_updates)
@@ -273,7 +272,7 @@ class CudaDecoderPass:
         self._model.forward(step, wants_logits=True)
 
     def _warm_up(self, num_tokens: int) -> float:
-        """Prefill steps as large as one can be, in pages that nobody owns yet. Returns the last one's seconds a token."""
+        """Prefill steps as large as they get, in pages that nobody owns yet. Returns the last one's seconds a token."""
         ids = np.zeros(num_tokens, np.int32)
         num_pages = -(-num_tokens // self._ops.layout.page_size_tokens)
         batch = StepBatch(

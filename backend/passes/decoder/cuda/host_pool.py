@@ -61,7 +61,7 @@ class HostPool:
 
 
 def open_pool(device: Device, layout: CacheLayout, link: LinkSpeed, costs: TokenCosts, budget_bytes: int) -> HostPool:
-    """As many places as `count_places` says, or none where their memory is refused. One log line tells which, and why."""
+    """As many places as `count_places` says; none where their memory is refused. One log line tells which, and why."""
     page_bytes = layout.num_layers * layout.page_bytes
     num_places = count_places(costs, page_bytes, budget_bytes)
     gigabytes = num_places * page_bytes / 1e9
