@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +144,28 @@ def test_a_cupy_that_does_not_work_is_said_in_one_line(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(KernelFailed, match=r"^CuPy does not work here: import of cupy halted"):
         CupyLauncher(0)
+
+
+class UnwritableHome(MetaPathFinder):
+    """Finds a CuPy that cannot make the directory of its cache, which it does as it is imported."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "cupy":
+            raise PermissionError(13, "Permission denied", "/.cupy")
+
+
+def test_a_cupy_whose_cache_has_no_directory_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [UnwritableHome(), *sys.meta_path])
+    with pytest.raises(KernelFailed, match=r"^CuPy does not work here: \[Errno 13\] Permission denied: '/.cupy'$"):
+        CupyLauncher(0)
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left"), RuntimeError("Failed to find CUDA headers")], ids=str)
+def test_what_keeps_cupy_from_compiling_is_the_kernels_fault(cupy: FakeCupy, fault: Exception) -> None:
+    cupy.compile_fault = fault
+    with pytest.raises(KernelFailed, match=rf"^add_rms_norm\[ACT=1\] of norms.cu cannot .*: {re.escape(str(fault))}$"):
+        CupyLauncher(0).prepare([KERNEL])
 
 
 def test_what_fails_is_named(cupy: FakeCupy) -> None:

@@ -223,6 +223,7 @@ def test_blocks_fit_into_shared_memory(head_dim: int, kv_dtype: str, shared_byte
         ({"page_size": 8}, "page_size_tokens is 8, not one of 16, 32, 64"),
         ({"group": 17}, "34 heads share 2 KV heads; each takes 1 to 16"),
         ({"max_rows": 0}, "max_rows is 0"),
+        ({"max_rows": 65536}, "max_rows is 65536"),
         ({"max_context": 1 << 25}, "max_context_tokens is 33554432"),
         ({"window": -1}, "window_tokens is -1"),
         ({"softcap": float("nan")}, "softcap is nan"),

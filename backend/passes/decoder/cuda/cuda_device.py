@@ -59,7 +59,6 @@ class CudaDevice:
         properties = torch.cuda.get_device_properties(index)
         self.num_sms: int = properties.multi_processor_count
         self.shared_bytes_per_sm: int = properties.shared_memory_per_multiprocessor
-        self._graph_pool = torch.cuda.graph_pool_handle()
 
     @property
     def last_launch(self) -> str:
@@ -83,9 +82,9 @@ class CudaDevice:
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # On our own stream the products find the workspace that they were given outside the graph.
+        # So nothing is allocated in it, and graphs need not share a pool: torch refuses one that outlived its graphs.
         # Other threads may go on using the device meanwhile.
-        mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._stream, capture_error_mode=mode):
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             work()
         return graph
 

@@ -50,7 +50,8 @@ class CupyLauncher:
             import cupy
 
             cupy.cuda.Device(device_index).use()
-        except (ImportError, RuntimeError) as error:  # its faults of the runtime are RuntimeErrors
+        # Its faults of the runtime are RuntimeErrors; and importing it makes the directory of its cache.
+        except (ImportError, RuntimeError, OSError) as error:
             raise KernelFailed(f"CuPy does not work here: {' '.join(str(error).split())}") from error
         self._cupy = cupy
         self._device_index = device_index
@@ -96,7 +97,8 @@ class CupyLauncher:
             self._cupy.cuda.Device(self._device_index).use()  # of this thread
             module = self._cupy.RawModule(code=code, options=options, backend="nvrtc")
             return {kernel: _function(module, kernel) for kernel in kernels}
-        except self._faults as error:
+        # Also where there are no headers of CUDA's, or no NVRTC, and where its cache cannot be written.
+        except (*self._faults, RuntimeError, OSError) as error:
             named = ", ".join(map(str, kernels))
             raise KernelFailed(f"{named} of {source} cannot be compiled or loaded: {error}") from error
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 SHORTEST_CHUNK_TOKENS = 256
 _FIRST_MULTIPLE_TOKENS = 16
 """A window's first chunk begins at a multiple of this."""
-_MAX_ROWS = 1 << 16
+_MAX_ROWS = (1 << 16) - 1
+"""Blocks of the sampler's grids in their second dimension."""
 _MAX_SMS = 1 << 12
 _NUM_WARPS = 4
 _PLAN_THREADS = 512

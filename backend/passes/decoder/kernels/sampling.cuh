@@ -76,8 +76,10 @@ struct Row {
         for (int j = 0; j < 8; ++j) {
             const unsigned word = words[j / 2] >> (16 * (j % 2)) & 0xffffu;
             if (word == 0) continue;
-            const float y = x[j] > 0.0f ? x[j] / params.repetition : x[j] * params.repetition;
-            x[j] = y - params.frequency * float(word >> 1) - (word > 1 ? params.presence : 0.0f);
+            // No kernel may fuse what another one does not: the peak's gap to itself must be 0 in all of them.
+            const float y = x[j] > 0.0f ? x[j] / params.repetition : __fmul_rn(x[j], params.repetition);
+            const float less_frequent = __fsub_rn(y, __fmul_rn(params.frequency, float(word >> 1)));
+            x[j] = word > 1 ? __fsub_rn(less_frequent, params.presence) : less_frequent;
         }
     }
 };
