@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 from backend.executor import ExecutorFailed
 from backend.forward_pass import NOT_FINITE, DeviceLost
+from backend.pace import Pace
 from backend.plan import NO_SAMPLE
 from shm.link import Cancellation, FrontendDeath, Submission
 from shm.wire import EventLogprobs, FailureCode
@@ -61,12 +62,20 @@ class Engine:
         self._drain_deadline_s: float | None = None
         self._num_failed_steps = 0
         """In a row."""
+        self._pace = Pace()
+        self.plan_due_s: float | None = None
+        """From the end of the last turn; None where nothing is to be planned before something happens."""
 
     def run(self) -> None:
         """Serves until `drain` was called and nothing runs, or its time is up. Raises ExecutorFailed."""
         while not self._is_drained():
             self.turn()
-            self._link.wait(self._requests.next_due_s(_IDLE_TURN_S), self._executor.wake_fd)
+            self._link.wait(self.next_turn_s(), self._executor.wake_fd)
+
+    def next_turn_s(self) -> float:
+        """Seconds after which a turn is wanted even if nothing happens."""
+        at_most_s = _IDLE_TURN_S if self.plan_due_s is None else min(_IDLE_TURN_S, self.plan_due_s)
+        return self._requests.next_due_s(at_most_s)
 
     def turn(self) -> None:
         """One turn of the loop. Cancellations take effect here, before the next plan; never blocks."""
@@ -88,8 +97,7 @@ class Engine:
             if isinstance(result.error, DeviceLost):
                 self._link.flush()  # who was in that step is told; the others' frontends send them again
                 raise ExecutorFailed("the device is lost") from result.error
-        while self._executor.has_room and (plan := self._scheduler.plan()):
-            self._launch(plan)
+        self.plan_due_s = self._plan_steps()
         for sequence in self._scheduler.take_preempted():
             self._requests.note_preemption(sequence)
         self._link.flush()
@@ -113,7 +121,19 @@ class Engine:
             return False
         return self._clock() >= self._drain_deadline_s or not (self._requests.num_open or self._executor.is_busy)
 
-    def _launch(self, plan: Plan) -> None:
+    def _plan_steps(self) -> float | None:
+        """As many as the device will want before long. Returns when the next one is to be planned."""
+        while self._executor.has_room:
+            if (spare_s := self._pace.spare_s(self._executor.running_s())) > 0:
+                return spare_s
+            started_ns = time.thread_time_ns()
+            if not (plan := self._scheduler.plan()):
+                return None
+            self._launch(plan, started_ns)
+        return None
+
+    def _launch(self, plan: Plan, started_ns: int) -> None:
+        """started_ns, of this thread's CPU time, is when the planning began."""
         try:
             self._note_starts(plan)
             batch = self._builder.build(plan)
@@ -121,6 +141,7 @@ class Engine:
             self._apply_failure(plan, error)
         else:
             self._executor.launch(plan, batch, self._scheduler.take_saves())
+            self._pace.note_plan(sum(plan.lengths), (time.thread_time_ns() - started_ns) / 1e9)
 
     def _note_starts(self, plan: Plan) -> None:
         now_s = self._clock()
@@ -135,6 +156,7 @@ class Engine:
         board.steps += 1
         board.computed_tokens += num_tokens
         board.observe_step(int(1e6 * result.step_s), len(plan), num_tokens)
+        self._pace.note_result(0 if result.error is not None else num_tokens, result.step_s, result.launch_s)
         if result.error is not None:
             self._apply_failure(plan, result.error)
             return

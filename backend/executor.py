@@ -45,6 +45,8 @@ class StepResult:
     token_ids: list[int]
     step_s: float
     error: Exception | None = None
+    launch_s: float = 0.0
+    """CPU time of the launch, where the device computes only behind it."""
     stops: tuple[int, ...] = ()
     """Indices of rows whose token ends their sequence, as far as its listeners wished when it was sampled."""
     logprobs: TokenLogprobs | None = None
@@ -170,7 +172,10 @@ class Executor:
         while (planned := self._plans.get()) is not None:
             if not self._closing:
                 self._step_starts_s.append(time.monotonic())
+                began_s = time.thread_time()
                 before = launch_step(forward_pass, *planned, before)
+                if forward_pass.spec.runs_ahead:
+                    before = replace(before, launch_s=time.thread_time() - began_s)
                 yield before
 
     def _run_ahead(self, forward_pass: IBatchedForwardPass) -> None:
@@ -197,7 +202,7 @@ class Executor:
         started_s = self._step_starts_s.popleft()
         if self._step_starts_s:  # launched while this one ran; it begins now
             self._step_starts_s[0] = now_s
-        self._results.append(replace(finished, step_s=now_s - started_s))
+        self._results.append(replace(finished, step_s=now_s - started_s, launch_s=step.launch_s))
         self.wake()
 
 
@@ -209,6 +214,7 @@ class LaunchedStep:
     output: PendingOutput | None
     """None where there is nothing to wait for, or after an error."""
     error: Exception | None = None
+    launch_s: float = 0.0
     faults: dict[int, str] = field(default_factory=dict)
     is_finished: threading.Event = field(default_factory=threading.Event)
     """Its tokens have been taken in by the constraints of their sequences."""
@@ -247,7 +253,7 @@ class LaunchedStep:
             if token_id == NOT_FINITE or token_id in sequence.common_stop_ids:
                 sequence.stopped_generation = plan.generations[index]
                 stops.append(index)
-        return StepResult(plan, token_ids, 0.0, None, tuple(stops), output.logprobs, faults)
+        return StepResult(plan, token_ids, 0.0, stops=tuple(stops), logprobs=output.logprobs, faults=faults)
 
 
 def launch_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from backend.batch_builder import BatchBuilder
@@ -117,6 +117,10 @@ class SteppedExecutor:
         self._num_in_flight = 0
         self.batches: list[StepBatch] = []
         self.num_rows_run = 0
+        self.step_s = 0.0
+        """What each step is said to take, and..."""
+        self.ran_s = 0.0
+        """...how long the running one has run; set by the test."""
 
     @property
     def has_room(self) -> bool:
@@ -131,7 +135,7 @@ class SteppedExecutor:
         return len(self._plans)
 
     def running_s(self) -> float:
-        return 0.0
+        return self.ran_s
 
     def clear_wake(self) -> None:
         pass
@@ -149,7 +153,7 @@ class SteppedExecutor:
             return False
         result = run_step(self._pass, *self._plans.popleft())
         self.num_rows_run += len(result.plan)
-        self._results.append(result)
+        self._results.append(replace(result, step_s=self.step_s))
         return True
 
     def results(self) -> list[StepResult]:

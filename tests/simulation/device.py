@@ -164,7 +164,7 @@ class SimulatedExecutor:
         result, stopped = self._finished
         for sequence, generation in stopped:
             sequence.stopped_generation = generation
-        self._results.append(result)
+        self._results.append(replace(result, step_s=self._world.rng.choice((0.0, 9.0))))
         self._finished = None
 
     def _note_copies(self, plan: Plan) -> None:

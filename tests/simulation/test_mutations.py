@@ -164,11 +164,11 @@ def _saves_go_with_rows(launch: Any, forward_pass: Any, plan: Plan, batch: Any, 
     return launch(forward_pass, plan, batch, saves if plan.live_rows() else (), before)
 
 
-def _saves_go_with_the_plan(launch: Any, engine: Engine, plan: Plan) -> None:
+def _saves_go_with_the_plan(launch: Any, engine: Engine, *planned: Any) -> None:
     saves = engine._scheduler.take_saves()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._scheduler, "take_saves", lambda: saves)
-        launch(engine, plan)
+        launch(engine, *planned)
 
 
 def _places_are_not_kept_for_reading(find: Any, host: HostPages) -> int | None:

@@ -41,14 +41,29 @@ def test_what_the_loop_takes_is_the_devices_wait_without_a_plan_ahead_and_hidden
     clock = iter(range(0, 10**12, 250_000))
     monkeypatch.setattr("time.thread_time_ns", lambda: next(clock))
     none_ahead, one_ahead = (run(capacity, WORKLOAD.draw(4, 0), 4) for capacity in (0, 1))
-    assert none_ahead.idle_us == pytest.approx(250 * (none_ahead.steps - 1) / none_ahead.steps)
+    # The engine looks at the clock twice, so a turn has three parts.
+    assert none_ahead.idle_us == pytest.approx(3 * 250 * (none_ahead.steps - 1) / none_ahead.steps)
     assert one_ahead.idle_s == pytest.approx(0.0)
 
 
-def test_every_plan_ahead_is_a_step_more_for_a_burst() -> None:
-    bursts = (Burst(0.0225, WORKLOAD.draw(3, 7)),)
+@pytest.mark.parametrize("place_in_step", [0.3, 0.5])
+def test_a_plan_ahead_is_no_step_more_for_who_comes_before_it_is_due(place_in_step: float) -> None:
+    bursts = (Burst((8 + place_in_step) * STEP_S, WORKLOAD.draw(3, 7)),)
     firsts = [run(capacity, WORKLOAD.draw(4, 0), 4, bursts).burst_steps[0][0] for capacity in CAPACITIES]
-    assert [first - firsts[0] for first in firsts] == list(CAPACITIES)
+    assert firsts == [2, 2, 2, 2]
+
+
+def test_a_plan_ahead_is_a_step_more_for_who_comes_behind_it() -> None:
+    bursts = (Burst((8 + 0.75) * STEP_S, WORKLOAD.draw(3, 7)),)
+    firsts = [run(capacity, WORKLOAD.draw(4, 0), 4, bursts).burst_steps[0][0] for capacity in CAPACITIES]
+    assert firsts == [2, 3, 3, 3]
+
+
+def test_steps_of_unknown_length_are_planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.pace.Pace.spare_s", lambda *_: 0.0)
+    bursts = (Burst(4.5 * STEP_S, WORKLOAD.draw(3, 7)),)
+    firsts = [run(capacity, WORKLOAD.draw(4, 0), 4, bursts).burst_steps[0][0] for capacity in CAPACITIES]
+    assert firsts == [2 + capacity for capacity in CAPACITIES]
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)

@@ -146,7 +146,7 @@ class _Executor:
     def clear_wake(self) -> None:
         pass
 
-    def launch(self, plan: Plan, _batch: StepBatch) -> None:
+    def launch(self, plan: Plan, _batch: StepBatch, _saves: object) -> None:
         self._launched.append(plan)
 
     def results(self) -> list[StepResult]:

@@ -57,6 +57,8 @@ class _Device:
         self._token_ids = itertools.cycle(range(1, VOCAB_SIZE))
         self._ends_s = 0.0
         """Of an idle device, when its last step did."""
+        self.now_s = 0.0
+        """When the turn that is going on began."""
         self.idle_s = 0.0
         """Between its first step and its last."""
         self.num_steps = 0
@@ -67,12 +69,13 @@ class _Device:
         return self._num_in_flight <= self._capacity
 
     def running_s(self) -> float:
-        return 0.0
+        """As of `now_s`."""
+        return 0.0 if self._running is None else STEP_S - (self._ends_s - self.now_s)
 
     def clear_wake(self) -> None:
         pass
 
-    def launch(self, plan: Plan, _batch: StepBatch) -> None:
+    def launch(self, plan: Plan, _batch: StepBatch, _saves: object) -> None:
         self._num_in_flight += 1
         self._unready.append(plan)
 
@@ -89,6 +92,7 @@ class _Device:
 
     def advance(self, until_s: float) -> None:
         """Steps end, and planned ones begin behind them, up to then."""
+        self.now_s = until_s
         while self._running is not None and self._ends_s <= until_s:
             plan, self._running = self._running, None
             self.num_steps += 1
@@ -245,6 +249,8 @@ class SimulatedLoad:
         due_s = [self._due[0][0]] if self._due else []
         if (device_s := self._device.next_due_s(self._now_s)) is not None:
             due_s.append(device_s)
+            if (plan_due_s := self._engine.plan_due_s) is not None:
+                due_s.append(self._now_s + plan_due_s)
         return min(due_s, default=None)
 
     def _at(self, at_s: float, action: Callable[[float], None]) -> None:
