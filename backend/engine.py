@@ -51,6 +51,8 @@ class Engine:
         requests: Requests,
         board: BackendBoard,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        pace: Pace | None = None,
     ) -> None:
         self._link = link
         self._executor = executor
@@ -62,7 +64,7 @@ class Engine:
         self._drain_deadline_s: float | None = None
         self._num_failed_steps = 0
         """In a row."""
-        self._pace = Pace()
+        self._pace = pace or Pace()
         self.plan_due_s: float | None = None
         """From the end of the last turn; None where nothing is to be planned before something happens."""
 

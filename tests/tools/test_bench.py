@@ -159,13 +159,14 @@ def test_gaps_of_running_streams_are_measured_while_prompts_arrive(bench: Comman
 
 
 def test_a_sweep_sends_each_capacity_the_same_load(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_sweep, "CAPACITIES", (0, 1))
+    variants = [channel_sweep.Variant(0), channel_sweep.DEFAULT, channel_sweep.Variant(1, is_late=False)]
+    monkeypatch.setattr(channel_sweep, "VARIANTS", variants)
     monkeypatch.setattr(Bench, "num_rounds", 1)
     lengths = ["--prompt-tokens", "5", "--output-tokens", "9"]
     run = bench("--channel-sweep", "--concurrency", "4", "--requests", "12", *lengths)
     assert run.status == 0, run.errors
     sweep = run.report["sections"]["channel_sweep"]
-    assert [row["capacity"] for row in sweep["rows"]] == [0, 1]
+    assert [row["name"] for row in sweep["rows"]] == ["0", "1", "1, at once"]
     for (entry,) in sweep["rounds"].values():
         assert entry["steady"]["output_tokens"] == 12 * 9
         assert entry["spike"]["output_tokens"] == 12 * 9 + 10 * 16

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tools.bench.channel_sweep import CapacityRound, CapacityRow, Figure, against_default
+from tools.bench.channel_sweep import Figure, Variant, VariantRound, VariantRow, against_default
 from tools.bench.coalescing import Coalescing, Side
 from tools.bench.interference import Interference, InterferenceRound, gaps_s
 from tools.bench.load import BenchError
@@ -59,7 +59,7 @@ def test_prompts_with_one_prefix_have_it_in_common_and_no_more() -> None:
         load.draw(replace(workload, vocab_size=None), seed=1)
 
 
-def capacity_round(output_tokens: int, wasted: int, first_steps: int) -> CapacityRound:
+def variant_round(output_tokens: int, wasted: int, first_steps: int) -> VariantRound:
     load = Load(
         duration_s=2.0,
         steps=100,
@@ -71,12 +71,12 @@ def capacity_round(output_tokens: int, wasted: int, first_steps: int) -> Capacit
         ttfts_ms=[4.0, 8.0, 6.0],
         burst_steps=[[first_steps, 30], [first_steps + 2, 40]],
     )
-    return CapacityRound(load, load, load)
+    return VariantRound(load, load, load)
 
 
-def test_a_capacity_is_the_medians_of_its_rounds_with_their_spread() -> None:
-    row = CapacityRow.of(2, [capacity_round(90, 10, 3), capacity_round(100, 40, 1), capacity_round(300, 20, 2)])
-    assert row.capacity == 2
+def test_a_variant_is_the_medians_of_its_rounds_with_their_spread() -> None:
+    row = VariantRow.of(Variant(2), [variant_round(90, 10, 3), variant_round(100, 40, 1), variant_round(300, 20, 2)])
+    assert row.name == "2"
     assert row.output_tokens_per_s == Figure(50, 45, 150)
     assert row.idle_us.median == pytest.approx(100)
     assert row.tokens_per_step == Figure(1.0, 0.9, 3.0)
@@ -91,8 +91,10 @@ def test_a_figure_shows_its_spread_where_one_can_be_seen() -> None:
     assert Figure(2.0, 1.99, 2.01).show(".1f") == "2.0"
 
 
-def test_capacities_are_told_against_the_default() -> None:
-    rows = [CapacityRow.of(capacity, [capacity_round(100 + 50 * capacity, 0, capacity)]) for capacity in (0, 1, 4)]
+def test_variants_are_told_against_the_default() -> None:
+    rows = [
+        VariantRow.of(Variant(capacity), [variant_round(100 + 50 * capacity, 0, capacity)]) for capacity in (0, 1, 4)
+    ]
     none_ahead, four_ahead = against_default(rows)
     assert none_ahead == (
         "Capacity 0 against 1: 0.667 × the throughput, TTFT p50 +0.0 ms, a burst's first token -1.0 steps."

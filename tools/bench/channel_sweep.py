@@ -1,4 +1,4 @@
-"""The same load for each capacity of the batch channel: why one plan ahead is enough, and none too few.
+"""The same load for each capacity of the batch channel: why one plan ahead is enough, none too few, and late best.
 
 The backend's loop is the real one; device, clients and clock are simulated, see `tools.bench.simulated_load`. In each
 round every capacity has the same three loads, and rounds take turns:
@@ -15,8 +15,9 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from backend.pace import Pace
 from tools.bench.report import make_table
 from tools.bench.simulated_load import STEP_S, VOCAB_SIZE, Burst, Load, SimulatedLoad
 from tools.bench.stats import percentile
@@ -28,14 +29,38 @@ if TYPE_CHECKING:
 
     from tools.bench.context import Bench
 
-CAPACITIES = (0, 1, 2, 4)
+
+class Variant(NamedTuple):
+    """How many plans may be ahead, and whether each is made as late as it can be, as the engine does, or at once."""
+
+    capacity: int
+    is_late: bool = True
+
+    def __str__(self) -> str:
+        return str(self.capacity) if self.is_late else f"{self.capacity}, at once"
+
+
+class _AtOnce(Pace):
+    def spare_s(self, running_s: float) -> float:  # noqa: ARG002 - whatever runs
+        return 0.0
+
+
+DEFAULT = Variant(1)
+VARIANTS = (
+    Variant(0),
+    DEFAULT,
+    Variant(4),
+    Variant(1, is_late=False),
+    Variant(2, is_late=False),
+    Variant(4, is_late=False),
+)
 SPIKE_REQUESTS = 16
 _SPIKES = 10
 _REQUESTS_PER_CLIENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class CapacityRound:
+class VariantRound:
     steady: Load
     drops: Load
     spike: Load
@@ -64,10 +89,10 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class CapacityRow:
-    """One capacity over the rounds."""
+class VariantRow:
+    """One variant over the rounds."""
 
-    capacity: int
+    name: str
     output_tokens_per_s: Figure
     idle_us: Figure
     tokens_per_step: Figure
@@ -79,12 +104,12 @@ class CapacityRow:
     burst_last_steps: Figure
 
     @classmethod
-    def of(cls, capacity: int, rounds: Sequence[CapacityRound]) -> CapacityRow:
-        def figure(value: Callable[[CapacityRound], float | None]) -> Figure:
+    def of(cls, variant: Variant, rounds: Sequence[VariantRound]) -> VariantRow:
+        def figure(value: Callable[[VariantRound], float | None]) -> Figure:
             return Figure.of([value(entry) or 0.0 for entry in rounds])
 
         return cls(
-            capacity=capacity,
+            name=str(variant),
             output_tokens_per_s=figure(lambda entry: entry.steady.output_tokens_per_s),
             idle_us=figure(lambda entry: entry.steady.idle_us),
             tokens_per_step=figure(lambda entry: entry.steady.tokens_per_step),
@@ -101,20 +126,20 @@ class CapacityRow:
 class ChannelSweep:
     concurrency: int
     step_ms: float
-    rows: list[CapacityRow]
-    rounds: dict[int, list[CapacityRound]]
-    """By capacity."""
+    rows: list[VariantRow]
+    rounds: dict[str, list[VariantRound]]
+    """By the variant's name."""
 
 
 def run_channel_sweep(bench: Bench, console: Console) -> bool:
     bench.refuse_url()
-    rounds: dict[int, list[CapacityRound]] = {capacity: [] for capacity in CAPACITIES}
+    rounds: dict[str, list[VariantRound]] = {str(variant): [] for variant in VARIANTS}
     with _no_collection():
         for index in range(bench.num_rounds):
-            for capacity in CAPACITIES:
-                with bench.progress.status(f"capacity {capacity}, round {index + 1} of {bench.num_rounds}"):
-                    rounds[capacity].append(measure_capacity(bench, capacity, index))
-    rows = [CapacityRow.of(capacity, rounds[capacity]) for capacity in CAPACITIES]
+            for variant in VARIANTS:
+                with bench.progress.status(f"capacity {variant}, round {index + 1} of {bench.num_rounds}"):
+                    rounds[str(variant)].append(measure_variant(bench, variant, index))
+    rows = [VariantRow.of(variant, rounds[str(variant)]) for variant in VARIANTS]
     sweep = ChannelSweep(bench.options.concurrency[-1], 1000 * STEP_S, rows, rounds)
     bench.report.sections["channel_sweep"] = sweep
     console.print(sweep_table(sweep))
@@ -134,8 +159,8 @@ def _no_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def measure_capacity(bench: Bench, capacity: int, index: int) -> CapacityRound:
-    """Each capacity has the same requests in the same round."""
+def measure_variant(bench: Bench, variant: Variant, index: int) -> VariantRound:
+    """Each variant has the same requests in the same round."""
     options, server = bench.options, bench.server
     concurrency = options.concurrency[-1]
     num_requests = options.requests or _REQUESTS_PER_CLIENT * concurrency
@@ -144,7 +169,9 @@ def measure_capacity(bench: Bench, capacity: int, index: int) -> CapacityRound:
     dropping = replace(plain, drop=bench.drop_or(0.5))
 
     def load(requests: Sequence[PlannedRequest], bursts: Sequence[Burst] = ()) -> Load:
-        simulated = SimulatedLoad(capacity, server.max_running, server.step_tokens("cpu"))
+        pace = Pace() if variant.is_late else _AtOnce()
+        sizes = variant.capacity, server.max_running, server.step_tokens("cpu")
+        simulated = SimulatedLoad(*sizes, pace=pace)
         try:
             return simulated.run(requests, concurrency, bursts)
         finally:
@@ -152,7 +179,7 @@ def measure_capacity(bench: Bench, capacity: int, index: int) -> CapacityRound:
 
     steady = load(plain.draw(num_requests, seed))
     drops = load(dropping.draw(num_requests, seed + 1))
-    return CapacityRound(
+    return VariantRound(
         steady, drops, load(plain.draw(num_requests, seed + 2), _bursts(plain, concurrency, num_requests, seed))
     )
 
@@ -169,14 +196,14 @@ def _bursts(workload: Workload, concurrency: int, num_requests: int, seed: int) 
 
 
 def sweep_table(sweep: ChannelSweep) -> Table:
-    num_rounds = len(sweep.rounds[sweep.rows[0].capacity])
+    num_rounds = len(sweep.rounds[sweep.rows[0].name])
     title = f"Plans prepared ahead, {sweep.concurrency} clients, {sweep.step_ms:g} ms a step"
     columns = ["capa-\ncity", "output\ntok/s", "device\nwaits µs", "tokens\n/ step", "TTFT ms\np50 / p99"]
     columns += ["drops: tokens\nwasted", "bound late,\nnot wasted", "burst: steps\nto first / last"]
     table = make_table(f"{title}: medians of {num_rounds} rounds (least–most)", *columns)
     for row in sweep.rows:
         table.add_row(
-            str(row.capacity),
+            row.name,
             row.output_tokens_per_s.show(",.0f"),
             row.idle_us.show(".0f"),
             f"{row.tokens_per_step.median:.2f}",
@@ -188,13 +215,13 @@ def sweep_table(sweep: ChannelSweep) -> Table:
     return table
 
 
-def against_default(rows: Sequence[CapacityRow]) -> list[str]:
-    """What each other capacity gives beside capacity 1."""
-    by_capacity = {row.capacity: row for row in rows}
-    one = by_capacity.pop(1)
+def against_default(rows: Sequence[VariantRow]) -> list[str]:
+    """What each other variant gives beside capacity 1, planned late."""
+    by_name = {row.name: row for row in rows}
+    one = by_name.pop(str(DEFAULT))
     return [
-        f"Capacity {capacity} against 1: {row.output_tokens_per_s.median / one.output_tokens_per_s.median:.3f} × the "
+        f"Capacity {name} against 1: {row.output_tokens_per_s.median / one.output_tokens_per_s.median:.3f} × the "
         f"throughput, TTFT p50 {row.ttft_p50_ms.median - one.ttft_p50_ms.median:+.1f} ms, a burst's first token "
         f"{row.burst_first_steps.median - one.burst_first_steps.median:+.1f} steps."
-        for capacity, row in by_capacity.items()
+        for name, row in by_name.items()
     ]

@@ -30,6 +30,7 @@ from tools.bench.scheduling import UnsentLink
 
 if TYPE_CHECKING:
     from backend.forward_pass import StepBatch
+    from backend.pace import Pace
     from backend.plan import Plan
     from tools.bench.workload import PlannedRequest
 
@@ -198,7 +199,7 @@ class Burst:
 class SimulatedLoad:
     """One backend and its clients, who each send their next request when their last has ended. Used once."""
 
-    def __init__(self, capacity: int, max_running: int, max_batch_tokens: int) -> None:
+    def __init__(self, capacity: int, max_running: int, max_batch_tokens: int, *, pace: Pace | None = None) -> None:
         self._device, self._link, self._board = _Device(capacity), _Link(), BackendBoard.create()
         pages_per_sequence = _CONTEXT_TOKENS // _PAGE_SIZE_TOKENS
         pool = PagePool(max_running * pages_per_sequence)
@@ -206,7 +207,7 @@ class SimulatedLoad:
         link, executor = cast("Any", self._link), cast("Any", self._device)
         requests = Requests(link, scheduler, self._board, Limits(VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 20))
         builder = BatchBuilder(max_running, pages_per_sequence)
-        self._engine = Engine(link, executor, scheduler, builder, requests, self._board)
+        self._engine = Engine(link, executor, scheduler, builder, requests, self._board, pace=pace)
         self._now_s = 0.0
         self._due: list[tuple[float, int, Callable[[float], None]]] = []
         """When, in which order, what."""
