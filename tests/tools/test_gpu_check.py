@@ -9,16 +9,17 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import tools.gpu_check
 from tools.gpu_check import runner
-from tools.gpu_check.__main__ import main, parse
+from tools.gpu_check.__main__ import main
 from tools.gpu_check.goals import GOALS
 from tools.gpu_check.report import NOT_MEASURED, SectionOutcome, summary_lines, write_report
 from tools.gpu_check.results import Finding, Results, SectionOver, read_findings
-from tools.gpu_check.runner import SECTIONS, Section, run_all
+from tools.gpu_check.runner import QUICK_SECTIONS, SECTIONS, Run, Section, choose, run_all
 from tools.main import app
 
 PACKAGE = Path(tools.gpu_check.__file__).parent
@@ -86,11 +87,9 @@ def pattern_of(node: ast.expr) -> str:
 
 def test_every_goals_finding_is_one_that_a_section_writes() -> None:
     """By name, as far as it is spelt out in the code; the parts that a plan computes are looked up there."""
-    from tools.gpu_check import attention_peers, end_to_end, kernel_speed, peers
+    from tools.gpu_check import attention_peers, end_to_end, kernel_cases, peers
 
-    sizes = kernel_speed.Sizes()
-    written = {f"attention.decode.{name}" for name, *_ in sizes.decode}
-    written |= {f"attention.prefill.{name}" for name, *_ in sizes.prefill}
+    written = {case.name for case in kernel_cases.kernel_cases(kernel_cases.Sizes())}
     for plan in (end_to_end.LLAMA_PLAN, end_to_end.QWEN_PLAN):
         written |= {f"{plan.name}.decode.{name}" for _, name, *_ in plan.decode}
         written |= {f"{plan.name}.prefill.{name}" for name, _ in plan.prefill}
@@ -101,15 +100,13 @@ def test_every_goals_finding_is_one_that_a_section_writes() -> None:
             written.add(f"{plan.name}.offline")
         if plan.engine.is_judged:
             written |= {f"engine.{name}" for name in ("plan_p50", "plan_p99", "gpu_idle")}
-    written |= {f"sampling.256x128k.{kind}" for kind in ("plain", "filtered")}
-    written |= {f"peers.transformers_{kind}_ratio" for kind in peers.KINDS}
+    written |= {f"peers.transformers_{kind}_ratio" for kind in peers.KINDS} | {"peers.nano_vllm_ratio"}
     written |= {"invariance.cost", "kv.q8_0_tokens_ratio"}
     assert {goal.finding for goal in GOALS} <= written
     patterns = {pattern for path in PACKAGE.glob("*.py") for pattern in literal_names(path)}
     assert {
-        "attention.decode.*", "attention.prefill.*", "*.decode.*", "*.prefill.*", "*.ttft.1k", "*.ttft_p50",
-        "*.itl_p99_ratio", "*.offline", "*.plan_p50", "*.plan_p99", "*.gpu_idle", "sampling.256x128k.*",
-        "invariance.cost", "kv.q8_0_tokens_ratio",
+        "*.decode.*", "*.prefill.*", "*.ttft.1k", "*.ttft_p50", "*.itl_p99_ratio", "*.offline", "*.plan_p50",
+        "*.plan_p99", "*.gpu_idle", "invariance.cost", "kv.q8_0_tokens_ratio", "peers.nano_vllm_ratio",
     } <= patterns  # fmt: skip
     assert attention_peers.DECODE
 
@@ -209,7 +206,8 @@ def run_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, budget_
     )
     root = PACKAGE.parent.parent
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
-    return runner._run_child(Section("stub", "stub_section", 1), tmp_path, budget_s, None)
+    section = Section("stub", "stub_section", 1)
+    return runner._run_child(section, Run(tmp_path, budget_s, (section,)), budget_s, lambda _: None)
 
 
 def test_a_sections_findings_come_back_from_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,16 +241,17 @@ def test_sections_share_what_is_left_and_the_report_follows(
 ) -> None:
     given: dict[str, float] = {}
 
-    def child(section: Section, out: Path, budget_s: float, peers: Path | None) -> SectionOutcome:
+    def child(section: Section, run: Run, budget_s: float, look: Any) -> SectionOutcome:
         given[section.name] = budget_s
         return SectionOutcome(section.name, "done", 0.0, [Finding("x", None, "", section.name != "sharing")])
 
     monkeypatch.setattr(runner, "_run_child", child)
     monkeypatch.setattr(runner, "describe_environment", lambda commit: {"commit": commit})
-    assert run_all(tmp_path, 100.0, frozenset({"environment", "sharing"}), commit="abc") == 1
+    chosen = choose(SECTIONS, frozenset({"environment", "sharing"}), None)
+    assert run_all(Run(tmp_path, 100.0, chosen, commit="abc")) == 1
     assert list(given) == ["environment", "sharing"]
-    # Equal shares, and the first has left all of its own.
-    assert given["environment"] == pytest.approx(46, abs=1)
+    # Shares of 30 and 15, and the first has left all of its own.
+    assert given["environment"] == pytest.approx(61, abs=1)
     assert given["sharing"] == pytest.approx(92, abs=1)
     assert "failed: sharing" in capsys.readouterr().out
     assert "* commit: abc" in (tmp_path / "report.md").read_text()
@@ -265,14 +264,14 @@ def test_options_out_of_range_are_refused(tmp_path: Path, capsys: pytest.Capture
         (["--peers", str(tmp_path / "absent")], "which is no directory"),
     ):
         with pytest.raises(SystemExit):
-            parse(argv)
+            main([*argv, "--out", str(tmp_path)])
         assert message in capsys.readouterr().err
 
 
 def test_every_section_has_a_module_with_a_run() -> None:
-    for section in SECTIONS:
+    for section in (*SECTIONS, *QUICK_SECTIONS):
         module = __import__(section.module, fromlist=["run"])
-        assert callable(module.run)
+        assert callable(getattr(module, section.run))
 
 
 def test_without_a_gpu_a_section_that_needs_one_fails_and_says_so(tmp_path: Path) -> None:

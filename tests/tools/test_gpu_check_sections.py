@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from tools.gpu_check import (
     host_pages,
     invariance,
     invariance_child,
+    kernel_cases,
     kernel_speed,
     pass_agreement,
     peers,
@@ -110,7 +113,7 @@ def test_passes_agree_with_the_cpus(record: Record) -> None:
 
 
 def test_kernels_have_figures(record: Record) -> None:
-    sizes = kernel_speed.Sizes(
+    sizes = kernel_cases.Sizes(
         heads=HEADS,
         decode=tuple(
             (f"{rows}.{kv_dtype}", rows, 40, kv_dtype)
@@ -274,6 +277,11 @@ def fake_sanitizer(tmp_path: Path, script: str) -> str:
         ("print('checked 9 of 9; failed: none'); print('========= ERROR SUMMARY: 0 errors')", True, "checked 9 of 9"),
         ("print('========= Invalid __global__ write'); sys.exit(97)", False, "Invalid __global__ write"),
         ("print('checked 9 of 9; failed: x\\n========= ERROR SUMMARY: 0 errors'); sys.exit(1)", False, "status 1"),
+        (
+            "print('checked 0 of 9; failed: none'); print('========= ERROR SUMMARY: 0 errors')",
+            None,
+            "no check was begun",
+        ),
         ("print('========= Error: Device not supported.'); sys.exit(255)", None, "not measured: the tool does not run"),
     ],
 )
@@ -380,11 +388,43 @@ def test_transformers_model_has_our_weights() -> None:
 
 def test_transformers_and_ours_are_measured_on_the_same_weights(record: Record) -> None:
     pytest.importorskip("transformers")
-    sizes = peers.Sizes(TINY, torch.float32, rows=3, prompt_tokens=20, new_tokens=8)
+    sizes = peers.Sizes(TINY, torch.float32, rows=3, prompt_tokens=20, new_tokens=8, batch_tokens=256)
     peers.measure(record.results, make_lab(), sizes)
     found = record.findings()
     assert {"peers.ours", "peers.transformers_sdpa", "peers.transformers_sdpa_ratio"} <= set(found)
     assert found["peers.transformers_fa3_ratio"].detail.startswith("not measured: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "options"),
+    [
+        (("block_size", "num_blocks"), "paged|sdpa", {"block_size": 256, "num_blocks": 96}),
+        (
+            ("page_size", "block_size", "auto_switch_to_flash"),
+            "sdpa",
+            {"page_size": 256, "auto_switch_to_flash": False},
+        ),
+    ],
+)
+def test_sdpa_is_asked_for_by_the_name_that_each_version_keeps_it_by(
+    monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...], name: str, options: dict[str, object]
+) -> None:
+    """5.17 has blocks, and takes FlashAttention for SDPA unless it is called paged; later versions have pages."""
+    kind = dataclasses.make_dataclass("Config", [(field, object, None) for field in fields])
+    monkeypatch.setattr(peers, "_options_class", lambda: kind)
+    names: list[str] = []
+    given: list[dict[str, object]] = []
+
+    def generate_batch(inputs: object, generation_config: object, continuous_batching_config: Any) -> dict[str, object]:
+        given.append({field: value for field, value in vars(continuous_batching_config).items() if value is not None})
+        return {}
+
+    model = SimpleNamespace(set_attn_implementation=names.append, generate_batch=generate_batch)
+    with pytest.raises(RuntimeError, match="0 of 16 requests were done"):
+        peers.measure_transformers(
+            SimpleNamespace(GenerationConfig=SimpleNamespace), model, peers.Sizes(rows=16), "sdpa"
+        )
+    assert (names, given) == ([name], [options])
 
 
 def test_a_peer_that_takes_too_long_is_left_behind() -> None:

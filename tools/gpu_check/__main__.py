@@ -3,49 +3,115 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tools.gpu_check.runner import SECTIONS, compile_only, run_all, run_section
+from tools.gpu_check.baseline import BaselineRefused, load_baseline, require_device
+from tools.gpu_check.environment import describe_environment
+from tools.gpu_check.runner import (
+    COMPILE_ONLY_S,
+    QUICK_S,
+    QUICK_SECTIONS,
+    SECTIONS,
+    TOTAL_S,
+    Run,
+    choose,
+    run_all,
+    run_section,
+)
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from tools.gpu_check.baseline import Baseline
+
+BASELINE = Path(__file__).parents[2] / "docs" / "gpu" / "baseline.json"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "gpu-check", description="Checks and measures the CUDA decoder on this machine's GPU."
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="directory for report.json and report.md")
     parser.add_argument(
-        "--budget", type=float, default=560.0, help="seconds for everything; sections share them in proportion"
+        "--budget", type=float, help=f"seconds for everything, shared in proportion; {TOTAL_S:g}, {QUICK_S:g} if quick"
     )
     parser.add_argument("--only", default="", help="sections, separated by commas; default: all")
-    parser.add_argument(
-        "--compile-only", action="store_true", help="compile every kernel for every architecture; no GPU"
-    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--quick", action="store_true", help="compile, and check and time what the 8B model runs")
+    what.add_argument("--compile-only", action="store_true", help="compile every kernel for every architecture; no GPU")
+    what.add_argument("--ncu", metavar="NAME", help="one case of the section kernels under Nsight Compute")
     parser.add_argument("--peers", type=Path, help="directory of installed packages to measure beside ours")
     parser.add_argument("--commit", default="", help="what is checked, where git does not tell")
+    parser.add_argument(
+        "--baseline", type=Path, help="figures to compare with; docs/gpu/baseline.json where that is of this GPU"
+    )
+    parser.add_argument("--save-baseline", type=Path, metavar="FILE", help="writes this run's figures, if it passes")
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--section", choices=[section.name for section in SECTIONS], help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    unknown = set(filter(None, options.only.split(","))) - {section.name for section in SECTIONS}
-    if unknown:
-        parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in SECTIONS)}")
-    if not 10 <= options.budget <= 86_400:
-        parser.error(f"--budget is {options.budget:g}; it must be from 10 to 86,400 s")
-    if options.peers is not None and not options.peers.is_dir():
-        parser.error(f"--peers is {options.peers}, which is no directory")
-    return options
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    options = parse(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    sections = QUICK_SECTIONS if options.quick else SECTIONS
+    only = frozenset(filter(None, options.only.split(",")))
+    if unknown := only - {section.name for section in sections}:
+        parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in sections)}")
+    usual_s = QUICK_S if options.quick else TOTAL_S
+    budget_s = usual_s if options.budget is None else options.budget
+    if not 10 <= budget_s <= 86_400:
+        parser.error(f"--budget is {budget_s:g}; it must be from 10 to 86,400 s")
+    if options.peers is not None and not options.peers.is_dir():
+        parser.error(f"--peers is {options.peers}, which is no directory")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.section is not None:
-        findings = options.findings or options.out / f"{options.section}.jsonl"
-        return run_section(options.section, findings, options.budget, options.peers)
+        section = next(section for section in sections if section.name == options.section)
+        findings = options.findings or options.out / f"{section.name}.jsonl"
+        return run_section(section, findings, budget_s, options.peers)
+    # As a fault, so that what is running ends too.
+    signal.signal(signal.SIGTERM, _raise_exit)
+    if options.ncu is not None:
+        return _profile(parser, options.out, options.ncu, budget_s, options.commit)
     if options.compile_only:
-        return compile_only(options.out, options.commit)
-    only = frozenset(filter(None, options.only.split(",")))
-    return run_all(options.out, options.budget, only, options.peers, options.commit)
+        chosen = choose(SECTIONS, frozenset({"compile"}), None)
+        return run_all(Run(options.out, COMPILE_ONLY_S, chosen, None, options.commit))
+    before = _baseline(parser, options.baseline)
+    chosen = choose(sections, only, options.peers)
+    return run_all(Run(options.out, budget_s, chosen, options.peers, options.commit, before, options.save_baseline))
+
+
+def _profile(parser: argparse.ArgumentParser, out: Path, case: str, budget_s: float, commit: str) -> int:
+    # These need torch, which nothing else of this process does.
+    from tools.gpu_check.ncu import profile_case
+    from tools.gpu_check.ncu_child import case_names
+
+    if case not in (names := case_names()):
+        parser.error(f"--ncu is {case}; the cases are {', '.join(names)}")
+    return profile_case(out, case, budget_s, commit)
+
+
+def _baseline(parser: argparse.ArgumentParser, asked: Path | None) -> Baseline | None:
+    """A baseline that was asked for and cannot be used ends the run before it begins."""
+    path = asked or BASELINE
+    if asked is None and not path.exists():
+        return None
+    try:
+        before = load_baseline(path)
+        require_device(before, describe_environment()["gpu"])
+    except BaselineRefused as refusal:
+        if asked is not None:
+            parser.error(f"--baseline is {path}: {refusal}")
+        print(f"{path} is not compared with: {refusal}", flush=True)
+        return None
+    return before
+
+
+def _raise_exit(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def run(results: Results) -> None:
 
 
 def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
+    results.sizes("ceilings", str(sizes))
     for name, work in (("copy", _copy), ("product", _products), ("graph_node", _launch_gap), ("link", _host_link)):
         results.attempt(f"ceiling.{name}", partial(work, results, lab, sizes))
     results.attempt("ceiling.pages", partial(measure_moves, results, lab, sizes.pages))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tools.gpu_check.cases.catalogue import wide_checks
+from tools.gpu_check.cases.catalogue import quick_checks, wide_checks
 from tools.gpu_check.lab import open_lab
 from tools.gpu_check.mirror_launcher import MirrorLauncher
 from tools.gpu_check.pass_agreement import check_passes
@@ -25,6 +25,12 @@ def run(results: Results) -> None:
     launcher = MirrorLauncher()
     run_checks(results, launcher, wide_checks(launcher.shared_bytes_per_sm), keeps_s=_FOR_PASSES_S)
     check_passes(results, open_lab())
+
+
+def run_quick(results: Results) -> None:
+    """Kernels by themselves."""
+    launcher = MirrorLauncher()
+    run_checks(results, launcher, quick_checks(launcher.shared_bytes_per_sm))
 
 
 def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], keeps_s: float = 0.0) -> None:

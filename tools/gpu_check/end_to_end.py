@@ -47,6 +47,13 @@ class ModelPlan:
     dtype: torch.dtype = torch.bfloat16
     host_kv_bytes: int = 1 << 30
 
+    def describe(self) -> str:
+        """What the cases' names do not say."""
+        config = self.config
+        heads = f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}"
+        layers = f"{config.num_layers} layers of {config.hidden_size}, {heads}, vocabulary {config.vocab_size}"
+        return f"{layers}, {self.dtype}, pages of {PAGE_TOKENS}, ttft of {self.ttft_tokens}; {self.engine}"
+
 
 LLAMA_PLAN = ModelPlan(
     "llama8b",
@@ -79,6 +86,7 @@ def run(results: Results) -> None:
 
 def measure_model(results: Results, lab: Lab, plan: ModelPlan, keeps_s: float = 0.0) -> None:
     """Ends while keeps_s seconds of the section's time are left."""
+    results.sizes(plan.name, plan.describe())
     lab.memory.begin()
     weights = RandomWeights(plan.config, plan.dtype, lab.at)
     for kv_dtype in dict.fromkeys(kv_dtype for kv_dtype, *_ in plan.decode):

@@ -13,6 +13,7 @@ import numpy as np
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.plan import StepSizes
 from tools.gpu_check.engine_loop import EngineLoop, LoopSizes, Stream
+from tools.gpu_check.offline_requests import draw_requests
 from tools.gpu_check.steps import Steps, launch, step_us
 
 if TYPE_CHECKING:
@@ -72,6 +73,18 @@ def measure_engine(
         results.attempt(f"{name}.mixed", runs.mixed, keeps_s + plan.user_s)
     if plan.requests:
         results.attempt(f"{name}.offline", runs.offline, keeps_s)
+
+
+def time_offline(
+    results: Results,
+    lab: Lab,
+    config: DecoderConfig,
+    weights: RandomWeights,
+    dtype: torch.dtype,
+    plan: EnginePlan,
+) -> tuple[int, float]:
+    """The plan's requests alone: see `offline_requests`. Tokens generated, and seconds."""
+    return _Runs(results, lab, "offline", config, weights, dtype, plan).time_offline()
 
 
 @dataclass(frozen=True)
@@ -145,22 +158,25 @@ class _Runs:
         self.results.fact(f"{name}.itl_p99_ratio", p99_s / median_s, "x", f"{len(streams)} requests")
 
     def offline(self) -> None:
+        num_tokens, wall_s = self.time_offline()
+        self.results.fact(f"{self.name}.offline", num_tokens / wall_s, "tok/s", f"{num_tokens} tokens, {wall_s:.2f} s")
+
+    def time_offline(self) -> tuple[int, float]:
+        """The tokens that were generated, and the seconds from the first request to the last one's end."""
         plan = self.plan
-        rng = np.random.default_rng(0)
-        lengths = rng.integers(plan.shortest, plan.longest + 1, (plan.requests, 2)).tolist()
+        requests = draw_requests(plan.requests, plan.shortest, plan.longest, self.config.vocab_size)
         loop = self._open(_sizes(plan.requests, plan.batch_tokens, 2 * plan.longest))
         try:
             started_s = time.monotonic()
-            for prompt_tokens, new_tokens in lengths:
-                loop.submit(self._prompt(rng, prompt_tokens), new_tokens)
+            for request in requests:
+                loop.submit(np.array(request.prompt, np.int32), request.num_new_tokens)
             loop.run(lambda: self.results.remaining_s <= 0)
             wall_s = time.monotonic() - started_s
             if loop.num_open:
                 raise TimeoutError(f"{loop.num_open} of {plan.requests} requests were not done after {wall_s:.0f} s")
         finally:
             loop.close()
-        num_tokens = sum(new_tokens for _, new_tokens in lengths)
-        self.results.fact(f"{self.name}.offline", num_tokens / wall_s, "tok/s", f"{num_tokens} tokens, {wall_s:.2f} s")
+        return sum(request.num_new_tokens for request in requests), wall_s
 
     def _open(self, sizes: LoopSizes, first: partial[None] | None = None) -> EngineLoop:
         """first is run with the pass, on its thread, before the loop begins."""

@@ -16,13 +16,14 @@ _NVIDIA_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.me
 
 
 def describe_environment(commit: str = "") -> dict[str, str]:
-    """Software versions and the commit, by git where it is not said; touches no GPU."""
+    """The GPU's name, software versions and the commit, by git where it is not said; uses no GPU."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    versions["gpu"] = next(iter(_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()), "")
     versions["commit"] = commit or _output("git", "describe", "--always", "--dirty") or "unknown"
     return versions
 
@@ -48,8 +49,12 @@ def run(results: Results) -> None:
 
 
 def _output(*argv: str) -> str:
-    """What a command prints, or nothing where it is missing or fails."""
+    """What a command prints, or nothing where it is missing, fails or hangs."""
     path = shutil.which(argv[0])
     if path is None:
         return ""
-    return subprocess.run([path, *argv[1:]], capture_output=True, text=True, check=False, timeout=10).stdout.strip()
+    try:
+        done = subprocess.run([path, *argv[1:]], capture_output=True, text=True, check=False, timeout=10)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

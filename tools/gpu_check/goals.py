@@ -57,4 +57,5 @@ GOALS = (
     Goal("kv.q8_0_tokens_ratio", "tokens of q8_0 KV / tokens of bf16 in one budget", "x", 1.85, "1.88"),
     Goal("peers.transformers_sdpa_ratio", "against transformers' continuous batching, SDPA, 64 × 1k", "x", 5.0),
     Goal("peers.transformers_fa3_ratio", "against the same with FlashAttention 3", "x", 2.0),
+    Goal("peers.nano_vllm_ratio", "against nano-vllm with FlashAttention 3, on its own workload", "x", 1.0),
 )

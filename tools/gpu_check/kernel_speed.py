@@ -2,224 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from backend.forward_pass import SamplingParams, SlotInit
-from backend.passes.decoder.cuda.cache_layout import CacheLayout
-from backend.passes.decoder.cuda.decode_attention import DecodeAttention
-from backend.passes.decoder.cuda.elementwise import Elementwise
-from backend.passes.decoder.cuda.prefill_attention import PrefillAttention
-from backend.passes.decoder.cuda.sampling import DeviceSampler, SlotArrays
-from backend.passes.decoder.cuda.step_buffers import RowArrays
-from backend.passes.decoder.ops import HeadShape
 from tools.gpu_check import attention_peers
+from tools.gpu_check.kernel_cases import Sizes, kernel_cases
 from tools.gpu_check.lab import open_lab
-from tools.gpu_check.random_caches import fill_cache
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from tools.gpu_check.kernel_cases import KernelCase
     from tools.gpu_check.lab import Lab
     from tools.gpu_check.results import Results
-
-PAGE_TOKENS = 32
-LLAMA_HEADS = HeadShape(32, 8, 128)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured: of the 8B's heads unless a test wants less."""
-
-    heads: HeadShape = LLAMA_HEADS
-    decode: tuple[tuple[str, int, int, str], ...] = (
-        ("64x1k", 64, 1024, "bf16"),
-        ("8x4k", 8, 4096, "bf16"),
-        ("1x1k", 1, 1024, "bf16"),
-        ("64x1k.q8_0", 64, 1024, "q8_0"),
-        ("64x1k.fp8", 64, 1024, "fp8"),
-        ("64x1k.fp32", 64, 1024, "fp32"),
-        ("256x1k", 256, 1024, "bf16"),
-        ("64x8k", 64, 8192, "bf16"),
-        ("1x32k", 1, 32768, "bf16"),
-        ("8x1k", 8, 1024, "bf16"),
-        ("64x8k.q8_0", 64, 8192, "q8_0"),
-    )
-    """Name, rows, tokens of each, KV dtype."""
-    prefill: tuple[tuple[str, int, int, str], ...] = (
-        ("4k", 0, 4096, "bf16"),
-        ("8k", 0, 8192, "bf16"),
-        ("1k", 0, 1024, "bf16"),
-        ("1k_after_8k", 8192, 1024, "bf16"),
-        ("4k.q8_0", 0, 4096, "q8_0"),
-        ("4k.fp8", 0, 4096, "fp8"),
-    )
-    """Name, history, new tokens, KV dtype."""
-    sampling_rows: int = 256
-    vocab_size: int = 128_256
-    elementwise_tokens: tuple[int, ...] = (64, 8192)
-    hidden: int = 4096
-    intermediate: int = 14_336
-    cold_bytes: int = 256 << 20
-    """What is read in turn, so that nothing of it is left in the cache."""
-    with_peers: bool = True
 
 
 def run(results: Results) -> None:
     measure(results, open_lab(), Sizes())
 
 
+def run_quick(results: Results) -> None:
+    """Ours alone."""
+    measure(results, open_lab(), Sizes(with_peers=False))
+
+
 def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
-    for name, rows, tokens, kv_dtype in sizes.decode:
-        results.attempt(f"attention.decode.{name}", partial(_decode, results, lab, sizes, name, rows, tokens, kv_dtype))
-    for name, history, tokens, kv_dtype in sizes.prefill:
-        work = partial(_prefill, results, lab, sizes, name, history, tokens, kv_dtype)
-        results.attempt(f"attention.prefill.{name}", work)
-    results.attempt("sampling", partial(_sampling, results, lab, sizes))
-    for num_tokens in sizes.elementwise_tokens:
-        results.attempt(f"elementwise.{num_tokens}", partial(_elementwise, results, lab, sizes, num_tokens))
+    results.sizes("kernels", sizes.describe())
+    for case in kernel_cases(sizes):
+        results.attempt(case.name, partial(_time, results, lab, case))
     if sizes.with_peers:
         attention_peers.measure(results, lab, sizes.heads)
 
 
-def _decode(results: Results, lab: Lab, sizes: Sizes, name: str, num_rows: int, num_tokens: int, kv_dtype: str) -> None:
-    """Of its own bytes: each key and value once, scales included. The plan, once a step, is not in it."""
-    heads, device = sizes.heads, lab.device
-    pages_per_row = -(-num_tokens // PAGE_TOKENS)
-    layout = CacheLayout(1, num_rows * pages_per_row, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
-    attention = DecodeAttention(
-        layout,
-        heads.num_heads,
-        heads.head_dim**-0.5,
-        max_rows=num_rows,
-        max_context_tokens=num_tokens,
-        num_sms=device.num_sms,
-        shared_bytes_per_sm=device.shared_bytes_per_sm,
-    )
-    device.launcher.prepare(attention.kernels())
-    workspace = attention.make_workspace(lab.at)
-    act = torch.float32 if kv_dtype == "fp32" else torch.bfloat16
-    qkv = torch.randn(num_rows, heads.qkv_size, device=lab.at).to(act)
-    out = torch.empty(num_rows, heads.output_size, device=lab.at, dtype=act)
-    page_table = _shuffled_pages(lab, num_rows, pages_per_row)
-    contexts = torch.full((num_rows,), num_tokens - 1, dtype=torch.int32, device=lab.at)
-    slots = torch.arange(num_rows, dtype=torch.int32, device=lab.at)
-    num_bytes = num_rows * num_tokens * 2 * heads.num_kv_heads * layout.row_bytes
-    caches = _caches(lab, layout, -(-sizes.cold_bytes // num_bytes))
-    attention.plan(device.launcher, workspace, contexts, slots, num_rows)
-    works = [partial(attention.attend, device.launcher, workspace, qkv, cache, page_table, out) for cache in caches]
-    us = lab.clock.work_us(works)
-    if num_rows == 1:
-        results.fact(f"attention.decode.{name}", us, "us")
-        results.fact(f"attention.decode.{name}.bandwidth", num_bytes / us / 1e6, "TB/s")
+def _time(results: Results, lab: Lab, case: KernelCase) -> None:
+    prepared = case.prepare(lab)
+    us = lab.clock.work_us(prepared.works)
+    if not prepared.unit:
+        results.fact(case.name, us, "us", prepared.detail)
+        return
+    rate = prepared.amount / us / 1e6
+    if prepared.leads_with_time:
+        results.fact(case.name, us, "us", prepared.detail)
+        results.fact(f"{case.name}.bandwidth", rate, prepared.unit)
     else:
-        results.fact(f"attention.decode.{name}", num_bytes / us / 1e6, "TB/s")
-        results.fact(f"attention.decode.{name}.time", us, "us")
-    if name == sizes.decode[0][0]:
-        plan = partial(attention.plan, device.launcher, workspace, contexts, slots, num_rows)
-        results.fact("attention.decode.plan", lab.clock.work_us([plan]), "us")
-
-
-def _prefill(results: Results, lab: Lab, sizes: Sizes, name: str, history: int, num_tokens: int, kv_dtype: str) -> None:
-    heads, device = sizes.heads, lab.device
-    num_pages = -(-(history + num_tokens) // PAGE_TOKENS)
-    layout = CacheLayout(1, num_pages, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
-    attention = PrefillAttention(layout, heads.num_heads, heads.head_dim**-0.5)
-    device.launcher.prepare(attention.kernels())
-    qkv = torch.randn(num_tokens, heads.qkv_size, device=lab.at).bfloat16()
-    out = torch.empty(num_tokens, heads.output_size, device=lab.at, dtype=torch.bfloat16)
-    starts, contexts = np.array([0, num_tokens], np.int32), np.array([history], np.int32)
-    tiles = torch.from_numpy(attention.tiles(starts, contexts)).to(lab.at)
-    rows = RowArrays(
-        torch.from_numpy(starts).to(lab.at),
-        torch.from_numpy(contexts).to(lab.at),
-        torch.zeros(1, dtype=torch.int32, device=lab.at),
-    )
-    page_table = _shuffled_pages(lab, 1, num_pages)
-    (cache,) = _caches(lab, layout, 1)
-    us = lab.clock.work_us([partial(attention.attend, device.launcher, qkv, cache, page_table, rows, tiles, out)])
-    pairs = num_tokens * history + num_tokens * (num_tokens + 1) / 2
-    results.fact(f"attention.prefill.{name}", 4 * pairs * heads.output_size / us / 1e6, "TFLOP/s")
-    results.fact(f"attention.prefill.{name}.time", us, "us")
-
-
-def _sampling(results: Results, lab: Lab, sizes: Sizes) -> None:
-    rows, vocab = sizes.sampling_rows, sizes.vocab_size
-    arrays = SlotArrays(rows, vocab, lab.at)
-    sampler = DeviceSampler(lab.device.launcher, arrays, torch.bfloat16)
-    lab.device.launcher.prepare(sampler.kernels)
-    logits = [(torch.randn(rows, vocab, device=lab.at) * 3).bfloat16() for _ in range(4)]
-    slots = torch.arange(rows, dtype=torch.int32, device=lab.at)
-    contexts = torch.full((rows,), 100, dtype=torch.int32, device=lab.at)
-    tokens = torch.empty(rows, dtype=torch.int32, device=lab.at)
-    prompt = np.arange(100, dtype=np.int32)
-    kinds = {
-        "greedy": SamplingParams(temperature=0.0),
-        "plain": SamplingParams(temperature=0.8),
-        "top_p": SamplingParams(temperature=0.8, top_p=0.9),
-        "penalties": SamplingParams(temperature=0.8, frequency_penalty=0.1, repetition_penalty=1.1),
-        "filtered": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, typical_p=0.95, min_p=0.02),
-    }
-    for kind, params in kinds.items():
-        packed = sampler.pack([SlotInit(slot, params, prompt, len(prompt)) for slot in range(rows)])
-        sampler.take_slots(torch.from_numpy(packed).to(lab.at), rows)
-        selection = sampler.selection(np.arange(rows, dtype=np.int32))
-        us = lab.clock.work_us([partial(sampler.sample, x, slots, contexts, selection, tokens) for x in logits])
-        results.fact(f"sampling.256x128k.{kind}", us, "us", f"{rows} rows of {vocab}")
-
-
-def _elementwise(results: Results, lab: Lab, sizes: Sizes, num_tokens: int) -> None:
-    """As shares of memory traffic: what each kernel must read and write, once."""
-    heads, dtype = sizes.heads, torch.bfloat16
-    for kv_dtype in ("bf16", "q8_0"):
-        elementwise = Elementwise(
-            lab.device.launcher, heads, sizes.hidden, heads.head_dim, 1e-5, dtype, kv_dtype, PAGE_TOKENS, lab.at
-        )
-        lab.device.launcher.prepare(elementwise.kernels)
-        _rope_and_store(results, lab, elementwise, heads, num_tokens, kv_dtype)
-    residual = torch.randn(num_tokens, sizes.hidden, device=lab.at)
-    delta, out = (torch.randn(num_tokens, sizes.hidden, device=lab.at).to(dtype) for _ in range(2))
-    weight = torch.ones(sizes.hidden, device=lab.at)
-    us = lab.clock.work_us([partial(elementwise.add_rms_norm, residual, delta, weight, out)])
-    _traffic(results, f"norm.{num_tokens}", us, num_tokens * sizes.hidden * (4 + 4 + 2 + 2))
-    gate_up = torch.randn(num_tokens, 2 * sizes.intermediate, device=lab.at).to(dtype)
-    gated = torch.empty(num_tokens, sizes.intermediate, device=lab.at, dtype=dtype)
-    us = lab.clock.work_us([partial(elementwise.silu_mul, gate_up, gated)])
-    _traffic(results, f"silu_mul.{num_tokens}", us, num_tokens * sizes.intermediate * 6)
-
-
-def _rope_and_store(
-    results: Results, lab: Lab, elementwise: Elementwise, heads: HeadShape, num_tokens: int, kv_dtype: str
-) -> None:
-    num_pages = -(-num_tokens // PAGE_TOKENS)
-    layout = CacheLayout(1, num_pages, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
-    rows = RowArrays(*(torch.tensor(x, dtype=torch.int32, device=lab.at) for x in ([0, num_tokens], [0], [0])))
-    qkv = torch.randn(num_tokens, heads.qkv_size, device=lab.at).bfloat16()
-    rope = torch.rand(num_tokens, heads.head_dim, device=lab.at)
-    (cache,) = _caches(lab, layout, 1)
-    page_table = _shuffled_pages(lab, 1, num_pages)
-    us = lab.clock.work_us([partial(elementwise.rope_and_store, qkv, cache, page_table, rows, rope, None)])
-    moved = num_tokens * (2 * (heads.qkv_size + heads.output_size) + 2 * heads.num_kv_heads * layout.row_bytes)
-    _traffic(results, f"rope_and_store.{kv_dtype}.{num_tokens}", us, moved + num_tokens * heads.head_dim * 4)
-
-
-def _traffic(results: Results, name: str, us: float, num_bytes: int) -> None:
-    results.fact(f"elementwise.{name}", us, "us")
-    results.fact(f"elementwise.{name}.bandwidth", num_bytes / us / 1e6, "TB/s")
-
-
-def _caches(lab: Lab, layout: CacheLayout, count: int) -> list[Tensor]:
-    caches = [torch.empty(layout.num_bytes, dtype=torch.uint8, device=lab.at) for _ in range(count)]
-    for cache in caches:
-        fill_cache(cache, layout)
-    return caches
-
-
-def _shuffled_pages(lab: Lab, num_rows: int, pages_per_row: int) -> Tensor:
-    """int32 [rows, pages]: no two alike."""
-    pages = np.random.default_rng(0).permutation(num_rows * pages_per_row).astype(np.int32)
-    return torch.from_numpy(pages.reshape(num_rows, pages_per_row)).to(lab.at)
+        results.fact(case.name, rate, prepared.unit, prepared.detail)
+        results.fact(f"{case.name}.time", us, "us")

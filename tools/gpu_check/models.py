@@ -18,6 +18,11 @@ def rope_of(head_dim: int, theta: float) -> RopeConfig:
     return RopeConfig(head_dim, tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2)))
 
 
+def theta_of(config: DecoderConfig) -> float:
+    """Of plain rotary embeddings over whole heads."""
+    return float(config.rope.inv_freq[1] ** (-config.head_dim / 2))
+
+
 LLAMA_8B = DecoderConfig(
     architecture="LlamaForCausalLM",
     vocab_size=128_256,

@@ -19,7 +19,7 @@ from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.plan import StepSizes
 from tools.gpu_check.end_to_end import time_decode
 from tools.gpu_check.lab import open_lab
-from tools.gpu_check.models import LLAMA_8B, RandomWeights
+from tools.gpu_check.models import LLAMA_8B, RandomWeights, theta_of
 from tools.gpu_check.steps import Steps
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _PAGE_TOKENS = 32
 _PEER_PAGE_TOKENS = 256
-_MARGIN_S = 3.0
+MARGIN_S = 3.0
 """Kept for telling of a peer that takes too long."""
 KINDS = {"sdpa": "sdpa", "fa3": "flash_attention_3"}
 """Finding → transformers' name of the attention."""
@@ -44,6 +44,8 @@ class Sizes:
     rows: int = 64
     prompt_tokens: int = 1024
     new_tokens: int = 32
+    batch_tokens: int = 8192
+    """Of a peer's step: what transformers takes by itself, where the number of blocks is left to it too."""
     kinds: tuple[str, ...] = tuple(KINDS)
 
 
@@ -55,6 +57,7 @@ def run(results: Results) -> None:
 
 
 def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
+    results.sizes("peers", f"{sizes.rows} rows of {sizes.prompt_tokens} tokens, {sizes.new_tokens} more, {sizes.dtype}")
     weights = RandomWeights(sizes.config, sizes.dtype, lab.at)
     ours = [0.0]
     if not results.attempt("peers.ours", partial(_measure_ours, results, lab, weights, sizes, ours)):
@@ -63,7 +66,7 @@ def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
         transformers = importlib.import_module("transformers")
         model = make_model(transformers, sizes.config, weights, sizes.dtype, lab.at)
     except Exception as error:  # noqa: BLE001 - a peer's fault is not ours
-        results.skipped("peers.transformers", _first_line(error))
+        results.skipped("peers.transformers", first_line(error))
         return
     results.fact("peers.transformers.version", str(transformers.__version__))
     for kind in sizes.kinds:
@@ -73,11 +76,11 @@ def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
             continue
         try:
             rate = within(
-                results.remaining_s - _MARGIN_S,
+                results.remaining_s - MARGIN_S,
                 partial(measure_transformers, transformers, model, sizes, KINDS[kind]),
             )
         except Exception as error:  # noqa: BLE001
-            results.skipped(name, _first_line(error))
+            results.skipped(name, first_line(error))
             continue
         results.fact(f"peers.transformers_{kind}", rate, "tok/s", f"{sizes.rows} rows of {sizes.prompt_tokens} tokens")
         results.fact(name, ours[0] / rate, "x")
@@ -100,6 +103,8 @@ def make_model(
     transformers: Any, config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """A LlamaForCausalLM over the very same tensors."""
+    if config.tie_embeddings or config.qk_norm:
+        raise ValueError("the model's embedding is tied, or its heads are normed; this one is for Llama")
     settings = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -110,14 +115,14 @@ def make_model(
         head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_context_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.inv_freq[1] ** (-config.head_dim / 2)},
+        rope_parameters={"rope_type": "default", "rope_theta": theta_of(config)},
         tie_word_embeddings=False,
         attn_implementation="sdpa",
         dtype=dtype,
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(settings)
-    model.load_state_dict(_state(config, weights, dtype), assign=True)
+    model.load_state_dict(state_of(config, weights, dtype), assign=True)
     # Its frequencies are no parameters, and so still nowhere.
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(settings)
@@ -125,15 +130,11 @@ def make_model(
     return model.eval()
 
 
-def _state(config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    lm_head = weights.lm_head(dtype)
-    if lm_head is None:
-        raise ValueError("the model's embedding is tied; this one is for Llama")
-    state = {
-        "model.embed_tokens.weight": weights.embedding(dtype),
-        "model.norm.weight": weights.final_norm(dtype),
-        "lm_head.weight": lm_head,
-    }
+def state_of(config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """By the names that checkpoints of Llama and Qwen3 have. Without the logits' matrix where the embedding is it."""
+    state = {"model.embed_tokens.weight": weights.embedding(dtype), "model.norm.weight": weights.final_norm(dtype)}
+    if (lm_head := weights.lm_head(dtype)) is not None:
+        state["lm_head.weight"] = lm_head
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for index in range(config.num_layers):
         layer = weights.layer(index, dtype)
@@ -144,19 +145,23 @@ def _state(config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) ->
             "self_attn.k_proj": k,
             "self_attn.v_proj": v,
             "self_attn.o_proj": layer.o,
+            "self_attn.q_norm": layer.q_norm,
+            "self_attn.k_norm": layer.k_norm,
             "mlp.gate_proj": gate,
             "mlp.up_proj": up,
             "mlp.down_proj": layer.down,
             "input_layernorm": layer.input_norm,
             "post_attention_layernorm": layer.post_attention_norm,
         }
-        state |= {f"model.layers.{index}.{name}.weight": tensor for name, tensor in tensors.items()}
+        state |= {f"model.layers.{index}.{name}.weight": x for name, x in tensors.items() if x is not None}
     return state
 
 
 def measure_transformers(transformers: Any, model: Any, sizes: Sizes, attention: str) -> float:
     """Tokens a second while all rows decode: by the times at which it says it had each token."""
-    model.set_attn_implementation(attention)
+    known = known_options()
+    # To 5.17 SDPA is whatever FlashAttention it finds, unless it is called paged; later ones want to be told otherwise.
+    model.set_attn_implementation(attention if "auto_switch_to_flash" in known else f"paged|{attention}")
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, sizes.config.vocab_size, sizes.prompt_tokens).tolist() for _ in range(sizes.rows)]
     generation = transformers.GenerationConfig(
@@ -166,16 +171,18 @@ def measure_transformers(transformers: Any, model: Any, sizes: Sizes, attention:
     wanted: dict[str, Any] = {
         "auto_switch_to_flash": False,
         "allow_block_sharing": False,
-        "page_size": _PEER_PAGE_TOKENS,
+        "safety_margin": 0.0,  # there is room for all, so none need wait for it
+        "max_batch_tokens": sizes.batch_tokens,
         "num_blocks": sizes.rows * blocks_per_row,
+        "page_size": _PEER_PAGE_TOKENS,
     }
     options = {
-        "continuous_batching_config": _known_options(wanted),
+        "continuous_batching_config": batching_options(wanted, known),
         "record_timestamps": True,
         "progress_bar": False,
     }
-    known = inspect.signature(model.generate_batch).parameters
-    options = {name: value for name, value in options.items() if name in known}
+    taken = inspect.signature(model.generate_batch).parameters
+    options = {name: value for name, value in options.items() if name in taken}
     outputs = model.generate_batch(inputs=prompts, generation_config=generation, **options)
     times = [output.timestamps for output in outputs.values() if output.timestamps and not output.error]
     if len(times) < sizes.rows:
@@ -204,12 +211,21 @@ def within(seconds: float, work: Callable[[], float]) -> float:
         raise TimeoutError(f"not done after {seconds:.0f} s") from error
 
 
-def _known_options(wanted: dict[str, Any]) -> Any:
-    """As far as this version has them."""
-    kind = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
-    known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in wanted.items() if name in known})
+def known_options() -> frozenset[str]:
+    """Of continuous batching in the version that is installed."""
+    return frozenset(field.name for field in dataclasses.fields(_options_class()))
 
 
-def _first_line(error: Exception) -> str:
+def batching_options(wanted: dict[str, Any], known: frozenset[str]) -> Any:
+    """As far as they are known. A page was called a block up to 5.17."""
+    if "page_size" not in known:
+        wanted = wanted | {"block_size": wanted["page_size"]}
+    return _options_class()(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _options_class() -> Any:
+    return importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
+
+
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:250]}"

@@ -1,4 +1,4 @@
-"""report.json and report.md: every goal with what was measured beside it, then each section's findings."""
+"""report.json and report.md: every goal with what was measured, what became worse, each section's findings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any
 from tools.gpu_check.goals import GOALS, Goal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from tools.gpu_check.baseline import Comparison
     from tools.gpu_check.results import Finding
 
 NOT_MEASURED = "not measured"
+_MOST_FAILED, _MOST_OTHERS = 12, 60
+"""Lines of one section, and of the comparison: report.md is for reading, report.json has everything."""
+
+
+CEILINGS = {"TB/s": "ceiling.copy", "TFLOP/s": "ceiling.product"}
+"""By unit, the finding that figures are a share of, where the same run has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +38,19 @@ class SectionOutcome:
         return self.outcome in ("done", "skipped") and all(finding.passed is not False for finding in self.findings)
 
 
-def write_report(directory: Path, outcomes: list[SectionOutcome], environment: dict[str, str]) -> None:
-    """Writes both files anew; called after each section, so that what was measured survives any end."""
+def write_report(
+    directory: Path,
+    outcomes: list[SectionOutcome],
+    environment: dict[str, str],
+    compared: Sequence[Comparison] = (),
+) -> None:
+    """Writes both files anew; called again and again, so that what was measured survives any end."""
     measured = _measured(outcomes)
     document: dict[str, Any] = {
         "environment": environment,
         "goals": [_goal_row(goal, measured) for goal in GOALS],
+        "ceilings": {unit: measured[name] for unit, name in CEILINGS.items() if measured.get(name, 0) > 0},
+        "compared": [{**asdict(each), "verdict": each.verdict} for each in compared],
         "sections": [{**asdict(outcome), "passed": outcome.passed} for outcome in outcomes],
     }
     _replace(directory / "report.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
@@ -51,12 +66,15 @@ def summary_lines(outcomes: list[SectionOutcome]) -> list[str]:
             mark = "pass" if row["met"] else "FAIL"
             lines.append(f"  {mark} {row['title']}: {row['measured']:,.4g} {row['unit']} (goal {row['goal']})")
     lines.append(f"  {sum(goal.finding not in measured for goal in GOALS)} of {len(GOALS)} {NOT_MEASURED}")
-    lines += [
-        f"FAILED {outcome.name}: {finding.name} {finding.detail}"
-        for outcome in outcomes
-        for finding in outcome.findings
-        if finding.passed is False
-    ]
+    lines += _at_most(
+        _MOST_FAILED,
+        [
+            f"FAILED {outcome.name}: {finding.name} {finding.detail}"
+            for outcome in outcomes
+            for finding in outcome.findings
+            if finding.passed is False
+        ],
+    )
     lines += [f"{outcome.name}: {outcome.outcome}, {outcome.wall_s:.0f} s" for outcome in outcomes]
     return lines
 
@@ -91,15 +109,54 @@ def _markdown(document: dict[str, Any]) -> str:
         shown = row["measured"] if isinstance(row["measured"], str) else f"{row['measured']:,.4g}"
         mark = {True: "pass", False: "fail", None: ""}[row["met"]]
         lines.append(f"| {row['title']} | {row['unit']} | {row['limit']} | {row['goal']} | {shown} | {mark} |")
+    lines += _comparison_lines(document["compared"])
     for section in document["sections"]:
         lines += ["", f"## {section['name']}: {section['outcome']}, {section['wall_s']:.0f} s", ""]
-        for finding in section["findings"]:
-            value = finding["value"]
-            shown = "" if value is None else f"{value:,.5g}" if isinstance(value, float) else str(value)
-            mark = {True: "pass", False: "**FAIL**", None: ""}[finding["passed"]]
-            parts = (f"{shown} {finding['unit']}".strip(), mark, finding["detail"])
-            lines.append(f"* {finding['name']}: {' · '.join(part for part in parts if part)}")
+        failed = [_shown(finding, {}) for finding in section["findings"] if finding["passed"] is False]
+        lines += _at_most(_MOST_FAILED, failed)
+        lines += _at_most(_MOST_OTHERS, _lines_of_others(section["findings"], document["ceilings"]))
     return "\n".join(lines) + "\n"
+
+
+def _comparison_lines(compared: list[dict[str, Any]]) -> list[str]:
+    """The worst first; what is as before is not told."""
+    changed = [each for each in compared if each["verdict"] != "ok"]
+    if not compared:
+        return []
+    lines = ["", f"## Worse than the baseline: {len(changed)} of {len(compared)} figures", ""]
+    if changed:
+        lines += ["| figure | unit | before | now | worse by | |", "|---|---|---|---|---|---|"]
+    rows = [
+        f"| {each['name']} | {each['unit']} | {each['before']:,.5g} | {each['now']:,.5g} "
+        f"| {each['worse_percent']:.1f} % | {each['verdict']} |"
+        for each in changed
+    ]
+    return lines + _at_most(_MOST_OTHERS, rows)
+
+
+def _lines_of_others(findings: list[dict[str, Any]], ceilings: dict[str, float]) -> list[str]:
+    """Of those that did not fail. A plain fact about another one, named after it, is on its line."""
+    lines: dict[str, str] = {}
+    for finding in findings:
+        about = finding["name"].rpartition(".")[0]
+        if finding["passed"] is None and about in lines:
+            lines[about] += f"; {_shown(finding, ceilings, finding['name'][len(about) + 1 :])[2:]}"
+        elif finding["passed"] is not False:
+            lines[finding["name"]] = _shown(finding, ceilings)
+    return list(lines.values())
+
+
+def _shown(finding: dict[str, Any], ceilings: dict[str, float], name: str = "") -> str:
+    value, unit = finding["value"], finding["unit"]
+    shown = "" if value is None else f"{value:,.5g}" if isinstance(value, float) else str(value)
+    share = f"{100 * value / ceilings[unit]:.0f} % of {CEILINGS[unit]}" if unit in ceilings and shown else ""
+    mark = {True: "pass", False: "**FAIL**", None: ""}[finding["passed"]]
+    parts = (f"{shown} {unit}".strip(), share, mark, finding["detail"])
+    return f"* {name or finding['name']}: {' · '.join(part for part in parts if part)}"
+
+
+def _at_most(count: int, lines: list[str]) -> list[str]:
+    return lines if len(lines) <= count else [*lines[:count], f"* … {len(lines) - count} more in report.json"]
 
 
 def _replace(path: Path, text: str) -> None:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+SIZES_PREFIX = "sizes."
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One figure, fact or check. passed is None where there is nothing to pass."""
@@ -44,6 +47,10 @@ class Results:
 
     def fact(self, name: str, value: float | int | str, unit: str = "", detail: str = "") -> None:
         self._write(Finding(name, value, unit, None, detail))
+
+    def sizes(self, of: str, described: str) -> None:
+        """What the figures' names do not say of what they were measured on: figures are compared where it is equal."""
+        self.fact(f"{SIZES_PREFIX}{of}", described)
 
     def check(self, name: str, passed: bool, detail: str = "", value: float | int | str | None = None) -> None:
         """A gate: the whole run fails where one does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import signal
@@ -11,79 +12,129 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tools.gpu_check import baseline
 from tools.gpu_check.environment import describe_environment
 from tools.gpu_check.report import SectionOutcome, summary_lines, write_report
-from tools.gpu_check.results import Results, SectionOver, read_findings
+from tools.gpu_check.results import Finding, Results, SectionOver, read_findings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tools.gpu_check.baseline import Baseline, Comparison
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """module offers `run(results)`. budget_s is its share of a whole run of TOTAL_S."""
+    """module offers `run(results)`, by that name or another. budget_s is its share of a run of all that are listed
+    with it."""
 
     name: str
     module: str
     budget_s: float
+    run: str = "run"
+    needs_peers: bool = False
+    """Left out where no directory of them is named, unless it is asked for by its own name."""
 
 
 SECTIONS = (
-    Section("environment", "tools.gpu_check.environment", 15),
-    Section("compile", "tools.gpu_check.compilation", 50),
+    Section("environment", "tools.gpu_check.environment", 30),  # the first import of torch reads it from the disk
+    Section("compile", "tools.gpu_check.compilation", 35),
     Section("ceilings", "tools.gpu_check.ceilings", 20),
     Section("correctness", "tools.gpu_check.correctness", 90),
     Section("kernels", "tools.gpu_check.kernel_speed", 70),
     Section("end-to-end", "tools.gpu_check.end_to_end", 110),
     Section("invariance", "tools.gpu_check.invariance", 50),
     Section("sharing", "tools.gpu_check.sharing", 15),
+    Section("nano-vllm", "tools.gpu_check.nano_vllm", 80, needs_peers=True),
     Section("peers", "tools.gpu_check.peers", 65),
     Section("sanitizer", "tools.gpu_check.sanitizer", 75),
 )
 """The most wanted first: what takes longer than its share takes from those behind it."""
-TOTAL_S = sum(section.budget_s for section in SECTIONS)
-_GRACE_S = 8.0
-_COMPILE_ONLY_S = 1800.0
+QUICK_SECTIONS = (
+    Section("compile", "tools.gpu_check.compilation", 40),
+    Section("correctness", "tools.gpu_check.correctness", 70, "run_quick"),
+    Section("kernels", "tools.gpu_check.kernel_speed", 40, "run_quick"),
+)
+"""While a kernel is tuned: does it still compute the same, and how fast is it now."""
+TOTAL_S = sum(section.budget_s for section in SECTIONS if not section.needs_peers)
+QUICK_S = sum(section.budget_s for section in QUICK_SECTIONS)
+COMPILE_ONLY_S = 1800.0
 UNTIL_VARIABLE = "PENSTOCK_GPU_CHECK_UNTIL_S"
 """When a section's process is to have ended, by the monotonic clock, which all processes share."""
+_GRACE_S = 8.0
+_LOOK_S = 5.0
+"""So often what a running section has found is put into the report, for a run that is killed writes none."""
+_PR_SET_PDEATHSIG = 1
 
 
-def run_all(out: Path, budget_s: float, only: frozenset[str], peers: Path | None = None, commit: str = "") -> int:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a whole run is to do. peers: a directory of packages to measure beside ours."""
+
+    out: Path
+    budget_s: float
+    sections: tuple[Section, ...]
+    peers: Path | None = None
+    commit: str = ""
+    before: Baseline | None = None
+    save_to: Path | None = None
+    """Where this run's figures become the next baseline, if it passes."""
+
+
+def choose(sections: tuple[Section, ...], only: frozenset[str], peers: Path | None) -> tuple[Section, ...]:
+    if only:
+        return tuple(section for section in sections if section.name in only)
+    return tuple(section for section in sections if peers is not None or not section.needs_peers)
+
+
+def run_all(run: Run) -> int:
     """Runs the sections in order; the exit status is 0 only if every gate of every section passed.
 
-    What a section leaves of its time goes to those behind it. peers: a directory of packages to measure beside ours.
+    What a section leaves of its time goes to those behind it.
     """
-    chosen = [section for section in SECTIONS if not only or section.name in only]
-    ends_s = time.monotonic() + budget_s
-    environment = describe_environment(commit)
+    ends_s = time.monotonic() + run.budget_s
+    environment = describe_environment(run.commit)
     outcomes: list[SectionOutcome] = []
-    for index, section in enumerate(chosen):
-        share = section.budget_s / sum(other.budget_s for other in chosen[index:])
+    for index, section in enumerate(run.sections):
+        share = section.budget_s / sum(other.budget_s for other in run.sections[index:])
         seconds = (ends_s - time.monotonic() - _GRACE_S) * share
         print(f"{section.name} ({seconds:.0f} s)", flush=True)
-        outcomes.append(_run_child(section, out, seconds, peers))
-        write_report(out, outcomes, environment)
+
+        def look(found: SectionOutcome) -> None:
+            write_report(run.out, [*outcomes, found], environment)
+
+        outcomes.append(_run_child(section, run, seconds, look))
+        write_report(run.out, outcomes, environment)
+    measured = baseline.baseline_of(outcomes, environment)
+    if run.before is not None:
+        compared, outcome = _compare(run.before, measured)
+        outcomes.append(outcome)
+        write_report(run.out, outcomes, environment, compared)
     print("\n".join(summary_lines(outcomes)))
     failed = [outcome.name for outcome in outcomes if not outcome.passed]
-    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} sections passed; {out / 'report.md'}")
+    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} sections passed; {run.out / 'report.md'}")
     if failed:
         print(f"failed: {', '.join(failed)}", flush=True)
-    return 1 if failed else 0
+    # That figures are worse than those before is what a new baseline is for.
+    is_saved = run.save_to is None or _save(
+        run.save_to, measured, [name for name in failed if name != baseline.SECTION]
+    )
+    return 0 if is_saved and not failed else 1
 
 
-def compile_only(out: Path, commit: str = "") -> int:
-    """The one section that needs no GPU."""
-    return run_all(out, _COMPILE_ONLY_S, frozenset({"compile"}), commit=commit)
-
-
-def run_section(name: str, findings: Path, budget_s: float, peers: Path | None) -> int:
-    """In the section's own process. budget_s is taken where nobody has set UNTIL_VARIABLE."""
+def run_section(section: Section, findings: Path, budget_s: float, peers: Path | None) -> int:
+    """In the section's own process, which ends with its parent. budget_s is taken where nobody has set
+    UNTIL_VARIABLE."""
+    if UNTIL_VARIABLE in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     until_s = float(os.environ.get(UNTIL_VARIABLE, time.monotonic() + budget_s))
     if peers is not None:
         sys.path.append(str(peers))
-    section = next(section for section in SECTIONS if section.name == name)
-    module = importlib.import_module(section.module)
     results = Results(findings, until_s - time.monotonic(), device_fault)
     try:
-        results.attempt(name, lambda: module.run(results))
+        results.attempt(section.name, lambda: getattr(importlib.import_module(section.module), section.run)(results))
     except SectionOver as over:
         print(f"  the section ends: {over}", flush=True)
         return 3
@@ -104,24 +155,62 @@ def device_fault() -> str | None:
     return None
 
 
-def _run_child(section: Section, out: Path, budget_s: float, peers: Path | None) -> SectionOutcome:
-    """Findings travel by a file beside, so that the report's directory holds nothing but the report."""
+def _run_child(section: Section, run: Run, budget_s: float, look: Callable[[SectionOutcome], None]) -> SectionOutcome:
+    """Findings travel by a file beside, so that the report's directory holds nothing but the report. look is told
+    every few seconds what has been found so far."""
     started_s = time.monotonic()
     if budget_s <= 1:
         return SectionOutcome(section.name, "skipped", 0.0, [])
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         path = Path(scratch, f"{section.name}.jsonl")
         argv = [sys.executable, "-m", "tools.gpu_check", "--section", section.name, "--findings", str(path)]
-        argv += ["--out", str(out)] + (["--peers", str(peers)] if peers else [])
+        argv += ["--out", str(run.out)] + (["--peers", str(run.peers)] if run.peers else [])
+        argv += ["--quick"] if section in QUICK_SECTIONS else []
         environment = os.environ | {UNTIL_VARIABLE: str(started_s + budget_s), "PYTHONUNBUFFERED": "1"}
-        child = subprocess.Popen(argv, start_new_session=True, env=environment)
+        # A group, not a session: whoever ends our session ends the sections too.
+        child = subprocess.Popen(argv, process_group=0, env=environment)
         try:
-            status = child.wait(budget_s + _GRACE_S)
-            outcome = "done" if status == 0 else f"failed with status {status}"
-        except subprocess.TimeoutExpired:
-            outcome = "timed out"
+            until_s = started_s + budget_s + _GRACE_S
+            status = _wait(child, until_s, lambda: look(_outcome(section, "running", started_s, path)))
+            outcome = "timed out" if status is None else "done" if status == 0 else f"failed with status {status}"
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        return SectionOutcome(section.name, outcome, time.monotonic() - started_s, read_findings(path))
+        return _outcome(section, outcome, started_s, path)
+
+
+def _wait(child: subprocess.Popen[bytes], until_s: float, look: Callable[[], None]) -> int | None:
+    """The exit status; None where it has none by then."""
+    while (left_s := until_s - time.monotonic()) > 0:
+        try:
+            return child.wait(min(left_s, _LOOK_S))
+        except subprocess.TimeoutExpired:
+            look()
+    return None
+
+
+def _outcome(section: Section, outcome: str, started_s: float, path: Path) -> SectionOutcome:
+    return SectionOutcome(section.name, outcome, time.monotonic() - started_s, read_findings(path))
+
+
+def _compare(before: Baseline, measured: Baseline) -> tuple[list[Comparison], SectionOutcome]:
+    try:
+        compared = baseline.compare(before, measured)
+        findings = baseline.findings_of(before, measured, compared)
+    except baseline.BaselineRefused as refusal:
+        compared, findings = [], [Finding(baseline.SECTION, None, "", False, f"refused: {refusal}")]
+    return compared, SectionOutcome(baseline.SECTION, "done", 0.0, findings)
+
+
+def _save(path: Path, measured: Baseline, failed: list[str]) -> bool:
+    """Not of a run whose gates failed: its figures may be those of wrong results."""
+    try:
+        if failed:
+            raise baseline.BaselineRefused(f"failed: {', '.join(failed)}")
+        baseline.save_baseline(path, measured)
+    except (baseline.BaselineRefused, OSError) as refusal:
+        print(f"no baseline is saved: {refusal}", flush=True)
+        return False
+    print(f"{path}: {len(measured.figures)} figures", flush=True)
+    return True

@@ -1,4 +1,4 @@
-"""Every kernel's checks by name: a small set that touches each kernel, and a wide one."""
+"""Every kernel's checks by name: a small set that touches each kernel, a wide one, and of that a quick one."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Check:
     family: str
     name: str
     run: Callable[[Launcher], float | None]
+    is_of_8b: bool = True
+    """Heads of 128 in groups of 4, or no heads at all; activations in bf16, or in what a KV dtype asks for."""
 
 
 def caches() -> Iterator[tuple[str, int]]:
@@ -58,6 +60,11 @@ def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]
             yield _prefill(kv_dtype, 64, 2, 16, ((0, 150), (200, 70), (5, 3)), window=window, softcap=3.0)
         yield _decode(shared_bytes, kv_dtype, 128, 4, 32, (4096, 1, 700, 33, 1500), repeats=3)
         yield _prefill(kv_dtype, 128, 4, 32, ((2000, 30), (0, 300), (777, 129)), repeats=3)
+
+
+def quick_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
+    """Of the wide ones those whose shapes and dtypes the 8B model runs: with every KV dtype, page size and length."""
+    return (check for check in wide_checks(shared_bytes) if check.is_of_8b)
 
 
 def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
@@ -94,13 +101,15 @@ def _elementwise(
     dtypes: dict[str, torch.dtype], page_sizes: tuple[int, ...], head_dims: tuple[int, ...], widths: tuple[int, ...]
 ) -> Iterator[Check]:
     for name, dtype in dtypes.items():
+        is_of_8b = dtype == torch.bfloat16
         for hidden in widths:
-            yield Check("norm", f"{name}.{hidden}", partial(elementwise.check_norm, dtype=dtype, hidden=hidden))
+            run = partial(elementwise.check_norm, dtype=dtype, hidden=hidden)
+            yield Check("norm", f"{name}.{hidden}", run, is_of_8b)
         for gate in ("silu_mul", "gelu_mul"):
             run = partial(elementwise.check_gate, dtype=dtype, name=gate, size=1032)
-            yield Check("gate", f"{gate}.{name}", run)
-        yield Check("embed", name, partial(elementwise.check_embedding, dtype=dtype))
-        yield Check("gather", name, partial(elementwise.check_gather, dtype=dtype))
+            yield Check("gate", f"{gate}.{name}", run, is_of_8b)
+        yield Check("embed", name, partial(elementwise.check_embedding, dtype=dtype), is_of_8b)
+        yield Check("gather", name, partial(elementwise.check_gather, dtype=dtype), is_of_8b)
         for kv_dtype in KV_MACRO:
             for number, head_dim in enumerate(head_dims):
                 if kv_dtype == "q8_0" and not quantisable(head_dim):
@@ -108,7 +117,8 @@ def _elementwise(
                 page_size = page_sizes[number % len(page_sizes)]
                 case = partial(elementwise.StoreCase, HeadShape(7, 1, head_dim), kv_dtype, page_size, head_dim)
                 run = partial(_store, dtype=dtype, make_case=case)
-                yield Check("rope_and_store", f"{name}.{kv_dtype}.{head_dim}", run)
+                name_of_case = f"{name}.{kv_dtype}.{head_dim}"
+                yield Check("rope_and_store", name_of_case, run, is_of_8b and head_dim == 128)
     for kv_dtype in ("q8_0", "bf16"):
         yield Check("copy_pages", kv_dtype, partial(elementwise.check_page_copies, kv_dtype=kv_dtype))
 
@@ -121,8 +131,9 @@ def _sampling() -> Iterator[Check]:
     for name, dtype in DTYPES.items():
         for vocab_size in (1, 4097, 151_936):
             run = partial(sampling.check_greedy, dtype=dtype, vocab_size=vocab_size)
-            yield Check("sampling", f"greedy.{name}.{vocab_size}", run)
-        yield Check("sampling", f"logprobs.{name}", partial(sampling.check_logprobs, dtype=dtype, vocab_size=20_000))
+            yield Check("sampling", f"greedy.{name}.{vocab_size}", run, dtype == torch.bfloat16)
+        with_logprobs = partial(sampling.check_logprobs, dtype=dtype, vocab_size=20_000)
+        yield Check("sampling", f"logprobs.{name}", with_logprobs, dtype == torch.bfloat16)
     yield Check("sampling", "penalties", partial(sampling.check_penalties, vocab_size=5000, num_steps=12))
     yield Check("sampling", "noise", sampling.check_noise)
     for number, params in enumerate(sampling.FILTERS):
@@ -162,7 +173,8 @@ def _decode(
             require_same_bits("a repeat", case.run(launcher), out)
         return require_within("relative to the largest", case.error(out), decode.TOLERANCE[out.dtype])
 
-    return Check("decode", _name(kv_dtype, head_dim, group, page_size, window, max(lengths)), run)
+    name = _name(kv_dtype, head_dim, group, page_size, window, max(lengths))
+    return Check("decode", name, run, (head_dim, group) == (128, 4))
 
 
 def _prefill(
@@ -186,7 +198,8 @@ def _prefill(
             require_same_bits("a repeat", prefill.run(attention, step, launcher), out)
         return require_within("of a query", prefill.error_of(attention, step, out), prefill.TOLERANCE[kv_dtype])
 
-    return Check("prefill", _name(kv_dtype, head_dim, group, page_size, window, max(map(sum, shapes))), run)
+    name = _name(kv_dtype, head_dim, group, page_size, window, max(map(sum, shapes)))
+    return Check("prefill", name, run, (head_dim, group) == (128, 4))
 
 
 def _name(kv_dtype: str, head_dim: int, group: int, page_size: int, window: int, longest: int) -> str:
