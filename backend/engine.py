@@ -143,7 +143,7 @@ class Engine:
             self._apply_failure(plan, error)
         else:
             self._executor.launch(plan, batch, self._scheduler.take_saves())
-            self._pace.note_plan(sum(plan.lengths), (time.thread_time_ns() - started_ns) / 1e9)
+            self._pace.note_plan(batch.num_tokens, (time.thread_time_ns() - started_ns) / 1e9)
 
     def _note_starts(self, plan: Plan) -> None:
         now_s = self._clock()

@@ -252,9 +252,9 @@ class Requests:
         for index, (sequence, generation, end, token_id) in enumerate(rows):
             if end < sequence.plain_until and sequence.generation == generation and token_id not in sequence.stop_ids:
                 sequence.tokens.append(token_id)
-                for subscriber in sequence.subscribers:
-                    request_ids, tokens = outputs[subscriber.frontend]
-                    request_ids.append(subscriber.request_id)
+                for frontend, request_id in sequence.listeners:
+                    request_ids, tokens = outputs[frontend]
+                    request_ids.append(request_id)
                     tokens.append(token_id)
             else:
                 special.append(index)

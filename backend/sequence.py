@@ -60,6 +60,7 @@ class Sequence:
         "ended",
         "generation",
         "is_distrusted",
+        "listeners",
         "logprobs",
         "max_total_tokens",
         "needs_slot_init",
@@ -137,6 +138,8 @@ class Sequence:
         listeners have begun, and none comes to its limit. See `settle`."""
         self._first_limit = 0
         """The same as far as limits go; 0 where it is to be found out anew."""
+        self.listeners: tuple[tuple[int, int], ...] = ()
+        """(frontend, request id) of those who are told a mere token."""
         self.subscribe(subscriber)
         # While it waits for what another is computing.
         self.num_there = -1
@@ -195,6 +198,7 @@ class Sequence:
         if not self._first_limit and all(subscriber.is_started for subscriber in self.subscribers):
             self._first_limit = min(self._totals, default=1) - 1
             self.stop_ids = _NO_TOKEN.union(*(subscriber.stop_token_ids for subscriber in self.subscribers))
+            self.listeners = tuple((subscriber.frontend, subscriber.request_id) for subscriber in self.subscribers)
         is_told_more = self.sampling.num_logprobs >= 0
         self.plain_until = 0 if is_told_more else min(self.next_page_end, self._first_limit)
 
