@@ -1,9 +1,12 @@
-"""Through the whole engine: a request's tokens are the same whatever runs beside it and whatever is done to it."""
+"""Through the whole engine: a request's tokens and log probabilities are the same bits whatever runs beside it and
+whatever is done to it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -16,37 +19,49 @@ from backend.forward_pass import PassOptions
 from backend.passes.decoder import forward_pass
 from backend.passes.decoder.forward_pass import DecoderPass
 from shm.wire import Sampling
-from tests.backend.harness import GREEDY, Bench
+from tests.backend.harness import Bench, Received
 from tests.checkpoints import make_checkpoint
+from tests.decoder.cuda.emulated_pass import EmulatedCudaPass
 
-SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=1.3, top_p=0.95, seed=77)}
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0, num_logprobs=3),
+    "seeded": Sampling(temperature=1.3, top_p=0.95, seed=77, num_logprobs=0),
+}
 NUM_TOKENS = 24
 OPTIONS = PassOptions(max_running=8, max_batch_tokens=64, deterministic=True)
 
 MakeBench = Callable[..., Bench]
+Token = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
+"""Its id, log probability and rank, and the likeliest ones in its place."""
 
 
 @cache
-def checkpoint() -> Path:
-    return make_checkpoint("llama3", Path(mkdtemp()), dtype=torch.bfloat16, head_dim=32)
+def checkpoint(head_dim: int) -> Path:
+    return make_checkpoint("llama3", Path(mkdtemp()), dtype=torch.bfloat16, head_dim=head_dim)
 
 
-@pytest.fixture(params=["native bf16", "native q8_0", "torch bf16"])
+def load_on_cpu() -> DecoderPass:
+    return DecoderPass.load(checkpoint(head_dim=32), OPTIONS)
+
+
+def load_on_emulator() -> EmulatedCudaPass:
+    """In fp32, where the products of a row by itself and of several have different bits on a CPU."""
+    return EmulatedCudaPass.load(checkpoint(head_dim=64), replace(OPTIONS, dtype="fp32"))
+
+
+@pytest.fixture(params=["native bf16", "native q8_0", "torch bf16", "cuda bf16", "cuda q8_0"])
 def make_bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
     kind, kv_dtype = request.param.split()
+    load: Callable[[], Any] = load_on_emulator if kind == "cuda" else load_on_cpu
     if kind == "torch":
         monkeypatch.setattr(forward_pass, "load_library", lambda: None)
-    elif forward_pass.load_library() is None:
+    elif kind == "native" and forward_pass.load_library() is None:
         pytest.skip("this machine has no native kernels")
-
-    class Pass(DecoderPass):
-        def create_cache(self, num_pages: int, page_size_tokens: int, _kv_dtype: str) -> None:
-            super().create_cache(num_pages, page_size_tokens, kv_dtype)
-
     benches: list[Bench] = []
 
     def make(**settings: Any) -> Bench:
-        decoder = Pass.load(checkpoint(), OPTIONS)
+        decoder = load()
+        monkeypatch.setattr(decoder, "create_cache", partial(create_cache, decoder.create_cache, kv_dtype))
         defaults = {"max_batch_tokens": 64, "num_pages": 128, "page_size": 16, "vocab_size": 256}
         benches.append(Bench(forward_pass=decoder, **(defaults | settings)))
         return benches[-1]
@@ -55,6 +70,10 @@ def make_bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     for bench in benches:
         bench.close()
         bench.forward_pass.close()
+
+
+def create_cache(create: Callable[..., None], kv_dtype: str, num_pages: int, page_size: int, _of_bench: str) -> None:
+    create(num_pages, page_size, kv_dtype)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -69,18 +88,26 @@ def submit_all(bench: Bench, first_id: int = 0, **options: Any) -> None:
         bench.submit(PROMPT, NUM_TOKENS, request_id=request_id, sampling=sampling, **options)
 
 
-def tokens(bench: Bench, first_id: int = 0) -> list[list[int]]:
-    return [bench.received(first_id + i).token_ids for i in range(len(SAMPLINGS))]
+def tokens(bench: Bench, first_id: int = 0) -> list[list[Token]]:
+    return [tokens_of(bench.received(first_id + i)) for i in range(len(SAMPLINGS))]
 
 
-def tokens_alone(make_bench: MakeBench) -> list[list[int]]:
+def tokens_of(received: Received) -> list[Token]:
+    return [
+        (token_id, told.logprob, told.rank, told.top_ids, told.top_logprobs)
+        for token_id, told in zip(received.token_ids, received.logprobs, strict=True)
+        if told is not None
+    ]
+
+
+def tokens_alone(make_bench: MakeBench) -> list[list[Token]]:
     """Of each sampling, with nothing else ever in the engine."""
     found = []
     for sampling in SAMPLINGS.values():
         bench = make_bench()
         bench.submit(PROMPT, NUM_TOKENS, sampling=sampling)
         bench.run_dry()
-        found.append(bench.received().token_ids)
+        found.append(tokens_of(bench.received()))
         assert len(found[-1]) == NUM_TOKENS
     return found
 

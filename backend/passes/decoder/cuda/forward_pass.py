@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +27,7 @@ from backend.passes.decoder.cuda.page_moves import PageMoves
 from backend.passes.decoder.cuda.plan import (
     StepSizes,
     attention_by_window,
+    choose_products,
     make_layout,
     mask_ints,
     max_update_ints,
@@ -69,7 +70,7 @@ class _Sampling:
 class CudaDecoderPass:
     """See `IBatchedForwardPass`. Logits are tensors on the device, in the weights' dtype, and the next step's buffer.
 
-    `PassOptions.deterministic` is not kept: cuBLAS chooses its kernels by the number of rows.
+    `PassOptions.deterministic` rests on products.py and step_attention.py; all else is computed row by row anyway.
     """
 
     link: LinkSpeed
@@ -94,7 +95,8 @@ class CudaDecoderPass:
         self._dtype = dtype
         self._spec = plan_spec(config, dtype, sizes)
         with torch.inference_mode():
-            self._ops = CudaOps(device, config, dtype, sizes.max_tokens, sizes.max_rows)
+            products = choose_products(sizes)
+            self._ops = CudaOps(device, config, dtype, sizes.max_tokens, sizes.max_rows, products)
             self._model = DecoderModel(config, self._ops, weights, dtype)
 
     @classmethod
@@ -113,8 +115,6 @@ class CudaDecoderPass:
         from backend.checkpoint.weights import open_weights
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        if options.deterministic:
-            logger.warning("--deterministic is not kept on a GPU: products are chosen by the number of rows")
         with freed_memory_returns(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype, torch.float16)
             try:
@@ -132,7 +132,7 @@ class CudaDecoderPass:
         memory for pages where copying them is the quicker."""
         config, device = self._config, self._device
         longest = min(self._sizes.max_context_tokens, num_pages * page_size_tokens)
-        sizes = StepSizes(self._sizes.max_rows, self._sizes.max_tokens, longest)
+        sizes = replace(self._sizes, max_context_tokens=longest)
         layout = make_layout(config, num_pages, page_size_tokens, kv_dtype)
         try:
             attention = attention_by_window(
@@ -310,7 +310,7 @@ class CudaDecoderPass:
 
 def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
     longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
-    return StepSizes(options.max_running, options.max_batch_tokens, longest)
+    return StepSizes(options.max_running, options.max_batch_tokens, longest, options.deterministic)
 
 
 def _count_decode_rows(batch: StepBatch) -> int:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from backend.passes.decoder.cuda.decode_attention import DecodeAttention, DecodeWorkspace
 from backend.passes.decoder.cuda.elementwise import Elementwise
-from backend.passes.decoder.cuda.prefill_attention import PrefillAttention
+from backend.passes.decoder.cuda.products import CudaLinear
 from backend.passes.decoder.ops import HeadShape
 
 if TYPE_CHECKING:
@@ -23,22 +21,17 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from backend.forward_pass import StepBatch
     from backend.passes.decoder.config import DecoderConfig
     from backend.passes.decoder.cuda.cache_layout import CacheLayout
     from backend.passes.decoder.cuda.device import Device
     from backend.passes.decoder.cuda.launcher import Kernel
+    from backend.passes.decoder.cuda.products import Products
+    from backend.passes.decoder.cuda.step_attention import StepAttention
     from backend.passes.decoder.cuda.step_buffers import RowArrays, StepBuffers
     from backend.passes.decoder.ops import AttentionLayer
-
-
-@dataclass(frozen=True, slots=True)
-class CudaLinear:
-    weight: Tensor
-    """[out, in]"""
-    transposed: Tensor
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +92,16 @@ def activation_widths(config: DecoderConfig) -> dict[str, int]:
     }
 
 
-def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int) -> int:
+def activation_bytes(
+    config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int, products: Products
+) -> int:
     """What `CudaOps` allocates besides weights in their dtype and the cache, at most."""
     widths = activation_widths(config)
     per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
-    per_row = widths["residual"] * 4 + (widths["qkv"] + config.vocab_size) * dtype.itemsize
+    per_row = widths["residual"] * 4 + widths["qkv"] * dtype.itemsize
+    logits = products.room(max_rows) * config.vocab_size * dtype.itemsize
     norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim  # in fp32
-    return max_tokens * per_token + max_rows * per_row + 4 * norms + 16
+    return products.room(max_tokens) * per_token + max_rows * per_row + logits + 4 * norms + 16
 
 
 def head_shape(config: DecoderConfig) -> HeadShape:
@@ -121,26 +117,33 @@ class CudaOps:
     """See `Ops`. dtype is the weights' and activations'. `open_cache` comes before the first step."""
 
     def __init__(
-        self, device: Device, config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int
+        self,
+        device: Device,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        max_tokens: int,
+        max_rows: int,
+        products: Products,
     ) -> None:
         self._device = device
         self._launcher = device.launcher
         self._config = config
         self._dtype = dtype
+        self._products = products
 
-        def empty(rows: int, width: int, of: torch.dtype = dtype) -> Tensor:
-            return torch.empty(rows, width, dtype=of, device=device.torch_device)
+        def zeros(rows: int, width: int, of: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(rows, width, dtype=of, device=device.torch_device)
 
-        widths = activation_widths(config)
+        widths, room = activation_widths(config), products.room(max_tokens)
         self._all = Activations(
-            **{name: empty(max_tokens, width) for name, width in widths.items() if name != "residual"},
-            residual=empty(max_tokens, config.hidden_size, torch.float32),
+            **{name: zeros(room, width) for name, width in widths.items() if name != "residual"},
+            residual=zeros(room, config.hidden_size, torch.float32),
         )
         self._now = self._all
         """Cut to the operations' current number of tokens."""
-        self._last_residual = empty(max_rows, config.hidden_size, torch.float32)
-        self._last_qkv = empty(max_rows, widths["qkv"])
-        self._logits = empty(max_rows, config.vocab_size)
+        self._last_residual = zeros(max_rows, config.hidden_size, torch.float32)
+        self._last_qkv = zeros(max_rows, widths["qkv"])
+        self._logits = zeros(products.room(max_rows), config.vocab_size)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
         placed = self.table(weight)
@@ -164,7 +167,7 @@ class CudaOps:
         buffers: StepBuffers,
         last_tokens: Tensor,
         rope: Tensor,
-        attention: dict[int | None, DecodeAttention],
+        attention: dict[int | None, StepAttention],
     ) -> None:
         """Allocates the cache. rope [positions, rotary_dim]; last_tokens int32 by slot; attention by window."""
         config = self._config
@@ -188,21 +191,16 @@ class CudaOps:
             layout.page_size_tokens,
             self._device.torch_device,
         )
-        device = self._device.torch_device
-        self._decode = {window: (each, each.make_workspace(device)) for window, each in attention.items()}
-        self._prefill = {
-            window: PrefillAttention(layout, config.num_heads, config.head_dim**-0.5, window or 0)
-            for window in attention
-        }
+        self._attention = attention
+        for each in attention.values():
+            each.open(self._device)
         self._last_window = windows_of(config)[-1]
 
     def kernels(self) -> Iterator[Kernel]:
         """All that steps launch."""
         yield from self._elementwise.kernels
-        for decode, _ in self._decode.values():
-            yield from decode.kernels()
-        for prefill in self._prefill.values():
-            yield from prefill.kernels()
+        for attention in self._attention.values():
+            yield from attention.kernels()
 
     def copy_pages(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None:
         """Between `pages` and others of their shape but for the number of pages. pairs int32 [2 n]: source and
@@ -211,15 +209,15 @@ class CudaOps:
 
     def prefill_tiles(self, batch: StepBatch, first_row: int) -> NDArray[np.int32]:
         """What `CudaStep.prefill_tiles` shall hold, for the rows from first_row on."""
-        prefill = next(iter(self._prefill.values()))
-        return prefill.tiles(batch.query_starts, batch.context_lens, first_row)
+        attention = next(iter(self._attention.values()))
+        return attention.prefill.tiles(batch.query_starts, batch.context_lens, first_row)
 
     def begin(self, step: CudaStep) -> None:
         """First of a step: what all its layers share."""
         self._now = self._all.cut(step.num_tokens)
         if step.num_decode:
-            for decode, workspace in self._decode.values():
-                self._plan(decode, workspace, step.rows, step.num_decode)
+            for attention in self._attention.values():
+                attention.begin(step.rows, step.num_decode)
 
     def embed(self, table: Tensor, step: CudaStep) -> Residual:
         residual = self._now.residual
@@ -234,14 +232,14 @@ class CudaOps:
         return out
 
     def linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
-        return _product(x, weights, self._now.qkv)
+        return self._products.multiply(x, weights, self._now.qkv)
 
     def linear_add(self, x: Tensor, weights: CudaLinear, residual: Residual) -> None:
-        residual.pending = _product(x, weights, self._now.added)
+        residual.pending = self._products.multiply(x, weights, self._now.added)
 
     def gated_linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
         out = self._now.gated
-        self._elementwise.silu_mul(_product(x, weights, self._now.gate_up), out)
+        self._elementwise.silu_mul(self._products.multiply(x, weights, self._now.gate_up), out)
         return out
 
     def rotate_and_store(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> None:
@@ -253,12 +251,7 @@ class CudaOps:
     def attention(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> Tensor:
         out = self._now.attended
         cache, page_table = self._layer_caches[layer.index], self._buffers.page_table
-        if step.num_decode:
-            decode, workspace = self._decode[layer.window_tokens]
-            decode.attend(self._launcher, workspace, qkv, cache, page_table, out)
-        if step.prefill_tiles is not None:
-            prefill, tiles = self._prefill[layer.window_tokens], step.prefill_tiles
-            prefill.attend(self._launcher, qkv, cache, page_table, step.rows, tiles, out)
+        self._attention[layer.window_tokens].attend(qkv, cache, page_table, step, out)
         return out
 
     def last_tokens(self, qkv: Tensor, residual: Residual, step: CudaStep) -> tuple[Tensor, Residual, CudaStep]:
@@ -271,14 +264,13 @@ class CudaOps:
         last_qkv, values = self._last_qkv[:num_logits], self._last_residual[:num_logits]
         self._elementwise.gather_rows(qkv, step.logit_tokens, last_qkv)
         self._elementwise.gather_rows(residual.values, step.logit_tokens, values)
-        decode, workspace = self._decode[self._last_window]
-        self._plan(decode, workspace, step.logit_rows, num_logits)
+        self._attention[self._last_window].begin(step.logit_rows, num_logits)
         narrowed = CudaStep(num_logits, step.logit_rows, num_logits, None, step.logit_rows, step.logit_tokens, True)
         return last_qkv, Residual(values), narrowed
 
     def logits(self, x: Tensor, weights: CudaLinear) -> Tensor:
         """[L, vocab] in the weights' dtype; see `logits_of`."""
-        return _product(x, weights, self._logits[: len(x)])
+        return self._products.multiply(x, weights, self._logits[: len(x)])
 
     def logits_of(self, num_rows: int) -> Tensor:
         """What `logits` wrote last, [num_rows, vocab]: a buffer that the next step overwrites."""
@@ -291,12 +283,3 @@ class CudaOps:
     def close(self) -> None:
         """Lets go of the cache and the buffers."""
         self.__dict__.clear()
-
-    def _plan(self, decode: DecodeAttention, workspace: DecodeWorkspace, rows: RowArrays, num_rows: int) -> None:
-        decode.plan(self._launcher, workspace, rows.context_lens, rows.slots, num_rows)
-
-
-def _product(x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
-    if weights.bias is None:
-        return torch.mm(x, weights.transposed, out=out)
-    return torch.addmm(weights.bias, x, weights.transposed, out=out)

@@ -12,8 +12,11 @@ from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
 from backend.passes.decoder.cuda.decode_attention import DecodeAttention
 from backend.passes.decoder.cuda.graphs import graph_sizes
 from backend.passes.decoder.cuda.ops_cuda import activation_bytes, windows_of
+from backend.passes.decoder.cuda.prefill_attention import PrefillAttention
+from backend.passes.decoder.cuda.products import Products, ProductsAtOnce, ProductsInBlocks
 from backend.passes.decoder.cuda.results import ResultBuffers
 from backend.passes.decoder.cuda.sampling import MAX_BIASES, MAX_VOCAB, SlotArrays
+from backend.passes.decoder.cuda.step_attention import OneKernelAttention, StepAttention, TwoKernelAttention
 from backend.passes.decoder.cuda.step_buffers import StepBuffers, StepLimits
 from backend.passes.decoder.spec import make_spec
 
@@ -30,18 +33,20 @@ LIBRARY_BYTES = 96 << 20
 """What cuBLAS keeps for its products, and torch and CuPy for their kernels. An estimate, not measured."""
 _NODE_BYTES = 8 << 10
 """Of a captured kernel. An estimate, not measured."""
-_NODES_PER_LAYER = 9
+_PRODUCTS_PER_LAYER = 4
+_OTHER_NODES_PER_LAYER = 5
 _SM_SHARED_BYTES = 164 << 10
 """Of the least device that serves (A100); only for what does not depend on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The largest step, and the longest sequence."""
+    """What a pass's memory follows from: the largest step, the longest sequence, and `PassOptions.deterministic`."""
 
     max_rows: int
     max_tokens: int
     max_context_tokens: int
+    deterministic: bool = False
 
     @property
     def max_graph_rows(self) -> int:
@@ -54,9 +59,9 @@ def plan_spec(config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes) -> Pa
     smallest = PAGE_SIZES_TOKENS[0]
     layout = make_layout(config, 1, smallest, "bf16")
     attention = attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
-    num_nodes = len(graph_sizes(sizes.max_graph_rows)) * (_NODES_PER_LAYER * config.num_layers + 4)
+    products = choose_products(sizes)
     parts = (
-        activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows),
+        activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, products),
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, num_pages=1)),
         SlotArrays.num_bytes(sizes.max_rows, config.vocab_size),
         ResultBuffers.num_bytes(sizes.max_rows),
@@ -64,12 +69,16 @@ def plan_spec(config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes) -> Pa
         4 * sizes.max_context_tokens * config.rope.rotary_dim,
         *(each.workspace_bytes for each in attention.values()),
         LIBRARY_BYTES,
-        num_nodes * _NODE_BYTES,
+        sum(_num_nodes(config, products, size) for size in graph_sizes(sizes.max_graph_rows)) * _NODE_BYTES,
     )
     spec = make_spec(config, dtype, KV_MACRO)
     return replace(
         spec, workspace_bytes=sum(parts), graph_bytes=parts[-1], runs_ahead=True, page_sizes=PAGE_SIZES_TOKENS
     )
+
+
+def choose_products(sizes: StepSizes) -> Products:
+    return ProductsInBlocks() if sizes.deterministic else ProductsAtOnce()
 
 
 def refuse_uncovered(config: DecoderConfig, sizes: StepSizes) -> None:
@@ -95,21 +104,27 @@ def make_layout(config: DecoderConfig, num_pages: int, page_size_tokens: int, kv
 
 def attention_by_window(
     config: DecoderConfig, layout: CacheLayout, sizes: StepSizes, *, num_sms: int, shared_bytes_per_sm: int
-) -> dict[int | None, DecodeAttention]:
+) -> dict[int | None, StepAttention]:
     """One for all layers of the same window. Raises ValueError for what no kernel covers."""
-    return {
-        window: DecodeAttention(
-            layout,
-            config.num_heads,
-            config.head_dim**-0.5,
-            max_rows=sizes.max_rows,
-            max_context_tokens=sizes.max_context_tokens,
-            num_sms=num_sms,
-            shared_bytes_per_sm=shared_bytes_per_sm,
-            window_tokens=window or 0,
+    scale = config.head_dim**-0.5
+
+    def of_window(window_tokens: int) -> StepAttention:
+        if sizes.deterministic:
+            return OneKernelAttention(PrefillAttention(layout, config.num_heads, scale, window_tokens), sizes.max_rows)
+        return TwoKernelAttention(
+            DecodeAttention(
+                layout,
+                config.num_heads,
+                scale,
+                max_rows=sizes.max_rows,
+                max_context_tokens=sizes.max_context_tokens,
+                num_sms=num_sms,
+                shared_bytes_per_sm=shared_bytes_per_sm,
+                window_tokens=window_tokens,
+            )
         )
-        for window in dict.fromkeys(windows_of(config))
-    }
+
+    return {window: of_window(window or 0) for window in dict.fromkeys(windows_of(config))}
 
 
 def max_update_ints(config: DecoderConfig, sizes: StepSizes) -> int:
@@ -134,3 +149,10 @@ def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, 
         vocab_size=config.vocab_size,
         tail_ints=max_update_ints(config, sizes) + tile_ints + 4 * MAX_PAGE_MOVES + sizes.max_rows + 16,
     )
+
+
+def _num_nodes(config: DecoderConfig, products: Products, num_rows: int) -> int:
+    """Of a captured step."""
+    launches = products.num_launches(num_rows)
+    per_layer = _PRODUCTS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
+    return per_layer * config.num_layers + launches + 3

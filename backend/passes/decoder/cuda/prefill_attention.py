@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from backend.passes.decoder.cuda.step_buffers import RowArrays
 
-_MAX_TILES = 65535
+MAX_TILES = 65535
 """Blocks of a grid in its second dimension."""
 _ACTS = {torch.float32: np.int32(0), torch.bfloat16: np.int32(1), torch.float16: np.int32(2)}
 
@@ -90,8 +90,8 @@ class PrefillAttention:
         num_queries = np.diff(query_starts[first_row:]).astype(np.int64) * self._group
         num_tiles = -(-num_queries // rows_per_tile)
         total = int(num_tiles.sum())
-        if total > _MAX_TILES:
-            raise ValueError(f"the step has {total} tiles of queries; at most {_MAX_TILES} are allowed")
+        if total > MAX_TILES:
+            raise ValueError(f"the step has {total} tiles of queries; at most {MAX_TILES} are allowed")
         rows = np.repeat(np.arange(len(num_tiles)), num_tiles)
         first = (np.arange(total) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)) * rows_per_tile
         last = np.minimum(first + rows_per_tile, num_queries[rows]) - 1

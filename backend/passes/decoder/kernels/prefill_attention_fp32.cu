@@ -87,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const PrefillStep step{page_table, context_lens, query_starts,
                            slots,      tiles,        max_pages,
                            group,      window > 0 ? window : 1 << 30};
+    if (step.is_padding(int(blockIdx.y))) return;
     const QueryTile<kQueryRows> tile(step, int(blockIdx.y));
     const int lane = int(threadIdx.x & 31), warp_row = int(threadIdx.x / 32 * kWarpRows);
     int positions[kWarpRows];

@@ -30,6 +30,9 @@ struct PrefillStep {
     int max_pages;     // in a row of page_table
     int group;
     int window;  // 2^30 for none
+
+    // Whether the tile's row has no slot: then it has no sequence either, and its output stays as it is.
+    __device__ __forceinline__ bool is_padding(int tile) const { return slots[tiles[2 * tile]] < 0; }
 };
 
 template <int NUM_ROWS> struct QueryTile {
