@@ -300,11 +300,13 @@ def test_a_page_size_that_no_kernel_covers_is_refused() -> None:
         make_pass().create_cache(8, 8, "fp32")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_memory_that_is_announced_is_what_is_taken(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "deterministic"), [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_the_memory_that_is_announced_is_what_is_taken(dtype: str, deterministic: bool) -> None:
     """To the byte but for alignment and decode attention's scratch; libraries and graphs are estimates beyond it."""
     before = storages()
-    made = EmulatedCudaPass.load(checkpoint("mistral"), options(dtype))
+    asked = replace(options(dtype), deterministic=deterministic)
+    made = EmulatedCudaPass.load(checkpoint("mistral"), asked)
+    assert made.spec == CudaDecoderPass.describe(checkpoint("mistral"), asked)
     made.create_cache(num_pages=40, page_size_tokens=16, kv_dtype="q8_0")
     cache_bytes = 40 * 16 * made.spec.kv_bytes_per_token["q8_0"]
     assert made._ops.cache.numel() == cache_bytes

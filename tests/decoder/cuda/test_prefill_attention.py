@@ -90,11 +90,15 @@ SEQUENCE_TOKENS = 150
 
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize(
-    ("head_dim", "kv_dtype"), [(64, "bf16"), (80, "bf16"), (256, "bf16"), (96, "q8_0"), (64, "fp8"), (64, "fp32")]
-)
-def test_a_sequence_has_the_same_bits_however_it_is_cut(head_dim: int, kv_dtype: str, window: int) -> None:
+    ("head_dim", "kv_dtype", "group"),
+    [
+        (64, "bf16", 3), (80, "bf16", 3), (256, "bf16", 3), (96, "q8_0", 3), (64, "fp8", 3), (64, "fp32", 3),
+        (64, "bf16", 1), (64, "q8_0", 8), (64, "fp8", 16), (64, "fp32", 1), (256, "fp32", 7),
+    ],
+)  # fmt: skip
+def test_a_sequence_has_the_same_bits_however_it_is_cut(head_dim: int, kv_dtype: str, group: int, window: int) -> None:
     """And so wherever its rows stand in tiles, in whatever pages, in whatever order threads run."""
-    attention = attention_of(head_dim, kv_dtype, group=3, window=window)
+    attention = attention_of(head_dim, kv_dtype, group=group, window=window)
     whole = run(attention, prepare(attention, [Row(0, SEQUENCE_TOKENS)]))
     for size, launcher in ((7, FAST), (64, REVERSE)):
         chunks = [Row(at, min(size, SEQUENCE_TOKENS - at)) for at in range(0, SEQUENCE_TOKENS, size)]
@@ -120,6 +124,20 @@ def test_rows_before_the_first_are_left_alone() -> None:
     out, all_out = run(attention, step, first_row=2), run(attention, step)
     assert out[:2].isnan().all()
     assert torch.equal(out[2:], all_out[2:])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_of_rows_without_a_slot_nothing_is_read_or_written(kv_dtype: str) -> None:
+    """With tiles as captured steps have them, of one token each; in check mode, where a stray access is an error."""
+    attention = attention_of(64, kv_dtype, group=3)
+    step = prepare(attention, rows_of((5, 1), (70, 1), (0, 1), (33, 1)))
+    expected = run(attention, step)
+    for row in (0, 2):
+        step.arrays.slots[row] = -1
+        step.arrays.context_lens[row] = 0
+    out = run(attention, step, CHECKED[0])
+    assert out[[0, 2]].isnan().all()
+    assert torch.equal(out[[1, 3]], expected[[1, 3]])
 
 
 @pytest.mark.parametrize("launcher", CHECKED)
