@@ -68,7 +68,7 @@ class BackendOptions:
 
     deterministic: bool = False
     """Equal requests get equal tokens whatever runs beside them. The CPU's native kernels always do; plain torch
-    operations, where those cannot run, are slower for it. Not kept on a GPU yet, which a warning says."""
+    operations, where those cannot run, and a GPU are slower for it."""
 
     page_size: Rows = 32
     """Tokens in a page of the KV cache."""

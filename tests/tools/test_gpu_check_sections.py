@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from backend.passes.decoder.cuda import manifest
 from backend.passes.decoder.cuda.cache_layout import CacheLayout
+from backend.passes.decoder.cuda.plan import StepSizes
 from backend.passes.decoder.ops import HeadShape
 from tests.cuda_emulator import EmulatedLauncher
 from tests.shm.fake_device import FakeDevice
@@ -28,6 +29,7 @@ from tools.gpu_check import (
     ceilings,
     compilation,
     correctness,
+    deterministic_passes,
     end_to_end,
     engine_runs,
     environment,
@@ -225,6 +227,39 @@ def test_a_step_that_fails_ends_the_loop_with_its_error(record: Record) -> None:
 
 
 # ---- Invariance ----
+
+
+def test_passes_with_deterministic_keep_a_rows_bits(record: Record) -> None:
+    lab, companies = make_lab(), deterministic_passes.COMPANIES
+    small = tuple(replace(company, num_rows=min(company.num_rows, 9), row=company.row % 9) for company in companies)
+    deterministic_passes.check_products(record.results, lab, {"o": (64, 32, 2)}, torch.float32)
+    sizes = deterministic_passes.Sizes(TINY, torch.float32, ("bf16", "q8_0"), small, new_tokens=4)
+    deterministic_passes.check_passes(record.results, lab, sizes)
+    found = record.findings()
+    assert found["invariance.blocks.o"].passed
+    for kv_dtype in ("bf16", "q8_0"):
+        for name in ("few", "blocks", "chunks", "tokens", "beside_decodes"):
+            finding = found[f"invariance.deterministic.{kv_dtype}.{name}"]
+            assert finding.detail == "4 of 4 tokens have the same logits as alone"
+        assert found[f"invariance.deterministic.{kv_dtype}.recomputed"].passed
+
+
+def test_a_pass_whose_bits_depend_on_the_company_fails(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a pass that was not asked to be deterministic."""
+    monkeypatch.setattr(deterministic_passes, "StepSizes", lambda *sizes, **_: StepSizes(*sizes))
+    companies = (deterministic_passes.Company("tokens", 3, 1, 1, 1),)
+    sizes = deterministic_passes.Sizes(TINY, torch.float32, ("bf16",), companies, new_tokens=2)
+    deterministic_passes.check_passes(record.results, make_lab(), sizes)
+    with pytest.raises(AssertionError, match=r"bf16\.recomputed.*bf16\.tokens', '0 of 2 tokens"):
+        record.findings()
+
+
+def test_the_cost_of_deterministic_is_told_beside_the_steps_times(record: Record) -> None:
+    sizes = deterministic_passes.CostSizes(TINY, torch.float32, (1, 3), context_tokens=40, prefill_tokens=48)
+    deterministic_passes.measure_cost(record.results, make_lab(), sizes)
+    found = record.findings()
+    for name in ("decode.1x40", "decode.3x40", "prefill.48"):
+        assert "ms with --deterministic, " in found[f"invariance.deterministic.cost.{name}"].detail
 
 
 def test_the_child_compares_rows_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:

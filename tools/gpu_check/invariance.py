@@ -1,5 +1,5 @@
 """Whether a row's bits depend on the rows beside it: our kernels', cuBLAS's products, whole passes; and what it costs
-to make the products independent.
+to make them independent, by `--deterministic` and by the settings of cuBLAS.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from tools.gpu_check.cases.catalogue import invariance_checks
 from tools.gpu_check.correctness import run_checks
+from tools.gpu_check.deterministic_passes import CostSizes, Sizes, check_passes, check_products, measure_cost
+from tools.gpu_check.invariance_child import weight_shapes
+from tools.gpu_check.lab import open_lab
 from tools.gpu_check.mirror_launcher import MirrorLauncher
 
 if TYPE_CHECKING:
@@ -31,7 +34,12 @@ _CHILD = (sys.executable, "-m", "tools.gpu_check.invariance_child")
 
 def run(results: Results) -> None:
     launcher = MirrorLauncher()
+    for_settings_s = 0.4 * results.remaining_s
     run_checks(results, launcher, invariance_checks(launcher.shared_bytes_per_sm), keeps_s=0.75 * results.remaining_s)
+    lab, cost = open_lab(), CostSizes()
+    check_products(results, lab, weight_shapes(cost.config), cost.dtype)
+    check_passes(results, lab, Sizes(), for_settings_s)
+    measure_cost(results, lab, cost, for_settings_s)
     compare_settings(results, _CHILD)
 
 

@@ -222,6 +222,8 @@ def _prefill_however_cut(launcher: Launcher, kv_dtype: str) -> None:
         chunks = [Row(at, min(size, num_tokens - at)) for at in range(0, num_tokens, size)]
         parts = [prefill.run(attention, prefill.prepare(attention, [row], seed=size), launcher) for row in chunks]
         require_same_bits(f"in chunks of {size}", torch.cat(parts), whole)
+    by_token = prefill.prepare(attention, [Row(at, 1) for at in range(num_tokens)], seed=1)
+    require_same_bits("token by token", prefill.run(attention, by_token, launcher), whole)
 
 
 def _sampled_in_any_slot(launcher: Launcher) -> None:
