@@ -34,6 +34,9 @@ class GpuClock:
     """`work_us` is captured in one graph, whose replay is timed by events: the median of five; a short one several
     times over, until a replay lasts 2 ms."""
 
+    # Graphs share tensors that torch makes with the first one and writes with each (ATen/cuda/CUDAGeneratorImpl.cpp).
+    # Where a pass's graphs came first, none but inference mode may write them: torch issue 166792.
+    @torch.inference_mode()
     def work_us(self, variants: Sequence[Callable[[], object]]) -> float:
         for variant in variants:
             variant()
