@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from backend.batch_builder import BatchBuilder
 from backend.executor import Executor
 from backend.forward_pass import NOT_FINITE, SamplingParams
+from backend.pace import Pace
 from backend.page_pool import PagePool
 from backend.scheduler import Scheduler
 from backend.sequence import Sequence, Subscriber
@@ -61,11 +62,14 @@ class EngineLoop:
         self._builder = BatchBuilder(sizes.max_running, -(-sizes.max_context_tokens // sizes.page_tokens))
         self._executor = Executor(1)
         self._executor.start(make_pass)
+        self._pace = Pace()
         self._streams: dict[Sequence, Stream] = {}
         self.on_end: Callable[[Stream], None] = lambda _stream: None
         """Told of each stream that ends, between steps; it may submit more."""
         self.turn_s: list[float] = []
-        """Host time of each turn that planned a step: applying, planning, building, handing over."""
+        """Host time up to each turn that planned a step, since the one before: applying, planning, building, handing
+        over."""
+        self._unplanned_s = 0.0
         self.num_steps = 0
 
     @property
@@ -84,8 +88,10 @@ class EngineLoop:
     def run(self, until: Callable[[], bool]) -> None:
         """Until that holds or nothing is open. Raises what a step raises, and TimeoutError for one that never ends."""
         while self._streams and not until():
-            self._turn()
-            if self._executor.is_busy and not select.select([self._executor.wake_fd], [], [], _WAIT_S)[0]:
+            plan_due_s = self._turn()
+            wait_s = _WAIT_S if plan_due_s is None else plan_due_s
+            has_result = not self._executor.is_busy or select.select([self._executor.wake_fd], [], [], wait_s)[0]
+            if not has_result and plan_due_s is None:
                 raise TimeoutError(f"no step has ended in {_WAIT_S:g} s")
 
     def close(self) -> None:
@@ -95,26 +101,42 @@ class EngineLoop:
         self._streams.clear()
         self._executor.close()
 
-    def _turn(self) -> None:
+    def _turn(self) -> float | None:
+        """Returns when the next step is to be planned, in seconds; None where that is when something happens."""
         started_s = time.perf_counter()
         self._executor.clear_wake()
         ended: list[Stream] = []
         for result in self._executor.results():
             self._apply(result, ended)
-        has_planned = False
-        while self._executor.has_room and (plan := self._scheduler.plan()):
-            self._executor.launch(plan, self._builder.build(plan), self._scheduler.take_saves())
-            has_planned = True
-        if has_planned:
-            self.turn_s.append(time.perf_counter() - started_s)
+        num_planned, plan_due_s = self._plan_steps()
+        self._unplanned_s += time.perf_counter() - started_s
+        if num_planned:
+            self.turn_s.append(self._unplanned_s)
+            self._unplanned_s = 0.0
         for stream in ended:
             self.on_end(stream)
+        return plan_due_s
+
+    def _plan_steps(self) -> tuple[int, float | None]:
+        """As late as the device allows, as the engine does."""
+        num_planned = 0
+        while self._executor.has_room:
+            if (spare_s := self._pace.spare_s(self._executor.running_s())) > 0:
+                return num_planned, spare_s
+            started_ns = time.thread_time_ns()
+            if not (plan := self._scheduler.plan()):
+                break
+            self._executor.launch(plan, self._builder.build(plan), self._scheduler.take_saves())
+            self._pace.note_plan(sum(plan.lengths), (time.thread_time_ns() - started_ns) / 1e9)
+            num_planned += 1
+        return num_planned, None
 
     def _apply(self, result: StepResult, ended: list[Stream]) -> None:
         """As the engine does: most rows bring a mere token."""
         if result.error is not None:
             raise result.error
         plan, now_s = result.plan, time.monotonic()
+        self._pace.note_result(sum(plan.lengths), result.step_s, result.launch_s)
         self.num_steps += 1
         tokens = dict(zip(plan.logit_rows, result.token_ids, strict=True))
         rows = zip(plan.sequences, plan.generations, plan.ends, strict=True)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tools.gpu_check.goals import GOALS, Goal
+from tools.gpu_check.results import SIZES_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tools.gpu_check.results import Finding
 
 NOT_MEASURED = "not measured"
-_MOST_FAILED, _MOST_OTHERS = 12, 60
+_MOST_FAILED, _MOST_OTHERS, _MOST_COMPARED = 12, 80, 40
 """Lines of one section, and of the comparison: report.md is for reading, report.json has everything."""
 
 
@@ -131,25 +132,31 @@ def _comparison_lines(compared: list[dict[str, Any]]) -> list[str]:
         f"| {each['worse_percent']:.1f} % | {each['verdict']} |"
         for each in changed
     ]
-    return lines + _at_most(_MOST_OTHERS, rows)
+    return lines + _at_most(_MOST_COMPARED, rows)
 
 
 def _lines_of_others(findings: list[dict[str, Any]], ceilings: dict[str, float]) -> list[str]:
-    """Of those that did not fail. A plain fact about another one, named after it, is on its line."""
+    """Of those that did not fail. A fact that is named after another one is on its line, unless it has the same unit:
+    then it is of another case."""
     lines: dict[str, str] = {}
+    units: dict[str, str] = {}
     for finding in findings:
-        about = finding["name"].rpartition(".")[0]
-        if finding["passed"] is None and about in lines:
-            lines[about] += f"; {_shown(finding, ceilings, finding['name'][len(about) + 1 :])[2:]}"
-        elif finding["passed"] is not False:
-            lines[finding["name"]] = _shown(finding, ceilings)
+        name, unit = finding["name"], finding["unit"]
+        about, _, rest = name.rpartition(".")
+        if finding["passed"] is False or name.startswith(SIZES_PREFIX):
+            continue
+        if finding["passed"] is None and about in lines and units[about] != unit:
+            lines[about] += f"; {_shown(finding, ceilings, rest)[2:]}"
+        else:
+            lines[name], units[name] = _shown(finding, ceilings), unit
     return list(lines.values())
 
 
 def _shown(finding: dict[str, Any], ceilings: dict[str, float], name: str = "") -> str:
     value, unit = finding["value"], finding["unit"]
     shown = "" if value is None else f"{value:,.5g}" if isinstance(value, float) else str(value)
-    share = f"{100 * value / ceilings[unit]:.0f} % of {CEILINGS[unit]}" if unit in ceilings and shown else ""
+    has_share = unit in ceilings and shown and finding["name"] != CEILINGS[unit]
+    share = f"{100 * value / ceilings[unit]:.0f} % of {CEILINGS[unit]}" if has_share else ""
     mark = {True: "pass", False: "**FAIL**", None: ""}[finding["passed"]]
     parts = (f"{shown} {unit}".strip(), share, mark, finding["detail"])
     return f"* {name or finding['name']}: {' · '.join(part for part in parts if part)}"
