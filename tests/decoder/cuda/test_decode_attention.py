@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,11 +21,14 @@ from tools.gpu_check.cases.decode import (
     TOLERANCE,
     DecodeCase,
     attention_of,
+    check_long_chunk,
+    check_plan,
+    check_steep,
+    planned_items,
     poisoned_workspace,
     row_of,
     rows_of,
 )
-from tools.gpu_check.cases.paged_rows import Row
 
 SMALL_SHARED_BYTES = 100 * 1024  # sm_86, sm_89, sm_120
 FAST = EmulatedLauncher()
@@ -110,7 +112,19 @@ def test_chunks_grow_so_that_a_row_has_few_of_them(length: int) -> None:
     assert attention.max_chunks == 16
     batch = Batch.of(attention, rows_of(length))
     batch.check()
-    assert planned_items(batch)[-1][3] + 1 == -(-length // (256 if length == 4096 else 512))
+    *_, last = planned_items(FAST, attention, batch.step.arrays.context_lens, batch.step.arrays.slots)
+    assert last[3] + 1 == -(-length // (256 if length == 4096 else 512))
+
+
+@pytest.mark.parametrize("launcher", [FAST, CHECKED[0]], ids=["fast", "check"])
+@pytest.mark.parametrize("kv_dtype", KV_MACRO)
+def test_a_chunk_may_have_more_pages_than_a_warp_holds_at_once(kv_dtype: str, launcher: Launcher) -> None:
+    check_long_chunk(launcher, kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_MACRO)
+def test_logits_far_from_0_that_rise_or_fall_all_the_way(kv_dtype: str) -> None:
+    check_steep(FAST, kv_dtype)
 
 
 @pytest.mark.parametrize("launcher", CHECKED, ids=["forward", "reverse", "random"])
@@ -177,25 +191,9 @@ def test_a_batch_without_slots_computes_nothing() -> None:
     assert batch.run().isnan().all()
 
 
-def planned_items(batch: Batch) -> list[tuple[int, ...]]:
-    workspace, arrays = poisoned_workspace(batch.attention), batch.step.arrays
-    batch.attention.plan(FAST, workspace, arrays.context_lens, arrays.slots, len(arrays.slots))
-    return [tuple(item) for item in workspace.items[: int(workspace.num_items)].tolist()]
-
-
-def test_the_plan_has_every_chunk_once_and_long_ones_first() -> None:
-    lengths = [*range(1, 100, 7), 256, 257, 512, 700, 5000, 8192]
-    attention = attention_of(kv_heads=8, max_rows=len(lengths) + 1)
-    rows: list[Row | None] = [None, *rows_of(*lengths)]
-    batch = Batch.of(attention, rows)
-    items = planned_items(batch)
-    slots = batch.step.arrays.slots.tolist()
-    wanted = [
-        (row, slots[row], length, chunk) for row, length in enumerate(lengths, 1) for chunk in range(-(-length // 256))
-    ]
-    assert sorted(items) == sorted(wanted)
-    tokens = [min(256, length - 256 * chunk) for _, _, length, chunk in items]
-    assert all(later < 1.25 * earlier for earlier, later in pairwise(tokens))
+@pytest.mark.parametrize("launcher", [FAST, CHECKED[0]], ids=["fast", "check"])
+def test_the_plan_has_every_chunk_once_and_long_ones_first(launcher: Launcher) -> None:
+    check_plan(launcher)
 
 
 def test_the_workspace_is_as_large_as_said_and_bounded() -> None:

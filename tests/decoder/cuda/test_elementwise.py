@@ -123,7 +123,7 @@ def store_values(values: Tensor, kv_dtype: str) -> tuple[Tensor, Tensor]:
 
 def test_q8_0_is_the_cpus_bit_for_bit_at_the_edges() -> None:
     torch.manual_seed(0)
-    for scale in (1e-45, 1e-39, 1e-37, 1e-8, 1.0, 3e4, 1e7, 3e38):
+    for scale in (1e-45, 1e-39, 1e-37, 1e-36, 1e-8, 1.0, 3e4, 1e7, 3e38):
         values = torch.randn(64).clamp(-1, 1) * scale
         values[:4] = torch.tensor([scale, -scale, scale * 0.5 / 127, -0.0])
         expected, expected_scales = quantise(values)
@@ -168,10 +168,16 @@ def test_gated_activations_agree_with_float64(dtype: torch.dtype, name: str, siz
     check_gate(LAUNCHERS["fast"], dtype, name, size)
 
 
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_gated_activations_stay_in_bounds(launcher: EmulatedLauncher, name: str) -> None:
+    check_gate(launcher, torch.bfloat16, name, 1032)
+
+
 def test_embedding_resolves_last_tokens_and_gives_zeros_for_what_is_no_token(
     launcher: EmulatedLauncher, dtype: torch.dtype
 ) -> None:
-    check_embedding(launcher, dtype)
+    check_embedding(launcher, dtype, hidden=72)
+    check_embedding(launcher, dtype, hidden=1032)
 
 
 @pytest.mark.parametrize("dtype_of_rows", [torch.float32, torch.bfloat16])

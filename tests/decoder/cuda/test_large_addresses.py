@@ -80,8 +80,9 @@ def test_pages_of_far_layers_are_copied() -> None:
     cache = reserved(layout.num_bytes, torch.uint8).view(layout.num_layers, -1, layout.page_bytes)
     source, target = 1, layout.num_pages - 1
     cache[:, source] = torch.arange(1, 4, dtype=torch.uint8)[:, None]
-    make(LAUNCHER).copy_pages(cache, cache, ints(source, target).view(1, 2), layout)
-    assert cache[:, target].unique(dim=1).tolist() == [[1], [2], [3]]
+    for pair in ((source, target), (target, 2)):
+        make(LAUNCHER).copy_pages(cache, cache, ints(*pair).view(1, 2), layout)
+        assert cache[:, pair[1]].unique(dim=1).tolist() == [[1], [2], [3]]
     assert not cache[:, target - 1].any()
 
 

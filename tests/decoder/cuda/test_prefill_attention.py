@@ -59,13 +59,18 @@ def test_groups_of_any_size(kv_dtype: str, group: int) -> None:
 @pytest.mark.parametrize("window", [1, 7, 64, 65, 100])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_windows_read_nothing_before_them(kv_dtype: str, window: int) -> None:
-    check(attention_of(64, kv_dtype, window=window), rows_of((0, 150), (200, 70), (129, 1), (5, 3)))
+    check(attention_of(64, kv_dtype, window=window), rows_of((0, 150), (208, 70), (129, 1), (5, 3)))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [0, 50])
 def test_soft_caps(kv_dtype: str, window: int) -> None:
     check(attention_of(64, kv_dtype, softcap=0.7, window=window), rows_of((0, 70), (100, 20)))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_logits_far_from_0_that_rise_or_fall_all_the_way(kv_dtype: str) -> None:
+    prefill.check_steep(FAST, kv_dtype)
 
 
 @pytest.mark.parametrize("act", [FP32, BF16, FP16])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.forward_pass import NOT_FINITE, SamplingParams, SlotInit
+from backend.forward_pass import NOT_FINITE, SlotInit
 from backend.passes.decoder.cuda.sampling import MAX_BIASES, SlotArrays
 from tests.cuda_emulator import EmulatedLauncher
 from tools.gpu_check.cases.sampling import (
@@ -15,13 +15,18 @@ from tools.gpu_check.cases.sampling import (
     FILTERS,
     POISON,
     SamplingDevice,
+    check_biases,
+    check_counts,
     check_distribution,
+    check_fallback,
     check_filter,
     check_greedy,
     check_logprobs,
     check_noise,
     check_penalties,
-    kept_by_reference,
+    check_rare_noise,
+    check_thresholds,
+    check_ties,
     mask_of,
     random_logits,
     report,
@@ -80,6 +85,14 @@ def test_rows_may_lie_apart(launcher: EmulatedLauncher) -> None:
 def test_penalties_biases_and_masks_give_the_hosts_greedy_tokens(launcher: EmulatedLauncher) -> None:
     vocab_size, num_steps = (5000, 12) if launcher is FAST else (90, 2)
     check_penalties(launcher, vocab_size, num_steps)
+
+
+def test_biases_of_tokens_at_the_edges_of_segments_count(launcher: EmulatedLauncher) -> None:
+    check_biases(launcher)
+
+
+def test_a_count_stops_at_the_largest_that_it_can_hold() -> None:
+    check_counts(FAST)
 
 
 def test_a_slots_next_owner_sees_nothing_of_the_last_one() -> None:
@@ -142,39 +155,15 @@ def test_filters_leave_exactly_the_tokens_of_the_reference(params: dict[str, flo
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_filters_of_a_large_vocabulary_are_exact(params: dict[str, float]) -> None:
-    """Too many tokens to draw them all: what the thresholds in the row's state leave is compared."""
-    vocab = 9001
-    logits = random_logits(vocab, seed=4, scale=3.0)
-    logits[[5, 900, 8000]] = -np.inf
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]
-    allowed = kept_by_reference(logits, sampling)
-    device = Device(vocab, 1)
-    device.take(slot_init(0, **params))
-    device.sample(logits[None], [0])
-    # The row's state: peak, mean of scaled gaps, largest gap and largest deviation, as float32.
-    peak, mean, gap, deviation = (float(x) for x in device.slots.states.view(torch.float32)[0, 14:18])
-    gaps = (peak - logits).astype(np.float64)
-    within = (gaps <= gap) & (np.abs(gaps / sampling.temperature - mean) <= deviation * (1 + 1e-6)) & np.isfinite(gaps)
-    if sampling.min_p:
-        within &= np.exp(-gaps / sampling.temperature) >= sampling.min_p
-    assert set(np.flatnonzero(within).tolist()) == allowed
+    check_thresholds(FAST, params)
 
 
 def test_tokens_that_tie_with_the_last_one_are_all_kept() -> None:
-    logits = np.array([0, 3, 1, 3, 1, 1, 0], np.float32)
-    draws = 400
-    for params, allowed in (({"top_k": 3}, {1, 2, 3, 4, 5}), ({"top_p": 0.3}, {1, 3}), ({"top_k": 1}, {1, 3})):
-        device = Device(7, draws)
-        device.take(*(slot_init(slot, seed=slot, temperature=3.0, **params) for slot in range(draws)))
-        assert set(device.sample(np.tile(logits, (draws, 1)), list(range(draws)))) == allowed
+    check_ties(FAST)
 
 
 def test_min_p_leaves_the_likeliest_token_where_typical_sampling_dropped_the_peak() -> None:
-    logits = np.zeros((1, 700), np.float32)
-    logits[0, 0], logits[0, 300], logits[0, 5] = 5.5, 0.1, -np.inf
-    device = Device(700, 1)
-    device.take(slot_init(0, typical_p=0.2, min_p=0.1))
-    assert device.sample(logits, [0]) == [300]
+    check_fallback(FAST)
 
 
 def test_filters_see_what_masks_and_biases_leave() -> None:
@@ -211,6 +200,10 @@ def test_draws_follow_the_distribution_by_chi_square(params: dict[str, float]) -
 
 def test_noise_is_philox_of_seed_position_and_token() -> None:
     check_noise(FAST)
+
+
+def test_noise_that_is_drawn_once_in_a_hundred_million_times_is_as_large_as_it_should_be() -> None:
+    check_rare_noise(FAST)
 
 
 def test_a_draw_does_not_depend_on_who_shares_the_batch_nor_on_the_slot() -> None:

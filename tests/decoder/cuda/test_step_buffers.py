@@ -26,11 +26,17 @@ def make_buffers(limits: StepLimits = LIMITS) -> StepBuffers:
     return StepBuffers(device, limits)
 
 
-def make_batch(rows: list[tuple[int, int, int]], *, seed: int = 0, wanting: list[int] | None = None) -> StepBatch:
+def make_batch(
+    rows: list[tuple[int, int, int]],
+    *,
+    seed: int = 0,
+    wanting: list[int] | None = None,
+    max_pages: int = LIMITS.max_pages,
+) -> StepBatch:
     """rows: (slot, context, tokens), with pages at random; entries beyond them are poisoned."""
     rng = np.random.default_rng(seed)
     slots, contexts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-    table = np.full((len(rows), LIMITS.max_pages), 10**6, np.int32)
+    table = np.full((len(rows), max_pages), 10**6, np.int32)
     for row, end in enumerate(contexts + lengths):
         count = -(-end // LIMITS.page_size_tokens)
         table[row, :count] = rng.integers(0, LIMITS.num_pages, count)
@@ -119,6 +125,13 @@ def test_parts_travel_along_and_pages_beyond_one_copy_go_ahead(monkeypatch: pyte
         buffers.load(other, 0, [np.zeros(200, np.int32)])
     buffers.load(other, 0, [])
     expect_arrived(buffers, other)
+
+
+def test_more_pages_arrive_at_once_than_a_block_of_the_kernel_has_threads() -> None:
+    buffers = make_buffers(replace(LIMITS, max_pages=40))
+    batch = make_batch([(slot, 150, 1) for slot in range(6)], max_pages=40)
+    buffers.load(batch, 0, [])
+    expect_arrived(buffers, batch)
 
 
 def test_a_block_is_written_only_after_the_device_has_read_it() -> None:

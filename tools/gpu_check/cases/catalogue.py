@@ -44,6 +44,7 @@ def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]
     yield from _ptx()
     yield from _elementwise(DTYPES, PAGE_SIZES_TOKENS, (64, 80, 96, 128, 256), (8, 72, 1024, 4104, 16384))
     yield from _sampling()
+    yield Check("decode", "plan", decode.check_plan)
     for number, (kv_dtype, head_dim) in enumerate(caches()):
         for group in GROUPS:
             page_size = PAGE_SIZES_TOKENS[(number + group) % 3]
@@ -57,9 +58,14 @@ def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]
             yield _prefill(kv_dtype, 128, 4, page_size, tuple(shapes))
         for window in (1, 17, 300):
             yield _decode(shared_bytes, kv_dtype, 64, 2, 16, (1, window, window + 1, 700), window=window, softcap=3.0)
-            yield _prefill(kv_dtype, 64, 2, 16, ((0, 150), (200, 70), (5, 3)), window=window, softcap=3.0)
+            yield _prefill(kv_dtype, 64, 2, 16, ((0, 150), (208, 70), (5, 3)), window=window, softcap=3.0)
         yield _decode(shared_bytes, kv_dtype, 128, 4, 32, (4096, 1, 700, 33, 1500), repeats=3)
         yield _prefill(kv_dtype, 128, 4, 32, ((2000, 30), (0, 300), (777, 129)), repeats=3)
+        for name, check in (("steep", decode.check_steep), ("long_chunk", decode.check_long_chunk)):
+            run = partial(check, kv_dtype=kv_dtype, shared_bytes=shared_bytes)
+            yield Check("decode", f"{name}.{kv_dtype}", run, is_of_8b=False)
+        steep = partial(prefill.check_steep, kv_dtype=kv_dtype)
+        yield Check("prefill", f"steep.{kv_dtype}", steep, is_of_8b=False)
 
 
 def quick_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
@@ -80,6 +86,7 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
     every = sampling.FILTERS[-1]
     yield Check("sampling", "filters", partial(sampling.check_filter, params=every, draws=1200))
     yield Check("sampling", "logprobs", partial(sampling.check_logprobs, dtype=torch.float32, vocab_size=4001))
+    yield from _sampling_edges()
 
 
 def invariance_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
@@ -105,10 +112,11 @@ def _elementwise(
         for hidden in widths:
             run = partial(elementwise.check_norm, dtype=dtype, hidden=hidden)
             yield Check("norm", f"{name}.{hidden}", run, is_of_8b)
+            embedding = partial(elementwise.check_embedding, dtype=dtype, hidden=hidden)
+            yield Check("embed", f"{name}.{hidden}", embedding, is_of_8b)
         for gate in ("silu_mul", "gelu_mul"):
             run = partial(elementwise.check_gate, dtype=dtype, name=gate, size=1032)
             yield Check("gate", f"{gate}.{name}", run, is_of_8b)
-        yield Check("embed", name, partial(elementwise.check_embedding, dtype=dtype), is_of_8b)
         yield Check("gather", name, partial(elementwise.check_gather, dtype=dtype), is_of_8b)
         for kv_dtype in KV_MACRO:
             for number, head_dim in enumerate(head_dims):
@@ -136,12 +144,22 @@ def _sampling() -> Iterator[Check]:
         yield Check("sampling", f"logprobs.{name}", with_logprobs, dtype == torch.bfloat16)
     yield Check("sampling", "penalties", partial(sampling.check_penalties, vocab_size=5000, num_steps=12))
     yield Check("sampling", "noise", sampling.check_noise)
+    yield Check("sampling", "rare_noise", sampling.check_rare_noise)
+    yield from _sampling_edges()
+    yield Check("sampling", "ties", sampling.check_ties)
     for number, params in enumerate(sampling.FILTERS):
         yield Check("sampling", f"filter.{number}", partial(sampling.check_filter, params=params))
+        yield Check("sampling", f"thresholds.{number}", partial(sampling.check_thresholds, params=params))
     some: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.5, "top_k": 12}, {"min_p": 0.05, "top_p": 0.9})
     for number, params in enumerate(some):
         run = partial(sampling.check_distribution, params=params, num_steps=20)
         yield Check("sampling", f"chi_square.{number}", run)
+
+
+def _sampling_edges() -> Iterator[Check]:
+    yield Check("sampling", "biases", sampling.check_biases)
+    yield Check("sampling", "counts", sampling.check_counts)
+    yield Check("sampling", "fallback", sampling.check_fallback)
 
 
 def _decode(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
 from backend.passes.decoder.cuda.decode_attention import DecodeAttention
-from tools.gpu_check.cases.comparing import require
-from tools.gpu_check.cases.paged_rows import Heads, PagedRows, Row
+from tools.gpu_check.cases.comparing import require, require_within
+from tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,6 +97,50 @@ class DecodeCase:
         attention, planned = self.attention, self.step.arrays.slots >= 0
         expected = self.step.expected(attention.scale, attention.window_tokens, attention.softcap)[planned]
         return float((out[planned] - expected).abs().amax() / expected.abs().amax())
+
+
+def planned_items(
+    launcher: Launcher, attention: DecodeAttention, context_lens: Tensor, slots: Tensor
+) -> list[tuple[int, ...]]:
+    """(row, slot, context length, chunk), in the order of the plan."""
+    workspace = poisoned_workspace(attention)
+    attention.plan(launcher, workspace, context_lens, slots, len(slots))
+    return [tuple(item) for item in workspace.items[: int(workspace.num_items)].tolist()]
+
+
+def check_steep(launcher: Launcher, kv_dtype: str, shared_bytes: int = H200_SHARED_BYTES) -> float:
+    """Of a full group, whose halves lie in different rows of the fragments."""
+    attention = attention_of(64, kv_dtype, kv_heads=1, group=16, shared_bytes=shared_bytes)
+    case = DecodeCase.of(attention, [Row(length - 1, 1, length, is_steep=True) for length in (1, 40, 300)])
+    return require_within("relative to the largest", case.error(case.run(launcher)), STEEP_TOLERANCE[kv_dtype])
+
+
+def check_long_chunk(launcher: Launcher, kv_dtype: str, shared_bytes: int = H200_SHARED_BYTES) -> float:
+    """More tiles than a ring has, and more pages than a warp holds at once, as chunks have in contexts of tens of
+    thousands of tokens: a small max_context_tokens makes those of a shorter one as long."""
+    attention = attention_of(64, kv_dtype, kv_heads=1, group=1, max_context=256, shared_bytes=shared_bytes)
+    case = DecodeCase.of(attention, rows_of(2200, 1300))
+    out = case.run(launcher)
+    return require_within("relative to the largest", case.error(out), TOLERANCE[out.dtype])
+
+
+def check_plan(launcher: Launcher) -> None:
+    """Every chunk once, the long ones first: of more rows than a block has threads, some without a slot, and of rows
+    with more chunks than a warp has lanes."""
+    lengths = [*range(1, 600), 767, 768, 769, 8191, 8192, 8193, 8448, 8449, 20_000, 65_536]
+    slots = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).int()
+    slots[::5] = -1
+    attention = attention_of(kv_heads=1, group=1, max_rows=len(slots), max_context=max(lengths))
+    items = planned_items(launcher, attention, torch.tensor(lengths, dtype=torch.int32) - 1, slots)
+    wanted = [
+        (row, slot, length, chunk)
+        for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True))
+        for chunk in range(-(-length // 256))
+        if slot >= 0
+    ]
+    require("the plan has not every chunk once", sorted(items) == sorted(wanted))
+    tokens = [min(256, length - 256 * chunk) for _, _, length, chunk in items]
+    require("short chunks come before long ones", all(b < max(1.25 * a, 4) for a, b in pairwise(tokens)))
 
 
 def poisoned_workspace(attention: DecodeAttention) -> DecodeWorkspace:

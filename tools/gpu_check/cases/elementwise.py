@@ -135,7 +135,9 @@ def check_store(
     """Raises Mismatch for what is stored, rotated or left alone wrongly. Returns the error of the queries."""
     torch.manual_seed(case.heads.head_dim)
     elementwise = make(launcher, dtype, case.heads, 64, case.rotary_dim, case.kv_dtype, case.page_size)
-    qkv = torch.randn(case.num_tokens, case.heads.qkv_size).to(dtype)
+    qkv = torch.randn(case.num_tokens, case.heads.qkv_size)
+    qkv[2] *= 1e-3  # where the norms' eps is the larger part
+    qkv = qkv.to(dtype)
     rope = rope_rows(3 * case.page_size, case.rotary_dim) if rotates else None
     weights = (torch.rand(case.heads.head_dim) + 0.5, torch.rand(case.heads.head_dim) + 0.5) if norms else None
     cache = torch.full((case.layout.num_bytes,), 0xFF, dtype=torch.uint8)
@@ -185,12 +187,16 @@ def check_stored(
         require("values are not those of the step", torch.equal(numbers.double(), heads.double()))
     else:
         check_close("what is stored", numbers, heads, torch.bfloat16 if kv_dtype == "bf16" else dtype)
+        if kv_dtype == "fp32":
+            require_same_bits("keys rounded to the step's dtype", numbers, numbers.to(dtype).float())
 
 
 def check_norm(launcher: Launcher, dtype: torch.dtype, hidden: int) -> float:
-    """The norm of a sum."""
+    """The norm of a sum; of one row eps is the larger part, and one is zeros."""
     torch.manual_seed(hidden)
-    residual, delta, weight = torch.randn(5, hidden), torch.randn(5, hidden).to(dtype), torch.randn(hidden)
+    sizes = torch.tensor([1.0, 1e-3, 1.0, 0.0, 1.0]).unsqueeze(1)
+    residual, delta = torch.randn(5, hidden) * sizes, (torch.randn(5, hidden) * sizes).to(dtype)
+    weight = torch.randn(hidden)
     out, summed = poisoned(5, hidden, dtype=dtype), residual + delta.float()
     make(launcher, dtype, hidden=hidden).add_rms_norm(residual, delta, weight, out)
     require_same_bits("the sum", residual, summed)
@@ -210,12 +216,12 @@ def check_gate(launcher: Launcher, dtype: torch.dtype, name: str, size: int) -> 
     return check_close(name, out, activated * up, dtype)
 
 
-def check_embedding(launcher: Launcher, dtype: torch.dtype) -> None:
+def check_embedding(launcher: Launcher, dtype: torch.dtype, hidden: int) -> None:
     """With last tokens of slots, and zeros for what is no token."""
-    table, residual = torch.randn(50, 72).to(dtype), poisoned(7, 72, dtype=torch.float32)
+    table, residual = torch.randn(50, hidden).to(dtype), poisoned(7, hidden, dtype=torch.float32)
     rows = Rows(ints(0, 1, 2, 3, 7), ints(0, 0, 0, 0), ints(2, 0, -1, 1))
     input_ids, last_tokens = ints(FROM_SLOT, 49, FROM_SLOT, 50, -7, 0, FROM_SLOT), ints(10**9, 13, 7)
-    make(launcher, dtype, hidden=72).embed(table, input_ids, rows, last_tokens, residual)
+    make(launcher, dtype, hidden=hidden).embed(table, input_ids, rows, last_tokens, residual)
     expected = torch.stack([table[7], table[49], *[torch.zeros_like(table[0])] * 3, table[0], table[13]])
     require_same_bits("the embeddings", residual, expected.float())
 
@@ -236,5 +242,6 @@ def check_page_copies(launcher: Launcher, kv_dtype: str) -> None:
     cache = torch.randint(0, 256, (layout.num_bytes,), dtype=torch.uint8).view(3, 6, -1)
     expected = cache.clone()
     expected[:, 5], expected[:, 0] = cache[:, 2], cache[:, 4]
-    make(launcher).copy_pages(cache, cache, ints(2, 5, -1, -1, 4, 0).view(3, 2), layout)
+    pairs = ints(2, 5, -1, -1, 4, 0, -1, 1, 3, -1).view(5, 2)
+    make(launcher).copy_pages(cache, cache, pairs, layout)
     require_same_bits("the cache", cache, expected)

@@ -8,7 +8,8 @@ import torch
 
 from backend.passes.decoder.cuda.cache_layout import CacheLayout
 from backend.passes.decoder.cuda.prefill_attention import PrefillAttention
-from tools.gpu_check.cases.paged_rows import Heads, PagedRows, Row
+from tools.gpu_check.cases.comparing import require_within
+from tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +58,13 @@ def error_of(attention: PrefillAttention, step: PagedRows, out: Tensor) -> float
     """Of what `run` gave, relative: the worst of all queries', for one token too few of thousands would show there."""
     expected = step.expected(attention.scale, attention.window_tokens, attention.softcap)
     return relative_error(out, expected)
+
+
+def check_steep(launcher: Launcher, kv_dtype: str) -> float:
+    attention = attention_of(64, kv_dtype)
+    step = prepare(attention, [Row(0, 1, 1, is_steep=True), Row(40, 90, 2, is_steep=True)])
+    error = error_of(attention, step, run(attention, step, launcher))
+    return require_within("of a query", error, STEEP_TOLERANCE[kv_dtype])
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -151,6 +151,29 @@ def check_greedy(launcher: Launcher, dtype: torch.dtype, vocab_size: int) -> Non
     require(f"the slots' last tokens are {last}", last == [expected[place] for place in (2, 3, 1, 4, 0)])
 
 
+def check_biases(launcher: Launcher) -> None:
+    """Of the first and last tokens of blocks' segments, each of which wins by its own bias alone."""
+    vocab_size, tokens = 8200, [0, 4095, 4096, 8191, 8192, 8199]
+    device = SamplingDevice(launcher, vocab_size, len(tokens))
+    for slot, token in enumerate(tokens):
+        others = tuple((other, 1.0) for other in tokens if other != token)
+        device.take(slot_init(slot, temperature=0.0, logit_bias=((token, 9.0), *others)))
+    found = device.sample(random_logits(len(tokens), vocab_size, scale=0.5), list(range(len(tokens))))
+    require(f"the tokens are {found}, expected {tokens}", found == tokens)
+
+
+def check_counts(launcher: Launcher) -> None:
+    """A token that was generated more often than its count can tell: the count stops, and touches no other token's."""
+    device = SamplingDevice(launcher, 16, 1)
+    device.take(slot_init(0, [4] * 20_000, 1, temperature=0.0, presence_penalty=-1.0))
+    counts = device.slots.counts[0]
+    require(f"the counts are {counts.tolist()}", counts.nonzero().flatten().tolist() == [4])
+    counts[4] = -4  # 0xfffc: 32,766 times
+    tokens = [device.sample(np.zeros((1, 16), np.float32), [0])[0] for _ in range(3)]
+    count = int(counts[4])
+    require(f"the tokens are {tokens}, and the count is {count}", tokens == [4, 4, 4] and count == -2)
+
+
 def check_penalties(launcher: Launcher, vocab_size: int, num_steps: int) -> None:
     """With biases and masks, over several steps, so that what is sampled counts."""
     rng = np.random.default_rng(3)
@@ -187,6 +210,53 @@ def check_filter(launcher: Launcher, params: dict[str, Any], draws: int = 1200) 
     require(f"drawn are {sorted(drawn)}, allowed {sorted(allowed)}", drawn == allowed)
 
 
+def check_thresholds(launcher: Launcher, params: dict[str, Any]) -> None:
+    """Of more tokens than draws can tell: what the thresholds in the row's state leave, whatever the last step left."""
+    vocab_size = 9001
+    logits = random_logits(vocab_size, seed=4, scale=3.0)
+    logits[[5, 900, 8000]] = -np.inf
+    sampling = SamplingParams(**params)
+    device = SamplingDevice(launcher, vocab_size, 1)
+    device.take(slot_init(0, **params))
+    device.sample(random_logits(1, vocab_size, seed=5, scale=1.0), [0], 9)
+    device.sample(logits[None], [0])
+    # The row's state: peak, mean of scaled gaps, largest gap and largest deviation, as float32.
+    peak, mean, gap, deviation = (float(x) for x in device.slots.states.view(torch.float32)[0, 14:18])
+    gaps = (peak - logits).astype(np.float64)
+    within = (gaps <= gap) & (np.abs(gaps / sampling.temperature - mean) <= deviation * (1 + 1e-6)) & np.isfinite(gaps)
+    if sampling.min_p:
+        within &= np.exp(-gaps / sampling.temperature) >= sampling.min_p
+    found, expected = set(np.flatnonzero(within).tolist()), kept_by_reference(logits, sampling)
+    require(f"{len(found - expected)} tokens are left too many, {len(expected - found)} too few", found == expected)
+
+
+def check_ties(launcher: Launcher, draws: int = 400) -> None:
+    """All tokens that tie with a filter's last one are kept."""
+    logits = np.array([0, 3, 1, 3, 1, 1, 0], np.float32)
+    some: tuple[tuple[dict[str, Any], set[int]], ...] = (
+        ({"top_k": 3}, {1, 2, 3, 4, 5}),
+        ({"top_k": 1}, {1, 3}),
+        ({"top_p": 0.3}, {1, 3}),
+        ({"min_p": 1.0}, {1, 3}),
+    )
+    for params, allowed in some:
+        device = SamplingDevice(launcher, 7, draws)
+        device.take(*(slot_init(slot, seed=slot, temperature=3.0, **params) for slot in range(draws)))
+        drawn = set(device.sample(np.tile(logits, (draws, 1)), list(range(draws))))
+        require(f"{params}: drawn are {sorted(drawn)}, allowed {sorted(allowed)}", drawn == allowed)
+
+
+def check_fallback(launcher: Launcher) -> None:
+    """Where typical sampling dropped the peak, min_p leaves the likeliest of the others: of this step, not the last."""
+    device = SamplingDevice(launcher, 700, 1)
+    device.take(slot_init(0, typical_p=0.2, min_p=0.1))
+    for token, shift in ((300, 0.0), (400, -1.0), (200, -2.0)):
+        logits = np.full((1, 700), shift, np.float32)
+        logits[0, 0], logits[0, token], logits[0, 5] = 5.5 + shift, 0.1 + shift, -np.inf
+        found = device.sample(logits, [0])
+        require(f"the token is {found}, expected {token}", found == [token])
+
+
 def check_distribution(launcher: Launcher, params: dict[str, Any], width: int = 500, num_steps: int = 6) -> None:
     """The bound is the 1 - 1e-6 quantile of chi-square by Wilson and Hilferty."""
     vocab_size = 20
@@ -219,6 +289,18 @@ def check_noise(launcher: Launcher) -> None:
         noise = -np.log(-np.log1p(-(bits + 0.5) / 2.0**32))
         found, expected = device.sample(logits[None], [0], position), int((logits / temperature + noise).argmax())
         require(f"position {position} draws {found}, expected {expected}", found == [expected])
+
+
+def check_rare_noise(launcher: Launcher) -> None:
+    """At this seed and position token 6 has 25 of 2^32: noise of 18.9, while the largest of tokens 0 … 3 is 2.0."""
+    seed, position = 7, 27_062_311
+    device = SamplingDevice(launcher, 8, 1)
+    device.take(slot_init(0, seed=seed))
+    usual = int(_philox(seed, position, 0).argmin())  # of the smallest number is the largest noise
+    for behind, expected in ((15, 6), (18, usual)):
+        logits = np.array([[0] * 4 + [-behind] * 4], np.float32)
+        found = device.sample(logits, [0], position)
+        require(f"{behind} behind: token {found}, expected {expected}", found == [expected])
 
 
 def _philox(key: int, counter_0: int, counter_1: int) -> NDArray[np.float64]:
