@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import inspect
 import os
@@ -62,6 +63,10 @@ def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
     ours = [0.0]
     if not results.attempt("peers.ours", partial(_measure_ours, results, lab, weights, sizes, ours)):
         return
+    # Of a pass no graph may live on: what all graphs of a process share would belong to inference mode, in which
+    # transformers captures none (torch issue 166792).
+    gc.collect()
+    lab.memory.begin()
     try:
         transformers = importlib.import_module("transformers")
         model = make_model(transformers, sizes.config, weights, sizes.dtype, lab.at)
