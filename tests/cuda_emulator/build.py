@@ -35,6 +35,7 @@ _CPU_FLAGS = (
 )
 _KERNEL_FLAGS = {
     "fast": ("-O2",),
+    "device": ("-O2", "-ffp-contract=fast", "-DCUSIM_AS_DEVICE"),
     # Compiled for sanitizers that are not linked: the runtime has the functions that the code then calls.
     "check": (
         "-O1",
@@ -67,7 +68,7 @@ _IN_SHARED_SECTION = (
 
 
 def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) -> Path:
-    """The library with all kernels of source, in "fast" or "check" mode. Raises KernelFailed."""
+    """The library with all kernels of source, in a mode of the launcher's. Raises KernelFailed."""
     flags = (*_CPU_FLAGS, *_KERNEL_FLAGS[mode])
     defines = ("-DCUSIM", *(f"-D{name}={value}" for name, value in macros))
     directories = dict.fromkeys((source.parent, KERNELS_DIR))

@@ -21,7 +21,7 @@ from tests.cuda_emulator.build import build_kernels, build_runtime, shared_varia
 if TYPE_CHECKING:
     from backend.passes.decoder.cuda.launcher import Argument
 
-Mode = Literal["fast", "check"]
+Mode = Literal["fast", "device", "check"]
 Order = Literal["forward", "reverse", "random"]
 Build = tuple[str, tuple[tuple[str, int], ...]]
 """A source file and its macros: what one library is made of."""

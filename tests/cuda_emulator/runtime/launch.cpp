@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <xmmintrin.h>
 
 #include <algorithm>
 
@@ -12,6 +13,8 @@
 #include "waiting.h"
 
 namespace cusim {
+
+constexpr unsigned kSubnormalsAreZero = 0x8040;  // of MXCSR: the kernels are compiled with -ftz=true
 
 // These three as launcher.py lays them out.
 struct Argument {
@@ -159,6 +162,8 @@ extern "C" bool cusim_launch(const Kernel* kernel, const Launch* launch) {
     std::vector<void*> values;
     for (int i = 0; i < launch->num_arguments; ++i) values.push_back(launch->arguments[i].value);
 
+    const unsigned callers_rounding = _mm_getcsr();
+    _mm_setcsr(callers_rounding | kSubnormalsAreZero);
     for (const uint64_t number : blocks_in_order(*launch)) {
         const uint64_t x = launch->grid[0], y = launch->grid[1];
         machine.block_index = {unsigned(number % x), unsigned(number / x % y), unsigned(number / x / y)};
@@ -170,6 +175,7 @@ extern "C" bool cusim_launch(const Kernel* kernel, const Launch* launch) {
         run_block(*kernel, values.data());
         if (!error.empty()) break;
     }
+    _mm_setcsr(callers_rounding);
     free(machine.dynamic_shared);
     return error.empty();
 }

@@ -1,4 +1,6 @@
-// CUDA's arithmetic. Approximate functions are exact here, up to the rounding of the C library.
+// CUDA's arithmetic. Approximate functions are exact here, up to the rounding of the C library, unless CUSIM_AS_DEVICE
+// is defined: then each is off, this way or that, by up to as much as the PTX manual and the CUDA C++ Programming Guide
+// allow it, and what is said to round by itself stays out of fused products.
 
 #pragma once
 
@@ -14,6 +16,40 @@ double exp(double), log(double), sqrt(double), fabs(double), floor(double), fma(
 long lrintf(float), lroundf(float);
 int abs(int) noexcept;
 }
+
+namespace cusim {
+// x, as a number that the compiler knows nothing of.
+static inline float rounded(float x) {
+#ifdef CUSIM_AS_DEVICE
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+// From -limit to limit, as the bits of x have it.
+static inline float error_of([[maybe_unused]] float x, [[maybe_unused]] float limit) {
+#ifdef CUSIM_AS_DEVICE
+    return float(int(bit_cast<unsigned>(x) * 0x9e3779b9u) >> 8) * 0x1p-23f * limit;
+#else
+    return 0.0f;
+#endif
+}
+// y, which depends on x, with a relative error of at most that.
+static inline float inexact(float y, float x, float error) {
+    return __builtin_isfinite(y) ? rounded(y + y * error_of(x, error)) : y;
+}
+static inline float ex2_approx(float x) { return inexact(exp2f(x), x, 0x1p-22f); }
+static inline float rcp_approx(float x) { return inexact(1.0f / x, x, 0x1p-23f); }
+static inline float lg2_approx(float x) {
+    const float y = log2f(x);
+    return x > 0.5f && x < 2.0f ? rounded(y + error_of(x, 0x1p-22f)) : inexact(y, x, 0x1p-22f);
+}
+static inline float expf(float x) { return inexact(::expf(x), x, 0x1p-22f); }
+static inline float logf(float x) { return inexact(::logf(x), x, 0x1p-23f); }
+static inline float tanhf(float x) { return inexact(::tanhf(x), x, 0x1p-22f); }
+}  // namespace cusim
+#define expf cusim::expf
+#define logf cusim::logf
+#define tanhf cusim::tanhf
 
 // glibc owns some of these names.
 #define __expf expf
@@ -32,9 +68,9 @@ static inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-static inline float __fadd_rn(float a, float b) { return a + b; }
-static inline float __fsub_rn(float a, float b) { return a - b; }
-static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return cusim::rounded(cusim::rounded(a) + cusim::rounded(b)); }
+static inline float __fsub_rn(float a, float b) { return cusim::rounded(cusim::rounded(a) - cusim::rounded(b)); }
+static inline float __fmul_rn(float a, float b) { return cusim::rounded(a * b); }
 static inline float __saturatef(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }
 static inline void sincosf(float x, float* sine, float* cosine) {
     *sine = sinf(x);

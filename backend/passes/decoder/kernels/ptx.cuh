@@ -225,11 +225,11 @@ __device__ __forceinline__ uint4 load_streaming_16(const void* source) { return 
 
 __device__ __forceinline__ void store_streaming_16(void* target, uint4 x) { *static_cast<uint4*>(target) = x; }
 
-__device__ __forceinline__ float ex2_approx(float x) { return exp2f(x); }
+__device__ __forceinline__ float ex2_approx(float x) { return cusim::ex2_approx(x); }
 
-__device__ __forceinline__ float lg2_approx(float x) { return log2f(x); }
+__device__ __forceinline__ float lg2_approx(float x) { return cusim::lg2_approx(x); }
 
-__device__ __forceinline__ float rcp_approx(float x) { return 1.0f / x; }
+__device__ __forceinline__ float rcp_approx(float x) { return cusim::rcp_approx(x); }
 
 __device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long bytes = a | static_cast<unsigned long long>(b) << 32;

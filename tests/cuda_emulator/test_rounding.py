@@ -1,0 +1,81 @@
+"""The emulator rounds as the C library does or, in the mode "device", as a GPU may: the kernels' checks hold in both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from backend.passes.decoder.cuda.launcher import Kernel
+from tests.cuda_emulator import EmulatedLauncher
+from tests.cuda_emulator.launcher import Mode
+from tools.gpu_check.cases.catalogue import Check, small_checks
+from tools.gpu_check.cases.ptx import WRAPPERS
+from tools.gpu_check.cases.sampling import FILTERS, check_distribution, check_filter, check_logprobs, check_noise
+
+DEVICE = EmulatedLauncher("device")
+MODES: tuple[Mode, ...] = ("fast", "device")
+# In 12 bits each: their square has 24, which a float does not hold.
+ODD = 1 + 2.0**-12
+
+
+def reckon(mode: Mode, directory: Path, expression: str, *values: float) -> list[float]:
+    """expression of a and b, which are the neighbouring values, by a kernel."""
+    (directory / "reckon.cu").write_text(
+        f"""#include "ptx.cuh"
+        extern "C" __global__ void reckon(const float* in, float* out) {{
+            const float a = in[threadIdx.x], b = in[threadIdx.x + 1];
+            out[threadIdx.x] = {expression};
+        }}
+        """
+    )
+    out = torch.zeros(len(values) - 1)
+    kernel = Kernel("reckon.cu", "reckon", (), len(out))
+    EmulatedLauncher(mode, kernels_dir=directory).launch(kernel, (1, 1, 1), torch.tensor(values), out)
+    return out.tolist()
+
+
+def test_products_and_sums_are_fused_as_on_a_device_unless_they_say_how_they_round(tmp_path: Path) -> None:
+    rest = 2.0**-24
+    assert reckon("fast", tmp_path, "a * b - (1 + 2 * 0x1p-12f)", ODD, ODD) == [0.0]
+    assert reckon("device", tmp_path, "a * b - (1 + 2 * 0x1p-12f)", ODD, ODD) == [rest]
+    for mode in MODES:
+        assert reckon(mode, tmp_path, "__fsub_rn(__fmul_rn(a, b), 1 + 2 * 0x1p-12f)", ODD, ODD) == [0.0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_subnormal_numbers_are_zero(tmp_path: Path, mode: Mode) -> None:
+    assert reckon(mode, tmp_path, "a * b", 2.0**-100, 2.0**-27, 2.0**-99) == [0.0, 2.0**-126]
+    assert torch.tensor(2.0**-100) * 2.0**-27 > 0, "the caller's numbers are as before"
+
+
+def test_approximations_are_off_by_what_a_device_may_be(tmp_path: Path) -> None:
+    values = np.linspace(0.03, 30, 201).astype(np.float32)
+    exact = values[:-1].astype(np.float64)
+    for expression, expected in (("ex2_approx(a)", np.exp2(exact)), ("rcp_approx(a)", 1 / exact)):
+        errors = np.array(reckon("device", tmp_path, expression, *values.tolist())) / expected - 1
+        assert 2.0**-24 < errors.max() < 2.0**-21
+        assert -(2.0**-21) < errors.min() < -(2.0**-24)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_pass_their_checks_as_a_device_rounds(wrapper: str) -> None:
+    WRAPPERS[wrapper](DEVICE)
+
+
+@pytest.mark.parametrize("check", list(small_checks()), ids=lambda check: f"{check.family}.{check.name}")
+def test_kernels_pass_their_checks_as_a_device_rounds(check: Check) -> None:
+    check.run(DEVICE)
+
+
+@pytest.mark.parametrize("params", FILTERS[:-1], ids=str)
+def test_filters_keep_the_same_tokens_as_a_device_rounds(params: dict[str, float]) -> None:
+    check_filter(DEVICE, params)
+
+
+def test_draws_are_the_same_as_a_device_rounds() -> None:
+    check_noise(DEVICE)
+    check_distribution(DEVICE, {"temperature": 1.5, "top_k": 12})
+    check_logprobs(DEVICE, torch.bfloat16, 20_000)
