@@ -1,4 +1,4 @@
-"""The emulator rounds as the C library does or, in the mode "device", as a GPU may: the kernels' checks hold in both."""
+"""The emulator rounds as the C library does or, in the mode "device", as a GPU may: kernels pass in both."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import torch
 from backend.passes.decoder.cuda.launcher import Kernel
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode
+from tests.decoder.cuda.emulated_device import EmulatedDevice
+from tests.tools.gpu_check_lab import HostClock, NoMemory, Record
 from tools.gpu_check.cases.catalogue import Check, small_checks
 from tools.gpu_check.cases.ptx import WRAPPERS
 from tools.gpu_check.cases.sampling import FILTERS, check_distribution, check_filter, check_logprobs, check_noise
+from tools.gpu_check.lab import Lab
+from tools.gpu_check.pass_agreement import check_passes
 
 DEVICE = EmulatedLauncher("device")
 MODES: tuple[Mode, ...] = ("fast", "device")
@@ -79,3 +83,10 @@ def test_draws_are_the_same_as_a_device_rounds() -> None:
     check_noise(DEVICE)
     check_distribution(DEVICE, {"temperature": 1.5, "top_k": 12})
     check_logprobs(DEVICE, torch.bfloat16, 20_000)
+
+
+def test_passes_agree_with_the_cpus_as_a_device_rounds(tmp_path: Path) -> None:
+    lab = Lab(EmulatedDevice("device"), HostClock(), NoMemory(), lambda: EmulatedDevice("device"))
+    record = Record(tmp_path)
+    check_passes(record.results, lab, ("qwen3",))
+    assert {"pass.qwen3.tokens", "pass.qwen3.bf16", "pass.qwen3.fp16"} <= set(record.findings())
