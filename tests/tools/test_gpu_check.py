@@ -190,6 +190,8 @@ def test_a_report_has_each_goal_beside_what_was_measured(tmp_path: Path) -> None
 def test_what_belongs_together_is_one_line_and_a_share_of_the_ceiling(tmp_path: Path) -> None:
     findings = [
         Finding("sizes.kernels", "32/8 heads"),
+        Finding("memory.planned", 90.0, "GB"),
+        Finding("memory", 88.0, "", True),
         Finding("attention.decode.64x8k", 3.44, "TB/s"),
         Finding("attention.decode.64x8k.time", 630.0, "us"),
         Finding("attention.decode.64x8k.q8_0", 3.01, "TB/s"),
@@ -199,8 +201,9 @@ def test_what_belongs_together_is_one_line_and_a_share_of_the_ceiling(tmp_path: 
     ceilings = SectionOutcome("ceilings", "done", 1.0, [Finding("ceiling.copy", 4.3, "TB/s")])
     write_report(tmp_path, [ceilings, SectionOutcome("kernels", "done", 1.0, findings)], {})
     lines = (tmp_path / "report.md").read_text().splitlines()
-    assert lines[-4:] == [
+    assert lines[-5:] == [
         "",
+        "* memory: 88 · pass; planned: 90 GB",
         "* attention.decode.64x8k: 3.44 TB/s · 80 % of ceiling.copy; time: 630 us",
         "* attention.decode.64x8k.q8_0: 3.01 TB/s · 70 % of ceiling.copy; time: 380 us",
         "* attention.decode.64x8k.gate: pass",

@@ -136,20 +136,24 @@ def _comparison_lines(compared: list[dict[str, Any]]) -> list[str]:
 
 
 def _lines_of_others(findings: list[dict[str, Any]], ceilings: dict[str, float]) -> list[str]:
-    """Of those that did not fail. A fact that is named after another one is on its line, unless it has the same unit:
-    then it is of another case."""
-    lines: dict[str, str] = {}
-    units: dict[str, str] = {}
-    for finding in findings:
-        name, unit = finding["name"], finding["unit"]
-        about, _, rest = name.rpartition(".")
-        if finding["passed"] is False or name.startswith(SIZES_PREFIX):
-            continue
-        if finding["passed"] is None and about in lines and units[about] != unit:
-            lines[about] += f"; {_shown(finding, ceilings, rest)[2:]}"
+    """Of those that did not fail. A fact that is named after another finding is on its line, unless it has the same
+    unit: then it is of another case."""
+    shown = [each for each in findings if each["passed"] is not False and not each["name"].startswith(SIZES_PREFIX)]
+    units = {each["name"]: each["unit"] for each in shown}
+
+    def line_of(finding: dict[str, Any]) -> str:
+        name = str(finding["name"])
+        about = name.rpartition(".")[0]
+        return about if finding["passed"] is None and units.get(about, finding["unit"]) != finding["unit"] else name
+
+    lines: dict[str, str] = dict.fromkeys(map(line_of, shown), "")
+    for finding in shown:
+        name, line = finding["name"], line_of(finding)
+        if line == name:
+            lines[line] = _shown(finding, ceilings) + lines[line]
         else:
-            lines[name], units[name] = _shown(finding, ceilings), unit
-    return list(lines.values())
+            lines[line] += f"; {_shown(finding, ceilings, name[len(line) + 1 :])[2:]}"
+    return [line if line.startswith("* ") else f"* {name}{line}" for name, line in lines.items()]
 
 
 def _shown(finding: dict[str, Any], ceilings: dict[str, float], name: str = "") -> str:
