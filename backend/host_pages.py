@@ -16,6 +16,7 @@ class HostPages:
         self._num_places = num_places
         self._free = list(range(num_places - 1, -1, -1))
         self._place_of_key: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._salt_of_key: dict[bytes, bytes] = {}
         self._read: set[bytes] = set()
         """Keys of the places from which the step that is being planned copies."""
         self._saves: dict[int, int] = {}
@@ -30,7 +31,7 @@ class HostPages:
     def holds(self, key: bytes) -> bool:
         return key in self._place_of_key
 
-    def save(self, page: int, key: bytes) -> None:
+    def save(self, page: int, key: bytes, salt: bytes) -> None:
         """The page of this key is about to be used for something else: its content is kept, where there is a place
         that the step that is being planned does not use."""
         if key in self._place_of_key:
@@ -38,6 +39,7 @@ class HostPages:
             return
         if (place := self._free_place()) is not None:
             self._place_of_key[key] = place
+            self._salt_of_key[key] = salt
             self._saves[place] = page
             self.num_saved += 1
 
@@ -47,7 +49,11 @@ class HostPages:
         oldest = next(iter(self._place_of_key), None)
         if oldest is None or oldest in self._read:  # then the others too were used by the step that is being planned
             return None
-        return self._place_of_key.pop(oldest)
+        return self._forget(oldest)
+
+    def _forget(self, key: bytes) -> int:
+        del self._salt_of_key[key]
+        return self._place_of_key.pop(key)
 
     def read(self, key: bytes) -> int:
         """The place with this content, for the step that is being planned. Raises KeyError."""
@@ -66,15 +72,15 @@ class HostPages:
         self._saves.clear()
         return saves
 
-    def forget(self, keys: list[bytes]) -> None:
-        """What these places hold is not to be trusted."""
-        for key in keys:
-            if (place := self._place_of_key.pop(key, None)) is not None:
-                self._free.append(place)
+    def disown(self, salt: bytes) -> None:
+        """What a tenant's places hold is not to be trusted."""
+        self._free += [self._forget(key) for key, its_salt in list(self._salt_of_key.items()) if its_salt == salt]
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each place is free or has one key, and no step is being planned."""
         used = list(self._place_of_key.values())
+        if self._salt_of_key.keys() != self._place_of_key.keys():
+            raise RuntimeError("a place's content has no tenant, or a tenant's has no place")
         if len(set(used) | set(self._free)) != self._num_places or len(used) + len(self._free) != self._num_places:
             raise RuntimeError(f"{len(used)} used and {len(self._free)} free of {self._num_places} places on the host")
         if self._read:

@@ -26,6 +26,7 @@ class PagePool:
         self._pages_after: dict[bytes, dict[int, bytes]] = {}
         """Key of the page before → the named pages that follow it, and their content."""
         self._key_before: dict[int, bytes] = {}
+        self._salt_of_page: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
         self._wanted: set[int] = set()
         """Named pages that are worth to be moved to the host."""
@@ -56,12 +57,13 @@ class PagePool:
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
         if page in self._wanted:
-            self.host.save(page, self._key_of_page[page])
+            self.host.save(page, self._key_of_page[page], self._salt_of_page[page])
         self._forget(page)
         return page
 
     def _forget(self, page: int) -> None:
         self._wanted.discard(page)
+        del self._salt_of_page[page]
         del self._page_of_key[self._key_of_page.pop(page)]
         before = self._key_before.pop(page)
         del self._pages_after[before][page]
@@ -82,7 +84,7 @@ class PagePool:
         self._idle.pop(page, None)
         self._num_holders[page] += 1
 
-    def name(self, page: int, key: bytes, before: bytes, content: bytes) -> None:
+    def name(self, page: int, key: bytes, before: bytes, content: bytes, salt: bytes) -> None:
         """The content of a held page stays as it is, and from now on the page is found: by its key, or by what comes
         before it and its content, int32 tokens. A second page of that content is not."""
         if not self._num_holders[page]:
@@ -91,6 +93,7 @@ class PagePool:
             self._page_of_key[key] = page
             self._key_of_page[page] = key
             self._key_before[page] = before
+            self._salt_of_page[page] = salt
             self._pages_after.setdefault(before, {})[page] = content
 
     def pages_after(self, before: bytes) -> dict[int, bytes]:
@@ -102,15 +105,15 @@ class PagePool:
         to the host."""
         self._wanted.update(page for page in pages if page in self._key_of_page)
 
-    def disown(self, pages: list[int], keys: list[bytes]) -> None:
-        """The content of these held pages, and of these keys on the host, is not to be trusted: nobody finds it any
-        more, and its holders stay."""
-        self.host.forget(keys)
-        for page in pages:
-            if not self._num_holders[page]:
-                raise ValueError(f"page {page} is disowned but not held")
-            if page in self._key_of_page:
-                self._forget(page)
+    def disown(self, salt: bytes) -> None:
+        """The content of a tenant's pages, here and on the host, is not to be trusted: nobody finds it any more, and
+        who holds them stays."""
+        self.host.disown(salt)
+        for page in [page for page, its_salt in self._salt_of_page.items() if its_salt == salt]:
+            self._forget(page)
+            if page in self._idle:
+                del self._idle[page]
+                self._free.append(page)
 
     def give_back(self, pages: list[int]) -> None:
         """Raises ValueError for a page that is not held: one given back twice would serve two sequences.
@@ -142,6 +145,8 @@ class PagePool:
             raise RuntimeError("named pages and those that follow others do not match")
         if not idle <= self._key_of_page.keys() or free & self._key_of_page.keys():
             raise RuntimeError("an idle page has no key, or a free page has one")
+        if self._salt_of_page.keys() != self._key_of_page.keys():
+            raise RuntimeError("a named page has no tenant, or a page without a name has one")
         if not self._wanted <= self._key_of_page.keys():
             raise RuntimeError("a page is wanted whose content nobody knows")
         self.host.check_integrity()

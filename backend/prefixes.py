@@ -71,16 +71,20 @@ class Prefixes:
             pages.append(page)
         num_on_host = 0
         for key in keys[len(pages) :]:
-            if key in self._computing or not self._pool.host.holds(key):
+            if self._is_coming(key) or not self._pool.host.holds(key):
                 break
             num_on_host += 1
         awaited = None
         for key in keys[len(pages) + num_on_host :]:
-            if key not in self._computing:
+            if not self._is_coming(key):
                 break
             awaited = key
         found = Prefix(pages, num_on_host, awaited=awaited)
         return self._find_part(sequence, found) if awaited is None else found
+
+    def _is_coming(self, key: bytes) -> bool:
+        """A running sequence is about to complete the page, and it will be found."""
+        return key in self._computing and not self._computing[key].is_distrusted
 
     def _find_part(self, sequence: Sequence, found: Prefix) -> Prefix:
         """Tokens of the page after the full ones. Only what steps have computed that are applied is there to copy."""
@@ -95,6 +99,8 @@ class Prefixes:
                 num_copied, source = num_common, page
         num_coming, leader = 0, None
         for other in islice(reversed(self._filling.get(before, {})), _MAX_CANDIDATES):
+            if other.is_distrusted:
+                continue
             num_common = count_common(wanted, other.tokens[first:end].tobytes())
             if (num_there := min(num_common, other.num_applied - first)) > num_copied:
                 num_copied, source = num_there, other.pages[num_full]
@@ -129,23 +135,28 @@ class Prefixes:
     def stop(self, sequence: Sequence) -> list[Awaited]:
         """The sequence runs no longer. It still holds its pages; of a part-filled one the content is kept as well."""
         self._leave(sequence)
-        if sequence.num_applied > sequence.num_named_pages * self._page_size and not sequence.is_distrusted:
+        if sequence.num_applied > sequence.num_named_pages * self._page_size:
             self._name(sequence, sequence.num_named_pages, sequence.num_applied)
         return [sequence, *self._end_computing(sequence, sequence.page_keys[sequence.num_named_pages :])]
 
-    def distrust(self, sequence: Sequence) -> None:
-        """A running sequence's logits were bad, and so may be what its pages hold: nobody is to find them."""
-        sequence.is_distrusted = True
-        self._pool.disown(sequence.pages, sequence.page_keys)
+    def distrust(self, salt: bytes) -> None:
+        """The logits of one of a tenant's sequences were bad, and so may be what its pages hold, those that it had
+        found, and those that others found or copied from since: nobody is to find any page that the tenant has now."""
+        for sequences in self._filling.values():
+            for sequence in sequences:
+                sequence.is_distrusted |= sequence.salt == salt
+        self._pool.disown(salt)
 
     def _name(self, sequence: Sequence, index: int, num_applied: int) -> None:
-        """One of its pages, full or not."""
+        """One of its pages, full or not; not if it may be bad."""
+        if sequence.is_distrusted:
+            return
         first = index * self._page_size
         content = sequence.tokens[first : min(first + self._page_size, num_applied)].tobytes()
         before = _key_before(sequence, index)
         is_full = num_applied >= first + self._page_size
         key = sequence.page_keys[index] if is_full else part_key(before, content)
-        self._pool.name(sequence.pages[index], key, before, content)
+        self._pool.name(sequence.pages[index], key, before, content, sequence.salt)
 
     def _leave(self, sequence: Sequence) -> None:
         before = _key_before(sequence, sequence.num_named_pages)

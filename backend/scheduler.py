@@ -191,8 +191,9 @@ class Scheduler:
         self._waiting.unpark(self._prefixes.note_computed(sequence, num_tokens))
 
     def distrust(self, sequence: Sequence) -> None:
-        """A running sequence's logits were bad, and so may be what its pages hold: nobody is to find them."""
-        self._prefixes.distrust(sequence)
+        """A running sequence's logits were bad, and so may be what its pages hold, and others of the same tenant:
+        nobody is to find them."""
+        self._prefixes.distrust(sequence.salt)
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Starts waiting sequences in order while budget, slots and pages last.

@@ -156,7 +156,7 @@ class Sequence:
         self.num_cached = 0
         """Tokens whose KV was there already when it was admitted."""
         self.is_distrusted = False
-        """What its pages hold may be bad."""
+        """What its pages hold may be bad, and is nobody else's."""
         self.num_prefilled = 0
         """Of what it brought, the tokens whose KV is computed by steps that have been applied."""
         self.num_named_pages = 0
@@ -215,6 +215,7 @@ class Sequence:
         self.num_cached = 0
         self.num_named_pages = 0
         self.num_there = -1
+        self.is_distrusted = False
         self.rewind(0)
 
     def rewind(self, num_computed: int) -> None:

@@ -7,8 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from backend.batch_builder import BatchBuilder
+from backend.forward_pass import StepBatch
 from backend.host_pages import HostPages
+from backend.plan import Plan
+from shm.wire import Finish
 from tests.backend.harness import Bench, expected_tokens
+from tests.backend.test_page_pool import SALTS, salt_of
 
 KEYS = [bytes([number]) * 16 for number in range(9)]
 
@@ -30,11 +35,11 @@ class HostPagesMachine(RuleBasedStateMachine):
     def save(self, key: bytes) -> None:
         if key not in self.kept and len(self.kept) == self.num_places:
             if not self.kept or self.kept[0] in self.read:
-                self.host.save(key[0], key)
+                self.host.save(key[0], key, salt_of(key))
                 assert not self.host.holds(key)
                 return
             del self.kept[0]
-        self.host.save(key[0], key)
+        self.host.save(key[0], key, salt_of(key))
         self.kept = [kept for kept in self.kept if kept != key] + [key]
 
     @rule(key=st.sampled_from(KEYS))
@@ -61,11 +66,11 @@ class HostPagesMachine(RuleBasedStateMachine):
         self.content |= {place: page for page, place in saves}
         assert self.host.take_saves() == ()
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
-    def forget(self, keys: list[bytes]) -> None:
+    @rule(salt=st.sampled_from(SALTS))
+    def disown(self, salt: bytes) -> None:
         self.end_plan()  # nobody is distrusted in the middle of a plan
-        self.host.forget(keys)
-        self.kept = [kept for kept in self.kept if kept not in keys]
+        self.host.disown(salt)
+        self.kept = [kept for kept in self.kept if salt_of(kept) != salt]
 
     @invariant()
     def it_agrees_with_the_model(self) -> None:
@@ -102,6 +107,33 @@ def test_a_preempted_sequence_gets_its_pages_back_instead_of_computing_them_agai
     assert restored.board.pages_saved >= num_back > 0
     assert restored.board.computed_tokens <= recomputed.board.computed_tokens - 4 * num_back
     assert restored.board.host_pages_used == restored.board.pages_saved
+
+
+def test_what_is_to_be_saved_is_saved_with_the_next_step_if_its_own_cannot_be_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
+    for number in range(2):
+        bench.submit([*FIRST, number], 2, request_id=number)
+        bench.run_dry()
+    build = BatchBuilder.build
+    faults = iter([True])
+
+    def fail_with_saves(builder: BatchBuilder, plan: Plan) -> StepBatch:
+        if bench.board.pages_saved < bench.pool.host.num_saved and next(faults, False):
+            raise RuntimeError("planted")
+        return build(builder, plan)
+
+    monkeypatch.setattr(BatchBuilder, "build", fail_with_saves)
+    for number in range(2, 5):  # these need all pages
+        bench.submit([*SECOND, number], 12, request_id=number)
+        bench.run_dry()
+    assert next(faults, None) is None
+    assert [bench.received(number).finishes for number in range(2, 5)].count([Finish.FAILED]) == 1
+    bench.submit([*FIRST, 9], 2, request_id=9)
+    bench.run_dry()
+    assert bench.board.pages_restored == 2
+    assert bench.received(9).token_ids == expected_tokens([*FIRST, 9], 2, bench.vocab_size)
 
 
 def test_what_nobody_asked_for_twice_is_not_saved() -> None:

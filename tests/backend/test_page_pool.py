@@ -10,11 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.page_pool import PagePool
 
 KEYS = [bytes([number]) * 16 for number in range(12)]
+SALTS = (b"", b"other")
 
 
 def before_of(key: bytes) -> bytes:
     """Several pages follow one."""
     return KEYS[key[0] % 3]
+
+
+def salt_of(key: bytes) -> bytes:
+    return SALTS[key[0] % 2]
 
 
 class PagePoolMachine(RuleBasedStateMachine):
@@ -57,7 +62,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         if not holding:
             return
         page = data.draw(st.sampled_from(holding))
-        self.pool.name(page, key, before_of(key), key)
+        self.pool.name(page, key, before_of(key), key, salt_of(key))
         if page not in self.key_of and key not in self.key_of.values():
             self.key_of[page] = key
 
@@ -81,26 +86,22 @@ class PagePoolMachine(RuleBasedStateMachine):
         still_held = self.held()
         self.idle += [page for page in reversed(holding) if page in self.key_of and page not in still_held]
 
-    @precondition(lambda self: self.holdings)
-    @rule(data=st.data())
-    def disown(self, data: st.DataObject) -> None:
-        holding = data.draw(st.sampled_from(self.holdings))
-        self.pool.disown(holding, [])
-        for page in holding:
-            self.key_of.pop(page, None)
+    @rule(salt=st.sampled_from(SALTS))
+    def disown(self, salt: bytes) -> None:
+        self.pool.disown(salt)
+        self.key_of = {page: key for page, key in self.key_of.items() if salt_of(key) != salt}
+        self.idle = [page for page in self.idle if page in self.key_of]
 
     @rule(page=st.integers(0, 11))
     def misuse(self, page: int) -> None:
-        """What is not held can be neither given back nor named nor disowned; what has no key cannot be shared."""
+        """What is not held can be neither given back nor named; what has no key cannot be shared."""
         if page >= self.num_pages:
             return
         if page not in self.held():
             with pytest.raises(ValueError, match=f"page {page} is given back"):
                 self.pool.give_back([page])
             with pytest.raises(ValueError, match=f"page {page} is named"):
-                self.pool.name(page, KEYS[0], KEYS[1], b"")
-            with pytest.raises(ValueError, match=f"page {page} is disowned"):
-                self.pool.disown([page], [])
+                self.pool.name(page, KEYS[0], KEYS[1], b"", b"")
         if page not in self.key_of:
             with pytest.raises(ValueError, match=f"page {page} has no known content"):
                 self.pool.hold(page)

@@ -149,6 +149,8 @@ class PrefixesMachine(RuleBasedStateMachine):
             sequence.tokens.append(following)
 
     def name(self, sequence: Sequence, index: int, end: int) -> None:
+        if sequence.is_distrusted:
+            return
         text, page = (sequence.salt, tuple(sequence.tokens[:end])), sequence.pages[index]
         if text not in self.named and page not in self.named.values():
             self.named[text] = page
@@ -158,8 +160,9 @@ class PrefixesMachine(RuleBasedStateMachine):
     def stop(self, data: st.DataObject, is_bad: bool, is_patient: bool) -> None:
         sequence = data.draw(st.sampled_from(list(self.running)))
         if is_bad:
-            self.prefixes.distrust(sequence)
-            self.named = {text: page for text, page in self.named.items() if page not in sequence.pages}
+            self.prefixes.distrust(sequence.salt)
+            assert all(other.is_distrusted for other in self.running if other.salt == sequence.salt)
+            self.named = {text: page for text, page in self.named.items() if text[0] != sequence.salt}
         elif sequence.num_applied > sequence.num_named_pages * self.size:
             self.name(sequence, sequence.num_named_pages, sequence.num_applied)
         del self.running[sequence]

@@ -346,11 +346,11 @@ class ChainPass:
                 raise Violation("a mask that leaves nothing")
         return allowed
 
-    def poison_in(self, pages: list[int], num_tokens: int) -> set[tuple[int, int]]:
-        """(fault number, page) of each page with something poisoned among num_tokens tokens."""
+    def poison_in(self, pages: list[int], num_tokens: int) -> set[int]:
+        """The numbers of the faults that have poisoned something among num_tokens tokens."""
         size = self._page_size
         places = [(pages[i // size], i % size) for i in range(num_tokens)]
-        return {(-cell, page) for page, place in places if (cell := self.cells[page * size + place]) < 0}
+        return {-cell for page, place in places if (cell := self.cells[page * size + place]) < 0}
 
 
 def _in_columns(told: list[tuple[int, int, EventLogprobs]]) -> TokenLogprobs | None:

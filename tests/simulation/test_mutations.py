@@ -164,13 +164,6 @@ def _saves_go_with_rows(launch: Any, forward_pass: Any, plan: Plan, batch: Any, 
     return launch(forward_pass, plan, batch, saves if plan.live_rows() else (), before)
 
 
-def _saves_go_with_the_plan(launch: Any, engine: Engine, *planned: Any) -> None:
-    saves = engine._scheduler.take_saves()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._scheduler, "take_saves", lambda: saves)
-        launch(engine, *planned)
-
-
 def _places_are_not_kept_for_reading(find: Any, host: HostPages) -> int | None:
     host._read.clear()
     return find(host)  # type: ignore[no-any-return]
@@ -188,9 +181,11 @@ def _sources_can_be_evicted(start: Any, scheduler: Scheduler, *args: Any, **opti
         start(scheduler, *args, **options)
 
 
-def _distrusted_parts_are_kept(distrust: Any, prefixes: Prefixes, sequence: Sequence) -> None:
-    distrust(prefixes, sequence)
-    sequence.is_distrusted = False
+def _distrusted_parts_are_kept(distrust: Any, prefixes: Prefixes, salt: bytes) -> None:
+    distrust(prefixes, salt)
+    for sequences in prefixes._filling.values():
+        for sequence in sequences:
+            sequence.is_distrusted = False
 
 
 def _a_failed_step_fails_them_all(_: Any, engine: Engine, plan: Plan, error: Exception) -> None:
@@ -392,9 +387,8 @@ PLANTED: dict[str, Plant] = {
     "a page restore outlives its row": _wrap(Plan, "keep", _page_restores_stay_when_their_row_is_dropped),
     "restored pages count as computed before they are there": _wrap(Scheduler, "_start", _restored_counts_as_computed),
     "what is saved is lost with a step whose rows have left": _wrap(device_module, "launch_step", _saves_go_with_rows),
-    "what is saved is lost with a plan that cannot be built": _wrap(Engine, "_launch", _saves_go_with_the_plan),
     "a place is written before the step has read it": _wrap(HostPages, "_free_place", _places_are_not_kept_for_reading),
-    "pages with bad logits stay on the host": _wrap(HostPages, "forget", lambda *_: None),
+    "pages with bad logits stay on the host": _wrap(HostPages, "disown", lambda *_: None),
     "a page copy outlives its row": _wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
     "a page is evicted while it is to be copied": _wrap(Scheduler, "_start", _sources_can_be_evicted),
     "part of a page with bad logits is left behind": _wrap(Prefixes, "distrust", _distrusted_parts_are_kept),
@@ -418,7 +412,7 @@ PLANTED: dict[str, Plant] = {
     ),
     "bad logits fail the whole step": _wrap(Engine, "_apply", _a_bad_row_spoils_the_step),
     "bad logits leave their pages behind": lambda patch: patch.setattr(
-        Prefixes, "distrust", lambda _prefixes, _sequence: None
+        Prefixes, "distrust", lambda _prefixes, _salt: None
     ),
 }
 

@@ -129,7 +129,7 @@ class Setup:
                 "restart": rng.choice((0.0, 0.03, 0.06)),
                 "drain": rng.choice((0.0, 0.0, 0.0, 0.03)),
                 "fault": 0.0 if is_real else rng.choice((0.0, 0.0, 0.03, 0.1)),
-                "curse": 0.0 if is_real else rng.choice((0.0, 0.0, 0.1)),
+                "curse": 0.0 if is_real else rng.choice((0.0, 0.1, 0.3)),
                 "bad request": seldom,
                 "constrained": rng.choice((0.0, 0.0, 0.3, 0.8)),
                 "scored": rng.choice((0.0, 0.0, 0.2)),

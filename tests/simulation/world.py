@@ -75,8 +75,8 @@ class Backend:
         """The tick in which each sequence came."""
         self.struck: set[object] = set()
         """Sequences, and (frontend, request id), on which the engine broke down, and which may fail for it."""
-        self.burnt: dict[tuple[int, int], int] = {}
-        """(fault, page) → the tick in which a request failed for what the fault had left in the page."""
+        self.burnt: dict[int, int] = {}
+        """Fault → the tick in which a request first failed for what it had left in its pages."""
 
 
 class World:
@@ -417,18 +417,16 @@ class World:
 
     def judge_copy(self, source: int, num_tokens: int) -> None:
         """As it is planned."""
-        backend = self.backend
-        if isinstance(backend.forward_pass, ChainPass):
-            poison = backend.forward_pass.poison_in([source], num_tokens)
-            if any(pair in backend.burnt for pair in poison):
-                raise Violation("a page is copied for which a request has failed")
+        forward_pass = self.backend.forward_pass
+        if (
+            isinstance(forward_pass, ChainPass)
+            and forward_pass.poison_in([source], num_tokens) & self.backend.burnt.keys()
+        ):
+            raise Violation("a page is copied for which a request has failed")
 
     def judge_restores(self, restores: tuple[tuple[int, int], ...]) -> None:
-        """As they are planned. What is poisoned has not failed anybody yet, and the pages count as new ones."""
-        backend = self.backend
+        """As they are planned."""
         self.covered["restored from the host"] += len(restores)
-        pages = {page for _, page in restores}
-        backend.burnt = {pair: tick for pair, tick in backend.burnt.items() if pair[1] not in pages}
 
     def judge_rejection(self, heard: Open, code: FailureCode) -> None:
         backend, ask = self.backend, heard.ask
@@ -461,10 +459,10 @@ class World:
         poison = backend.forward_pass.poison_in(sequence.pages, len(sequence.tokens))
         if any(map(backend.pool.host.holds, sequence.page_keys)):
             raise Violation(f"{heard.ask} fails for its pages, and one of them stays on the host")
-        if any(backend.burnt.get(pair, self.tick) < backend.since[sequence] for pair in poison):
-            raise Violation(f"{heard.ask} fails for a page that others had failed for before it came")
-        for pair in poison:
-            backend.burnt.setdefault(pair, self.tick)
+        if any(backend.burnt.get(fault, self.tick) < backend.since[sequence] for fault in poison):
+            raise Violation(f"{heard.ask} fails for what others had failed for before it came")
+        for fault in poison:
+            backend.burnt.setdefault(fault, self.tick)
 
     def _judge_turn(self) -> None:
         backend = self.backend
