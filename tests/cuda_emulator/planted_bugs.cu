@@ -172,17 +172,17 @@ extern "C" __global__ void misaligned_matrix_row(unsigned* out) {
     __shared__ __align__(16) unsigned bytes[64 * 4];
     for (int i = 0; i < 4; ++i) bytes[threadIdx.x * 4 + i] = 0;
     __syncthreads();
-    unsigned r[2];
-    ldmatrix_x2(r, bytes + threadIdx.x % 16 * 4 + BUG);
+    unsigned r[4];
+    ldmatrix_x4(r, bytes + threadIdx.x % 32 * 4 + BUG);
     out[threadIdx.x] = r[0];
 }
 
 extern "C" __global__ void matrix_row_not_shared(const unsigned* in, unsigned* out) {
-    __shared__ __align__(16) unsigned bytes[64];
-    bytes[threadIdx.x] = in[threadIdx.x];
+    __shared__ __align__(16) unsigned bytes[64 * 2];
+    bytes[threadIdx.x] = bytes[64 + threadIdx.x] = in[threadIdx.x];
     __syncthreads();
-    unsigned r[2];
-    ldmatrix_x2(r, (BUG ? in : bytes) + threadIdx.x % 16 * 4);
+    unsigned r[4];
+    ldmatrix_x4(r, (BUG ? in : bytes) + threadIdx.x % 32 * 4);
     out[threadIdx.x] = r[0];
 }
 

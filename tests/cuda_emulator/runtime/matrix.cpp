@@ -19,7 +19,6 @@ struct Multiply {
 
 struct Load {
     unsigned* registers;
-    int count;
     bool transposed;
     const void* row;
     const void* site;
@@ -97,15 +96,15 @@ void multiply(Thread* lanes) {
     }
 }
 
-void ldmatrix(unsigned* registers, int count, bool transposed, const void* row, Here here) {
-    Load mine{registers, count, transposed, row, __builtin_return_address(0)};
+void ldmatrix(unsigned (&registers)[4], bool transposed, const void* row, Here here) {
+    Load mine{registers, transposed, row, __builtin_return_address(0)};
     warp_call(WarpCall::kLdmatrix, kWholeWarp, reinterpret_cast<uint64_t>(&mine), 0, here);
 }
 
 void load_matrices(Thread* lanes) {
     check_whole(lanes, "ldmatrix");
     const Load& any = handed_in<Load>(lanes[0]);
-    for (int matrix = 0; matrix < any.count; ++matrix) {
+    for (int matrix = 0; matrix < 4; ++matrix) {
         uint16_t numbers[8][8];
         for (int row = 0; row < 8; ++row) {
             Thread& lane = lanes[matrix * 8 + row];

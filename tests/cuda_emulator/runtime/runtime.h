@@ -63,9 +63,9 @@ uint64_t warp_call(WarpCall call, unsigned mask, uint64_t value, int from_lane, 
 
 enum class Number { kBf16, kFp16 };
 
-// mma.m16n8k16 and ldmatrix (count of its matrices: 2 or 4), in the fragments that the PTX manual gives.
+// mma.m16n8k16 and ldmatrix of four matrices, in the fragments that the PTX manual gives.
 void mma(Number number, float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Here here);
-void ldmatrix(unsigned* registers, int count, bool transposed, const void* row, Here here);
+void ldmatrix(unsigned (&registers)[4], bool transposed, const void* row, Here here);
 
 // ---- cp.async ----
 

@@ -22,23 +22,19 @@ extern "C" __global__ void __launch_bounds__(32, 1)
     for (int i = 0; i < 4; ++i) *places[i] = acc[i];
 }
 
-// matrices [4, 8, 8]; out [4 forms, 4 registers, 32 lanes, 2]: x4, x4 transposed, x2, x2 transposed. One warp.
+// matrices [4, 8, 8]; out [2 forms, 4 registers, 32 lanes, 2]: x4, x4 transposed. One warp.
 extern "C" __global__ void __launch_bounds__(32, 1) load(const unsigned short* matrices, unsigned* out) {
     __shared__ __align__(16) unsigned short rows[4 * 8 * 8];
     for (int i = int(threadIdx.x); i < 4 * 8 * 8; i += 32) rows[i] = matrices[i];
     __syncthreads();
-    unsigned four[4], two[2];
-    const auto keep = [&](int form, const unsigned* registers, int count) {
-        for (int i = 0; i < count; ++i) out[(form * 4 + i) * 32 + int(threadIdx.x)] = registers[i];
+    unsigned four[4];
+    const auto keep = [&](int form) {
+        for (int i = 0; i < 4; ++i) out[(form * 4 + i) * 32 + int(threadIdx.x)] = four[i];
     };
     ldmatrix_x4(four, rows + threadIdx.x * 8);
-    keep(0, four, 4);
+    keep(0);
     ldmatrix_x4_trans(four, rows + threadIdx.x * 8);
-    keep(1, four, 4);
-    ldmatrix_x2(two, rows + threadIdx.x % 16 * 8);
-    keep(2, two, 2);
-    ldmatrix_x2_trans(two, rows + threadIdx.x % 16 * 8);
-    keep(3, two, 2);
+    keep(1);
 }
 
 // As below, of 4 bytes: 5 threads.
@@ -58,8 +54,7 @@ extern "C" __global__ void __launch_bounds__(16, 1) copy(const unsigned char* so
     cp_async_16(bytes + mine, source + mine, int(threadIdx.x));
     cp_async_commit();
     cp_async_wait<0>();
-    store_streaming_16(out + mine, load_streaming_16(source + mine));
-    for (int i = 0; i < 16; ++i) out[256 + mine + i] = bytes[mine + i];
+    for (int i = 0; i < 16; ++i) out[mine + i] = bytes[mine + i];
 }
 
 extern "C" __global__ void narrow(const float* in, unsigned short* bf16, unsigned short* f16, unsigned char* e4m3,
@@ -81,15 +76,12 @@ extern "C" __global__ void narrow_pairs(const float* in, unsigned* bf16, unsigne
     }
 }
 
-// All 65,536 values of 16 bits, also as pairs with their complement, and as pairs of e4m3.
-extern "C" __global__ void widen(float* bf16, float* f16, float2* bf16_pairs, float2* f16_pairs, float2* e4m3_pairs) {
+// All 65,536 values of 16 bits, as fp16, and as pairs of e4m3, which become pairs of fp16.
+extern "C" __global__ void widen(float* f16, unsigned* e4m3_pairs) {
     for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < 65536; i += gridDim.x * blockDim.x) {
         const unsigned short bits = static_cast<unsigned short>(i);
-        bf16[i] = bf16_to_float(bits);
         f16[i] = f16_to_float(bits);
-        bf16_pairs[i] = unpack_bf16x2(i | (~i << 16));
-        f16_pairs[i] = unpack_f16x2(i | (~i << 16));
-        e4m3_pairs[i] = unpack_e4m3x2(bits);
+        e4m3_pairs[i] = e4m3x2_to_f16x2(bits);
     }
 }
 

@@ -9,7 +9,7 @@ constexpr int kMergeStride = HEAD_DIM + 8;  // floats: rows that a warp writes a
 constexpr float kNoPeak = -1e30f;           // below all logits, finite so that differences stay numbers
 
 // Of tokens that are not attended to: the weight is 0.
-__device__ __forceinline__ float hidden_logit() { return __uint_as_float(0xff800000u); }
+__device__ __forceinline__ float hidden_logit() { return -infinity(); }
 
 // Logits in units of log2(e): scale · q·k, or cap · tanh(scale · q·k / cap).
 struct Scorer {
@@ -17,7 +17,7 @@ struct Scorer {
     float cap;  // 0: none
 
     __device__ __forceinline__ Scorer(float scale, float softcap)
-        : inner(softcap > 0.0f ? scale / softcap : scale * 1.4426950408889634f), cap(softcap * 1.4426950408889634f) {}
+        : inner(softcap > 0.0f ? scale / softcap : scale * kLog2E), cap(softcap * kLog2E) {}
 
     template <int N, int M> __device__ __forceinline__ void finish(float (&scores)[N][M]) const {
 #pragma unroll

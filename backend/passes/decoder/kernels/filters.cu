@@ -11,7 +11,7 @@ constexpr int kHalfMassBits = 19;              // mass is added up in two halves
 
 // e^-scaled_gap
 __device__ __forceinline__ unsigned long long mass_of(float scaled_gap) {
-    return (unsigned long long)(ex2_approx(scaled_gap * -1.44269504f) * kWholeMass);
+    return (unsigned long long)(ex2_approx(scaled_gap * -kLog2E) * kWholeMass);
 }
 
 // The sum over the block of all threads' x before this one's, and of all.

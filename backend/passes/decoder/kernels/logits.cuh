@@ -4,8 +4,6 @@
 
 #include "values.cuh"
 
-__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
-
 // Of tokens first … first + 7, a multiple of 8; -inf past the vocabulary. Rows may begin anywhere.
 __device__ __forceinline__ void load_logits(const Act* row, int vocab_size, int first, float (&x)[8]) {
     if (reinterpret_cast<unsigned long long>(row) % 16 == 0 && first + 8 <= vocab_size) {

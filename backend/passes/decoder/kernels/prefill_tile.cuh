@@ -9,10 +9,6 @@
 #include "reduce.cuh"
 #include "values.cuh"
 
-constexpr float kLog2E = 1.4426950408889634f;
-
-__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
-
 // Where 16-byte chunk `chunk` of row `row` lies, in chunks, in a tile of rows of CHUNKS each: moved so that 8 rows'
 // equal chunks fall into different banks.
 template <int CHUNKS> __device__ __forceinline__ unsigned swizzled(unsigned row, unsigned chunk) {

@@ -61,7 +61,7 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&acc)[4], const unsigned
 }
 
 // ---- Matrices of 8 × 8 16-bit values from shared memory, one to a register of each lane ----
-// Lane 8 i + j gives the address of row j of matrix i, a multiple of 16. With x2 the upper lanes' addresses are unused.
+// Lane 8 i + j gives the address of row j of matrix i, a multiple of 16.
 
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -73,20 +73,6 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
 __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1])
                  : "r"(shared_address(row))
                  : "memory");
 }
@@ -113,23 +99,6 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 // Waits until at most N of the groups that this thread committed are still under way.
 template <int N> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-// ---- Memory that is read or written once: kept out of L1. Addresses are multiples of 16 ----
-
-// The kernel must not write what it reads in this way.
-__device__ __forceinline__ uint4 load_streaming_16(const void* source) {
-    uint4 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(source));
-    return x;
-}
-
-__device__ __forceinline__ void store_streaming_16(void* target, uint4 x) {
-    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(target), "r"(x.x), "r"(x.y), "r"(x.z),
-                 "r"(x.w)
-                 : "memory");
 }
 
 // ---- Approximations of the special function unit: about 2 units in the last place; subnormals count as 0 ----
@@ -201,13 +170,9 @@ inline void mma_m16n8k16_f16(float (&acc)[4], const unsigned (&a)[4], unsigned b
     cusim::mma(cusim::Number::kFp16, acc, a, b0, b1, here);
 }
 
-inline void ldmatrix_x4(unsigned (&r)[4], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, 4, false, row, here); }
+inline void ldmatrix_x4(unsigned (&r)[4], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, false, row, here); }
 
-inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, 4, true, row, here); }
-
-inline void ldmatrix_x2(unsigned (&r)[2], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, 2, false, row, here); }
-
-inline void ldmatrix_x2_trans(unsigned (&r)[2], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, 2, true, row, here); }
+inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, CUSIM_HERE) { cusim::ldmatrix(r, true, row, here); }
 
 inline void cp_async_16(void* shared, const void* source, int source_bytes = 16, CUSIM_HERE) {
     cusim::async_copy(shared, source, 16, source_bytes, here);
@@ -220,10 +185,6 @@ inline void cp_async_4(void* shared, const void* source, int source_bytes = 4, C
 inline void cp_async_commit() { cusim::async_commit(); }
 
 template <int N> inline void cp_async_wait() { cusim::async_wait(N); }
-
-__device__ __forceinline__ uint4 load_streaming_16(const void* source) { return *static_cast<const uint4*>(source); }
-
-__device__ __forceinline__ void store_streaming_16(void* target, uint4 x) { *static_cast<uint4*>(target) = x; }
 
 __device__ __forceinline__ float ex2_approx(float x) { return cusim::ex2_approx(x); }
 
@@ -254,20 +215,7 @@ __device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
 
 #endif  // CUSIM
 
-// ---- Without an instruction of their own on some or all GPUs ----
-
-__device__ __forceinline__ float bf16_to_float(unsigned short x) {
-    return __uint_as_float(static_cast<unsigned>(x) << 16);
-}
-
-__device__ __forceinline__ float2 unpack_bf16x2(unsigned x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-
-__device__ __forceinline__ float2 unpack_f16x2(unsigned x) {
-    const unsigned short low = static_cast<unsigned short>(x), high = static_cast<unsigned short>(x >> 16);
-    return make_float2(f16_to_float(low), f16_to_float(high));
-}
+// ---- Without an instruction of their own on some GPUs ----
 
 #if !defined(CUSIM) && __CUDA_ARCH__ >= 890
 
@@ -318,10 +266,6 @@ __device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short x) {
 }
 
 #endif
-
-__device__ __forceinline__ float2 unpack_e4m3x2(unsigned short x) { return unpack_f16x2(e4m3x2_to_f16x2(x)); }
-
-__device__ __forceinline__ float e4m3_to_float(unsigned char x) { return unpack_e4m3x2(x).x; }
 
 // The next number of a counter in global memory. All that this thread, and those it met at a barrier before, wrote to
 // global memory is seen by the thread that takes a later number, and by those it meets at a barrier afterwards.

@@ -5,6 +5,10 @@
 
 #include "ptx.cuh"
 
+constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
 struct Bf16 {
     unsigned short bits;
 };
