@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backend.forward_pass import FROM_SLOT, SlotInit, StepBatch
+from backend.forward_pass import FROM_SLOT, EmbeddedTokens, SlotInit, StepBatch
+from backend.shared_prompts import LentRows
 
 if TYPE_CHECKING:
     from backend.plan import Plan
@@ -33,10 +35,14 @@ class BatchBuilder:
         query_starts = np.zeros(len(plan) + 1, np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         input_ids = np.full(query_starts[-1], FROM_SLOT, np.int32)
+        embeddings: list[EmbeddedTokens] = []
         for index in range(plan.num_decodes, len(plan)):
-            end = plan.ends[index]
-            known = plan.sequences[index].tokens[end - plan.lengths[index] : end]
-            input_ids[query_starts[index] : query_starts[index + 1]] = known
+            sequence, end = plan.sequences[index], plan.ends[index]
+            start = end - plan.lengths[index]
+            input_ids[query_starts[index] : query_starts[index + 1]] = sequence.tokens[start:end]
+            if sequence.embeddings is not None and start < sequence.num_prompt_tokens:
+                rows = LentRows(sequence.embeddings, start, min(end, sequence.num_prompt_tokens) - start)
+                embeddings.append(EmbeddedTokens(int(query_starts[index]), rows))
         return StepBatch(
             input_ids=input_ids,
             query_starts=query_starts,
@@ -47,6 +53,7 @@ class BatchBuilder:
             slot_inits=tuple(map(_slot_init, plan.slot_takers)),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
+            embeddings=tuple(embeddings),
         )
 
     def _clear(self, sequence: Sequence) -> None:
@@ -73,6 +80,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
     rows = np.array(kept, np.int64)
     lengths = np.diff(batch.query_starts)
     token_kept = np.repeat(np.isin(np.arange(batch.num_rows), rows), lengths)
+    new_place = np.cumsum(token_kept) - 1
     new_index = np.full(batch.num_rows, -1, np.int32)
     new_index[rows] = np.arange(len(rows))
     logit_rows = new_index[batch.logit_rows]
@@ -87,4 +95,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
         slot_inits=tuple(init for init in batch.slot_inits if init.slot in slots),
         page_copies=tuple(plan.page_copies.values()),
         page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
+        embeddings=tuple(
+            replace(given, first=int(new_place[given.first])) for given in batch.embeddings if token_kept[given.first]
+        ),
     )

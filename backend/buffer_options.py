@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from backend.errors import StartupError
-from backend.forward_pass import IDeviceHiddenStates, IDeviceLogits, IHiddenStates
+from backend.forward_pass import IDeviceHiddenStates, IDeviceLogits, IHiddenStates, IPromptEmbeddings
 from shm.buffer_export import BufferExporter
 from shm.cuda_driver import DriverDevice
 from shm.device_api import DeviceError
@@ -53,4 +53,6 @@ def make_exporter(
     # A content is offered in every kind of memory or not at all.
     if isinstance(forward_pass, IDeviceHiddenStates if BufferKind.CUDA in kinds else IHiddenStates):
         contents += (ContentSpec(BufferContent.HIDDEN_STATES, forward_pass.hidden_size, "<f4"),)
+    if isinstance(forward_pass, IPromptEmbeddings):
+        contents += (ContentSpec(BufferContent.PROMPT_EMBEDDINGS, forward_pass.embedding_size, "<f4"),)
     return BufferExporter(kinds, contents, budget_bytes, device)

@@ -295,7 +295,8 @@ class IHostPages(Protocol):
 
 @runtime_checkable
 class IPromptEmbeddings(Protocol):
-    """What a pass may be besides: a prompt may be given as embeddings, see `StepBatch.embeddings`."""
+    """What a pass may be besides: a prompt may be given as embeddings, see `StepBatch.embeddings`. One that is
+    IDeviceLogits as well is given them on the device and on the host, any other one on the host only."""
 
     @property
     def embedding_size(self) -> int: ...

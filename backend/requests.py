@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import secrets
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import numpy as np
 
 from backend.coalescer import Coalescer, ShareKey
 from backend.constraints import SequenceConstraints
-from backend.forward_pass import SamplingParams
+from backend.forward_pass import FROM_EMBEDDINGS, SamplingParams
 from backend.grammar_desk import GrammarDesk
 from backend.sequence import Sequence, Subscriber
 from shm.link import NO_TOKEN
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from shm.board import BackendBoard
     from shm.link import BackendLink, Submission
     from shm.wire import Submit
+
+
+_EMBEDDED = np.int32(FROM_EMBEDDINGS).tobytes()
+_SALT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,8 @@ class Requests:
     def submit(self, submission: Submission) -> None:
         """A new request: refused, or waiting for its grammar, or taken on."""
         submit, now_s = submission.submit, self._clock()
+        if submission.embeddings is not None:
+            submission = replace(submission, tokens=_EMBEDDED * submit.num_prompt_tokens)
         if (failure := self._refusal(submission)) is not None:
             self._reject(submission, failure)
             return
@@ -152,13 +159,15 @@ class Requests:
                 submission.tokens[:4] if is_scored else submission.tokens,
                 1 if is_scored else submit.num_prompt_tokens,
                 sampling,
-                salt=submit.salt,
+                # What embeddings stand for is not known: nobody else is to find what is computed of them.
+                salt=submit.salt if submission.embeddings is None else secrets.token_bytes(_SALT_BYTES),
                 rank=rank,
                 constraints=self._constraints(submission, matcher, is_scored=is_scored),
             )
             is_offered = key is not None and num_tokens == submit.num_prompt_tokens
             if is_offered and sampling.num_logprobs >= 0:
                 sequence.logprobs = []
+            sequence.embeddings = submission.embeddings
             sequence.output, sequence.output_start = submission.output, submit.num_prompt_tokens
             self._open_for(subscriber, sequence)
             self._scheduler.add(sequence)
@@ -193,7 +202,8 @@ class Requests:
             return Failure(request_id, FailureCode.INTERNAL)
         if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > limits.max_context_tokens:
             return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, limits.max_context_tokens)
-        if tokens.min() < 0 or max(int(tokens.max()), *_named_ids(submit), 0) >= limits.vocab_size:
+        lowest = 0 if submission.embeddings is None else FROM_EMBEDDINGS
+        if tokens.min() < lowest or max(int(tokens.max()), *_named_ids(submit), 0) >= limits.vocab_size:
             return Failure(request_id, FailureCode.BAD_TOKEN, limits.vocab_size)
         return None
 

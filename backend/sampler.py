@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backend.forward_pass import (
+    FROM_EMBEDDINGS,
     FROM_SLOT,
     NOT_FINITE,
     SamplingParams,
@@ -78,7 +79,8 @@ class HostSampling:
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
 
     def begin_step(self, batch: StepBatch) -> NDArray[np.int32]:
-        """Token ids of the step, [T] int32, none of them FROM_SLOT. Call once at the start of `forward`."""
+        """Token ids of the step, [T] int32, none of them FROM_SLOT; FROM_EMBEDDINGS stays. Call once at the start of
+        `forward`."""
         for init in batch.slot_inits:
             self._take_slot(init)
         unknown = np.flatnonzero(batch.input_ids == FROM_SLOT)
@@ -201,7 +203,7 @@ class _Penalties:
         self.frequency = params.frequency_penalty
         self.generated = np.bincount(token_ids[num_prompt_tokens:], minlength=vocab_size).astype(np.int32)
         self.seen = np.zeros(vocab_size, np.bool_)
-        self.seen[token_ids] = True
+        self.seen[token_ids[token_ids != FROM_EMBEDDINGS]] = True
 
     def count(self, token: int) -> None:
         self.generated[token] += 1

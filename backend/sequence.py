@@ -57,6 +57,7 @@ class Sequence:
         "_totals",
         "common_stop_ids",
         "constraints",
+        "embeddings",
         "ended",
         "generation",
         "is_distrusted",
@@ -110,6 +111,8 @@ class Sequence:
         """The executor's alone."""
         self.logprobs: list[EventLogprobs] | None = None
         """Of the tokens generated here, where a listener may come late and is to be told them too."""
+        self.embeddings: Loan | None = None
+        """Its prompt, where that is no tokens; ended by the link, with the request."""
         self.output: Loan | None = None
         """Where its one subscriber wants its logits; ended by the link, with the request."""
         self.output_start = 0

@@ -36,7 +36,7 @@ class LoanError(ValueError):
 
 
 class Loan:
-    """One buffer while it is the backend's. `write` may come from another thread than the end."""
+    """One buffer while it is the backend's. `write` and reading of rows may come from another thread than the end."""
 
     def __init__(self, memory: ExportedHostMemory | ExportedDeviceMemory, ref: BufferRef, spec: ContentSpec) -> None:
         self._memory = memory
@@ -62,15 +62,50 @@ class Loan:
                 self._memory.write(self._ref.index, row * self.row_bytes, self.row_bytes, source)
                 self._num_written = max(self._num_written, row + 1)
 
-    def read(self) -> bytes:
-        """A copy of what the client has written. Raises LoanError where it has not, or the device fails."""
+    def check_written(self) -> None:
+        """Raises LoanError where the client has not written what it lends, or the device fails."""
         try:
-            return self._memory.read(self._ref.index, self._ref.num_rows * self.row_bytes)
+            is_written = self._memory.is_written(self._ref.index)
+        except DeviceError as error:
+            raise LoanError(str(error)) from None
+        if not is_written:
+            raise LoanError(f"index is {self._ref.index}; this buffer was lent before it was written")
+
+    def read(self) -> bytes:
+        """A copy of all that the client has written. Raises LoanError where it has not, or the device fails."""
+        self.check_written()
+        try:
+            return self._memory.read(self._ref.index, 0, self._ref.num_rows * self.row_bytes)
         except DeviceError as error:
             raise LoanError(str(error)) from None
 
+    def read_rows(self, first: int, num_rows: int) -> bytes:
+        """A copy of some rows of a buffer on the host; zeroes after the end."""
+        offset_bytes, num_bytes = self._place_of(first, num_rows)
+        with self._lock:
+            if self._is_open:
+                return self._memory.read(self._ref.index, offset_bytes, num_bytes)
+        return bytes(num_bytes)
+
+    def copy_rows(self, first: int, num_rows: int, there: DeviceRow) -> None:
+        """Puts a copy of some rows of a buffer on the device behind the work of there.stream; nothing after the end.
+        Raises DeviceError."""
+        offset_bytes, num_bytes = self._place_of(first, num_rows)
+        if not isinstance(self._memory, ExportedDeviceMemory):
+            raise TypeError("rows on the host cannot be copied on the device")
+        # Within the lock, so that the buffer's event, and freeing its memory, come behind the copy.
+        with self._lock:
+            if self._is_open:
+                self._memory.copy(self._ref.index, offset_bytes, num_bytes, there)
+
+    def _place_of(self, first: int, num_rows: int) -> tuple[int, int]:
+        """Its offset and length in bytes."""
+        if not 0 <= first <= first + num_rows <= self._ref.num_rows:
+            raise ValueError(f"rows {first} to {first + num_rows} are wanted; {self._ref.num_rows} are lent")
+        return first * self.row_bytes, num_rows * self.row_bytes
+
     def end(self) -> BufferReturn:
-        """Nothing is written from now on. What the device has been told to write comes before the buffer's event."""
+        """Nothing is written or read from now on. What the device was told to do comes before the buffer's event."""
         with self._lock:
             self._is_open = False
         return BufferReturn(self._ref.index, self._ref.generation, self._num_written)

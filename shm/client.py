@@ -25,6 +25,8 @@ from shm.session import Session
 from shm.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, SharedBuffer, SharedBuffers
 from shm.stream import GenerationRequest, TokenBatch, TokenLogprobs, TokenStream
 from shm.wire import (
+    MAX_CONTEXT_TOKENS,
+    BufferContent,
     BufferKind,
     BufferRef,
     BufferWish,
@@ -215,7 +217,7 @@ class BackendClient:
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
             salt=request.salt,
-            may_share=request.may_share and request.output is None,
+            may_share=_may_share(request),
             priority=request.priority,
             constraints=request.constraints,
             num_prompt_logprobs=request.num_prompt_logprobs,
@@ -242,7 +244,7 @@ class BackendClient:
     def _may_join(self, request: GenerationRequest) -> bool:
         """Whether to ask the backend, which alone knows, if the request finds a twin in flight. Only while it takes
         what it is sent: behind a full link or arena nothing is piled up for a refusal."""
-        return request.may_share and request.output is None and not self._outbox
+        return _may_share(request) and not self._outbox
 
     def _retry_after_s(self, num_waiting: int, num_finished: int) -> int:
         """Seconds in which the queue would drain at the rate of late; at least 1, and 1 while nothing is known."""
@@ -538,11 +540,29 @@ class BackendClient:
         self.board.requests_open = len(self._streams)
 
 
+def _is_embedded(request: GenerationRequest) -> bool:
+    """Its prompt is embeddings in a shared buffer."""
+    prompt = request.token_ids
+    return isinstance(prompt, BufferSlice) and prompt.content is BufferContent.PROMPT_EMBEDDINGS
+
+
+def _may_share(request: GenerationRequest) -> bool:
+    """Another's tokens will do for it."""
+    return request.may_share and request.output is None and not _is_embedded(request)
+
+
 def _prompt_tokens(request: GenerationRequest) -> array[int]:
     """The prompt; of one in a shared buffer, which this process need not be able to read, its length. Raises
     ValueError."""
     if isinstance(request.token_ids, BufferSlice):
-        return array("i", bytes(4 * request.token_ids.num_rows))
+        num_rows = request.token_ids.num_rows
+        if not 1 <= num_rows <= MAX_CONTEXT_TOKENS:
+            raise ValueError(f"token_ids.num_rows is {num_rows}; a prompt has 1 to {MAX_CONTEXT_TOKENS} rows")
+        if _is_embedded(request) and request.num_prompt_logprobs >= 0:
+            raise ValueError(
+                f"num_prompt_logprobs is {request.num_prompt_logprobs}; with embeddings only -1 is allowed"
+            )
+        return array("i", bytes(4 * num_rows))
     try:
         return array("i", request.token_ids)
     except (OverflowError, TypeError) as error:

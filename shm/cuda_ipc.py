@@ -43,11 +43,19 @@ class ExportedDeviceMemory:
             self.event_handles = tuple(map(device.export_event, self._events))
             acquired.pop_all()
 
-    def read(self, index: int, num_bytes: int) -> bytes:
-        """What the client has written. Raises DeviceError; never waits for the client's work."""
-        if not self._device.has_passed(self._events[index]):
-            raise DeviceError(f"buffer {index} was lent before it was written")
-        return self._device.read(self._pointers[index], num_bytes)
+    def is_written(self, index: int) -> bool:
+        """Whether the client's work that fills it is done; the backend never waits for that. Raises DeviceError."""
+        return self._device.has_passed(self._events[index])
+
+    def read(self, index: int, offset_bytes: int, num_bytes: int) -> bytes:
+        """What the client has written. Raises DeviceError."""
+        return self._device.read(self._pointers[index] + offset_bytes, num_bytes)
+
+    def copy(self, index: int, offset_bytes: int, num_bytes: int, there: DeviceRow) -> None:
+        """Puts a copy of what the client has written behind the work of there.stream, and the buffer's event behind the
+        copy. Raises DeviceError."""
+        self._device.copy(there.pointer, self._pointers[index] + offset_bytes, num_bytes, there.stream)
+        self._device.record(self._events[index], there.stream)
 
     def write(self, index: int, offset_bytes: int, num_bytes: int, source: memoryview | DeviceRow) -> None:
         """Puts a copy behind the work of source.stream, and the buffer's event behind the copy."""

@@ -19,7 +19,7 @@ class DeviceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """Values on the device, as they are once the work that its stream holds now is done."""
+    """Values on the device, as they are once the work that its stream holds now is done; or a place for some."""
 
     pointer: int
     stream: int

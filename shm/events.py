@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Submission:
     """A request as it came from a frontend, copied and whole; token values and the model's limits are still unchecked.
 
-    tokens is packed int32, at least num_prompt_tokens of them; submit.tokens has served its time. No other open request
-    has this (frontend, request_id).
+    tokens is packed int32, at least num_prompt_tokens of them, or nothing where the prompt is embeddings;
+    submit.tokens has served its time. No other open request has this (frontend, request_id).
     """
 
     __match_args__: ClassVar[tuple[str, ...]] = ("frontend", "request_id", "tokens")
@@ -25,6 +25,8 @@ class Submission:
     tokens: bytes
     output: Loan | None = None
     """What `submit.output` asks for is written to this; the link ends the loan with the request."""
+    embeddings: Loan | None = None
+    """num_prompt_tokens rows that are the prompt; the link ends the loan with the request."""
 
     @property
     def request_id(self) -> int:

@@ -341,21 +341,22 @@ class BackendLink:
         frontend.open_requests.add(submit.request_id)
         try:
             output = frontend.borrow_output(submit)
-            tokens = frontend.copy_tokens(submit)
+            embeddings = frontend.borrow_embeddings(submit)
+            tokens = frontend.copy_tokens(submit) if embeddings is None else b""
         except (DescriptorError, LoanError, WireError) as error:
             _log.warning("frontend %d (pid %d): %s", frontend.epoch, frontend.connection.pid, error)
             failure = Failure(submit.request_id, FailureCode.BAD_DESCRIPTOR)
             self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
             self._fault(frontend)
             return
-        if not isinstance(submit.tokens, bytes):
+        if embeddings is None and not isinstance(submit.tokens, bytes):
             # Copied: its slot or buffer may be used again, however long the request has to wait.
             self.push(frontend.epoch, submit.request_id, NO_TOKEN)
-        self._events.append(Submission(frontend.epoch, submit, tokens, output))
+        self._events.append(Submission(frontend.epoch, submit, tokens, output, embeddings))
 
     def _close_request(self, frontend: Peer, request_id: int) -> None:
         frontend.open_requests.remove(request_id)
-        frontend.end_loan(request_id)
+        frontend.end_loans(request_id)
         if frontend.num_unsent:
             self._pending[frontend.epoch] = frontend
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from shm.board import FrontendBoard
 from shm.buffer_export import LoanError
 from shm.wire import (
     ArenaRef,
+    BufferContent,
     BufferRef,
     EventLogprobs,
     Failure,
@@ -63,7 +64,7 @@ class Peer:
         """Monotonic time since when output has been waiting although nothing of it could be sent."""
         self.open_requests: set[int] = set()
         self.buffers = buffers
-        self._loans: dict[int, Loan] = {}  # request id → what its output is written to
+        self._loans: defaultdict[int, list[Loan]] = defaultdict(list)  # by request, until its end
         self._next_sequence = 0
         # The columns of the events not sent yet.
         self._request_ids = array("Q")
@@ -128,18 +129,36 @@ class Peer:
         return tokens
 
     def borrow_output(self, submit: Submit) -> Loan | None:
-        """What the request's output is to be written to, until `end_loan`. Raises LoanError, WireError."""
+        """What the request's output is to be written to, until `end_loans`. Raises LoanError, WireError."""
         if submit.output is None:
             return None
         if submit.may_share:
             raise WireError("an output for a request that may join another")
-        loan = self._own_buffers().borrow(submit.output, to_backend=False)
-        self._loans[submit.request_id] = loan
+        return self._borrow(submit, submit.output, to_backend=False)
+
+    def borrow_embeddings(self, submit: Submit) -> Loan | None:
+        """The request's prompt until `end_loans`, where that is no tokens. Raises LoanError, WireError."""
+        ref = submit.tokens
+        if not isinstance(ref, BufferRef) or ref.content is not BufferContent.PROMPT_EMBEDDINGS:
+            return None
+        if submit.may_share:
+            raise WireError("embeddings of a request that may join another")
+        if submit.num_prompt_logprobs >= 0:
+            raise WireError("embeddings of a request that wants its prompt's log probabilities")
+        if ref.num_rows != submit.num_prompt_tokens:
+            raise WireError(f"{ref.num_rows} embeddings for {submit.num_prompt_tokens} tokens")
+        loan = self._borrow(submit, ref, to_backend=True)
+        loan.check_written()
         return loan
 
-    def end_loan(self, request_id: int) -> None:
-        """The request is over, whatever has become of it: its buffer, if it had one, goes back."""
-        if (loan := self._loans.pop(request_id, None)) is not None:
+    def _borrow(self, submit: Submit, ref: BufferRef, *, to_backend: bool) -> Loan:
+        loan = self._own_buffers().borrow(ref, to_backend=to_backend)
+        self._loans[submit.request_id].append(loan)
+        return loan
+
+    def end_loans(self, request_id: int) -> None:
+        """The request is over, whatever has become of it: the buffers that it had go back."""
+        for loan in self._loans.pop(request_id, ()):
             self._returned.append(self._own_buffers().give_back(loan))
 
     def _own_buffers(self) -> ExportedBuffers:

@@ -24,7 +24,9 @@ class GenerationRequest:
     """
 
     token_ids: Sequence[int] | BufferSlice
-    """The prompt, or the buffer that holds it; that one is the caller's again when the first tokens come."""
+    """The prompt, or the buffer that holds it. One of tokens is the caller's again when the first tokens come; one of
+    embeddings is read in place and comes back as `output` does. A request with those joins no other, and has no
+    log probabilities of its prompt."""
     max_tokens: int
     sampling: Sampling
     stop_token_ids: tuple[int, ...] = ()

@@ -144,6 +144,9 @@ class Constraints(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """Frontend → backend: run this. The tokens are the prompt and, when a stream resumes after a backend's death, what
     it has generated so far; the first num_prompt_tokens are the prompt. max_tokens counts from the prompt's end.
+
+    A buffer of PROMPT_EMBEDDINGS has num_prompt_tokens rows, is read where it is and so lent until the end. Such a
+    request joins no other, and its prompt has no log probabilities.
     """
 
     request_id: U63

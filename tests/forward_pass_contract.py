@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from backend.forward_pass import (
+    FROM_EMBEDDINGS,
     FROM_SLOT,
+    EmbeddedTokens,
     IBatchedForwardPass,
     IHostPages,
+    IPromptEmbeddings,
     PassOptions,
     SamplingParams,
     SlotInit,
@@ -23,6 +26,7 @@ from backend.forward_pass import (
 )
 from backend.plugins import find_forward_pass
 from tests.checkpoints import make_checkpoint
+from tests.decoder.driver import RowsOnHost
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,6 +83,8 @@ class Part:
     slot: int
     wants_logits: bool = True
     init: SlotInit | None = None
+    embeddings: np.ndarray | None = None
+    """Of all the token_ids, which are FROM_EMBEDDINGS then."""
 
 
 @dataclass
@@ -115,6 +121,11 @@ class Run:
             slot_inits=tuple(row.init for row in rows if row.init),
             page_copies=page_copies,
             page_restores=page_restores,
+            embeddings=tuple(
+                EmbeddedTokens(sum(lengths[:index]), RowsOnHost(row.embeddings))
+                for index, row in enumerate(rows)
+                if row.embeddings is not None
+            ),
         )
         logits = self.forward_pass.forward(batch)
         host = np.array(self.forward_pass.host_logits(logits), np.float32)
@@ -132,6 +143,18 @@ class Run:
             is_last = start + chunk >= len(prompt)
             logits, tokens = self.step([Part(part, start, pages, slot, is_last, init if start == 0 else None)])
         return logits[0], int(tokens[0])
+
+    def prefill_embedded(self, rows: np.ndarray, pages: list[int], chunk: int) -> np.ndarray:
+        """As `prefill`, in slot 0."""
+        x = FROM_EMBEDDINGS
+        init: SlotInit | None = SlotInit(0, GREEDY, np.full(len(rows), x, np.int32), len(rows))
+        for start in range(0, len(rows), chunk):
+            part = rows[start : start + chunk]
+            is_last = start + chunk >= len(rows)
+            logits, _ = self.step([Part([x] * len(part), start, pages, 0, is_last, init, part)])
+            init = None
+        last: np.ndarray = logits[0]
+        return last
 
 
 @pytest.fixture
@@ -261,6 +284,37 @@ def test_a_seeded_draw_depends_on_neither_slot_nor_pages_nor_chunks(run: Run) ->
         for slot, chunk in ((0, 100), (7, 100), (19, 100), (3, 5), (4, 1))
     }
     assert len(drawn) == 1
+
+
+def test_a_prompt_of_embeddings_does_not_depend_on_chunks_nor_on_rows_beside_it(run: Run) -> None:
+    if not isinstance(run.forward_pass, IPromptEmbeddings):
+        pytest.skip("this pass takes no embeddings")
+    given = run.rng.normal(0.0, 0.3, (19, run.forward_pass.embedding_size)).astype(np.float32)
+    whole = run.prefill_embedded(given, run.pages(19), 19)
+    assert not same(whole, run.prefill_embedded(given[::-1].copy(), run.pages(19), 19))
+    for chunk in (1, 4, 7):
+        assert same(whole, run.prefill_embedded(given, run.pages(19), chunk))
+    shuffled = run.rng.permutation(NUM_PAGES).tolist()
+    pages = [shuffled[20 * slot : 20 * slot + 20] for slot in range(5)]
+    inits = [SlotInit(slot, GREEDY, np.zeros(1, np.int32), 1) for slot in range(5)]
+    x = FROM_EMBEDDINGS
+    parts = [
+        Part(run.prompt(1), 0, pages[0], 0, True, inits[0]),
+        Part([x], 0, pages[1], 1, True, inits[1], given[:1]),
+        Part(run.prompt(5), 0, pages[2], 2, True, inits[2]),
+        Part([x] * 19, 0, pages[3], 3, True, inits[3], given),
+        Part([x] * 9, 0, pages[4], 4, False, inits[4], given[:9]),
+    ]
+    logits, _ = run.step(parts)
+    assert same(whole, logits[3])
+    assert same(run.prefill_embedded(given[:1], run.pages(1), 1), logits[1])
+    token = run.prompt(1)
+    after, _ = run.step([Part(token, 19, pages[3], 3), Part([x] * 10, 9, pages[4], 4, True, None, given[9:])])
+    assert same(whole, after[1])
+    init = SlotInit(3, GREEDY, np.full(19, x, np.int32), 19)
+    run.step([Part([x] * 19, 0, pages[0], 3, True, init, given)])
+    again, _ = run.step([Part(token, 19, pages[0], 3)])
+    assert same(after[0], again[0])
 
 
 def test_slots_keep_their_sequences_apart(run: Run) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.forward_pass import FROM_SLOT, NOT_FINITE, SamplingParams, SlotInit, StepBatch, TokenMasks
+from backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT, NOT_FINITE, SamplingParams, SlotInit, StepBatch, TokenMasks
 from backend.sampler import HostSampling, philox_uniform
 
 VOCAB = 700
@@ -162,6 +162,17 @@ def test_penalties_and_bias_match_a_plain_reference() -> None:
         assert token == int(expected.argmax())
         history.append(token)
     assert len(set(history)) > 5
+
+
+def test_penalties_count_no_token_of_a_prompt_of_embeddings() -> None:
+    """An index from the end would be the second last token."""
+    sampler = HostSampling(VOCAB, 1)
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[0, [FROM_EMBEDDINGS, 5, 6]] = 2.0, 1.9, 1.8
+    tokens = [FROM_EMBEDDINGS, FROM_EMBEDDINGS, 5]
+    init = slot_init(0, tokens, 2, temperature=0.0, repetition_penalty=3.0, frequency_penalty=1.0)
+    assert sample(sampler, logits, decode_batch([0], 2, (init,))) == [VOCAB + FROM_EMBEDDINGS]
+    assert sample(sampler, logits, decode_batch([0], 3)) == [6]
 
 
 def test_a_row_without_finite_logits_fails_alone() -> None:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from backend.buffer_options import check_choice, make_exporter, open_device_of
 from backend.errors import StartupError
-from backend.forward_pass import DeviceRows, IBatchedForwardPass, PassOptions, StepBatch
+from backend.forward_pass import DeviceRows, EmbeddingRows, IBatchedForwardPass, PassOptions, StepBatch
 from backend.main import DEMO_MODEL_DIR
 from backend.passes.decoder.forward_pass import DecoderPass
-from backend.passes.fake import FakePass
+from backend.passes.fake import FakePass, embedded_token
 from shm.client import BufferSlice, GenerationRequest
 from shm.wire import BufferContent, BufferKind, BufferWish, ContentSpec, Finish, Sampling
 from tests.backend.served import MAX_RUNNING, connected, generate, served
@@ -33,11 +33,13 @@ class DeviceFakePass(FakePass):
     """The fake pass with its logits on a fake device, whose one stream runs what it holds as the next step begins."""
 
     STREAM = 5
+    _PROMPT_BYTES = 1 << 12
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__(VOCAB, MAX_RUNNING)
         self._device = device
-        self._pointer = device.allocate(4 * VOCAB * MAX_RUNNING)
+        self._prompts = device.allocate(self._PROMPT_BYTES + 4 * VOCAB * MAX_RUNNING)
+        self._pointer = self._prompts + self._PROMPT_BYTES
         self.num_host_copies = 0
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
@@ -45,6 +47,15 @@ class DeviceFakePass(FakePass):
         logits = super().forward(batch)
         self._device.poke(self._pointer, logits.tobytes())
         return logits
+
+    def _tokens_of(self, values: EmbeddingRows) -> list[int]:
+        if not values.is_on_device:
+            self.num_host_copies += 1
+            return super()._tokens_of(values)
+        values.copy_to(DeviceRows(self._prompts, self.STREAM))
+        self._device.run(self.STREAM)
+        data = self._device.read(self._prompts, 4 * self.embedding_size * values.num_rows)
+        return [embedded_token(row) for row in np.frombuffer(data, np.float32).reshape(values.num_rows, -1)]
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         self.num_host_copies += 1
@@ -55,6 +66,7 @@ class DeviceFakePass(FakePass):
 
     def close(self) -> None:
         self._device.run(self.STREAM)
+        self._device.free(self._prompts)
         super().close()
 
 
@@ -251,7 +263,6 @@ async def test_on_a_device_logits_and_prompts_never_touch_the_host(device: FakeD
             while device.num_allocated > 1:  # noqa: ASYNC110 - the engine's thread hears the farewell
                 await asyncio.sleep(0.002)
     assert passes[0].num_host_copies == 0
-    device.free(passes[0]._pointer)
     assert (device.num_allocated, clients_device.num_opened, device.registered) == (0, 0, {})
 
 

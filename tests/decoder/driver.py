@@ -7,14 +7,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from backend.forward_pass import SamplingParams, SlotInit, StepBatch
+from backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, SamplingParams, SlotInit, StepBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from backend.forward_pass import DeviceRows, EmbeddingRows
+
 GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class RowsOnHost:
+    """See `EmbeddingRows`."""
+
+    values: NDArray[np.float32]
+    is_on_device = False
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
+
+    def read(self) -> NDArray[np.float32]:
+        return self.values.copy()
+
+    def copy_to(self, there: DeviceRows) -> None:
+        raise AssertionError(f"rows on the host are to be copied on the device, to {there}")
 
 
 @dataclass
@@ -28,6 +48,8 @@ class Row:
     pages: list[int] = field(default_factory=list)
     announced: bool = False
     sampling: SamplingParams = GREEDY
+    embeddings: NDArray[np.float32] | None = None
+    """[num_prompt_tokens, hidden], where the prompt is no tokens."""
 
 
 class Driver:
@@ -42,6 +64,8 @@ class Driver:
         self.rows: list[Row] = []
         self.read: Callable[[Any], NDArray[np.float32]] = forward_pass.host_logits
         """What `step` returns of what it has computed."""
+        self.give: Callable[[NDArray[np.float32]], EmbeddingRows] = RowsOnHost
+        """What the pass is given of embeddings."""
         forward_pass.create_cache(num_pages, page_size, kv_dtype)
 
     def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Row:
@@ -49,6 +73,11 @@ class Driver:
         slot = next(slot for slot in range(len(used) + 1) if slot not in used)
         row = Row(slot, list(prompt), len(prompt), sampling=sampling)
         self.rows.append(row)
+        return row
+
+    def add_embedded(self, embeddings: NDArray[np.float32], sampling: SamplingParams = GREEDY) -> Row:
+        row = self.add([FROM_EMBEDDINGS] * len(embeddings), sampling)
+        row.embeddings = embeddings
         return row
 
     def remove(self, row: Row) -> None:
@@ -80,7 +109,15 @@ class Driver:
                 [i for i, (row, count) in enumerate(parts) if row.computed + count == len(row.tokens)], np.int32
             ),
             slot_inits=tuple(inits),
+            embeddings=tuple(self._embeddings(parts)),
         )
+
+    def _embeddings(self, parts: Sequence[tuple[Row, int]]) -> Iterator[EmbeddedTokens]:
+        first = 0
+        for row, count in parts:
+            if row.embeddings is not None and row.computed < row.num_prompt_tokens:
+                yield EmbeddedTokens(first, self.give(row.embeddings[row.computed : row.computed + count]))
+            first += count
 
     def step(self, parts: Sequence[tuple[Row, int]]) -> dict[int, NDArray[np.float32]]:
         """Runs one step; rows that catch up get their sampled token appended. Returns what `read` gave, by slot."""

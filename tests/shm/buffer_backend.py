@@ -44,7 +44,12 @@ from tests.shm.scripted_backend import model_card
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 1000
-CONTENTS = (ContentSpec(BufferContent.TOKENS, 1, "<i4"), ContentSpec(BufferContent.LOGITS, VOCAB, "<f4"))
+HIDDEN = 8
+CONTENTS = (
+    ContentSpec(BufferContent.TOKENS, 1, "<i4"),
+    ContentSpec(BufferContent.LOGITS, VOCAB, "<f4"),
+    ContentSpec(BufferContent.PROMPT_EMBEDDINGS, HIDDEN, "<f4"),
+)
 BOTH = (BufferKind.CUDA, BufferKind.HOST)
 BLOCK = 2 << 20
 

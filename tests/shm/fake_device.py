@@ -95,6 +95,8 @@ class FakeDevice:
         return self._place(name, is_own=True)
 
     def free(self, pointer: int) -> None:
+        for stream in list(self._streams):  # freeing waits for the device
+            self.run(stream)
         region = self._memory.get(pointer)
         if region is not None and (users := self._users(region.name)):
             raise DeviceError(f"free({pointer:#x}): opened by {users}; undefined behaviour")
@@ -141,7 +143,12 @@ class FakeDevice:
     def record(self, event: int, stream: int) -> None:
         mapping = self._event(event).mapping
         mapping[0] = 1
-        self._put(stream, lambda: mapping.__setitem__(0, 0))
+
+        def pass_by() -> None:
+            if not mapping.closed:  # destroyed meanwhile, which is nobody's fault
+                mapping[0] = 0
+
+        self._put(stream, pass_by)
 
     def has_passed(self, event: int) -> bool:
         return self._event(event).mapping[0] == 0

@@ -93,7 +93,8 @@ class Script:
     credit: int = 256
     stall_limit_s: float = 5.0
     exporter: BufferExporter | None = None
-    """Of shared buffers, on the host: a token's row of logits is the token, over and over."""
+    """Of shared buffers, on the host: a token's row of logits is the token, over and over. Embeddings are as many
+    tokens 0."""
 
 
 class ScriptedEngine:
@@ -143,7 +144,7 @@ class ScriptedEngine:
         self.link.flush()
 
     def _submit(self, submission: Submission) -> None:
-        tokens = array("i", submission.tokens)
+        tokens = array("i", submission.tokens or bytes(4 * submission.submit.num_prompt_tokens))
         if tokens == _KILLING_PROMPT:
             os.kill(os.getpid(), signal.SIGKILL)
         card = self.script.card

@@ -24,8 +24,15 @@ from tests.shm.fake_device import FakeDevice
 
 VALUES = 4
 ROW_BYTES = 4 * VALUES
-CONTENTS = (ContentSpec(BufferContent.TOKENS, 1, "<i4"), ContentSpec(BufferContent.LOGITS, VALUES, "<f4"))
+CONTENTS = (
+    ContentSpec(BufferContent.TOKENS, 1, "<i4"),
+    ContentSpec(BufferContent.LOGITS, VALUES, "<f4"),
+    ContentSpec(BufferContent.PROMPT_EMBEDDINGS, VALUES, "<f4"),
+)
 BUDGET = 6 * BLOCK
+STEPS = 3
+"""The stream in which the backend's device reads; it does so late."""
+NUM_TARGETS = 1000
 
 
 @dataclass(eq=False)
@@ -50,7 +57,13 @@ class Lent:
     client: Client
     loan: Loan
     ref: BufferRef
+    given: list[float] = field(default_factory=list)
+    """First value of each row that the client lent it with, of embeddings."""
     is_open: bool = True
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.ref.content is BufferContent.PROMPT_EMBEDDINGS
 
 
 class Buffers(RuleBasedStateMachine):
@@ -61,8 +74,10 @@ class Buffers(RuleBasedStateMachine):
         self.exporter = BufferExporter((BufferKind.CUDA, BufferKind.HOST), CONTENTS, BUDGET, self.device)
         self.everybody: list[Client] = []
         self.loans: list[Lent] = []
-        self.source = self.device.allocate(ROW_BYTES)
+        self.source = self.device.allocate(ROW_BYTES * (1 + NUM_TARGETS))
         self.num_written = 0
+        self.copies: list[tuple[int, list[float]]] = []
+        """Where the device puts what it reads, and the first values of the rows that it is to find; in order."""
 
     # What there is to choose from
 
@@ -162,11 +177,65 @@ class Buffers(RuleBasedStateMachine):
         client.written[submit.output.index] = []
         self.loans.append(Lent(client, loan, submit.output))
 
-    @precondition(lambda self: self.loans)
+    @precondition(lambda self: self.lendable())
+    @rule(data=st.data(), num_rows=st.integers(1, 3))
+    def lend_prompt(self, data: st.DataObject, num_rows: int) -> None:
+        client, buffer = data.draw(st.sampled_from(self.lendable()))
+        if not self.is_at_rest(client, buffer):
+            self.run_device()
+        self.num_written += num_rows
+        given = [float(self.num_written + row) for row in range(num_rows)]
+        rows = array("f", [value for value in given for _ in range(VALUES)]).tobytes()
+        if client.exported.grant.kind is BufferKind.HOST:
+            buffer.view()[: len(rows)] = rows
+        else:
+            client.device.poke(buffer.device_view().__cuda_array_interface__["data"][0], rows)
+        prompt = BufferSlice(buffer, BufferContent.PROMPT_EMBEDDINGS, num_rows)
+        ref = client.shared.lend_with(make_submit(1), prompt, None).tokens
+        assert isinstance(ref, BufferRef)
+        loan = client.exported.borrow(ref, to_backend=True)
+        loan.check_written()
+        client.written[ref.index] = []
+        self.loans.append(Lent(client, loan, ref, given))
+
+    @precondition(lambda self: any(lent.is_prompt for lent in self.loans) and len(self.copies) < NUM_TARGETS // 3)
+    @rule(data=st.data(), first=st.integers(0, 2))
+    def read(self, data: st.DataObject, first: int) -> None:
+        """Whenever it comes, after the end and the death too: late ones find nothing."""
+        lent = data.draw(st.sampled_from([lent for lent in self.loans if lent.is_prompt][-4:]))
+        num_rows = max(0, lent.ref.num_rows - first)
+        first = min(first, lent.ref.num_rows)
+        expected = [value for value in lent.given[first:] for _ in range(VALUES)]
+        if not lent.loan.is_on_device:
+            found = array("f", lent.loan.read_rows(first, num_rows)).tolist()
+            assert found == (expected if lent.is_open else [0.0] * len(expected))
+            return
+        target = self.source + ROW_BYTES * (1 + 3 * len(self.copies))
+        untouched = [-1.0] * len(expected)
+        self.device.poke(target, array("f", untouched).tobytes())
+        lent.loan.copy_rows(first, num_rows, DeviceRow(target, STEPS))
+        self.copies.append((target, expected if lent.is_open else untouched))
+
+    @precondition(lambda self: self.copies)
+    @rule()
+    def run_device(self) -> None:
+        """It comes to what it was told, whatever has been returned, rewritten or freed by then."""
+        self.device.run(STEPS)
+        for target, expected in self.copies:
+            assert array("f", self.device.read(target, 4 * len(expected))).tolist() == expected
+        self.copies.clear()
+
+    def is_at_rest(self, client: Client, buffer: SharedBuffer) -> bool:
+        """The device has done with it. Its client waits for that before it touches it, as `device_view` does."""
+        if client.exported.grant.kind is BufferKind.HOST:
+            return True
+        return client.device.has_passed(client.shared._device_memory.events[buffer.index])  # type: ignore[union-attr]
+
+    @precondition(lambda self: any(not lent.is_prompt for lent in self.loans))
     @rule(data=st.data(), row=st.integers(0, 3))
     def write(self, data: st.DataObject, row: int) -> None:
         """Whenever it comes, after the end and the death too: late ones go nowhere."""
-        lent = data.draw(st.sampled_from(self.loans[-4:]))
+        lent = data.draw(st.sampled_from([lent for lent in self.loans if not lent.is_prompt][-4:]))
         self.num_written += 1
         values = array("f", [float(self.num_written)] * VALUES)
         self.device.poke(self.source, values.tobytes())
@@ -193,6 +262,8 @@ class Buffers(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         """Twice is as good as once; lent or not, before the connection's end and after."""
         client, buffer = data.draw(st.sampled_from(self.held()))
+        if client.is_connected and is_at_hand(buffer) and not self.is_at_rest(client, buffer):
+            self.run_device()
         buffer.release()
         buffer.release()
         del client.held[buffer.index]
@@ -213,7 +284,7 @@ class Buffers(RuleBasedStateMachine):
         if not hasattr(self, "exporter"):
             return
         for client, buffer in self.lendable():
-            if buffer.spec is None:
+            if buffer.spec is None or not self.is_at_rest(client, buffer):
                 continue
             expected = [value for value in client.written[buffer.index] for _ in range(VALUES)]
             if client.exported.grant.kind is BufferKind.HOST:
@@ -253,6 +324,7 @@ class Buffers(RuleBasedStateMachine):
         for client in self.living():
             self._die(client)
         self.exporter.reap()
+        self.run_device()
         self.device.free(self.source)
         assert (self.exporter.held_bytes, self.exporter.num_orphans, self.device.num_allocated) == (0, 0, 0)
         for client in self.everybody:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shm.buffer_export import Loan, LoanError
 from shm.cuda_driver import DriverDevice, open_device
 from shm.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, ImportedDeviceMemory
 from shm.device_api import HANDLE_BYTES, DeviceError, DeviceRow
@@ -20,7 +21,7 @@ from shm.ledger import Ledger
 from shm.link import NO_TOKEN, FrontendDeath
 from shm.session import Session
 from shm.shared_buffers import BufferGone, BufferSlice
-from shm.wire import BufferContent, BufferGrant, BufferKind, BufferWish, Finish
+from shm.wire import BufferContent, BufferGrant, BufferKind, BufferRef, BufferWish, ContentSpec, Finish
 from tests.shm.buffer_backend import BLOCK, ClientProcess, Refusal, TurnedBackend, make_submit
 from tests.shm.fake_device import UUID, FakeDevice
 
@@ -67,7 +68,7 @@ def test_what_one_side_writes_the_other_reads_and_it_begins_as_zeroes(
     imported = ImportedDeviceMemory(granted(exported), lambda _uuid: clients_device)
     assert clients_device.read(imported.pointers[1], BLOCK) == bytes(BLOCK)
     clients_device.poke(imported.pointers[1], b"prompt")
-    assert (exported.read(1, 6), exported.read(0, 6)) == (b"prompt", bytes(6))
+    assert (exported.read(1, 0, 6), exported.read(0, 0, 6)) == (b"prompt", bytes(6))
     source = device.allocate(8)
     device.poke(source, b"logits!!")
     exported.write(0, 16, 8, DeviceRow(source, 0))
@@ -184,10 +185,12 @@ def test_a_prompt_that_is_still_being_written_is_refused_and_not_waited_for(
     exported = ExportedDeviceMemory(device, 1, BLOCK)
     imported = ImportedDeviceMemory(granted(exported), lambda _uuid: clients_device)
     clients_device.record(imported.events[0], stream=3)
-    with pytest.raises(DeviceError, match="before it was written"):
-        exported.read(0, 4)
+    ref = BufferRef(0, 1, BufferContent.TOKENS, 1)
+    loan = Loan(exported, ref, ContentSpec(BufferContent.TOKENS, 1, "<i4"))
+    with pytest.raises(LoanError, match="index is 0; this buffer was lent before it was written"):
+        loan.read()
     clients_device.run(3)
-    assert exported.read(0, 4) == bytes(4)
+    assert loan.read() == bytes(4)
     imported.close(0)
     exported.free()
 

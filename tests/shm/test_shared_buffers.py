@@ -13,7 +13,7 @@ import pytest
 
 from shm.buffer_export import BufferExporter
 from shm.client import BackendClient, BackendUnavailable, BufferGone, BuffersExhausted, BufferSlice, GenerationRequest
-from shm.device_api import DeviceError
+from shm.device_api import DeviceError, DeviceRow
 from shm.link import NO_TOKEN, FrontendDeath
 from shm.wire import (
     MAX_CONTEXT_TOKENS,
@@ -36,13 +36,23 @@ from shm.wire import (
     decode_welcome,
     encode,
 )
-from tests.shm.buffer_backend import BLOCK, BOTH, CONTENTS, VOCAB, Refusal, TurnedBackend, TurnedClient, make_submit
+from tests.shm.buffer_backend import (
+    BLOCK,
+    BOTH,
+    CONTENTS,
+    HIDDEN,
+    VOCAB,
+    Refusal,
+    TurnedBackend,
+    TurnedClient,
+    make_submit,
+)
 from tests.shm.fake_device import FakeDevice
 from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens, model_card
 from tests.shm.test_client import at_base, until
 
 GREEDY = Sampling(temperature=0.0)
-LOGITS, TOKENS = BufferContent.LOGITS, BufferContent.TOKENS
+LOGITS, TOKENS, EMBEDDINGS = BufferContent.LOGITS, BufferContent.TOKENS, BufferContent.PROMPT_EMBEDDINGS
 ROW_BYTES = 4 * VOCAB
 ON_HOST = BufferWish(2, 4 * ROW_BYTES)
 
@@ -156,6 +166,62 @@ def test_a_prompt_is_copied_out_and_its_buffer_returned_at_once(backend: TurnedB
     buffer.release()
 
 
+def embeddings(num_rows: int, first: float = 1.0) -> bytes:
+    """Rows of first, first + 1 and so on."""
+    return b"".join((array("f", [first + index]) * HIDDEN).tobytes() for index in range(num_rows))
+
+
+@pytest.mark.parametrize("with_output", [False, True])
+def test_embeddings_are_read_in_place_until_the_end_and_come_back_once(
+    backend: TurnedBackend, client: TurnedClient, *, with_output: bool
+) -> None:
+    buffers = client.session.buffers
+    assert buffers is not None
+    prompt, output = buffers.take(), buffers.take()
+    prompt.view()[: 5 * 4 * HIDDEN] = embeddings(5)
+    wanted = BufferSlice(output, LOGITS, 2) if with_output else None
+    client.submit(1, BufferSlice(prompt, EMBEDDINGS, 5), wanted, num_prompt_tokens=5)
+    submission = backend.submission()
+    loan = submission.embeddings
+    assert loan is not None
+    assert (submission.tokens, loan.is_on_device, submission.output is not None) == (b"", False, with_output)
+    for first, num_rows in ((3, 2), (0, 5), (1, 1), (3, 2)):  # in any order, and again
+        assert loan.read_rows(first, num_rows) == embeddings(num_rows, 1.0 + first)
+    for first, num_rows in ((0, 6), (-1, 2), (5, 1), (2, -1)):
+        with pytest.raises(ValueError, match="5 are lent"):
+            loan.read_rows(first, num_rows)
+    with pytest.raises(TypeError, match="on the host"):
+        loan.copy_rows(0, 1, DeviceRow(0, 0))
+    backend.link.push(submission.frontend, 1, 7)
+    client.receive_until(lambda: client.outputs)
+    assert buffers.num_returned == 0
+    with pytest.raises(BufferGone, match="lent"):
+        prompt.view()
+    backend.link.push(submission.frontend, 1, 7, Finish.STOP)
+    client.receive_until(lambda: buffers.num_returned == 1 + with_output)
+    prompt.view()[:4] = b"next"
+    assert loan.read_rows(0, 2) == bytes(2 * 4 * HIDDEN)
+
+
+def test_embeddings_of_a_request_that_is_rejected_or_cancelled_come_back(
+    backend: TurnedBackend, client: TurnedClient
+) -> None:
+    buffers = client.session.buffers
+    assert buffers is not None
+    buffer = buffers.take()
+    client.submit(1, BufferSlice(buffer, EMBEDDINGS, 2), num_prompt_tokens=2)
+    client.session.send_cancel(1)
+    client.receive_until(lambda: buffers.num_returned == 1)
+    backend.submission()
+    client.submit(2, BufferSlice(buffer, EMBEDDINGS, 2), num_prompt_tokens=2)
+    backend.link.push(backend.submission().frontend, 2, NO_TOKEN, Finish.REJECTED)
+    client.receive_until(lambda: buffers.num_returned == 2)
+    (exported,) = [peer.buffers for peer in backend.link._frontends.values()]
+    assert exported is not None
+    assert exported.num_lent == exported.num_returned == 2
+    assert not any(peer._loans for peer in backend.link._frontends.values())
+
+
 def test_a_dead_clients_loans_end(backend: TurnedBackend) -> None:
     with backend.client(ON_HOST) as client:
         buffers = client.session.buffers
@@ -183,7 +249,16 @@ def test_a_dead_clients_loans_end(backend: TurnedBackend) -> None:
         {"output": BufferRef(0, 9, LOGITS, 1), "may_share": True},
         {"output": BufferRef(0, 9, LOGITS, 1), "tokens": bytes(8)},
         {"tokens": BufferRef(0, 9, LOGITS, 1)},
-        {"tokens": BufferRef(0, 9, BufferContent.PROMPT_EMBEDDINGS, 1)},
+        {"tokens": BufferRef(0, 9, BufferContent.HIDDEN_STATES, 1)},
+        {"tokens": BufferRef(0, 5, EMBEDDINGS, 1)},
+        {"tokens": BufferRef(2, 9, EMBEDDINGS, 1)},
+        {"tokens": BufferRef(0, 9, EMBEDDINGS, 2)},
+        {"tokens": BufferRef(0, 9, EMBEDDINGS, 1), "num_prompt_tokens": 2},
+        {"tokens": BufferRef(0, 9, EMBEDDINGS, 513), "num_prompt_tokens": 513},
+        {"tokens": BufferRef(0, 9, EMBEDDINGS, 1), "may_share": True},
+        {"tokens": BufferRef(0, 9, EMBEDDINGS, 1), "num_prompt_logprobs": 0},
+        {"tokens": BufferRef(0, 9, EMBEDDINGS, 1), "output": BufferRef(0, 10, LOGITS, 1)},
+        {"output": BufferRef(0, 9, EMBEDDINGS, 1)},
         {"tokens": BufferRef(0, 9, TOKENS, ROW_BYTES * 4)},
         {"tokens": BufferRef(0, 9, TOKENS, 1), "num_prompt_tokens": 2},
         {"tokens": BufferRef(0, 9, TOKENS, 1), "output": BufferRef(0, 9, LOGITS, 1)},
@@ -309,6 +384,43 @@ async def test_a_client_hands_in_a_prompt_in_a_buffer(socket_path: Path) -> None
             buffer.release()
 
 
+async def test_a_client_hands_in_a_prompt_of_embeddings(socket_path: Path) -> None:
+    with scripted(socket_path):
+        async with connected(socket_path) as client:
+            buffer, output = client.take_buffer(), client.take_buffer()
+            prompt, logits = BufferSlice(buffer, EMBEDDINGS, 3), BufferSlice(output, LOGITS, 1)
+            request = GenerationRequest(prompt, 4, GREEDY, may_share=True, output=logits)
+            stream = client.submit(request)
+            assert [token async for batch in stream for token in batch.token_ids] == expected_tokens([0, 0, 0], 4)
+            for each in (buffer, output):
+                each.view()  # ours again, with the end of the stream
+                each.release()
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ({"num_rows": 0}, {}, "token_ids.num_rows is 0; a prompt has 1 to 16777216 rows"),
+        ({"num_rows": 1 << 40}, {}, "token_ids.num_rows is 1099511627776; a prompt has 1 to 16777216 rows"),
+        ({"num_rows": 513}, {}, "token_ids.num_rows is 513; the buffer holds 1 to 512 rows"),
+        ({}, {"num_prompt_logprobs": 0}, "num_prompt_logprobs is 0; with embeddings only -1 is allowed"),
+        ({"content": LOGITS}, {}, "token_ids.content is LOGITS; this backend offers TOKENS, PROMPT_EMBEDDINGS"),
+    ],
+)
+async def test_embeddings_that_cannot_be_lent_are_refused_before_they_are_sent(
+    socket_path: Path, part: dict[str, object], changes: dict[str, object], message: str
+) -> None:
+    with scripted(socket_path):
+        async with connected(socket_path) as client:
+            buffer = client.take_buffer()
+            fields: dict[str, object] = {"buffer": buffer, "content": EMBEDDINGS, "num_rows": 1}
+            prompt = BufferSlice(**(fields | part))  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=message):
+                client.submit(GenerationRequest(prompt, 1, GREEDY, **changes))  # type: ignore[arg-type]
+            buffer.view()  # still the caller's
+            buffer.release()
+
+
 async def test_a_released_buffer_is_free_once_its_cancelled_request_is_forgotten(socket_path: Path) -> None:
     with scripted(socket_path, step_s=0.001):
         async with connected(socket_path) as client:
@@ -349,9 +461,6 @@ async def test_what_cannot_be_lent_is_refused_before_it_is_sent(
             with pytest.raises(ValueError, match=message):
                 client.submit(GenerationRequest([1], 1, GREEDY, output=BufferSlice(**(fields | part))))  # type: ignore[arg-type]
             buffer.view()  # still the caller's
-            prompt = BufferSlice(buffer, BufferContent.PROMPT_EMBEDDINGS, 1)
-            with pytest.raises(ValueError, match=r"token_ids.content is PROMPT_EMBEDDINGS; this backend offers TOKENS"):
-                client.submit(GenerationRequest(prompt, 1, GREEDY))
             both = BufferSlice(buffer, TOKENS, 1), BufferSlice(buffer, LOGITS, 1)
             with pytest.raises(ValueError, match="can be lent once"):
                 client.submit(GenerationRequest(both[0], 1, GREEDY, output=both[1]))
@@ -366,11 +475,17 @@ async def test_a_stream_that_uses_a_buffer_ends_with_its_backend_and_others_go_o
     with scripted(socket_path, step_s=0.001):
         await until(lambda: client.ready)
         buffer = client.take_buffer()
-        lending = client.submit(GenerationRequest([1], 20_000, GREEDY, output=BufferSlice(buffer, LOGITS, 1)))
+        prompt = BufferSlice(client.take_buffer(), EMBEDDINGS, 2)
+        lending = [
+            client.submit(GenerationRequest([1], 20_000, GREEDY, output=BufferSlice(buffer, LOGITS, 1))),
+            client.submit(GenerationRequest(prompt, 20_000, GREEDY)),
+        ]
         other = client.submit(GenerationRequest([2], 300, GREEDY))
-        await anext(lending)
-    batches = [batch async for batch in lending]
-    assert (batches[-1].finish, batches[-1].failure) == (Finish.FAILED, FailureCode.UNAVAILABLE)
+        for stream in lending:
+            await anext(stream)
+    for stream in lending:
+        batches = [batch async for batch in stream]
+        assert (batches[-1].finish, batches[-1].failure) == (Finish.FAILED, FailureCode.UNAVAILABLE)
     with pytest.raises(BufferGone, match="connection"):
         buffer.view()
     buffer.release()
@@ -465,7 +580,7 @@ def test_a_wish_beyond_its_bounds_is_no_hello(wish: BufferWish) -> None:
 
 def test_the_longest_grant_fits_a_welcome_and_odd_handles_do_not() -> None:
     handles = (b"h" * 64,) * MAX_SHARED_BUFFERS
-    grant = BufferGrant(BufferKind.CUDA, MAX_SHARED_BUFFERS, 1 << 30, CONTENTS * 4, bytes(16), handles, handles)
+    grant = BufferGrant(BufferKind.CUDA, MAX_SHARED_BUFFERS, 1 << 30, (CONTENTS * 3)[:8], bytes(16), handles, handles)
     welcome = Welcome(1, b"i" * 16, "ipc:///x", 2, 4, 4096, 256, model_card(), grant)
     assert decode_welcome(encode(welcome)) == welcome
     assert len(encode(welcome)) < 1 << 15

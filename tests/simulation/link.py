@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +21,24 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
     Message = tuple[int, int, Finish, Failure | None]
+
+
+class LentPrompt:
+    """Stands where a `Loan` of embeddings stands: a token's is the token. Zeroes once its request is over."""
+
+    is_on_device = False
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._rows = array("f", tokens)
+        self._is_open = True
+
+    def read_rows(self, first: int, num_rows: int) -> bytes:
+        if first + num_rows > len(self._rows):
+            raise Violation(f"rows {first} to {first + num_rows} of {len(self._rows)} are read")
+        return self._rows[first : first + num_rows].tobytes() if self._is_open else bytes(4 * num_rows)
+
+    def end(self) -> None:
+        self._is_open = False
 
 
 class Frontend:
@@ -52,7 +70,11 @@ class Frontend:
             constraints=ask.constraints,
             num_prompt_logprobs=ask.num_prompt_logprobs,
         )
-        self.wire.append(Submission(self.epoch, submit, tokens))
+        if ask.is_embedded and not ask.got:
+            prompt: Any = LentPrompt(ask.prompt)
+            self.wire.append(Submission(self.epoch, submit, b"", embeddings=prompt))
+        else:
+            self.wire.append(Submission(self.epoch, submit, tokens))
         ask.num_lives += 1
 
     def cancel(self, request_id: int) -> None:
@@ -88,6 +110,12 @@ class Open:
     """Tokens of its prompt that it has been told of; all, where it is not to be."""
     is_judged: bool = False
     """It was neither refused nor ended at once."""
+    embeddings: Any = None
+    """Its `LentPrompt`, where it has one."""
+
+    def end_loan(self) -> None:
+        if self.embeddings is not None:
+            self.embeddings.end()
 
 
 class SimulatedLink:
@@ -111,10 +139,16 @@ class SimulatedLink:
                 case Submission():
                     yield from self._receive_submission(event)
                 case Cancellation(epoch, request_id):
-                    self._world.note_cancel(self.open.get((epoch, request_id)), epoch, request_id)
+                    heard = self.open.get((epoch, request_id))
+                    self._world.note_cancel(heard, epoch, request_id)
+                    if heard is not None:
+                        heard.end_loan()
                     yield event
                     self.open.pop((epoch, request_id), None)
                 case FrontendDeath(epoch):
+                    for (owner, _), heard in self.open.items():
+                        if owner == epoch:
+                            heard.end_loan()
                     yield event
                     self.open = {key: heard for key, heard in self.open.items() if key[0] != epoch}
                     self._outboxes.pop(epoch, None)
@@ -124,7 +158,9 @@ class SimulatedLink:
         key = event.frontend, event.request_id
         ask = world.ask_of(*key)
         deadline_s = world.now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
-        heard = Open(ask, len(event.tokens) // 4 - submit.num_prompt_tokens, deadline_s)
+        num_brought = len(event.tokens) // 4 - submit.num_prompt_tokens if event.tokens else 0
+        heard = Open(ask, num_brought, deadline_s, embeddings=event.embeddings)
+        world.covered["embedded"] += event.embeddings is not None
         if heard.next_index or not ask.scores:
             heard.num_scored = len(ask.scores)
         self.open[key] = heard
@@ -150,7 +186,7 @@ class SimulatedLink:
             raise Violation(f"{heard.ask} is told nothing")
         if finish:
             self._judge_finish(heard, (frontend, request_id), finish, failure)
-            del self.open[frontend, request_id]
+            self.open.pop((frontend, request_id)).end_loan()
         self._outboxes.setdefault(frontend, []).append((request_id, token_id, finish, failure))
         if self._world.log is not None:
             self._world.log(f"  → {heard.ask} {token_id} {finish.name if finish else ''}")

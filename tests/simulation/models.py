@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from backend.forward_pass import (
+    FROM_EMBEDDINGS,
     FROM_SLOT,
     NOT_FINITE,
     PassSpec,
@@ -30,7 +31,7 @@ from shm.wire import MAX_LOGPROBS, EventLogprobs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backend.forward_pass import IBatchedForwardPass, PendingOutput
+    from backend.forward_pass import EmbeddingRows, IBatchedForwardPass, PendingOutput
     from tests.simulation.rules import Rules
 
 _MASK = (1 << 64) - 1
@@ -228,6 +229,7 @@ class ChainPass:
             self._take_slot(init)
         starts, ids = batch.query_starts.tolist(), batch.input_ids.tolist()
         contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
+        self._take_embeddings(batch, ids)
         self._check(starts, ids, slots, table)
         self._restore_pages(batch.page_restores, contexts, table)
         self._copy_pages(batch.page_copies, contexts, table)
@@ -260,6 +262,17 @@ class ChainPass:
             written |= mine
             ends.append(cell)
         return ends
+
+    def _take_embeddings(self, batch: StepBatch, ids: list[int]) -> None:
+        """A row's one value is its token."""
+        for given in batch.embeddings:
+            tokens = [int(row[0]) for row in given.values.read()]
+            place = slice(given.first, given.first + len(tokens))
+            if ids[place] != [FROM_EMBEDDINGS] * len(tokens):
+                raise Violation(f"embeddings are given for the tokens {ids[place]}")
+            ids[place] = tokens
+        if FROM_EMBEDDINGS in ids:
+            raise Violation("a token whose embedding is not given")
 
     def _check(self, starts: list[int], ids: list[int], slots: list[int], table: list[list[int]]) -> None:
         lengths = [end - start for start, end in pairwise(starts)]
@@ -370,6 +383,9 @@ class _HashPass(FakePass):
     def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int, *, runs_ahead: bool) -> None:
         super().__init__(vocab_size, max_running, host_kv_bytes)
         self.spec = replace(self.spec, runs_ahead=runs_ahead)
+
+    def _tokens_of(self, values: EmbeddingRows) -> list[int]:
+        return [int(row[0]) for row in values.read()]
 
 
 @dataclass

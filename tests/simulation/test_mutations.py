@@ -12,6 +12,7 @@ import pytest
 
 from backend import executor as executor_module
 from backend import prefixes as prefixes_module
+from backend import requests as requests_module
 from backend.batch_builder import BatchBuilder
 from backend.coalescer import Coalescer, ShareKey
 from backend.constraints import SequenceConstraints
@@ -35,6 +36,7 @@ from tests.simulation.world import run_seed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from backend.forward_pass import StepBatch
     from shm.link import Submission
 
     Plant = Callable[[pytest.MonkeyPatch], None]
@@ -100,6 +102,11 @@ def _keeps_the_limit_of_who_left(unsubscribe: Any, sequence: Sequence, subscribe
     limit = sequence.max_total_tokens
     unsubscribe(sequence, subscriber)
     sequence.max_total_tokens = limit
+
+
+def _with_first_embeddings(batch: StepBatch) -> StepBatch:
+    given = [replace(part, values=replace(part.values, first=0)) for part in batch.embeddings]  # type: ignore[type-var]
+    return replace(batch, embeddings=tuple(given))
 
 
 def _slot_is_lost(stop: Any, scheduler: Scheduler, sequence: Sequence) -> None:
@@ -381,6 +388,17 @@ PLANTED: dict[str, Plant] = {
         prefixes_module, "_key_before", lambda key, sequence, num_pages: key(sequence, num_pages) if num_pages else b""
     ),
     "pages are not copied": _wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), page_copies=())),
+    "embeddings stay behind when a row before theirs is dropped": _wrap(
+        executor_module,
+        "keep_rows",
+        lambda keep, batch, *args: replace(keep(batch, *args), embeddings=batch.embeddings),
+    ),
+    "a chunk's embeddings are the prompt's first": _wrap(
+        BatchBuilder, "build", lambda build, *args: _with_first_embeddings(build(*args))
+    ),
+    "what embeddings gave is found by their token ids": lambda patch: patch.setattr(
+        requests_module.secrets, "token_bytes", bytes
+    ),
     "pages are not restored": _wrap(
         BatchBuilder, "build", lambda build, *args: replace(build(*args), page_restores=())
     ),

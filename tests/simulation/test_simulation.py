@@ -58,6 +58,8 @@ _MUST_OCCUR = {
     "resumed with constraints": 50,
     "log probabilities": 1,
     "scored": 2,
+    "embedded": 2,
+    "resumed with embeddings": 50,
     "ended by its grammar": 20,
     "refused BAD_GRAMMAR": 20,
     "cancel while compiling": 50,

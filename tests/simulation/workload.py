@@ -36,6 +36,8 @@ class Ask:
     timeout_ms: int
     constraints: Constraints | None
     num_prompt_logprobs: int
+    is_embedded: bool
+    """Its prompt is handed in as embeddings, as long as it has got nothing."""
     expected: list[int]
     """All the tokens that it is to get, and..."""
     told: list[EventLogprobs]
@@ -133,6 +135,7 @@ class Setup:
                 "bad request": seldom,
                 "constrained": rng.choice((0.0, 0.0, 0.3, 0.8)),
                 "scored": rng.choice((0.0, 0.0, 0.2)),
+                "embedded": rng.choice((0.0, 0.0, 0.2, 0.6)),
                 "compile": rng.choice((0.1, 0.5, 1.0)),
                 "nap": rng.choice((0.0, 0.3)),
                 "slow frontend": rng.choice((0.0, 0.7)),
@@ -173,6 +176,8 @@ class Setup:
         finish = Finish.STOP if stops else Finish.FAILED if stream.is_broken else Finish.LENGTH
         # Penalties are for what was generated, and a prompt that is scored is.
         is_scored = not sampling.presence_penalty and rng.random() < self.rates["scored"]
+        # Nor are they for embeddings.
+        is_embedded = not sampling.presence_penalty and not is_scored and rng.random() < self.rates["embedded"]
         return Ask(
             number=number,
             prompt=prompt,
@@ -180,11 +185,12 @@ class Setup:
             sampling=sampling,
             stop_ids=stop_ids,
             salt=salt,
-            may_share=may_share,
+            may_share=may_share and not is_embedded,
             priority=rng.randint(-2, 2),
             timeout_ms=rng.choice((0, 0, 0, 1000 * rng.randint(1, 25))),
             constraints=constraints,
             num_prompt_logprobs=rng.choice((0, 2)) if is_scored else -1,
+            is_embedded=is_embedded,
             expected=stream.tokens,
             told=stream.told,
             scores=self.model.score(prompt) if is_scored else [],

@@ -211,6 +211,7 @@ class World:
         self._note(
             f"{ask} of {ask.prompt} {ask.sampling} stop {ask.stop_ids} salt {ask.salt!r} "
             f"share {ask.may_share} timeout {ask.timeout_ms} {ask.constraints} scored {ask.num_prompt_logprobs} "
+            f"{'embedded ' if ask.is_embedded else ''}"
             f"expects {ask.expected} {ask.finish.name}"
         )
         self._send_ask(frontend, ask, self._num_ids, ask.timeout_ms)
@@ -226,6 +227,7 @@ class World:
             ask.prompt = [0] * (self.setup.context + 1)
         else:
             ask.prompt[self.rng.randrange(len(ask.prompt))] = self.rng.choice((-1, self.setup.model.vocab_size))
+            ask.is_embedded = False
         ask.finish, ask.expected = Finish.REJECTED, []
         self._submit(ask)
 
@@ -414,6 +416,7 @@ class World:
                 self.covered["rewound"] += 1
             elif row.takes_slot and row.sequence.generation:
                 self.covered["preempted and resumed"] += 1
+                self.covered["resumed with embeddings"] += row.sequence.embeddings is not None
 
     def judge_copy(self, source: int, num_tokens: int) -> None:
         """As it is planned."""
@@ -476,7 +479,7 @@ class World:
             if backend.desk.find(frontend, request_id) is not None:
                 continue
             sequence, subscriber = backend.requests._open[frontend][request_id]
-            if sequence.salt != heard.ask.salt:
+            if (sequence.salt == heard.ask.salt) != (heard.embeddings is None):
                 raise Violation(f"{heard.ask} listens to a sequence of another tenant")
             if heard.next_index != len(sequence.tokens) - len(heard.ask.prompt) and subscriber.next_index <= len(
                 sequence.tokens

@@ -111,7 +111,9 @@ def test_checks_end_with_their_time(tmp_path: Path) -> None:
 
 def test_passes_agree_with_the_cpus(record: Record) -> None:
     pass_agreement.check_passes(record.results, make_lab(), ("qwen3", "phi3-partial"))
-    assert record.findings()["pass.qwen3.tokens"].passed
+    findings = record.findings()
+    assert findings["pass.qwen3.tokens"].passed
+    assert findings["pass.qwen3.embeddings"].passed
 
 
 def test_kernels_have_figures(record: Record) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.plan import StepSizes
 from backend.passes.decoder.forward_pass import DecoderPass
@@ -20,6 +22,7 @@ from tools.gpu_check.steps import Steps, generate
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from backend.forward_pass import DeviceRows
     from backend.passes.decoder.config import DecoderConfig
     from tools.gpu_check.lab import Lab
     from tools.gpu_check.results import Results
@@ -30,9 +33,28 @@ _LOGIT_ERROR = {"bf16": 3e-2, "fp16": 1e-2}
 """Of the CUDA pass's logits to fp32 ones of the same weights, relative to their norm; of KV in bf16."""
 
 
+@dataclass(frozen=True)
+class RowsOnHost:
+    """See `EmbeddingRows`."""
+
+    values: NDArray[np.float32]
+    is_on_device: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
+
+    def read(self) -> NDArray[np.float32]:
+        return self.values.copy()
+
+    def copy_to(self, there: DeviceRows) -> None:
+        raise TypeError(f"rows on the host are to be copied on the device, to {there}")
+
+
 def check_passes(results: Results, lab: Lab, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:
     for name in names:
         results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, lab, name))
+    results.attempt(f"pass.{names[0]}.embeddings", partial(_compare_embeddings, results, lab, names[0]))
     for dtype in _LOGIT_ERROR:
         results.attempt(f"pass.{names[0]}.{dtype}", partial(_compare_logits, results, lab, names[0], dtype))
 
@@ -55,6 +77,28 @@ def _compare_logits(results: Results, lab: Lab, name: str, dtype_name: str) -> N
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
     require_within("of the logits", error, _LOGIT_ERROR[dtype_name])
     results.check(f"pass.{name}.{dtype_name}", True, "relative error of the logits", error)
+
+
+def _compare_embeddings(results: Results, lab: Lab, name: str) -> None:
+    """Rows of the table in the place of the tokens, from the host, in two steps behind each other: bit for bit."""
+    config = TINY_FAMILY[name]
+    prompts = _prompts(config)
+    table = RandomWeights(config, torch.float32, torch.device("cpu")).embedding(torch.float32).numpy()
+    forward_pass = _on_gpu(lab, config, torch.float32, "fp32")
+    found = []
+    for is_embedded in (False, True):
+        steps = Steps(_ROWS, _PAGES)
+        for part in ([tokens[:20] for tokens in prompts], [tokens[20:] for tokens in prompts]):
+            batch = steps.prefill(part)
+            if is_embedded:
+                rows = RowsOnHost(table[batch.input_ids])
+                ids = np.full_like(batch.input_ids, FROM_EMBEDDINGS)
+                batch = replace(batch, input_ids=ids, embeddings=(EmbeddedTokens(0, rows),))
+            logits = forward_pass.forward(batch)
+        found.append(forward_pass.host_logits(logits))
+    forward_pass.close()
+    require("the logits differ", np.array_equal(found[0], found[1]))
+    results.check(f"pass.{name}.embeddings", True, f"{_ROWS} rows of embeddings give the logits of their tokens")
 
 
 def _tokens(forward_pass: Any, config: DecoderConfig, chunk: int = 1 << 30) -> NDArray[np.int32]:

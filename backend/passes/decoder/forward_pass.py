@@ -12,6 +12,7 @@ from backend.forward_pass import PassOptions, PassSpec, StepBatch
 from backend.passes.decoder.cuda.cuda_device import CudaDevice
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.launcher import KernelFailed
+from backend.passes.decoder.embeddings import check_embeddings
 from backend.passes.decoder.heap import freed_memory_returns
 from backend.passes.decoder.model import DecoderModel
 from backend.passes.decoder.native_library import load_library
@@ -88,7 +89,11 @@ class DecoderPass(HostSampling):
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
-        step = self._ops.begin_step(batch, self.begin_step(batch))
+        check_embeddings(batch)
+        input_ids = self.begin_step(batch)
+        if batch.embeddings:
+            input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is no place in the table
+        step = self._ops.begin_step(batch, input_ids)
         logits = self._model.forward(step, wants_logits=len(batch.logit_rows) > 0)
         if logits is None:
             return np.empty((0, self._config.vocab_size), np.float32)
@@ -107,6 +112,10 @@ class DecoderPass(HostSampling):
         if not len(logits):
             return np.empty((0, self.hidden_size), np.float32)
         return self._ops.normed_rows(self._model.normed, len(logits))
+
+    @property
+    def embedding_size(self) -> int:
+        return self._config.hidden_size
 
     def close(self) -> None:
         self._ops.close()

@@ -88,7 +88,7 @@ class Ops(Protocol):
         ...
 
     def embed(self, table: Array, step: Step) -> Array:
-        """The residual stream of the step, [T, hidden] fp32."""
+        """The residual stream of the step, [T, hidden] fp32: of the table's rows, and of embeddings that are given."""
         ...
 
     def rms_norm(self, residual: Array, weight: Array) -> Array:
@@ -130,7 +130,8 @@ class HostOps(Ops, Protocol):
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
-        """Copies batch.page_copies. input_ids [T] are batch.input_ids with every FROM_SLOT resolved."""
+        """Copies batch.page_copies. input_ids [T] are batch.input_ids with every FROM_SLOT resolved, and any token
+        instead of FROM_EMBEDDINGS."""
         ...
 
     def normed_rows(self, normed: Array, num_rows: int) -> NDArray[np.float32]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from backend.passes.decoder.embeddings import place_embeddings
 from backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from backend.passes.decoder.rope import RopeTable
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from backend.forward_pass import StepBatch
+    from backend.forward_pass import EmbeddedTokens, StepBatch
     from backend.passes.decoder.config import DecoderConfig
     from backend.passes.decoder.ops import AttentionLayer
 
@@ -129,6 +130,7 @@ class _Step:
     narrowed: bool
     input_ids: NDArray[np.int32]
     arrays: tuple[NDArray[np.int32], ...]
+    embeddings: tuple[EmbeddedTokens, ...]
 
 
 class _Buffer:
@@ -267,11 +269,12 @@ class NativeOps:
             len(logit_rows),
         )
         self._num_rows = batch.num_tokens
-        return _Step(len(logit_rows), False, ids, arrays)
+        return _Step(len(logit_rows), False, ids, arrays, batch.embeddings)
 
     def embed(self, table: _Table, step: _Step) -> int:
         out = self._residual.address
         self._library.ps_embed(self._engine, table.address, table.is_packed, step.input_ids.ctypes.data, out)
+        place_embeddings(self._residual.rows.numpy(), step.embeddings)
         return out
 
     def rms_norm(self, residual: int, weight: Tensor) -> int:

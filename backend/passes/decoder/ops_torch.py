@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from backend.passes.decoder.embeddings import place_embeddings
 from backend.passes.decoder.kv_torch import PagedHeads, make_paged_heads
 from backend.passes.decoder.linears import PackedLinear
 from backend.passes.decoder.query_tiles import QueryTiles, TileLimits, cut_rows
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from backend.forward_pass import StepBatch
+    from backend.forward_pass import EmbeddedTokens, StepBatch
     from backend.passes.decoder.config import RopeConfig
     from backend.passes.decoder.ops import AttentionLayer, HeadShape
 
@@ -43,6 +44,7 @@ class TorchStep:
     queries: QueryTiles
     last_tokens: Tensor
     """[L] the last token of each logit row."""
+    embeddings: tuple[EmbeddedTokens, ...]
 
 
 class TorchOps:
@@ -101,6 +103,7 @@ class TorchOps:
             sin=sin,
             queries=queries,
             last_tokens=torch.from_numpy(batch.query_starts[1:][batch.logit_rows].astype(np.int64) - 1),
+            embeddings=batch.embeddings,
         )
 
     def _copy_pages(self, batch: StepBatch) -> None:
@@ -115,7 +118,9 @@ class TorchOps:
                 heads.copy(source, destination, num_seen.get(destination, size))
 
     def embed(self, table: Tensor, step: TorchStep) -> Tensor:
-        return functional.embedding(step.input_ids, table).float()
+        residual = functional.embedding(step.input_ids, table).float()
+        place_embeddings(residual.numpy(), step.embeddings)
+        return residual
 
     def rms_norm(self, residual: Tensor, weight: Tensor) -> Tensor:
         return self._norm(residual, weight).to(self._dtype)

@@ -173,7 +173,7 @@ def test_gated_activations_stay_in_bounds(launcher: EmulatedLauncher, name: str)
     check_gate(launcher, torch.bfloat16, name, 1032)
 
 
-def test_embedding_resolves_last_tokens_and_gives_zeros_for_what_is_no_token(
+def test_embedding_resolves_last_tokens_gives_zeros_for_what_is_no_token_and_leaves_what_is_given(
     launcher: EmulatedLauncher, dtype: torch.dtype
 ) -> None:
     check_embedding(launcher, dtype, hidden=72)

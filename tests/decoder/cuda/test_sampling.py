@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.forward_pass import NOT_FINITE, SlotInit
+from backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE, SlotInit
 from backend.passes.decoder.cuda.sampling import MAX_BIASES, SlotArrays
 from tests.cuda_emulator import EmulatedLauncher
 from tools.gpu_check.cases.sampling import (
@@ -93,6 +93,21 @@ def test_biases_of_tokens_at_the_edges_of_segments_count(launcher: EmulatedLaunc
 
 def test_a_count_stops_at_the_largest_that_it_can_hold() -> None:
     check_counts(FAST)
+
+
+def test_penalties_count_no_token_of_a_prompt_of_embeddings() -> None:
+    device = Device(50, 1)
+    logits = np.zeros((1, 50), np.float32)
+    logits[0, [FROM_EMBEDDINGS, 5, 6]] = 2.0, 1.9, 1.8
+    tokens = [FROM_EMBEDDINGS, FROM_EMBEDDINGS, 5]
+    penalties = {"temperature": 0.0, "repetition_penalty": 3.0, "frequency_penalty": 1.0}
+    device.take(slot_init(0, tokens, 2, **penalties))
+    assert device.sample(logits, [0]) == [50 + FROM_EMBEDDINGS]
+    assert device.sample(logits, [0]) == [6]
+    device.take(slot_init(0, tokens[:2], 2, **penalties))
+    assert device.sample(logits, [0]) == [50 + FROM_EMBEDDINGS]
+    with pytest.raises(ValueError, match="token ids are -2"):
+        device.take(slot_init(0, tokens, 1, **penalties))
 
 
 def test_a_slots_next_owner_sees_nothing_of_the_last_one() -> None:

@@ -1,4 +1,4 @@
-"""The CUDA pass's rows in clients' buffers, through the real engine; kernels and device are emulated."""
+"""The CUDA pass's rows in clients' buffers, and theirs in its prompts, through the real engine; all is emulated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from backend.shared_prompts import LentRows
 from shm.client import BufferSlice, GenerationRequest
+from shm.device_api import DeviceError
 from shm.wire import BufferContent, BufferKind, BufferWish, Sampling
 from tests.backend.served import connected, generate, served
 from tests.decoder.cuda.tiny_models import VOCAB_SIZE, make_pass, oracle, oracle_logits, prompts
@@ -32,7 +34,12 @@ class EmulatorsMemory(FakeDevice):
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         assert stream == 0  # the emulator's, which is done with all that it was given
-        self.poke(destination, ctypes.string_at(source, num_bytes))
+        try:
+            data = self.read(source, num_bytes)
+        except DeviceError:
+            self.poke(destination, ctypes.string_at(source, num_bytes))
+        else:
+            ctypes.memmove(destination, data, num_bytes)
 
 
 def oracle_rows(content: BufferContent, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -84,3 +91,39 @@ async def test_clients_get_the_passes_rows_on_the_device(
                 error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
                 assert error < (1e-4 if dtype == "fp32" else 0.05)
                 buffer.release()
+
+
+@pytest.mark.parametrize("kind", [BufferKind.CUDA, BufferKind.HOST])
+async def test_clients_hand_in_embeddings_and_get_what_their_tokens_get(
+    tmp_path: Path, kind: BufferKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of at most six tokens, beside the same prompts as tokens."""
+
+    def load() -> IBatchedForwardPass:
+        forward_pass = make_pass()
+        forward_pass.create_cache(NUM_PAGES, PAGE_SIZE, "fp32")
+        return forward_pass
+
+    if kind is BufferKind.CUDA:
+        monkeypatch.setattr(LentRows, "read", lambda _rows: pytest.fail("read on the host"))
+    device, clients_device = EmulatorsMemory(tmp_path), FakeDevice(tmp_path)
+    asked = prompts((7, 17))
+    table = oracle("llama3").get_input_embeddings()
+    greedy = Sampling(temperature=0.0)
+    with served(load, "auto", device, num_pages=NUM_PAGES, page_size=PAGE_SIZE) as path:
+        async with connected(path, BufferWish(2, 1 << 13, (kind,)), clients_device) as client:
+            streams = [generate(client, GenerationRequest(prompt, 5, greedy)) for prompt in asked]
+            for prompt in asked:
+                buffer = client.take_buffer()
+                with torch.inference_mode():
+                    rows: NDArray[np.float32] = table(torch.tensor(prompt)).numpy()
+                if kind is BufferKind.CUDA:
+                    clients_device.poke(buffer.device_view().__cuda_array_interface__["data"][0], rows.tobytes())
+                else:
+                    buffer.view()[: rows.nbytes] = rows.tobytes()
+                part = BufferSlice(buffer, BufferContent.PROMPT_EMBEDDINGS, len(prompt))
+                streams.append(generate(client, GenerationRequest(part, 5, greedy)))
+            tokens = await asyncio.gather(*streams)
+    assert tokens[:2] == tokens[2:]
+    for prompt, generated in zip(asked, tokens, strict=False):
+        assert generated == oracle_logits("llama3", [*prompt, *generated]).argmax(1)[len(prompt) - 1 : -1].tolist()

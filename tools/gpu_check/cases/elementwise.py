@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend.forward_pass import FROM_SLOT
+from backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT
 from backend.passes.decoder.cuda.cache_layout import CacheLayout
 from backend.passes.decoder.cuda.elementwise import Elementwise
 from backend.passes.decoder.cuda.step_buffers import RowArrays as Rows
@@ -217,13 +217,15 @@ def check_gate(launcher: Launcher, dtype: torch.dtype, name: str, size: int) -> 
 
 
 def check_embedding(launcher: Launcher, dtype: torch.dtype, hidden: int) -> None:
-    """With last tokens of slots, and zeros for what is no token."""
-    table, residual = torch.randn(50, hidden).to(dtype), poisoned(7, hidden, dtype=torch.float32)
-    rows = Rows(ints(0, 1, 2, 3, 7), ints(0, 0, 0, 0), ints(2, 0, -1, 1))
-    input_ids, last_tokens = ints(FROM_SLOT, 49, FROM_SLOT, 50, -7, 0, FROM_SLOT), ints(10**9, 13, 7)
-    make(launcher, dtype, hidden=hidden).embed(table, input_ids, rows, last_tokens, residual)
-    expected = torch.stack([table[7], table[49], *[torch.zeros_like(table[0])] * 3, table[0], table[13]])
-    require_same_bits("the embeddings", residual, expected.float())
+    """With last tokens of slots, zeros for what is no token, and a row that is there already."""
+    table, residual = torch.randn(50, hidden).to(dtype), poisoned(8, hidden, dtype=torch.float32)
+    rows = Rows(ints(0, 1, 2, 3, 8), ints(0, 0, 0, 0), ints(2, 0, -1, 1))
+    input_ids = ints(FROM_SLOT, 49, FROM_SLOT, 50, -7, 0, FROM_EMBEDDINGS, FROM_SLOT)
+    residual[6] = given = torch.randn(hidden)
+    make(launcher, dtype, hidden=hidden).embed(table, input_ids, rows, ints(10**9, 13, 7), residual)
+    looked_up = [table[7], table[49], *[torch.zeros_like(table[0])] * 3, table[0]]
+    expected = torch.stack([*(row.float() for row in looked_up), given, table[13].float()])
+    require_same_bits("the embeddings", residual, expected)
 
 
 def check_gather(launcher: Launcher, dtype: torch.dtype) -> None:

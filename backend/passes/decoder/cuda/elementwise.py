@@ -105,7 +105,7 @@ class Elementwise:
     def embed(self, table: Tensor, input_ids: Tensor, rows: RowArrays, last_tokens: Tensor, residual: Tensor) -> None:
         """residual [T, hidden] fp32 becomes the embeddings of input_ids [T]; zeros for an id outside table [V, hidden].
 
-        FROM_SLOT is the last token of the row's slot, last_tokens [max_slots].
+        FROM_SLOT is the last token of the row's slot, last_tokens [max_slots]. Rows of FROM_EMBEDDINGS stay.
         """
         self._launcher.launch(
             self._embed, (len(residual), self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts,

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from backend.forward_pass import PassOptions, PassSpec, TokenMasks
+    from backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, TokenMasks
     from backend.passes.decoder.config import DecoderConfig
     from backend.passes.decoder.cuda.device import Device
     from backend.passes.decoder.cuda.transfers import Ints
@@ -201,6 +201,10 @@ class CudaDecoderPass:
         return DeviceRows(self._shared_logits.data_ptr(), self._device.stream)
 
     @property
+    def embedding_size(self) -> int:
+        return self._config.hidden_size
+
+    @property
     def hidden_size(self) -> int:
         return self._config.hidden_size
 
@@ -235,6 +239,8 @@ class CudaDecoderPass:
         if num_updates:
             self._sampler.take_slots(updates_there, num_updates)
         self._moves.run(restores_there, copies_there)
+        for given in batch.embeddings:
+            self._put_embeddings(given)
         if num_padded is not None:
             self._graphs.replay(num_padded)
             return self._ops.logits_of(num_logits)
@@ -300,6 +306,17 @@ class CudaDecoderPass:
             (update,) = self._buffers.uplink.send([self._sampler.pack([init])])
             self._sampler.take_slots(update, 1)
         return _NO_INTS, 0
+
+    def _put_embeddings(self, given: EmbeddedTokens) -> None:
+        """Embeddings into the residual stream, which captured steps find at the same place."""
+        rows = self._ops.residual_rows(given.first, given.values.num_rows)
+        if given.values.is_on_device:
+            given.values.copy_to(DeviceRows(rows.data_ptr(), self._device.stream))
+            return
+        # torch hands pinned memory out again only when the copy from it is done.
+        staged = self._device.pinned(rows.numel(), torch.float32).view(rows.shape)
+        staged.numpy()[:] = given.values.read()
+        rows.copy_(staged, non_blocking=True)
 
     def _send_masks(self, masks: TokenMasks, num_rows: int) -> tuple[Tensor, Tensor]:
         which = np.full(num_rows, -1, np.int32)

@@ -219,6 +219,10 @@ class CudaOps:
             for attention in self._attention.values():
                 attention.begin(step.rows, step.num_decode)
 
+    def residual_rows(self, first: int, num_rows: int) -> Tensor:
+        """Where the embeddings of tokens that the step is given go, before `embed`: [num_rows, hidden] fp32."""
+        return self._all.residual[first : first + num_rows]
+
     def embed(self, table: Tensor, step: CudaStep) -> Residual:
         residual = self._now.residual
         ids = self._buffers.input_ids[: step.num_tokens]

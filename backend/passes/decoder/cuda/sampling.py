@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from backend.forward_pass import FROM_EMBEDDINGS
 from backend.passes.decoder.cuda.elementwise import ACT_MACRO
 from backend.passes.decoder.cuda.launcher import Kernel
 
@@ -299,10 +300,12 @@ class DeviceSampler:
         return packed
 
     def _packed_counts(self, init: SlotInit) -> Ints:
-        if not _is_penalised(init.sampling) or not len(init.token_ids):
-            return np.empty(0, np.int32)
-        self._check_tokens(int(init.token_ids.min()), int(init.token_ids.max()))
         prompt, generated = np.split(init.token_ids, [init.num_prompt_tokens])
+        prompt = prompt[prompt != FROM_EMBEDDINGS]
+        if not _is_penalised(init.sampling) or not len(prompt) + len(generated):
+            return np.empty(0, np.int32)
+        known = np.concatenate([prompt, generated])
+        self._check_tokens(int(known.min()), int(known.max()))
         words = np.minimum(np.bincount(generated, minlength=int(self._vocab_size)), _MAX_COUNT).astype(np.uint32) << 1
         words[prompt] |= 1
         tokens = np.flatnonzero(words)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.forward_pass import FROM_SLOT
+from backend.forward_pass import FROM_EMBEDDINGS
 from backend.passes.decoder.cuda.launcher import Kernel
 from backend.passes.decoder.cuda.transfers import Uplink, aligned
+from backend.passes.decoder.embeddings import check_embeddings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,8 +114,8 @@ class StepBuffers:
     def load(self, batch: StepBatch, num_padded_rows: int, parts: list[Ints]) -> list[Tensor]:
         """Brings the step to the device, rows beyond the batch's up to num_padded_rows as padding, and page changes.
 
-        parts, of tail_ints in all, travel along; returns where they are, each int32 [n]. A token id FROM_SLOT stays
-        one. Raises ValueError for a batch that breaks its contract.
+        parts, of tail_ints in all, travel along; returns where they are, each int32 [n]. The token ids FROM_SLOT
+        and FROM_EMBEDDINGS stay. Raises ValueError for a batch that breaks its contract.
         """
         changes = self._page_changes(batch, self._check(batch))
         try:
@@ -150,11 +151,12 @@ class StepBuffers:
             raise ValueError(f"rows begin at {starts.tolist()}, of {batch.num_rows} rows and {batch.num_tokens} tokens")
         if batch.slots.min() < 0 or batch.slots.max() >= limits.max_rows:
             raise ValueError(f"slots are {batch.slots.min()} … {batch.slots.max()}; there are {limits.max_rows}")
-        if batch.input_ids.min() < FROM_SLOT or batch.input_ids.max() >= limits.vocab_size:
+        if batch.input_ids.min() < FROM_EMBEDDINGS or batch.input_ids.max() >= limits.vocab_size:
             raise ValueError(
                 f"token ids are {batch.input_ids.min()} … {batch.input_ids.max()}; the vocabulary has "
                 f"{limits.vocab_size}"
             )
+        check_embeddings(batch)
         if len(wanting := batch.logit_rows) and (wanting[0] < 0 or wanting[-1] >= batch.num_rows):
             raise ValueError(f"logits are wanted of rows {wanting[0]} … {wanting[-1]}; there are {batch.num_rows}")
         ends: Ints = batch.context_lens + lengths

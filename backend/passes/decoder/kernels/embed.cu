@@ -4,7 +4,8 @@
 #include "values.cuh"
 
 constexpr int kThreads = 128;
-constexpr int kFromSlot = -1;  // instead of a token id: the one last sampled for the row's slot
+constexpr int kFromSlot = -1;        // instead of a token id: the one last sampled for the row's slot
+constexpr int kFromEmbeddings = -2;  // the row is there already
 
 // table [vocab_size, hidden], input_ids [T], last_tokens [max_slots], residual [T, hidden] fp32. A token that is none,
 // or the last one of a padding row, gives zeros. Blocks: x tokens, y chunks of 8 numbers, one a thread.
@@ -15,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
     if (column >= hidden) return;
     int token_id = input_ids[blockIdx.x];
+    if (token_id == kFromEmbeddings) return;
     if (token_id == kFromSlot) {
         const int slot = slots[row_of_token(blockIdx.x, query_starts, num_rows)];
         if (slot >= 0) token_id = last_tokens[slot];
