@@ -175,8 +175,10 @@ class SharedBuffers:
         if buffer._state is _State.LENT:
             buffer._to_release = True
         elif buffer._state is _State.HELD:
-            if self._device_memory is not None and self._is_connected:
-                self._device_memory.device.record(self._device_memory.events[buffer.index], stream)
+            if (memory := self._device_memory) is not None and self._is_connected:
+                # Its next caller waits for this event: for the backend's work too, if nobody has waited for that yet.
+                memory.device.wait(memory.events[buffer.index], stream)
+                memory.device.record(memory.events[buffer.index], stream)
             self._free(buffer)
 
     def _free(self, buffer: SharedBuffer) -> None:
