@@ -54,7 +54,8 @@ class SimulatedExecutor:
         self._salts: dict[int, bytes] = {}  # of each page, whose tokens it holds
         self._saved_salts: dict[int, bytes | None] = {}  # of each place on the host
         self.faulty: dict[tuple[Sequence, int], bool] = {}
-        """(sequence, generation) of rows that failed in a step of their own, False, or whose logits were bad, True."""
+        """(sequence, generation) of rows that failed in a step of their own, False, or whose logits were bad, True;
+        whichever was first, for it ends them."""
 
     @property
     def has_room(self) -> bool:
@@ -144,11 +145,11 @@ class SimulatedExecutor:
         if error is not None and not is_planted:
             raise error
         if error is not None and len(rows) == 1:
-            self.faulty[rows[0].sequence, rows[0].generation] = False
+            self.faulty.setdefault((rows[0].sequence, rows[0].generation), False)
         for place, token_id in enumerate(result.token_ids):
             row = rows[result.plan.logit_rows[place]]
             if token_id < 0 and place not in result.faults:
-                self.faulty[row.sequence, row.generation] = True
+                self.faulty.setdefault((row.sequence, row.generation), True)
         # The thread has compared, and not yet said what it found: others may subscribe just now.
         stopped = [(s, s.stopped_generation) for s, generation in before if s.stopped_generation != generation]
         for sequence, generation in before:
