@@ -13,10 +13,13 @@ from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode
 from tests.decoder.cuda.emulated_device import EmulatedDevice
 from tests.tools.gpu_check_lab import HostClock, NoMemory, Record
-from tools.gpu_check.cases.catalogue import Check, small_checks
+from tools.gpu_check import deterministic_passes
+from tools.gpu_check.cases.catalogue import Check, invariance_checks, small_checks
 from tools.gpu_check.cases.ptx import WRAPPERS
 from tools.gpu_check.cases.sampling import FILTERS, check_distribution, check_filter, check_logprobs, check_noise
+from tools.gpu_check.deterministic_passes import Company, Sizes
 from tools.gpu_check.lab import Lab
+from tools.gpu_check.models import TINY_FAMILY
 from tools.gpu_check.pass_agreement import check_passes
 
 DEVICE = EmulatedLauncher("device")
@@ -74,6 +77,12 @@ def test_kernels_pass_their_checks_as_a_device_rounds(check: Check) -> None:
     check.run(DEVICE)
 
 
+@pytest.mark.parametrize("check", list(invariance_checks()), ids=lambda check: f"{check.family}.{check.name}")
+def test_a_row_keeps_its_bits_as_a_device_rounds(check: Check) -> None:
+    """A tile of keys that a row does not see must leave it as it is, though powers of two are off by a little."""
+    check.run(DEVICE)
+
+
 @pytest.mark.parametrize("params", FILTERS[:-1], ids=str)
 def test_filters_keep_the_same_tokens_as_a_device_rounds(params: dict[str, float]) -> None:
     check_filter(DEVICE, params)
@@ -90,3 +99,12 @@ def test_passes_agree_with_the_cpus_as_a_device_rounds(tmp_path: Path) -> None:
     record = Record(tmp_path)
     check_passes(record.results, lab, ("qwen3",))
     assert {"pass.qwen3.tokens", "pass.qwen3.bf16", "pass.qwen3.fp16"} <= set(record.findings())
+
+
+def test_deterministic_passes_keep_a_rows_bits_as_a_device_rounds(tmp_path: Path) -> None:
+    lab = Lab(EmulatedDevice("device"), HostClock(), NoMemory(), lambda: EmulatedDevice("device"))
+    record = Record(tmp_path)
+    companies = (Company("tokens", 3, 1, 1, 1), Company("beside_decodes", 4, 3, 7, 1))
+    sizes = Sizes(TINY_FAMILY["qwen2-window"], torch.float32, ("bf16", "q8_0"), companies, new_tokens=3)
+    deterministic_passes.check_passes(record.results, lab, sizes)
+    assert len(record.findings()) == 6

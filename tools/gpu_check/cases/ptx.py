@@ -124,6 +124,9 @@ def check_approximations(launcher: Launcher) -> None:
     _launch(launcher, wrapper_kernel("approximate", 64), 1, x, result)
     exact = x.double()
     require_close("ex2, lg2, rcp", result, torch.stack([exact.exp2(), exact.log2(), 1 / exact]), 1e-6, 1e-6)
+    # Keys that a row does not see leave its sums as they are to the last bit: they shrink by 2^0, and weigh 2^-inf.
+    _launch(launcher, wrapper_kernel("approximate", 64), 1, torch.tensor([0.0, -torch.inf] * 32), result)
+    require_same_bits("ex2 of 0 and of -infinity", result[0, :2], torch.tensor([1.0, 0.0]))
 
 
 WRAPPERS: dict[str, Callable[[Launcher], None]] = {
