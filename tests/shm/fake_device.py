@@ -22,6 +22,7 @@ from shm.device_api import HANDLE_BYTES, DeviceError
 UUID = bytes(range(16))
 _FIRST_POINTER = 0x7F00_0000_0000
 _WAIT_S = 10.0
+_NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,11 @@ class FakeDevice:
         region.mapping[offset : offset + len(data)] = data
 
     def run(self, stream: int) -> None:
-        """The device does what the stream holds."""
-        work, self._streams[stream] = self._streams[stream], []
-        for item in work:
-            item()
+        """The device does what the stream holds, up to what it cannot do yet."""
+        work = self._streams[stream]
+        while work:
+            work[0]()
+            del work[0]
 
     def die(self) -> None:
         for region in [*self._memory.values(), *self._events.values()]:
@@ -123,7 +125,8 @@ class FakeDevice:
 
     def create_event(self) -> int:
         name = f"event-{secrets.token_hex(8)}"
-        (self._directory / name).write_bytes(bytes(mmap.PAGESIZE))
+        # How often it was recorded, and of each time, modulo the rest of the page, whether that has passed.
+        (self._directory / name).write_bytes(bytes(_NUMBER_BYTES) + b"\1" + bytes(mmap.PAGESIZE - _NUMBER_BYTES - 1))
         return self._place_event(name, is_own=True)
 
     def destroy_event(self, event: int) -> None:
@@ -141,27 +144,35 @@ class FakeDevice:
         return self._place_event(self._name(handle, "event-"), is_own=False)
 
     def record(self, event: int, stream: int) -> None:
-        mapping = self._event(event).mapping
-        mapping[0] = 1
+        mapping, number = self._event(event).mapping, self._number(event) + 1
+        mapping[_flag_of(number)] = 0
+        mapping[:_NUMBER_BYTES] = number.to_bytes(_NUMBER_BYTES, "little")
 
         def pass_by() -> None:
             if not mapping.closed:  # destroyed meanwhile, which is nobody's fault
-                mapping[0] = 0
+                mapping[_flag_of(number)] = 1
 
         self._put(stream, pass_by)
 
     def has_passed(self, event: int) -> bool:
-        return self._event(event).mapping[0] == 0
+        return self._event(event).mapping[_flag_of(self._number(event))] == 1
 
     def wait(self, event: int, stream: int) -> None:
-        self._event(event)
-        self._put(stream, lambda: self.synchronize(event))
+        """For the event as it is recorded now, as the driver does."""
+        number = self._number(event)
+        self._put(stream, lambda: self._await(event, number))
 
     def synchronize(self, event: int) -> None:
+        self._await(event, self._number(event))
+
+    def _number(self, event: int) -> int:
+        return int.from_bytes(self._event(event).mapping[:_NUMBER_BYTES], "little")
+
+    def _await(self, event: int, number: int) -> None:
         deadline_s = time.monotonic() + _WAIT_S
-        while not self.has_passed(event):
+        while not self._event(event).mapping[_flag_of(number)]:
             if time.monotonic() > deadline_s:
-                raise DeviceError(f"synchronize({event}): it never passes")
+                raise DeviceError(f"event {event}: it never passes")
             time.sleep(0.001)
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
@@ -244,6 +255,11 @@ class FakeDevice:
         if region is None or region.is_own is not is_own:
             raise DeviceError(f"{pointer:#x} is not {'an allocation' if is_own else 'opened memory'} of this process")
         return table.pop(pointer)
+
+
+def _flag_of(number: int) -> int:
+    """Where in an event's page it says whether this recording of it has passed."""
+    return _NUMBER_BYTES + number % (mmap.PAGESIZE - _NUMBER_BYTES)
 
 
 def _lives(pid: int) -> bool:

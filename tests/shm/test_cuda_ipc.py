@@ -22,7 +22,8 @@ from shm.link import NO_TOKEN, FrontendDeath
 from shm.session import Session
 from shm.shared_buffers import BufferGone, BufferSlice
 from shm.wire import BufferContent, BufferGrant, BufferKind, BufferRef, BufferWish, ContentSpec, Finish
-from tests.shm.buffer_backend import BLOCK, ClientProcess, Refusal, TurnedBackend, make_submit
+from tests.shm import fake_device
+from tests.shm.buffer_backend import BLOCK, HIDDEN, ClientProcess, Refusal, TurnedBackend, make_submit
 from tests.shm.fake_device import UUID, FakeDevice
 
 ON_DEVICE = BufferWish(2, BLOCK, (BufferKind.CUDA,))
@@ -176,6 +177,46 @@ def test_a_client_reads_behind_the_backends_write_and_never_waits_for_it(
         clients_device.free(scratch)
         buffer.release()
     device.free(logits)
+    backend.until(lambda: not device.num_allocated)
+
+
+def test_who_takes_a_buffer_next_writes_behind_the_backends_reading(
+    backend: TurnedBackend, device: FakeDevice, clients_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though whoever released it had not waited for that."""
+    step_stream, clients_stream = 7, 9
+    rows = array("f", range(2 * HIDDEN)).tobytes()
+    target = device.allocate(len(rows))
+    with backend.client(ON_DEVICE, clients_device) as client:
+        buffers = client.session.buffers
+        assert buffers is not None
+        buffer = buffers.take()
+        clients_device.poke(buffer.device_view().__cuda_array_interface__["data"][0], rows)
+        client.submit(1, BufferSlice(buffer, BufferContent.PROMPT_EMBEDDINGS, 2), num_prompt_tokens=2)
+        loan = backend.submission().embeddings
+        assert loan is not None
+        loan.copy_rows(1, 1, DeviceRow(target, step_stream))
+        with pytest.raises(ValueError, match="2 are lent"):
+            loan.copy_rows(1, 2, DeviceRow(target, step_stream))
+        backend.link.push(client.session.epoch, 1, NO_TOKEN, Finish.LENGTH)
+        loan.copy_rows(0, 1, DeviceRow(target, step_stream))  # too late, and put nowhere
+        client.receive_until(lambda: buffers.num_returned == 1)
+        buffer.release(clients_stream)
+        assert buffers.take() is buffer
+        pointer = buffer.device_view(clients_stream).__cuda_array_interface__["data"][0]
+        scratch = clients_device.allocate(len(rows))
+        clients_device.copy(pointer, scratch, len(rows), clients_stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(fake_device, "_WAIT_S", 0.0)
+            with pytest.raises(DeviceError, match="never passes"):
+                clients_device.run(clients_stream)
+        device.run(step_stream)
+        assert device.read(target, 4 * HIDDEN) == rows[4 * HIDDEN :]
+        clients_device.run(clients_stream)
+        assert clients_device.read(pointer, len(rows)) == bytes(len(rows))
+        clients_device.free(scratch)
+        buffer.release()
+    device.free(target)
     backend.until(lambda: not device.num_allocated)
 
 
