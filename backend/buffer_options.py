@@ -26,7 +26,7 @@ def check_choice(choice: str, device: str) -> None:
 
 
 def open_device_of(device: str) -> DeviceApi | None:
-    """For shared buffers and page-locked arenas: the pass's GPU. None on the CPU, and where the driver will not."""
+    """For shared buffers: the pass's GPU. None on the CPU, and where the driver will not."""
     if device == "cpu":
         return None
     try:

@@ -81,14 +81,17 @@ class EmbeddingRows(Protocol):
     def num_rows(self) -> int: ...
 
     @property
-    def is_on_device(self) -> bool: ...
+    def device_reads(self) -> bool:
+        """They lie on the pass's device, or where it reads them in place: they are to be had by `copy_to`, else by
+        `read`."""
+        ...
 
     def read(self) -> NDArray[np.float32]:
-        """A copy. Only of what is not on the device."""
+        """A copy."""
         ...
 
     def copy_to(self, there: DeviceRows) -> None:
-        """Puts a copy into the stream. Only of what is on the device. Raises `shm.device_api.DeviceError`."""
+        """Puts a copy into the stream. Raises `shm.device_api.DeviceError`."""
         ...
 
 

@@ -25,8 +25,8 @@ class LentRows:
     num_rows: int
 
     @property
-    def is_on_device(self) -> bool:
-        return self.loan.is_on_device
+    def device_reads(self) -> bool:
+        return self.loan.device_reads
 
     def read(self) -> NDArray[np.float32]:
         return np.frombuffer(self.loan.read_rows(self.first, self.num_rows), np.float32).reshape(self.num_rows, -1)

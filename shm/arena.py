@@ -12,13 +12,11 @@ import zlib
 from typing import TYPE_CHECKING
 
 from shm import region
-from shm.host_memory import HostRegistration
 from shm.wire import MAX_INLINE_PROMPT_TOKENS, ArenaRef
 
 if TYPE_CHECKING:
     import mmap
 
-    from shm.device_api import DeviceApi
 
 _HEADER = struct.Struct("=IIQQQ")  # magic, crc32, epoch, sequence, length
 _COVERED = struct.Struct("=QQQ")  # epoch, sequence, length: what the crc covers besides the payload
@@ -142,10 +140,6 @@ class ArenaReader:
         if crc != _crc(epoch, sequence, payload):
             raise DescriptorError(f"slot {ref.slot}: checksum of payload {ref.sequence} differs")
         return payload
-
-    def page_lock(self, device: DeviceApi) -> HostRegistration:
-        """So that the device can read payloads in place; to be closed before this. Raises DeviceError."""
-        return HostRegistration(device, self._mapping)
 
     def close(self) -> None:
         self._mapping.close()

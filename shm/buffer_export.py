@@ -46,6 +46,8 @@ class Loan:
         self._num_written = 0
         self.is_of_hidden_states = ref.content is BufferContent.HIDDEN_STATES
         self.is_on_device = isinstance(memory, ExportedDeviceMemory)
+        self.device_reads = memory.device_reads
+        """`copy_rows` is possible."""
         self.row_bytes = spec.row_bytes
 
     def wants(self, row: int) -> bool:
@@ -88,11 +90,8 @@ class Loan:
         return bytes(num_bytes)
 
     def copy_rows(self, first: int, num_rows: int, there: DeviceRow) -> None:
-        """Puts a copy of some rows of a buffer on the device behind the work of there.stream; nothing after the end.
-        Raises DeviceError."""
+        """Puts a copy of some rows behind the work of there.stream; nothing after the end. Raises DeviceError."""
         offset_bytes, num_bytes = self._place_of(first, num_rows)
-        if not isinstance(self._memory, ExportedDeviceMemory):
-            raise TypeError("rows on the host cannot be copied on the device")
         # Within the lock, so that the buffer's event, and freeing its memory, come behind the copy.
         with self._lock:
             if self._is_open:
@@ -194,7 +193,7 @@ class BufferExporter:
         budget_bytes: int,
         device: DeviceApi | None = None,
     ) -> None:
-        """kinds in order of preference; CUDA needs a device, which then also page-locks the prompt arenas."""
+        """kinds in order of preference; CUDA needs a device, which reads buffers on the host in place if it can."""
         if BufferKind.CUDA in kinds and device is None:
             raise ValueError("buffers on the device need a device")
         self._kinds = kinds
@@ -202,6 +201,7 @@ class BufferExporter:
         self._budget_bytes = budget_bytes
         self._orphans: list[ExportedBuffers] = []  # of clients that left and may still have them open
         self.device = device
+        self._page_locks = device is not None
         self.held_bytes = 0
 
     @property
@@ -237,11 +237,21 @@ class BufferExporter:
     def _make(self, kind: BufferKind, num_buffers: int, num_bytes: int, pidfd: int) -> ExportedBuffers:
         if kind is BufferKind.HOST or self.device is None:
             host = ExportedHostMemory(num_buffers, num_bytes)
+            self._page_lock(host)
             return ExportedBuffers(host, BufferGrant(kind, num_buffers, num_bytes, self._contents), pidfd)
         on_device = ExportedDeviceMemory(self.device, num_buffers, num_bytes)
         handles = on_device.memory_handles, on_device.event_handles
         grant = BufferGrant(kind, num_buffers, num_bytes, self._contents, self.device.uuid, *handles)
         return ExportedBuffers(on_device, grant, pidfd)
+
+    def _page_lock(self, memory: ExportedHostMemory) -> None:
+        if not self._page_locks or self.device is None:
+            return
+        try:
+            memory.page_lock(self.device)
+        except DeviceError as error:
+            self._page_locks = False
+            _log.info("shared buffers on the host are not page-locked, and so copied there before use: %s", error)
 
     def take_leave(self, buffers: ExportedBuffers, *, has_closed: bool) -> None:
         """The client has left. Its memory goes now if it has said that it has closed it, else with its process."""

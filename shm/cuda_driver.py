@@ -21,7 +21,7 @@ _NOT_READY = 600
 _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING, _EVENT_INTERPROCESS = 1, 2, 4
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
-_REGISTER_PORTABLE, _REGISTER_READ_ONLY = 1, 8
+_REGISTER_PORTABLE = 1
 _HOST_ALLOC_DEVICE_MAP = 2
 
 
@@ -55,6 +55,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemsetD8Async": (_POINTER, c_ubyte, c_size_t, _STREAM),
     "cuMemcpyDtoDAsync_v2": (_POINTER, _POINTER, c_size_t, _STREAM),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _POINTER, c_size_t, _STREAM),
+    "cuMemcpyHtoDAsync_v2": (_POINTER, c_void_p, c_size_t, _STREAM),
     "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
     "cuMemFreeHost": (c_void_p,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
@@ -206,6 +207,9 @@ class DriverDevice:
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         self._call("cuMemcpyDtoDAsync_v2", destination, source, num_bytes, stream)
 
+    def copy_from_host(self, destination: int, address: int, num_bytes: int, stream: int) -> None:
+        self._call("cuMemcpyHtoDAsync_v2", destination, address, num_bytes, stream)
+
     def read(self, pointer: int, num_bytes: int) -> bytes:
         data = ctypes.create_string_buffer(num_bytes)
         with self._current():
@@ -225,8 +229,7 @@ class DriverDevice:
         self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        # Read-only, as the arenas are mapped: drivers and devices that cannot do that refuse.
-        self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE | _REGISTER_READ_ONLY)
+        self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE)
 
     def unregister_host(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)

@@ -26,6 +26,8 @@ BLOCK_BYTES = 2 << 20
 class ExportedDeviceMemory:
     """The backend's side: zeroed allocations for one client, from `__init__` to `free`."""
 
+    device_reads = True
+
     def __init__(self, device: DeviceApi, num_buffers: int, num_bytes: int) -> None:
         """num_bytes of each, a multiple of BLOCK_BYTES. Raises DeviceError, having freed what it had."""
         if num_bytes % BLOCK_BYTES:

@@ -83,12 +83,16 @@ class DeviceApi(Protocol):
         """From device memory to device memory, behind what stream holds. Does not block."""
         ...
 
+    def copy_from_host(self, destination: int, address: int, num_bytes: int, stream: int) -> None:
+        """From memory that `register_host` was given to device memory, behind what stream holds. Does not block."""
+        ...
+
     def read(self, pointer: int, num_bytes: int) -> bytes:
         """Copies to the host and waits for that, beside whatever else the device does."""
         ...
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Page-locks host memory, mapped here for reading at least, so that the device can read it in place."""
+        """Page-locks host memory, mapped here for reading and writing, so that the device can read it in place."""
         ...
 
     def unregister_host(self, address: int) -> None: ...

@@ -1,4 +1,4 @@
-"""Host memory that backend and client share: buffers in a memfd, and mappings that the GPU may read in place."""
+"""Host memory that backend and client share: buffers in a memfd, which a GPU reads in place where it can."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ class ExportedHostMemory:
         except OSError:
             self.close_fd()
             raise
+        self._lock: PageLock | None = None
+
+    def page_lock(self, device: DeviceApi) -> None:
+        """From now on the device reads the buffers in place. Raises DeviceError: it will not."""
+        self._lock = PageLock(device, self._mapping)
+
+    @property
+    def device_reads(self) -> bool:
+        return self._lock is not None
 
     def close_fd(self) -> None:
         """Idempotent."""
@@ -52,8 +61,17 @@ class ExportedHostMemory:
         start = index * self._num_bytes + offset_bytes
         self._mapping[start : start + num_bytes] = source.cast("B")
 
+    def copy(self, index: int, offset_bytes: int, num_bytes: int, there: DeviceRow) -> None:
+        """Puts a copy of what the client has written behind the work of there.stream. Raises DeviceError."""
+        if self._lock is None:
+            raise TypeError("a buffer on the host that is not page-locked cannot be read by the device")
+        self._lock.copy(index * self._num_bytes + offset_bytes, num_bytes, there)
+
     def free(self) -> None:
+        """To be called once no copy is put into a stream any more: waits for those that were."""
         self.close_fd()
+        if self._lock is not None:
+            self._lock.close()
         self._mapping.close()
 
 
@@ -75,10 +93,10 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-class HostRegistration:
-    """A mapping that is page-locked for the device, from `__init__` to `close`.
+class PageLock:
+    """A mapping that a device reads in place, from `__init__` to `close`.
 
-    It holds the mapping's buffer, so that unmapping it before it is unregistered raises instead of happening.
+    It holds the mapping's buffer, so that unmapping it before it is unlocked raises instead of happening.
     """
 
     def __init__(self, device: DeviceApi, mapping: mmap.mmap) -> None:
@@ -87,16 +105,30 @@ class HostRegistration:
         self._buffer = _PyBuffer()
         ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapping), ctypes.byref(self._buffer), 0)
         try:
-            device.register_host(self._buffer.buf, self._buffer.len)
+            self._last_copy = device.create_event()
+            try:
+                device.register_host(self._buffer.buf, self._buffer.len)
+            except DeviceError:
+                device.destroy_event(self._last_copy)
+                raise
         except DeviceError:
             ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))
             raise
 
+    def copy(self, offset_bytes: int, num_bytes: int, there: DeviceRow) -> None:
+        """Behind the work of there.stream; does not block. Raises DeviceError, and ValueError for what is not there."""
+        if not 0 <= offset_bytes <= offset_bytes + num_bytes <= self._buffer.len:
+            raise ValueError(f"{num_bytes} bytes at {offset_bytes} are wanted; there are {self._buffer.len}")
+        self._device.copy_from_host(there.pointer, self._buffer.buf + offset_bytes, num_bytes, there.stream)
+        self._device.record(self._last_copy, there.stream)
+
     def close(self) -> None:
-        """To be called once, before the mapping is closed."""
+        """To be called once, before the mapping is closed. Waits for the last copy."""
         try:
+            self._device.synchronize(self._last_copy)
+            self._device.destroy_event(self._last_copy)
             self._device.unregister_host(self._buffer.buf)
         except DeviceError as error:
-            _log.error("a prompt arena is not unregistered: %s", error)
+            _log.error("shared memory stays page-locked: %s", error)
         finally:
             ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))

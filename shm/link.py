@@ -22,7 +22,6 @@ import zmq
 from shm.arena import DescriptorError
 from shm.board import FrontendTotals
 from shm.buffer_export import LoanError, WishRefused
-from shm.device_api import DeviceError
 from shm.events import Cancellation, Event, FrontendDeath, Submission
 from shm.ledger import Ledger
 from shm.peer import Peer
@@ -204,7 +203,6 @@ class BackendLink:
     ) -> None:
         """The board stays the caller's; the exporter is closed with the link. Raises rendezvous.CannotListen."""
         self._exporter = exporter
-        self._page_locks_arenas = exporter is not None and exporter.device is not None
         self._stall_limit_s = stall_limit_s
         self._card = card
         self._board = board
@@ -398,7 +396,6 @@ class BackendLink:
             return
         self._frontends[epoch] = self._by_identity[frontend.identity] = frontend
         self.ledger.acquire("frontend", epoch, connection.pid)
-        self._page_lock_arena(frontend)
         welcome = Welcome(
             epoch=epoch,
             identity=frontend.identity,
@@ -428,15 +425,6 @@ class BackendLink:
     def _take_back_buffers(self, buffers: ExportedBuffers | None, *, has_closed: bool) -> None:
         if buffers is not None and self._exporter is not None:
             self._exporter.take_leave(buffers, has_closed=has_closed)
-
-    def _page_lock_arena(self, frontend: Peer) -> None:
-        if not self._page_locks_arenas or self._exporter is None or self._exporter.device is None:
-            return
-        try:
-            frontend.page_lock_arena(self._exporter.device)
-        except DeviceError as error:
-            self._page_locks_arenas = False
-            _log.info("prompt arenas are not page-locked, prompts are copied on the host: %s", error)
 
     def _bury(self, frontend: Peer) -> None:
         """Exactly once per frontend: it is found in the tables by every caller."""

@@ -29,7 +29,6 @@ from shm.wire import (
 
 if TYPE_CHECKING:
     from shm.buffer_export import ExportedBuffers, Loan
-    from shm.device_api import DeviceApi
     from shm.rendezvous import Connection
     from shm.wire import BufferReturn, Submit
 
@@ -91,10 +90,6 @@ class Peer:
             mappings.callback(self.board.close)
             self._fds = fds.pop_all()
             self._mappings = mappings.pop_all()
-
-    def page_lock_arena(self, device: DeviceApi) -> None:
-        """Until `close`. Raises DeviceError: the device refuses."""
-        self._mappings.callback(self._arena.page_lock(device).close)
 
     def close_fds(self) -> None:
         """The frontend has received them, or never will; the mappings stay."""

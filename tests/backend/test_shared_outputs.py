@@ -49,7 +49,7 @@ class DeviceFakePass(FakePass):
         return logits
 
     def _tokens_of(self, values: EmbeddingRows) -> list[int]:
-        if not values.is_on_device:
+        if not values.device_reads:
             self.num_host_copies += 1
             return super()._tokens_of(values)
         values.copy_to(DeviceRows(self._prompts, self.STREAM))

@@ -278,7 +278,7 @@ def test_they_are_offered_where_the_pass_takes_them() -> None:
 class StubLoan:
     """Rows as a `Loan` gives them, and how often each was read."""
 
-    is_on_device = False
+    device_reads = False
 
     def __init__(self, rows: NDArray[np.float32]) -> None:
         self.rows = rows
@@ -376,4 +376,4 @@ def test_rows_are_those_of_the_loan_from_the_chunks_start_on() -> None:
     rows = random_rows(7)
     part = LentRows(StubLoan(rows), 2, 4)  # type: ignore[arg-type]
     np.testing.assert_array_equal(part.read(), rows[2:6])
-    assert not part.is_on_device
+    assert not part.device_reads

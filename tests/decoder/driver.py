@@ -24,7 +24,7 @@ class RowsOnHost:
     """See `EmbeddingRows`."""
 
     values: NDArray[np.float32]
-    is_on_device = False
+    device_reads = False
 
     @property
     def num_rows(self) -> int:

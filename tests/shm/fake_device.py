@@ -163,7 +163,10 @@ class FakeDevice:
         self._put(stream, lambda: self._await(event, number))
 
     def synchronize(self, event: int) -> None:
-        self._await(event, self._number(event))
+        number = self._number(event)
+        for stream in list(self._streams):  # while this process waits, its work goes on
+            self.run(stream)
+        self._await(event, number)
 
     def _number(self, event: int) -> int:
         return int.from_bytes(self._event(event).mapping[:_NUMBER_BYTES], "little")
@@ -184,6 +187,20 @@ class FakeDevice:
             to_region.mapping[to_offset : to_offset + num_bytes] = data
 
         self._put(stream, copy)
+
+    def copy_from_host(self, destination: int, address: int, num_bytes: int, stream: int) -> None:
+        region, offset = self._find(destination, num_bytes)
+        self._check_registered(address, num_bytes)
+
+        def copy() -> None:
+            self._check_registered(address, num_bytes)
+            region.mapping[offset : offset + num_bytes] = ctypes.string_at(address, num_bytes)
+
+        self._put(stream, copy)
+
+    def _check_registered(self, address: int, num_bytes: int) -> None:
+        if not any(start <= address and address + num_bytes <= start + size for start, size in self.registered.items()):
+            raise DeviceError(f"{num_bytes} bytes at {address:#x} of the host: an illegal access")
 
     def read(self, pointer: int, num_bytes: int) -> bytes:
         region, offset = self._find(pointer, num_bytes)

@@ -145,6 +145,12 @@ CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t size, CUstream 
     memcpy(to, (void *)(uintptr_t)from, size);
     return OK;
 }
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t size, CUstream stream) {
+    NEED_CONTEXT;
+    if (!find(to, size) || !registered || (char *)from < (char *)registered) return BAD_VALUE;
+    memcpy((void *)(uintptr_t)to, from, size);
+    return OK;
+}
 CUresult cuMemHostAlloc(void **address, size_t size, unsigned int flags) {
     NEED_CONTEXT;
     if (size > (64u << 20)) return NO_MEMORY;
@@ -162,7 +168,7 @@ CUresult cuMemFreeHost(void *address) {
 CUresult cuMemHostRegister_v2(void *address, size_t size, unsigned int flags) {
     NEED_CONTEXT;
     if (registered) return REGISTERED;
-    if (flags != (1 | 8) || !size || (uintptr_t)address % 4096) return BAD_VALUE;
+    if (flags != 1 || !size || (uintptr_t)address % 4096) return BAD_VALUE;
     registered = address;
     return OK;
 }

@@ -66,6 +66,17 @@ class Lent:
         return self.ref.content is BufferContent.PROMPT_EMBEDDINGS
 
 
+@dataclass
+class Copy:
+    """What the device was told to read, in order."""
+
+    lent: Lent
+    target: int
+    expected: list[float]
+    is_spoiled: bool = False
+    """The buffer was written to before the device came to it, which on the host nothing prevents: its loan is over."""
+
+
 class Buffers(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
@@ -76,8 +87,7 @@ class Buffers(RuleBasedStateMachine):
         self.loans: list[Lent] = []
         self.source = self.device.allocate(ROW_BYTES * (1 + NUM_TARGETS))
         self.num_written = 0
-        self.copies: list[tuple[int, list[float]]] = []
-        """Where the device puts what it reads, and the first values of the rows that it is to find; in order."""
+        self.copies: list[Copy] = []
 
     # What there is to choose from
 
@@ -187,6 +197,7 @@ class Buffers(RuleBasedStateMachine):
         given = [float(self.num_written + row) for row in range(num_rows)]
         rows = array("f", [value for value in given for _ in range(VALUES)]).tobytes()
         if client.exported.grant.kind is BufferKind.HOST:
+            self.spoil(client, buffer.index)
             buffer.view()[: len(rows)] = rows
         else:
             client.device.poke(buffer.device_view().__cuda_array_interface__["data"][0], rows)
@@ -199,14 +210,15 @@ class Buffers(RuleBasedStateMachine):
         self.loans.append(Lent(client, loan, ref, given))
 
     @precondition(lambda self: any(lent.is_prompt for lent in self.loans) and len(self.copies) < NUM_TARGETS // 3)
-    @rule(data=st.data(), first=st.integers(0, 2))
-    def read(self, data: st.DataObject, first: int) -> None:
+    @rule(data=st.data(), first=st.integers(0, 2), by_host=st.booleans())
+    def read(self, data: st.DataObject, first: int, by_host: bool) -> None:
         """Whenever it comes, after the end and the death too: late ones find nothing."""
         lent = data.draw(st.sampled_from([lent for lent in self.loans if lent.is_prompt][-4:]))
         num_rows = max(0, lent.ref.num_rows - first)
         first = min(first, lent.ref.num_rows)
         expected = [value for value in lent.given[first:] for _ in range(VALUES)]
-        if not lent.loan.is_on_device:
+        assert lent.loan.device_reads
+        if by_host and not lent.loan.is_on_device:
             found = array("f", lent.loan.read_rows(first, num_rows)).tolist()
             assert found == (expected if lent.is_open else [0.0] * len(expected))
             return
@@ -214,16 +226,24 @@ class Buffers(RuleBasedStateMachine):
         untouched = [-1.0] * len(expected)
         self.device.poke(target, array("f", untouched).tobytes())
         lent.loan.copy_rows(first, num_rows, DeviceRow(target, STEPS))
-        self.copies.append((target, expected if lent.is_open else untouched))
+        self.copies.append(Copy(lent, target, expected if lent.is_open else untouched))
 
     @precondition(lambda self: self.copies)
     @rule()
     def run_device(self) -> None:
         """It comes to what it was told, whatever has been returned, rewritten or freed by then."""
         self.device.run(STEPS)
-        for target, expected in self.copies:
-            assert array("f", self.device.read(target, 4 * len(expected))).tolist() == expected
+        for copy in self.copies:
+            found = array("f", self.device.read(copy.target, 4 * len(copy.expected))).tolist()
+            assert copy.is_spoiled or found == copy.expected
         self.copies.clear()
+
+    def spoil(self, client: Client, index: int) -> None:
+        """The buffer is written to, at once."""
+        for copy in self.copies:
+            if copy.lent.client is client and copy.lent.ref.index == index and not copy.lent.loan.is_on_device:
+                assert not copy.lent.is_open
+                copy.is_spoiled = True
 
     def is_at_rest(self, client: Client, buffer: SharedBuffer) -> bool:
         """The device has done with it. Its client waits for that before it touches it, as `device_view` does."""
@@ -238,6 +258,7 @@ class Buffers(RuleBasedStateMachine):
         lent = data.draw(st.sampled_from([lent for lent in self.loans if not lent.is_prompt][-4:]))
         self.num_written += 1
         values = array("f", [float(self.num_written)] * VALUES)
+        self.spoil(lent.client, lent.ref.index)
         self.device.poke(self.source, values.tobytes())
         lent.loan.write(row, DeviceRow(self.source, 0) if lent.loan.is_on_device else memoryview(values))
         written = lent.client.written[lent.ref.index]

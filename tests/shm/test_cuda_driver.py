@@ -16,7 +16,7 @@ import pytest
 from shm.cuda_driver import DriverDevice, open_device
 from shm.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, ImportedDeviceMemory
 from shm.device_api import HANDLE_BYTES, UUID_BYTES, DeviceApi, DeviceError, DeviceRow
-from shm.host_memory import HostRegistration
+from shm.host_memory import PageLock
 from shm.wire import BufferGrant, BufferKind
 
 ROOT = Path(__file__).parents[2]
@@ -114,13 +114,21 @@ def test_handles_that_are_none_open_nothing(device: DriverDevice) -> None:
     device.free(pointer)
 
 
-def test_a_read_only_mapping_is_page_locked_and_unlocked(device: DriverDevice) -> None:
-    with contextlib.closing(mmap.mmap(-1, 4 * mmap.PAGESIZE, prot=mmap.PROT_READ)) as mapping:
-        registration = HostRegistration(device, mapping)
+def test_a_mapping_is_page_locked_read_in_place_and_unlocked(device: DriverDevice) -> None:
+    with contextlib.closing(mmap.mmap(-1, 4 * mmap.PAGESIZE)) as mapping:
+        lock = PageLock(device, mapping)
         with pytest.raises(DeviceError, match="cuMemHostRegister_v2"):
-            HostRegistration(device, mapping)
-        registration.close()
-        HostRegistration(device, mapping).close()
+            PageLock(device, mapping)
+        pointer = device.allocate(4096)
+        mapping[5000:5004] = b"read"
+        lock.copy(5000, 4, DeviceRow(pointer + 8, 0))
+        assert device.read(pointer + 8, 4) == b"read"
+        for offset_bytes, num_bytes in ((-1, 4), (4 * mmap.PAGESIZE - 3, 4), (0, -1)):
+            with pytest.raises(ValueError, match=f"{num_bytes} bytes at {offset_bytes} are wanted"):
+                lock.copy(offset_bytes, num_bytes, DeviceRow(pointer, 0))
+        device.free(pointer)
+        lock.close()
+        PageLock(device, mapping).close()
 
 
 def test_memory_of_the_host_is_allocated_and_freed_once(device: DriverDevice) -> None:

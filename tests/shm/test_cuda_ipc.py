@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import mmap
 from array import array
@@ -16,17 +15,19 @@ from shm.buffer_export import Loan, LoanError
 from shm.cuda_driver import DriverDevice, open_device
 from shm.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, ImportedDeviceMemory
 from shm.device_api import HANDLE_BYTES, DeviceError, DeviceRow
-from shm.host_memory import HostRegistration
+from shm.host_memory import PageLock
 from shm.ledger import Ledger
 from shm.link import NO_TOKEN, FrontendDeath
 from shm.session import Session
 from shm.shared_buffers import BufferGone, BufferSlice
 from shm.wire import BufferContent, BufferGrant, BufferKind, BufferRef, BufferWish, ContentSpec, Finish
 from tests.shm import fake_device
-from tests.shm.buffer_backend import BLOCK, HIDDEN, ClientProcess, Refusal, TurnedBackend, make_submit
+from tests.shm.buffer_backend import BLOCK, HIDDEN, ClientProcess, Refusal, TurnedBackend
 from tests.shm.fake_device import UUID, FakeDevice
 
 ON_DEVICE = BufferWish(2, BLOCK, (BufferKind.CUDA,))
+ON_HOST = BufferWish(2, BLOCK, (BufferKind.HOST,))
+STREAM = 7
 
 
 @pytest.fixture
@@ -350,39 +351,64 @@ def test_the_budget_counts_what_the_dead_may_still_have_open(
     device.die()
 
 
-# Page-locked arenas
+# Page-locked buffers on the host
 
 
-def test_an_arena_is_page_locked_for_as_long_as_its_frontend_lives(backend: TurnedBackend, device: FakeDevice) -> None:
-    prompt = array("i", range(5000))
-    with backend.client(None) as client:
-        ((address, num_bytes),) = device.registered.items()
+def test_the_device_reads_buffers_on_the_host_in_place_for_as_long_as_their_client_lives(
+    backend: TurnedBackend, device: FakeDevice
+) -> None:
+    target = device.allocate(BLOCK)
+    with backend.client(ON_HOST) as client:
+        ((_, num_bytes),) = device.registered.items()
         assert num_bytes % mmap.PAGESIZE == 0
-        assert client.session.send_submit(make_submit(1, num_prompt_tokens=5000), prompt, 0)
-        # The device reads in place what the frontend wrote.
-        assert prompt.tobytes() in ctypes.string_at(address, num_bytes)
-        assert backend.submission().tokens == prompt.tobytes()
+        buffers = client.session.buffers
+        assert buffers is not None
+        prompt = buffers.take()
+        prompt.view()[: 2 * 4 * HIDDEN] = array("f", range(2 * HIDDEN)).tobytes()
+        client.submit(1, BufferSlice(prompt, BufferContent.PROMPT_EMBEDDINGS, 2), num_prompt_tokens=2)
+        loan = backend.submission().embeddings
+        assert loan is not None
+        assert loan.device_reads
+        loan.copy_rows(1, 1, DeviceRow(target, STREAM))
+        device.run(STREAM)
+        assert device.read(target, 4 * HIDDEN) == array("f", range(HIDDEN, 2 * HIDDEN)).tobytes()
+        loan.copy_rows(0, 2, DeviceRow(target, STREAM))
+    # It is unlocked when the copy that was under way is done.
     backend.until(lambda: not device.registered)
+    assert device.read(target, 8 * HIDDEN) == array("f", range(2 * HIDDEN)).tobytes()
+    loan.copy_rows(0, 2, DeviceRow(0, STREAM))
+    device.free(target)
 
 
-def test_a_mapping_cannot_be_closed_before_it_is_unregistered(device: FakeDevice) -> None:
-    with contextlib.closing(mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ)) as mapping:
-        registration = HostRegistration(device, mapping)
+def test_a_mapping_cannot_be_closed_before_it_is_unlocked(device: FakeDevice) -> None:
+    with contextlib.closing(mmap.mmap(-1, mmap.PAGESIZE)) as mapping:
+        lock = PageLock(device, mapping)
         with pytest.raises(BufferError):
             mapping.close()
-        registration.close()
+        lock.close()
 
 
-def test_a_device_that_refuses_to_page_lock_is_asked_once_and_prompts_are_copied(
+def test_a_device_that_refuses_to_page_lock_is_asked_once_and_what_is_lent_is_read_by_the_host(
     socket_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    backend = TurnedBackend(socket_path, FakeDevice(tmp_path, refuses_registration=True))
-    with backend.client(None) as one, backend.client(None) as other:
-        for client in (one, other):
-            assert client.session.send_submit(make_submit(1, num_prompt_tokens=5000), array("i", [7] * 5000), 0)
-            assert backend.submission().tokens == array("i", [7] * 5000).tobytes()
+    device = FakeDevice(tmp_path, refuses_registration=True)
+    backend = TurnedBackend(socket_path, device)
+    for _ in range(2):
+        with backend.client(ON_HOST) as client:
+            buffers = client.session.buffers
+            assert buffers is not None
+            prompt = buffers.take()
+            prompt.view()[: 4 * HIDDEN] = array("f", range(HIDDEN)).tobytes()
+            client.submit(1, BufferSlice(prompt, BufferContent.PROMPT_EMBEDDINGS, 1), num_prompt_tokens=1)
+            loan = backend.submission().embeddings
+            assert loan is not None
+            assert not loan.device_reads
+            assert loan.read_rows(0, 1) == array("f", range(HIDDEN)).tobytes()
+            with pytest.raises(TypeError, match="page-locked"):
+                loan.copy_rows(0, 1, DeviceRow(0, 0))
     assert caplog.text.count("not page-locked") == 1
+    assert device.num_events == 0
     backend.close()
 
 

@@ -184,13 +184,13 @@ def test_embeddings_are_read_in_place_until_the_end_and_come_back_once(
     submission = backend.submission()
     loan = submission.embeddings
     assert loan is not None
-    assert (submission.tokens, loan.is_on_device, submission.output is not None) == (b"", False, with_output)
+    assert (submission.tokens, loan.device_reads, submission.output is not None) == (b"", False, with_output)
     for first, num_rows in ((3, 2), (0, 5), (1, 1), (3, 2)):  # in any order, and again
         assert loan.read_rows(first, num_rows) == embeddings(num_rows, 1.0 + first)
     for first, num_rows in ((0, 6), (-1, 2), (5, 1), (2, -1)):
         with pytest.raises(ValueError, match="5 are lent"):
             loan.read_rows(first, num_rows)
-    with pytest.raises(TypeError, match="on the host"):
+    with pytest.raises(TypeError, match="not page-locked"):
         loan.copy_rows(0, 1, DeviceRow(0, 0))
     backend.link.push(submission.frontend, 1, 7)
     client.receive_until(lambda: client.outputs)

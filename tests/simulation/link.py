@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class LentPrompt:
     """Stands where a `Loan` of embeddings stands: a token's is the token. Zeroes once its request is over."""
 
-    is_on_device = False
+    device_reads = False
 
     def __init__(self, tokens: list[int]) -> None:
         self._rows = array("f", tokens)

@@ -38,7 +38,7 @@ class RowsOnHost:
     """See `EmbeddingRows`."""
 
     values: NDArray[np.float32]
-    is_on_device: bool = False
+    device_reads: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -19,7 +19,7 @@ from shm import region
 from shm.cuda_driver import DriverDevice
 from shm.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory
 from shm.device_api import DeviceRow
-from shm.host_memory import HostRegistration
+from shm.host_memory import PageLock
 from tools.gpu_check.cases.comparing import require, require_close
 from tools.gpu_check.host_pages import check_pool
 from tools.gpu_check.lab import open_lab
@@ -81,7 +81,7 @@ def check_graph(results: Results, lab: Lab) -> None:
 
 
 def check_host_registration(results: Results, lab: Lab, device: DeviceApi, num_bytes: int = 32 << 20) -> None:
-    """A memfd, sealed and mapped as the arenas are, read in place by a kernel."""
+    """A memfd, sealed and mapped as shared buffers are, read in place: by copies in the stream and by a kernel."""
     fd = region.create("gpu-check", num_bytes)
     try:
         region.seal(fd)
@@ -90,8 +90,15 @@ def check_host_registration(results: Results, lab: Lab, device: DeviceApi, num_b
         os.close(fd)
     host = torch.frombuffer(mapping, dtype=torch.int32).view(-1, 1024)
     host.copy_(torch.arange(host.numel(), dtype=torch.int32).view_as(host))
-    registration = HostRegistration(device, mapping)
+    lock = PageLock(device, mapping)
     try:
+        copied = torch.zeros(host.shape, dtype=torch.int32, device=lab.at)
+        copy = partial(lock.copy, 0, num_bytes, DeviceRow(copied.data_ptr(), lab.device.stream))
+        copy()
+        lab.device.synchronize()
+        require("what was copied is not what the host wrote", torch.equal(copied.cpu(), host.cpu()))
+        us = lab.clock.once_us(copy)
+        results.fact("sharing.host.copy", num_bytes / us / 1e3, "GB/s", "copied in the stream, in place")
         rows = torch.arange(len(host) - 1, -1, -1, dtype=torch.int32, device=lab.at)
         out = torch.zeros(host.shape, dtype=torch.int32, device=lab.at)
         elementwise = _elementwise(lab, 256)
@@ -102,7 +109,7 @@ def check_host_registration(results: Results, lab: Lab, device: DeviceApi, num_b
         results.fact("sharing.host.read", num_bytes / us / 1e3, "GB/s", "by a kernel, in place")
     finally:
         lab.device.synchronize()
-        registration.close()
+        lock.close()
     results.check("sharing.host", True, "a registered memfd is read in place")
 
 

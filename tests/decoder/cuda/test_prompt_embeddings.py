@@ -28,7 +28,7 @@ class RowsOnDevice(RowsOnHost):
     """In the emulator's memory, which is this process's."""
 
     device: EmulatedDevice
-    is_on_device = True
+    device_reads = True
 
     def read(self) -> NDArray[np.float32]:
         raise AssertionError("rows on the device are read by the host")

@@ -310,7 +310,7 @@ class CudaDecoderPass:
     def _put_embeddings(self, given: EmbeddedTokens) -> None:
         """Embeddings into the residual stream, which captured steps find at the same place."""
         rows = self._ops.residual_rows(given.first, given.values.num_rows)
-        if given.values.is_on_device:
+        if given.values.device_reads:
             given.values.copy_to(DeviceRows(rows.data_ptr(), self._device.stream))
             return
         # torch hands pinned memory out again only when the copy from it is done.
