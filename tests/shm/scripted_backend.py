@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,6 +121,8 @@ class ScriptedEngine:
         self.stopping = False
         self.paused = False
         """Receives but makes no step: requests pile up."""
+        self.asked: deque[Callable[[], None]] = deque()
+        """What tests want of the link, which is this thread's alone: done in the next turn."""
 
     def turn(self) -> None:
         busy = bool(self.running) and not self.paused
@@ -139,6 +142,8 @@ class ScriptedEngine:
                         del self.running[key]
         if not self.paused:
             self._step()
+        while self.asked:
+            self.asked.popleft()()
         self.board.running = min(len(self.running), self.script.max_running)
         self.board.waiting = max(0, len(self.running) - self.script.max_running)
         self.link.flush()

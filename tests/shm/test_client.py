@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -460,8 +461,8 @@ async def test_a_stream_learns_how_often_it_was_set_back(socket_path: Path) -> N
             link = backend.engine.link
             (frontend,) = link.frontends
             for request_id in (streams[0]._submit.request_id, streams[0]._submit.request_id, 999):
-                link.note_preemption(frontend, request_id)
-            link.note_preemption(frontend + 1, 0)
+                backend.engine.asked.append(partial(link.note_preemption, frontend, request_id))
+            backend.engine.asked.append(partial(link.note_preemption, frontend + 1, 0))
             await until(lambda: [stream.num_preemptions for stream in streams] == [2, 0])
             for stream in streams:
                 stream.cancel()
