@@ -107,7 +107,13 @@ def serve(options: BackendOptions) -> None:
     link = BackendLink(options.socket, card, board, exporter=exporter)
     num_host_pages = forward_pass.num_host_pages if isinstance(forward_pass, IHostPages) else 0
     pool = PagePool(plan.num_pages, num_host_pages)
-    scheduler = Scheduler(pool, plan.page_size_tokens, settings.max_running, settings.max_batch_tokens)
+    scheduler = Scheduler(
+        pool,
+        plan.page_size_tokens,
+        settings.max_running,
+        settings.max_batch_tokens,
+        num_plans_ahead=options.batch_channel_capacity,
+    )
     limits = Limits(
         card.vocab_size,
         plan.max_context_tokens,

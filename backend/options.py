@@ -92,7 +92,8 @@ class BackendOptions:
     served."""
 
     batch_channel_capacity: Annotated[int, Parameter(validator=Number(gte=0, lte=16))] = 1
-    """Plans prepared ahead of the running step. 0 is no overlap; more than 1 only makes plans staler."""
+    """Plans prepared ahead of the running step, each as late as it can be. 0 is no overlap; more than 1 is of use only
+    where steps take less time than their planning varies by."""
 
     socket: Path = field(default_factory=default_socket_path)
     """Unix socket on which frontends find this backend; its directory is made private (0700)."""

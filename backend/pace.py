@@ -37,8 +37,10 @@ class Pace:
 
     def spare_s(self, running_s: float) -> float:
         """How long the next plan can wait, when the running step has run for running_s; 0 is not at all."""
-        spare_s = sum(map(self._expected_s, self._in_flight)) - running_s
-        spare_s -= _MARGIN * (self._plan_s + self._launch_s) + _SLACK_S
+        expected_s = [self._expected_s(size) for size in self._in_flight]
+        if expected_s:  # one that takes longer than thought says nothing of those behind it
+            expected_s[0] = max(0.0, expected_s[0] - running_s)
+        spare_s = sum(expected_s) - _MARGIN * (self._plan_s + self._launch_s) - _SLACK_S
         return spare_s if spare_s > _SHORTEST_WAIT_S else 0.0
 
     def note_plan(self, num_tokens: int, plan_s: float) -> None:
@@ -59,14 +61,15 @@ class Pace:
         self._recent[size].append(step_s)
 
     def _expected_s(self, size: int) -> float:
-        """At least. A larger step takes longer, but not by more than it is larger."""
+        """At least. Of a size that has not been seen: a larger step takes longer, but not by more than it is larger."""
+        if (recent := self._recent.get(size)) is not None:
+            return min(recent)
         at = bisect_left(self._sizes, size)
-        expected_s = 0.0
-        if at:
-            expected_s = min(self._recent[self._sizes[at - 1]])
-        if at < len(self._sizes):
-            expected_s = max(expected_s, min(self._recent[self._sizes[at]]) * size / self._sizes[at])
-        return expected_s
+        below_s = min(self._recent[self._sizes[at - 1]]) if at else 0.0
+        if at == len(self._sizes):
+            return below_s
+        above_s = min(self._recent[self._sizes[at]])
+        return min(above_s, max(below_s, above_s * size / self._sizes[at]))
 
 
 def _size(num_tokens: int) -> int:

@@ -86,7 +86,8 @@ class PagePool:
 
     def name(self, page: int, key: bytes, before: bytes, content: bytes, salt: bytes) -> None:
         """The content of a held page stays as it is, and from now on the page is found: by its key, or by what comes
-        before it and its content, int32 tokens. A second page of that content is not."""
+        before it and its content, int32 tokens. A second page of that content is not. What lies on the host as well was
+        wanted more than once."""
         if not self._num_holders[page]:
             raise ValueError(f"page {page} is named but not held")
         if key not in self._page_of_key and page not in self._key_of_page:
@@ -95,15 +96,17 @@ class PagePool:
             self._key_before[page] = before
             self._salt_of_page[page] = salt
             self._pages_after.setdefault(before, {})[page] = content
+            if self.host.holds(key):
+                self._wanted.add(page)
 
     def pages_after(self, before: bytes) -> dict[int, bytes]:
         """The named pages that follow the one of this key, and their content; the latest last. Not to be changed."""
         return self._pages_after.get(before, {})
 
-    def want(self, pages: list[int]) -> None:
-        """The content of these full pages is, or was, wanted more than once: those that are named are worth to be moved
+    def want(self, keys: list[bytes]) -> None:
+        """The content of these keys is, or was, wanted more than once: the pages that they name are worth to be moved
         to the host."""
-        self._wanted.update(page for page in pages if page in self._key_of_page)
+        self._wanted.update(page for key in keys if (page := self._page_of_key.get(key)) is not None)
 
     def disown(self, salt: bytes) -> None:
         """The content of a tenant's pages, here and on the host, is not to be trusted: nobody finds it any more, and

@@ -38,8 +38,10 @@ class Scheduler:
         max_running: int,
         max_batch_tokens: int,
         patience_steps: int = 64,
+        num_plans_ahead: int = 1,
     ) -> None:
-        """patience_steps: who waits for what another computes does so as long as that gets on within so many."""
+        """patience_steps: who waits for what another computes does so as long as that gets on within so many.
+        num_plans_ahead: so many plans at most are made between a step's own and the end of that step."""
         self._pool = pool
         self._page_size = page_size_tokens
         self._max_batch_tokens = max_batch_tokens
@@ -57,6 +59,7 @@ class Scheduler:
         self._page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = {}
         """Of that step as well."""
         self._patience_steps = patience_steps
+        self._num_plans_ahead = num_plans_ahead
         self._trials: deque[list[Chunk]] = deque()
         """Steps that are to be run first, and have nobody else."""
         self._num_plans = 0
@@ -210,16 +213,31 @@ class Scheduler:
             if prefix.awaited is not None and self._is_patient(sequence, prefix):
                 self._waiting.park_head(prefix.awaited, self._num_plans + self._patience_steps)
                 continue
-            # All its known tokens and the next must fit now, so that it is not preempted before it makes progress.
+            # All its known tokens and the next must fit now, and what others take before its first step has been
+            # applied, so that it is not preempted before it makes progress.
             num_new = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens)) - len(prefix.pages)
             num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
-            if num_left < 0:
+            if num_left < 0 or not self._is_enough(num_left, sequence):
                 return
             self._waiting.take_head()
             self._start(sequence, prefix, num_new, may_copy=num_left > 0 or not self._pool.is_idle(prefix.source))
             num_tokens = min(sequence.num_brought - sequence.num_computed, budget)
             chunks.append((sequence, num_tokens))
             budget -= num_tokens
+
+    def _is_enough(self, num_left: int, newcomer: Sequence) -> bool:
+        """Whether so many pages last for the plans that are made before the newcomer's first step has been applied."""
+        num_ahead = self._num_plans_ahead
+        if num_left >= num_ahead * (len(self._running) + 1):
+            return True
+        num_tokens, most = len(newcomer.tokens), newcomer.max_total_tokens
+        num_due = self._pages_for(min(num_tokens + max(1, num_ahead), most))
+        num_due -= self._pages_for(min(num_tokens + 1, most))
+        for sequence in self._running:
+            num_tokens = max(sequence.num_computed, sequence.num_brought) + num_ahead
+            if num_tokens > sequence.room_tokens < sequence.max_total_tokens - 1:
+                num_due += self._pages_for(min(num_tokens, sequence.max_total_tokens - 1)) - len(sequence.pages)
+        return num_left >= num_due
 
     def _is_patient(self, sequence: Sequence, prefix: Prefix) -> bool:
         """Whether what the sequence waits for has got on of late."""
@@ -235,7 +253,7 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         for page in prefix.pages:
             self._pool.hold(page)
-        self._pool.want(prefix.pages)
+        self._pool.want(sequence.page_keys[: len(prefix.pages)])
         places = list(map(self._pool.host.read, sequence.page_keys[len(prefix.pages) : prefix.num_full]))
         sequence.num_prefilled = len(prefix.pages) * self._page_size
         num_cached = prefix.num_full * self._page_size
@@ -275,7 +293,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""
-        self._pool.want(sequence.pages[: sequence.num_named_pages])
+        self._pool.want(sequence.page_keys[: sequence.num_named_pages])
         self._stop_running(sequence)
         sequence.restart()
         self._waiting.put(sequence)

@@ -182,7 +182,7 @@ class Bench:
         forward_pass: Any = None,
         desk: GrammarDesk | None = None,
     ) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size, self.page_size = vocab_size, page_size
         context = min(max_context or 1 << 16, num_pages * page_size)
         host_kv_bytes = 8 * page_size * num_host_pages
         self.forward_pass = forward_pass or FakePass(vocab_size, max_running, host_kv_bytes)
@@ -191,7 +191,7 @@ class Bench:
         self.link = ScriptedLink()
         self.pool = PagePool(num_pages, num_host_pages)
         self.board = BackendBoard.create()
-        self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens, patience_steps)
+        self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens, patience_steps, capacity)
         self.now_s = 0.0
         self.requests = Requests(
             self.link,  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.executor import ExecutorFailed
 from backend.passes.fake import FakePass
 from backend.requests import Limits
+from backend.scheduler import Scheduler
+from backend.sequence import Sequence
 from shm.board import BackendBoard
 from shm.link import FrontendDeath
 from shm.wire import FailureCode, Finish, Sampling
@@ -117,6 +120,33 @@ def test_a_frontends_death_ends_its_requests_and_no_others() -> None:
     bench.run_dry()
     assert bench.received(frontend=2).token_ids == expected_tokens([1, 2], 10, bench.vocab_size)
     assert bench.pool.num_held == 0
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 2, 4])
+def test_nobody_is_preempted_before_a_step_of_theirs_was_applied(
+    capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it had computed would be lost: nothing of it is known to be there."""
+    num_applied: list[int] = []
+    preempt = Scheduler._preempt
+
+    def note_applied(scheduler: Scheduler, sequence: Sequence) -> None:
+        num_applied.append(sequence.num_applied)
+        preempt(scheduler, sequence)
+
+    monkeypatch.setattr(Scheduler, "_preempt", note_applied)
+    for seed in range(30):
+        rng = Random(seed)
+        bench = Bench(num_pages=rng.randint(8, 14), page_size=rng.randint(1, 4), capacity=capacity)
+        longest = min(20, bench.pool.num_pages * bench.page_size // 2)
+        for request_id in range(12):
+            prompt = [request_id, *(rng.randrange(97) for _ in range(rng.randrange(longest)))]
+            bench.submit(prompt, longest - rng.randrange(longest), request_id=request_id)
+            for _ in range(rng.randrange(3)):
+                bench.turn()
+        bench.run_dry()
+    assert len(num_applied) > 20
+    assert min(num_applied) > 0
 
 
 def test_when_pages_are_short_the_newest_is_preempted_and_still_gets_the_same_tokens() -> None:

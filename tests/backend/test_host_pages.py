@@ -88,9 +88,9 @@ TestHostPagesMachine.settings = settings(max_examples=150, stateful_step_count=4
 FIRST, SECOND = [7, 1, 4, 9, 2, 2, 8, 5], [3, 6, 6, 1, 8, 0, 5, 2]
 
 
-def run_short_of_pages(num_host_pages: int) -> Bench:
+def run_short_of_pages(num_host_pages: int, capacity: int) -> Bench:
     """Two sequences that do not fit together: one is preempted, and its pages go to the other."""
-    bench = Bench(num_pages=10, page_size=4, num_host_pages=num_host_pages)
+    bench = Bench(num_pages=10, page_size=4, num_host_pages=num_host_pages, capacity=capacity)
     bench.submit(FIRST, 24, request_id=1)
     bench.submit(SECOND, 24, request_id=2)
     bench.run_dry()
@@ -100,8 +100,10 @@ def run_short_of_pages(num_host_pages: int) -> Bench:
     return bench
 
 
-def test_a_preempted_sequence_gets_its_pages_back_instead_of_computing_them_again() -> None:
-    recomputed, restored = run_short_of_pages(0), run_short_of_pages(16)
+@pytest.mark.parametrize("capacity", [0, 1, 4])
+def test_a_preempted_sequence_gets_its_pages_back_instead_of_computing_them_again(capacity: int) -> None:
+    """However many plans are in flight: pages that applied steps have filled are kept."""
+    recomputed, restored = run_short_of_pages(0, capacity), run_short_of_pages(16, capacity)
     assert recomputed.board.pages_saved == recomputed.board.pages_restored == 0
     num_back = restored.board.pages_restored
     assert restored.board.pages_saved >= num_back > 0

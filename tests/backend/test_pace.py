@@ -48,6 +48,17 @@ def test_a_step_of_another_size_takes_as_long_as_a_smaller_one_at_least_and_its_
     assert spare_s(paced((4, 0.9), (10, 1.0)), 7) == pytest.approx(0.9, abs=0.01)
 
 
+def test_one_slow_step_of_another_size_says_nothing_of_a_size_that_is_known_or_lies_below_a_faster_one() -> None:
+    steps = (7, 2.0), (8, 0.5), (12, 0.5)
+    assert spare_s(paced(*steps), 8) == pytest.approx(0.5, abs=0.01)
+    assert spare_s(paced(*steps), 10) == pytest.approx(0.5, abs=0.01)
+    assert spare_s(paced((7, 2.0), (10, 0.5)), 9) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_step_that_takes_longer_than_thought_leaves_those_behind_it_as_long_as_they_are() -> None:
+    assert spare_s(paced((7, 1.0)), 7, 7, ran_s=60.0) == pytest.approx(1.0, abs=0.01)
+
+
 def test_planning_and_launching_get_twice_the_time_that_they_lately_took() -> None:
     assert spare_s(paced((7, 1.0), plan_s=0.1), 7) == pytest.approx(0.8, abs=0.01)
     assert spare_s(paced((7, 1.0), plan_s=0.1, launch_s=0.2), 7) == pytest.approx(0.4, abs=0.01)

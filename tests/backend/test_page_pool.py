@@ -139,3 +139,49 @@ TestPagePoolMachine.settings = settings(max_examples=150, stateful_step_count=40
 def test_a_pool_has_pages(num_pages: int) -> None:
     with pytest.raises(ValueError, match=f"num_pages is {num_pages}"):
         PagePool(num_pages)
+
+
+def named(pool: PagePool, key: bytes) -> int:
+    """A page of the caller's with this content."""
+    (page,) = pool.take(1)
+    pool.name(page, key, before_of(key), key, b"")
+    return page
+
+
+def evict_all(pool: PagePool) -> None:
+    pool.give_back(pool.take(pool.num_available))
+
+
+def test_a_page_is_wanted_by_its_content_whoever_has_it() -> None:
+    """A sequence whose own page was not named, for another one of that content was: that one is worth keeping."""
+    pool = PagePool(2, num_host_pages=1)
+    first, second = named(pool, KEYS[0]), named(pool, KEYS[0])
+    pool.want([KEYS[0]])
+    pool.give_back([first])
+    pool.give_back([second])
+    assert pool.num_idle == 1
+    evict_all(pool)
+    assert pool.host.holds(KEYS[0])
+
+
+def test_what_came_back_from_the_host_goes_there_again_if_its_place_is_another_ones_by_then() -> None:
+    pool = PagePool(2, num_host_pages=1)
+    page = named(pool, KEYS[0])
+    pool.want([KEYS[0]])
+    pool.give_back([page])
+    evict_all(pool)
+    pool.host.read(KEYS[0])
+    pool.host.end_plan()
+    restored = named(pool, KEYS[0])
+    pool.host.save(1 - restored, KEYS[1], b"")
+    assert not pool.host.holds(KEYS[0])
+    pool.give_back([restored])
+    evict_all(pool)
+    assert pool.host.holds(KEYS[0])
+
+
+def test_what_was_wanted_once_is_not_kept_on_the_host() -> None:
+    pool = PagePool(2, num_host_pages=1)
+    pool.give_back([named(pool, KEYS[0])])
+    evict_all(pool)
+    assert pool.host.num_used == 0

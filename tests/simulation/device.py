@@ -51,6 +51,8 @@ class SimulatedExecutor:
         """With what it marks as stopped, which is not to be seen yet."""
         self._results: list[StepResult] = []
         self._num_in_flight = 0
+        self._starts_s: deque[float] = deque()
+        """Of the steps launched and not told."""
         self._salts: dict[int, bytes] = {}  # of each page, whose tokens it holds
         self._saved_salts: dict[int, bytes | None] = {}  # of each place on the host
         self.faulty: dict[tuple[Sequence, int], bool] = {}
@@ -66,7 +68,7 @@ class SimulatedExecutor:
         return self._num_in_flight > 0
 
     def running_s(self) -> float:
-        return 0.0
+        return self._world.now_s - self._starts_s[0] if self._starts_s else 0.0
 
     def clear_wake(self) -> None:
         pass
@@ -118,6 +120,7 @@ class SimulatedExecutor:
 
     def _start(self) -> None:
         planned, batch, saves = self._plans.popleft()
+        self._starts_s.append(self._world.now_s)
         self._world.covered["launched ahead"] += bool(self._launched)
         fault = None
         if isinstance(self._pass, ChainPass):
@@ -165,7 +168,11 @@ class SimulatedExecutor:
         result, stopped = self._finished
         for sequence, generation in stopped:
             sequence.stopped_generation = generation
-        self._results.append(replace(result, step_s=self._world.rng.choice((0.0, 9.0))))
+        step_s = self._world.now_s - self._starts_s.popleft()
+        if self._starts_s:
+            self._starts_s[0] = self._world.now_s
+        # What steps are said to take may be no guide to the next ones.
+        self._results.append(replace(result, step_s=self._world.rng.choice((0.0, 9.0, step_s))))
         self._finished = None
 
     def _note_copies(self, plan: Plan) -> None:

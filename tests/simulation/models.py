@@ -231,10 +231,11 @@ class ChainPass:
         contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
         self._take_embeddings(batch, ids)
         self._check(starts, ids, slots, table)
-        self._restore_pages(batch.page_restores, contexts, table)
-        self._copy_pages(batch.page_copies, contexts, table)
-        # Nobody waits for a step that samples nothing.
-        nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and len(batch.logit_rows) else 0
+        # Nobody waits for a step that samples nothing, unless the pass runs ahead.
+        is_awaited = len(batch.logit_rows) or self.spec.runs_ahead
+        nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and is_awaited else 0
+        self._restore_pages(batch.page_restores, contexts, table, nonsense)
+        self._copy_pages(batch.page_copies, contexts, table, nonsense)
         ends, written = [], set[int]()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
@@ -295,7 +296,7 @@ class ChainPass:
             self.saved_cells[place] = self.cells[page * size : (page + 1) * size]
 
     def _restore_pages(
-        self, restores: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]]
+        self, restores: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]], nonsense: int
     ) -> None:
         """Each is full and one row's alone, and lies before what that row computes."""
         size, cells = self._page_size, self.cells
@@ -305,9 +306,11 @@ class ChainPass:
                 raise Violation(f"of the page restores {restores} one belongs to no row, or to two")
             if place not in self.saved_cells or 0 in self.saved_cells[place]:
                 raise Violation("a page is restored that was not saved, or not when it was full")
-            cells[page * size : (page + 1) * size] = self.saved_cells[place]
+            cells[page * size : (page + 1) * size] = _spoiled(self.saved_cells[place], nonsense)
 
-    def _copy_pages(self, copies: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]]) -> None:
+    def _copy_pages(
+        self, copies: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]], nonsense: int
+    ) -> None:
         """Each belongs to a row that goes on within the page."""
         size, cells = self._page_size, self.cells
         sources, destinations = {source for source, _ in copies}, [destination for _, destination in copies]
@@ -317,7 +320,8 @@ class ChainPass:
         if any(current.count(page) != 1 for page in destinations):
             raise Violation(f"of the page copies {copies} one belongs to no row")
         for source, destination in copies:
-            cells[destination * size : (destination + 1) * size] = cells[source * size : (source + 1) * size]
+            copied = _spoiled(cells[source * size : (source + 1) * size], nonsense)
+            cells[destination * size : (destination + 1) * size] = copied
 
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = _Slot(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
@@ -364,6 +368,10 @@ class ChainPass:
         size = self._page_size
         places = [(pages[i // size], i % size) for i in range(num_tokens)]
         return {-cell for page, place in places if (cell := self.cells[page * size + place]) < 0}
+
+
+def _spoiled(cells: list[int], nonsense: int) -> list[int]:
+    return [cell ^ nonsense if cell > 0 else cell for cell in cells]
 
 
 def _in_columns(told: list[tuple[int, int, EventLogprobs]]) -> TokenLogprobs | None:

@@ -21,6 +21,7 @@ from backend.executor import StepResult
 from backend.forward_pass import NOT_FINITE
 from backend.grammar_desk import GrammarDesk
 from backend.host_pages import HostPages
+from backend.pace import Pace
 from backend.page_pool import PagePool
 from backend.plan import Plan
 from backend.prefixes import Prefix, Prefixes
@@ -169,6 +170,27 @@ def _restored_counts_as_computed(
 
 def _saves_go_with_rows(launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, before: Any) -> Any:
     return launch(forward_pass, plan, batch, saves if plan.live_rows() else (), before)
+
+
+def _saves_go_with_the_plan(launch: Any, engine: Engine, *planned: Any) -> None:
+    saves = engine._scheduler.take_saves()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._scheduler, "take_saves", lambda: saves)
+        launch(engine, *planned)
+
+
+def _saves_come_after_their_step(
+    launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, before: Any
+) -> Any:
+    step = launch(forward_pass, plan, batch, (), before)
+    if saves:
+        forward_pass.save_pages(saves)
+    return step
+
+
+def _failed_steps_count_as_running(note_result: Any, pace: Pace, num_tokens: int, *times: float) -> None:
+    if num_tokens:
+        note_result(pace, num_tokens, *times)
 
 
 def _places_are_not_kept_for_reading(find: Any, host: HostPages) -> int | None:
@@ -405,6 +427,11 @@ PLANTED: dict[str, Plant] = {
     "a page restore outlives its row": _wrap(Plan, "keep", _page_restores_stay_when_their_row_is_dropped),
     "restored pages count as computed before they are there": _wrap(Scheduler, "_start", _restored_counts_as_computed),
     "what is saved is lost with a step whose rows have left": _wrap(device_module, "launch_step", _saves_go_with_rows),
+    "what is saved is lost with a plan that cannot be built": _wrap(Engine, "_launch", _saves_go_with_the_plan),
+    "what is saved is copied after the step that takes its page": _wrap(
+        device_module, "launch_step", _saves_come_after_their_step
+    ),
+    "a step that failed is waited for with the next plan": _wrap(Pace, "note_result", _failed_steps_count_as_running),
     "a place is written before the step has read it": _wrap(HostPages, "_free_place", _places_are_not_kept_for_reading),
     "pages with bad logits stay on the host": _wrap(HostPages, "disown", lambda *_: None),
     "a page copy outlives its row": _wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),

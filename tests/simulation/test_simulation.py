@@ -27,6 +27,7 @@ _MUST_OCCUR = {
     "saved to the host": 5,
     "saved for a step without rows": 1000,
     "restored from the host": 10,
+    "planned late": 1,
     "stopped waiting": 100,
     "tried apart": 20,
     "failed by a curse": 20,

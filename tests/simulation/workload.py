@@ -68,6 +68,8 @@ class Setup:
     max_running: int
     max_batch_tokens: int
     capacity: int
+    num_plans_ahead: int
+    """For which who is admitted leaves pages: where that is less than the capacity, newcomers are soon preempted."""
     runs_ahead: bool
     """The pass is given a step while it computes the one before, and each step's tokens come late."""
     max_waiting: int
@@ -105,6 +107,7 @@ class Setup:
         ]
         flavours += [msgspec.structs.replace(rng.choice(flavours), num_logprobs=rng.choice((0, 1, 3)))]
         rng.shuffle(flavours)
+        capacity = rng.randint(0, 4)
         often, seldom = rng.choice((0.1, 0.3)), rng.choice((0.0, 0.01, 0.04))
         return cls(
             model=HashModel(vocab_size) if is_real else ChainModel(vocab_size),
@@ -113,7 +116,8 @@ class Setup:
             page_size=page_size,
             max_running=rng.randint(1, 6),
             max_batch_tokens=rng.choice((1, 3, 6, 12, 24)),
-            capacity=rng.randint(0, 4),
+            capacity=capacity,
+            num_plans_ahead=rng.choice((0, capacity)),
             runs_ahead=rng.random() < 0.4,
             max_waiting=rng.choice((1, 3, 100, 100, 100)),
             priority_step_s=rng.choice((0.0, 0.0, 3.0)),

@@ -50,7 +50,13 @@ class Backend:
         self.pool = PagePool(setup.num_pages, setup.num_host_pages)
         self.board = BackendBoard.create()
         self.scheduler = FaultyScheduler(
-            world, self.pool, setup.page_size, setup.max_running, setup.max_batch_tokens, setup.patience_steps
+            world,
+            self.pool,
+            setup.page_size,
+            setup.max_running,
+            setup.max_batch_tokens,
+            setup.patience_steps,
+            setup.num_plans_ahead,
         )
         limits = Limits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         self.compiler = SimulatedCompiler(setup.model.vocab_size)
@@ -234,12 +240,18 @@ class World:
     def _cancel_one(self) -> None:
         frontend = self.rng.choice(list(self.frontends.values()))
         if frontend.asks and self.rng.random() < 0.9:
-            request_id = self.rng.choice(list(frontend.asks))
+            started = [i for i in frontend.asks if self._is_just_planned(frontend.epoch, i)]
+            request_id = self.rng.choice(started if started and self.rng.random() < 0.5 else list(frontend.asks))
             frontend.cancel(request_id)
             if self.rng.random() < 0.2:
                 frontend.cancel(request_id)
         else:  # one of long ago, or of nobody
             frontend.cancel(self.rng.randrange(self._num_ids + 3))
+
+    def _is_just_planned(self, epoch: int, request_id: int) -> bool:
+        """Its first step, or the first one since it was preempted, is the last one that was planned."""
+        sequence, _ = self.backend.requests._open.get(epoch, {}).get(request_id, (None, None))
+        return sequence in self.backend.scheduler.started
 
     def _cancel_alike(self) -> None:
         """All with one prompt drop, and perhaps somebody asks for the same in that moment."""
@@ -473,6 +485,9 @@ class World:
         heard_by_engine |= backend.desk._waiting.keys()
         if heard_by_engine != backend.link.open.keys():
             raise Violation(f"the engine has {heard_by_engine} open, the link {set(backend.link.open)}")
+        if backend.scheduler.num_running + backend.scheduler.num_waiting and not backend.executor.is_busy:
+            raise Violation("there is work to do, the device is idle, and nothing will wake the loop")
+        self.covered["planned late"] += backend.engine.plan_due_s is not None
         for (frontend, request_id), heard in backend.link.open.items():
             if heard.deadline_s is not None and heard.deadline_s <= self.now_s:
                 raise Violation(f"{heard.ask} lives beyond its deadline")

@@ -203,7 +203,7 @@ class SimulatedLoad:
         self._device, self._link, self._board = _Device(capacity), _Link(), BackendBoard.create()
         pages_per_sequence = _CONTEXT_TOKENS // _PAGE_SIZE_TOKENS
         pool = PagePool(max_running * pages_per_sequence)
-        scheduler = Scheduler(pool, _PAGE_SIZE_TOKENS, max_running, max_batch_tokens)
+        scheduler = Scheduler(pool, _PAGE_SIZE_TOKENS, max_running, max_batch_tokens, num_plans_ahead=capacity)
         link, executor = cast("Any", self._link), cast("Any", self._device)
         requests = Requests(link, scheduler, self._board, Limits(VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 20))
         builder = BatchBuilder(max_running, pages_per_sequence)
