@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import secrets
 import time
 from collections import defaultdict
@@ -14,6 +13,7 @@ import numpy as np
 
 from backend.coalescer import Coalescer, ShareKey
 from backend.constraints import SequenceConstraints
+from backend.deadlines import Deadlines
 from backend.forward_pass import FROM_EMBEDDINGS, SamplingParams
 from backend.grammar_desk import GrammarDesk
 from backend.sequence import Sequence, Subscriber
@@ -72,7 +72,7 @@ class Requests:
         self._clock = clock
         self._coalescer = Coalescer()
         self._open: dict[int, dict[int, tuple[Sequence, Subscriber]]] = {}
-        self._deadlines: list[tuple[float, int, int]] = []
+        self._deadlines = Deadlines(lambda frontend, request_id: self._deadline_of(frontend, request_id))
         self._num_listening = 0
         self.is_draining = False
 
@@ -108,7 +108,7 @@ class Requests:
                 self._reject(submission, taken)
                 return
             if taken is None:
-                self._note_deadline(submission.frontend, submission.request_id, deadline_s)
+                self._deadlines.note(submission.frontend, submission.request_id, deadline_s)
                 return
             matcher = taken
         self.take_on(submission, matcher, now_s, deadline_s)
@@ -119,10 +119,43 @@ class Requests:
         """A request that is sound listens to a sequence in flight, or to one of its own; a full queue refuses it.
         matcher is of its grammar, at the beginning.
         """
-        submit, frontend = submission.submit, submission.frontend
-        num_tokens = len(submission.tokens) // 4
-        subscriber = Subscriber(
-            frontend,
+        submit = submission.submit
+        subscriber = self._subscriber(submission, arrived_s, deadline_s)
+        num_tokens = subscriber.next_index
+        if num_tokens >= subscriber.max_total_tokens:
+            self._board.requests_accepted += 1
+            self._end(subscriber, NO_TOKEN, Finish.LENGTH)
+            return
+        sampling = _sampling_of(submit, subscriber)
+        key = None
+        if submit.may_share and not subscriber.is_scored:
+            prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
+            key = ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
+        step_s = self._limits.priority_step_s
+        rank = arrived_s + submit.priority * step_s if step_s else 0.0
+        twin = self._coalescer.find(key) if key is not None else None
+        # One that waits behind others that this request is to go before is not joined.
+        if twin is not None and (twin.slot is not None or rank >= twin.rank):
+            self._join(twin, subscriber)
+            return
+        if self._is_full(num_tokens > submit.num_prompt_tokens):
+            self._reject(submission, Failure(submit.request_id, FailureCode.OVERLOADED, self._limits.max_waiting))
+            return
+        sequence = self._new_sequence(submission, subscriber, sampling, rank, matcher)
+        # Tokens that a frontend brings along are its own word: nobody else is to be told them.
+        is_offered = key is not None and num_tokens == submit.num_prompt_tokens
+        if is_offered and sampling.num_logprobs >= 0:
+            sequence.logprobs = []
+        self._open_for(subscriber, sequence)
+        self._scheduler.add(sequence)
+        self._board.prompt_tokens += submit.num_prompt_tokens
+        if key is not None and is_offered:
+            self._coalescer.offer(key, sequence)
+
+    def _subscriber(self, submission: Submission, arrived_s: float, deadline_s: float | None) -> Subscriber:
+        submit, num_tokens = submission.submit, len(submission.tokens) // 4
+        return Subscriber(
+            submission.frontend,
             submit.request_id,
             min(submit.num_prompt_tokens + submit.max_tokens, self._limits.max_context_tokens),
             frozenset(submit.stop_token_ids),
@@ -133,61 +166,45 @@ class Requests:
             # A stream that goes on after a backend's death has been told them.
             submit.num_prompt_logprobs if num_tokens == submit.num_prompt_tokens > 1 else -1,
         )
-        if num_tokens >= subscriber.max_total_tokens:
-            self._board.requests_accepted += 1
-            self._end(subscriber, NO_TOKEN, Finish.LENGTH)
-            return
-        is_scored = subscriber.num_prompt_logprobs >= 0
-        sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
-        if is_scored:
-            width = max(subscriber.num_logprobs, subscriber.num_prompt_logprobs)
-            sampling = replace(sampling, num_logprobs=width)
-        prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
-        key = None
-        if submit.may_share and not is_scored:
-            key = ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
-        rank = arrived_s + submit.priority * self._limits.priority_step_s if self._limits.priority_step_s else 0.0
-        sequence = self._coalescer.find(key) if key is not None else None
-        if sequence is not None and sequence.slot is None and rank < sequence.rank:
-            sequence = None  # it would wait behind others that it is to go before
-        if sequence is None:
-            if self._is_full(num_tokens > submit.num_prompt_tokens):
-                self._reject(submission, Failure(submit.request_id, FailureCode.OVERLOADED, self._limits.max_waiting))
-                return
-            sequence = Sequence(
-                subscriber,
-                submission.tokens[:4] if is_scored else submission.tokens,
-                1 if is_scored else submit.num_prompt_tokens,
-                sampling,
-                # What embeddings stand for is not known: nobody else is to find what is computed of them.
-                salt=submit.salt if submission.embeddings is None else secrets.token_bytes(_SALT_BYTES),
-                rank=rank,
-                constraints=self._constraints(submission, matcher, is_scored=is_scored),
-            )
-            is_offered = key is not None and num_tokens == submit.num_prompt_tokens
-            if is_offered and sampling.num_logprobs >= 0:
-                sequence.logprobs = []
-            sequence.embeddings = submission.embeddings
-            sequence.output, sequence.output_start = submission.output, submit.num_prompt_tokens
-            self._open_for(subscriber, sequence)
-            self._scheduler.add(sequence)
-            self._board.prompt_tokens += submit.num_prompt_tokens
-            if key is not None and is_offered:
-                # Tokens that a frontend brings along are its own word: nobody else is to be told them.
-                self._coalescer.offer(key, sequence)
-        else:
-            subscriber.has_joined = True
-            sequence.subscribe(subscriber)
-            self._open_for(subscriber, sequence)
-            self._board.requests_coalesced += 1
-            self._replay(sequence, subscriber)
+
+    def _new_sequence(
+        self,
+        submission: Submission,
+        subscriber: Subscriber,
+        sampling: SamplingParams,
+        rank: float,
+        matcher: LLMatcher | None,
+    ) -> Sequence:
+        """Raises ConstraintFailed, as `_constraints`."""
+        submit, is_scored = submission.submit, subscriber.is_scored
+        sequence = Sequence(
+            subscriber,
+            submission.tokens[:4] if is_scored else submission.tokens,
+            1 if is_scored else submit.num_prompt_tokens,
+            sampling,
+            # What embeddings stand for is not known: nobody else is to find what is computed of them.
+            salt=submit.salt if submission.embeddings is None else secrets.token_bytes(_SALT_BYTES),
+            rank=rank,
+            constraints=self._constraints(submission, matcher, is_scored=is_scored),
+        )
+        sequence.embeddings = submission.embeddings
+        sequence.output, sequence.output_start = submission.output, submit.num_prompt_tokens
+        return sequence
+
+    def _join(self, sequence: Sequence, subscriber: Subscriber) -> None:
+        """Of an equal request, in flight."""
+        subscriber.has_joined = True
+        sequence.subscribe(subscriber)
+        self._open_for(subscriber, sequence)
+        self._board.requests_coalesced += 1
+        self._replay(sequence, subscriber)
 
     def _open_for(self, subscriber: Subscriber, sequence: Sequence) -> None:
         """From now on `_leave` undoes whatever was done for the request: nothing of it can be left without an owner."""
         self._open.setdefault(subscriber.frontend, {})[subscriber.request_id] = sequence, subscriber
         self._num_listening += 1
         self._board.requests_accepted += 1
-        self._note_deadline(subscriber.frontend, subscriber.request_id, subscriber.deadline_s)
+        self._deadlines.note(subscriber.frontend, subscriber.request_id, subscriber.deadline_s)
 
     def _refusal(self, submission: Submission) -> Failure | None:
         """Frontends check all this for the sake of the message; here it is checked for the sake of the engine."""
@@ -343,11 +360,7 @@ class Requests:
 
     def expire(self) -> None:
         """Ends the requests whose deadline has passed, wherever they are."""
-        now_s = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            deadline_s, frontend, request_id = heapq.heappop(self._deadlines)
-            if self._deadline_of(frontend, request_id) != deadline_s:
-                continue  # it ended in time
+        for frontend, request_id in self._deadlines.passed(self._clock()):
             if (found := self._open.get(frontend, {}).get(request_id)) is not None:
                 self._end(found[1], NO_TOKEN, Finish.EXPIRED)
                 self._leave(*found)
@@ -363,19 +376,9 @@ class Requests:
         waiting = self._desk.find(frontend, request_id)
         return waiting.deadline_s if waiting is not None else None
 
-    def _note_deadline(self, frontend: int, request_id: int, deadline_s: float | None) -> None:
-        if deadline_s is None:
-            return
-        if len(self._deadlines) > 64 + 2 * self.num_open:  # most are of requests that ended in time
-            self._deadlines = [entry for entry in set(self._deadlines) if self._deadline_of(*entry[1:]) == entry[0]]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline_s, frontend, request_id))
-
     def next_due_s(self, at_most_s: float) -> float:
         """Seconds until the next deadline."""
-        if not self._deadlines:
-            return at_most_s
-        return min(at_most_s, max(0.0, self._deadlines[0][0] - self._clock()))
+        return self._deadlines.next_due_s(self._clock(), at_most_s)
 
     def fail(self, sequence: Sequence, code: FailureCode = FailureCode.INTERNAL, text: str = "") -> None:
         """A fault of ours, or of its constraints: all who listen to the sequence are told, and it ends."""
@@ -444,6 +447,14 @@ class Requests:
             raise RuntimeError(f"{num_scheduled} sequences are scheduled, {len(sequences)} have listeners")
         if len(self._coalescer) > len(sequences):
             raise RuntimeError("a sequence that has ended can still be joined")
+
+
+def _sampling_of(submit: Submit, subscriber: Subscriber) -> SamplingParams:
+    """What a prompt's tokens are told of is told of all of them."""
+    sampling = SamplingParams(**msgspec.structs.asdict(submit.sampling))
+    if not subscriber.is_scored:
+        return sampling
+    return replace(sampling, num_logprobs=max(subscriber.num_logprobs, subscriber.num_prompt_logprobs))
 
 
 def _narrowed(told: EventLogprobs, event: int, width: int) -> EventLogprobs:

@@ -40,6 +40,11 @@ class Subscriber:
     is_started: bool = False
     """It has had its first token."""
 
+    @property
+    def is_scored(self) -> bool:
+        """It is told of its prompt's tokens as well."""
+        return self.num_prompt_logprobs >= 0
+
 
 class Sequence:
     """Tokens being computed. `num_computed` catches up with those that there are and those that launched steps sample.
