@@ -60,6 +60,16 @@ class Stream:
     """Its rules left nothing before there were as many as wanted."""
 
 
+@dataclass(frozen=True)
+class PassSizes:
+    num_pages: int
+    num_host_pages: int
+    page_size: int
+    max_running: int
+    max_batch_tokens: int
+    runs_ahead: bool
+
+
 class Model(Protocol):
     """vocab_size tokens; what follows a prompt is a function of prompt, sampling parameters and rules."""
 
@@ -73,17 +83,7 @@ class Model(Protocol):
         """What is told of each of its tokens but the first; their events are their indices."""
         ...
 
-    def new_pass(
-        self,
-        num_pages: int,
-        num_host_pages: int,
-        page_size: int,
-        max_running: int,
-        max_batch_tokens: int,
-        /,
-        *,
-        runs_ahead: bool,
-    ) -> IBatchedForwardPass: ...
+    def new_pass(self, sizes: PassSizes) -> IBatchedForwardPass: ...
 
 
 def _mix(state: int, value: int) -> int:
@@ -161,19 +161,8 @@ class ChainModel:
             told.append(_told_of(cell, following, self.vocab_size, index))
         return told
 
-    def new_pass(
-        self,
-        num_pages: int,
-        num_host_pages: int,
-        page_size: int,
-        max_running: int,
-        max_batch_tokens: int,
-        /,
-        *,
-        runs_ahead: bool,
-    ) -> ChainPass:
-        sizes = num_pages, num_host_pages, page_size, max_running, max_batch_tokens
-        return ChainPass(self.vocab_size, *sizes, runs_ahead=runs_ahead)
+    def new_pass(self, sizes: PassSizes) -> ChainPass:
+        return ChainPass(self.vocab_size, sizes)
 
 
 @dataclass(slots=True)
@@ -196,24 +185,14 @@ class _Lost:
 class ChainPass:
     """Checks each batch against the contract of `StepBatch`, and breaks down as told."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        num_pages: int,
-        num_host_pages: int,
-        page_size: int,
-        max_running: int,
-        max_batch_tokens: int,
-        *,
-        runs_ahead: bool,
-    ) -> None:
-        self.num_host_pages = num_host_pages
-        self.spec = PassSpec(vocab_size, 1 << 16, {"fp32": 8}, runs_ahead=runs_ahead)
-        self._num_pages = num_pages
-        self._page_size = page_size
-        self._max_running = max_running
-        self._max_batch_tokens = max_batch_tokens
-        self.cells = [0] * (num_pages * page_size)
+    def __init__(self, vocab_size: int, sizes: PassSizes) -> None:
+        self.num_host_pages = sizes.num_host_pages
+        self.spec = PassSpec(vocab_size, 1 << 16, {"fp32": 8}, runs_ahead=sizes.runs_ahead)
+        self._num_pages = sizes.num_pages
+        self._page_size = sizes.page_size
+        self._max_running = sizes.max_running
+        self._max_batch_tokens = sizes.max_batch_tokens
+        self.cells = [0] * (sizes.num_pages * sizes.page_size)
         """A position's hash; 0 was never written, -n is poisoned by fault n."""
         self.saved_cells: dict[int, list[int]] = {}
         """Of the pages on the host, by their place."""
@@ -421,7 +400,7 @@ class HashModel:
         count: int,
         allowed_after: Callable[[list[int]], set[int] | None] | None,
     ) -> Stream:
-        alone = self.new_pass(1, 0, len(prompt) + count + 1, 1, 1 << 16, runs_ahead=False)
+        alone = self.new_pass(PassSizes(1, 0, len(prompt) + count + 1, 1, 1 << 16, runs_ahead=False))
         new, context, stream = list(prompt), 0, Stream()
         told_all = replace(sampling, num_logprobs=MAX_LOGPROBS)
         inits: tuple[SlotInit, ...] = (SlotInit(0, told_all, np.array(prompt, np.int32), len(prompt)),)
@@ -452,20 +431,10 @@ class HashModel:
             new, inits = [token], ()
         return stream
 
-    def new_pass(
-        self,
-        num_pages: int,
-        num_host_pages: int,
-        page_size: int,
-        max_running: int,
-        _max_batch_tokens: int,
-        /,
-        *,
-        runs_ahead: bool,
-    ) -> FakePass:
-        host_kv_bytes = num_host_pages * page_size * _BYTES_PER_TOKEN
-        forward_pass = _HashPass(self.vocab_size, max_running, host_kv_bytes, runs_ahead=runs_ahead)
-        forward_pass.create_cache(num_pages, page_size, "fp32")
+    def new_pass(self, sizes: PassSizes) -> FakePass:
+        host_kv_bytes = sizes.num_host_pages * sizes.page_size * _BYTES_PER_TOKEN
+        forward_pass = _HashPass(self.vocab_size, sizes.max_running, host_kv_bytes, runs_ahead=sizes.runs_ahead)
+        forward_pass.create_cache(sizes.num_pages, sizes.page_size, "fp32")
         return forward_pass
 
 

@@ -17,7 +17,7 @@ from shm.wire import FailureCode, Finish
 from tests.simulation.device import SimulatedExecutor
 from tests.simulation.faults import CURSES, FaultyBuilder, FaultyRequests, FaultyScheduler
 from tests.simulation.link import Frontend, Open, SimulatedLink
-from tests.simulation.models import ChainPass, Fault, PlantedFault, Violation
+from tests.simulation.models import ChainPass, Fault, PassSizes, PlantedFault, Violation
 from tests.simulation.rules import SimulatedCompiler
 from tests.simulation.workload import Ask, Setup
 
@@ -38,12 +38,14 @@ class Backend:
     def __init__(self, world: World) -> None:
         setup = world.setup
         self.forward_pass = setup.model.new_pass(
-            setup.num_pages,
-            setup.num_host_pages,
-            setup.page_size,
-            setup.max_running,
-            setup.max_batch_tokens,
-            runs_ahead=setup.runs_ahead,
+            PassSizes(
+                setup.num_pages,
+                setup.num_host_pages,
+                setup.page_size,
+                setup.max_running,
+                setup.max_batch_tokens,
+                runs_ahead=setup.runs_ahead,
+            )
         )
         self.link = SimulatedLink(world)
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
