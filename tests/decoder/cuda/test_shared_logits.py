@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,9 +11,9 @@ import torch
 
 from backend.shared_prompts import LentRows
 from shm.client import BufferSlice, GenerationRequest
-from shm.device_api import DeviceError
 from shm.wire import BufferContent, BufferKind, BufferWish, Sampling
 from tests.backend.served import connected, generate, served
+from tests.decoder.cuda.emulators_memory import EmulatorsMemory
 from tests.decoder.cuda.tiny_models import VOCAB_SIZE, make_pass, oracle, oracle_logits, prompts
 from tests.shm.fake_device import FakeDevice
 
@@ -27,19 +26,6 @@ if TYPE_CHECKING:
     from backend.forward_pass import IBatchedForwardPass
 
 NUM_PAGES, PAGE_SIZE, NUM_ROWS = 16, 16, 3
-
-
-class EmulatorsMemory(FakeDevice):
-    """The fake device, where memory of the emulator, which is this process's, is device memory too."""
-
-    def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        assert stream == 0  # the emulator's, which is done with all that it was given
-        try:
-            data = self.read(source, num_bytes)
-        except DeviceError:
-            self.poke(destination, ctypes.string_at(source, num_bytes))
-        else:
-            ctypes.memmove(destination, data, num_bytes)
 
 
 def oracle_rows(content: BufferContent, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -104,8 +90,7 @@ async def test_clients_hand_in_embeddings_and_get_what_their_tokens_get(
         forward_pass.create_cache(NUM_PAGES, PAGE_SIZE, "fp32")
         return forward_pass
 
-    if kind is BufferKind.CUDA:
-        monkeypatch.setattr(LentRows, "read", lambda _rows: pytest.fail("read on the host"))
+    monkeypatch.setattr(LentRows, "read", lambda _rows: pytest.fail("read by the host, where the device can"))
     device, clients_device = EmulatorsMemory(tmp_path), FakeDevice(tmp_path)
     asked = prompts((7, 17))
     table = oracle("llama3").get_input_embeddings()
