@@ -69,6 +69,8 @@ async def submit(
     texts = _prompt_texts(body)
     # With a seed that was drawn here the tokens are this request's alone.
     is_determined = sampling.temperature == 0.0 or body.seed is not None
+    # A text in which nothing ends it here, and that nobody reads as it comes.
+    in_bundles = not (body.stream or wanted.stop_strings or wanted.make_parser)
     choices: list[Choice] = []
     try:
         for prompt_index, prompt in enumerate(prompts):
@@ -84,6 +86,7 @@ async def submit(
                     deadline_s=terms.deadline_s,
                     constraints=constraints,
                     num_prompt_logprobs=prompt_logprobs,
+                    in_bundles=in_bundles,
                 )
                 stream = backend.submit(request)
                 text = texts[prompt_index] if texts else None

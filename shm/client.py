@@ -221,6 +221,7 @@ class BackendClient:
             priority=request.priority,
             constraints=request.constraints,
             num_prompt_logprobs=request.num_prompt_logprobs,
+            in_bundles=request.in_bundles,
         )
         try:
             # What the backend's decoder would drop must fail here, where somebody can still be told.
@@ -327,9 +328,8 @@ class BackendClient:
         if session.awaits_copies:
             for request_id in request_ids:
                 session.heard_of(request_id)
-        num_tokens = 0
         now_ns = time.monotonic_ns()
-        num_by_last_ns: dict[int, int] = {}  # streams of one batch mostly got their last token together
+        num_by_stream: dict[TokenStream, int] = {}
         columns = zip(request_ids, token_ids, outputs.finishes, strict=True)
         for event, (request_id, token_id, finish) in enumerate(columns):
             stream = streams.get(request_id)
@@ -340,19 +340,25 @@ class BackendClient:
                     stream._logprobs.append(_token_logprobs(logprobs.get(event)))
                 stream._tokens.append(token_id)
                 stream._fruitless_lives = 0
-                num_tokens += 1
-                last_ns, stream._last_token_ns = stream._last_token_ns, now_ns
-                if last_ns:
-                    num_by_last_ns[last_ns] = num_by_last_ns.get(last_ns, 0) + 1
+                num_by_stream[stream] = num_by_stream.get(stream, 0) + 1
                 waiter = stream._waiter
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
             if finish:
                 self._finish(stream, Finish(finish))
-        board = self.board
-        board.tokens_streamed += num_tokens
-        for last_ns, num_gaps in num_by_last_ns.items():
-            board.itl_us.observe((now_ns - last_ns) // 1000, num_gaps)
+        self.board.tokens_streamed += sum(num_by_stream.values())
+        self._note_gaps(num_by_stream, now_ns)
+
+    def _note_gaps(self, num_by_stream: dict[TokenStream, int], now_ns: int) -> None:
+        """Between a stream's tokens; those that came together share the time since the one before them, if there is."""
+        num_alike: dict[tuple[int, int], int] = {}  # streams of one message mostly got their last token together
+        for stream, num_tokens in num_by_stream.items():
+            last_ns, stream._last_token_ns = stream._last_token_ns or now_ns, now_ns
+            num_gaps = num_tokens if last_ns < now_ns else num_tokens - 1
+            if num_gaps:
+                num_alike[last_ns, num_gaps] = num_alike.get((last_ns, num_gaps), 0) + num_gaps
+        for (last_ns, num_gaps), total in num_alike.items():
+            self.board.itl_us.observe((now_ns - last_ns) // (1000 * num_gaps), total)
 
     # The outbox: what waits for the link to stand, for room in it, or for a slot of the arena
 

@@ -330,13 +330,13 @@ class BackendLink:
                 if frontend.credit + count > self._credit:
                     raise WireError(f"{count} credits returned, {self._credit - frontend.credit} were out")
                 frontend.credit += count
-                if frontend.epoch in self._pending:
+                if frontend.epoch in self._pending and frontend.is_due:
                     self._flush_one(frontend)
 
     def _take_submit(self, frontend: Peer, submit: Submit) -> None:
         if submit.request_id in frontend.open_requests:
             raise WireError(f"request {submit.request_id} is open already")
-        frontend.open_requests.add(submit.request_id)
+        frontend.open(submit)
         try:
             output = frontend.borrow_output(submit)
             embeddings = frontend.borrow_embeddings(submit)
@@ -353,8 +353,7 @@ class BackendLink:
         self._events.append(Submission(frontend.epoch, submit, tokens, output, embeddings))
 
     def _close_request(self, frontend: Peer, request_id: int) -> None:
-        frontend.open_requests.remove(request_id)
-        frontend.end_loans(request_id)
+        frontend.end(request_id)
         if frontend.num_unsent:
             self._pending[frontend.epoch] = frontend
 
@@ -506,9 +505,11 @@ class BackendLink:
             target.add_preemption(request_id)
 
     def flush(self) -> None:
-        """Sends what credit allows, one message per frontend and step; keeps the rest in order. Never blocks."""
+        """Sends what credit allows, one message per frontend and step; keeps the rest in order. Never blocks. What
+        nobody waits for stays for a moment."""
         for frontend in list(self._pending.values()):
-            self._flush_one(frontend)
+            if frontend.is_due:
+                self._flush_one(frontend)
 
     def _flush_one(self, frontend: Peer) -> None:
         while frontend.num_unsent:

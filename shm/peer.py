@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from array import array
 from collections import defaultdict, deque
 from contextlib import ExitStack
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from shm.wire import BufferReturn, Submit
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
+_BUNDLE_S = 0.25
+"""What nobody waits for is kept this long: by then the engine's next turn sends it."""
 MAX_LOGPROBS_PER_MESSAGE = 1 << 13
 """Of the prompts' and the others together. At most 20 likeliest tokens each, 14 bytes apiece: with the events they stay
 under a message's limit."""
@@ -62,6 +65,12 @@ class Peer:
         self.waiting_since_s: float | None = None
         """Monotonic time since when output has been waiting although nothing of it could be sent."""
         self.open_requests: set[int] = set()
+        self._in_bundles: set[int] = set()
+        """Those of them whose tokens may wait for one another."""
+        self._is_urgent = False
+        """Somebody waits for some of the events not sent yet."""
+        self._held_since_s: float | None = None
+        """Since when there are any for which nobody does."""
         self.buffers = buffers
         self._loans: defaultdict[int, list[Loan]] = defaultdict(list)  # by request, until its end
         self._next_sequence = 0
@@ -124,7 +133,7 @@ class Peer:
         return tokens
 
     def borrow_output(self, submit: Submit) -> Loan | None:
-        """What the request's output is to be written to, until `end_loans`. Raises LoanError, WireError."""
+        """What the request's output is to be written to, until `end`. Raises LoanError, WireError."""
         if submit.output is None:
             return None
         if submit.may_share:
@@ -132,7 +141,7 @@ class Peer:
         return self._borrow(submit, submit.output, to_backend=False)
 
     def borrow_embeddings(self, submit: Submit) -> Loan | None:
-        """The request's prompt until `end_loans`, where that is no tokens. Raises LoanError, WireError."""
+        """The request's prompt until `end`, where that is no tokens. Raises LoanError, WireError."""
         ref = submit.tokens
         if not isinstance(ref, BufferRef) or ref.content is not BufferContent.PROMPT_EMBEDDINGS:
             return None
@@ -151,10 +160,19 @@ class Peer:
         self._loans[submit.request_id].append(loan)
         return loan
 
-    def end_loans(self, request_id: int) -> None:
+    def open(self, submit: Submit) -> None:
+        """A request that is not open."""
+        self.open_requests.add(submit.request_id)
+        if submit.in_bundles:
+            self._in_bundles.add(submit.request_id)
+
+    def end(self, request_id: int) -> None:
         """The request is over, whatever has become of it: the buffers that it had go back."""
+        self.open_requests.remove(request_id)
+        self._in_bundles.discard(request_id)
         for loan in self._loans.pop(request_id, ()):
             self._returned.append(self._own_buffers().give_back(loan))
+            self._is_urgent = True
 
     def _own_buffers(self) -> ExportedBuffers:
         if self.buffers is None:
@@ -166,6 +184,17 @@ class Peer:
         """Events, log probabilities of prompts and returned buffers not sent yet."""
         return len(self._finishes) + len(self._prompt_logprobs) + len(self._returned)
 
+    @property
+    def is_due(self) -> bool:
+        """What is not sent yet is waited for, or has waited long enough."""
+        held_s = 0.0 if self._held_since_s is None else time.monotonic() - self._held_since_s
+        return self._is_urgent or held_s >= _BUNDLE_S
+
+    def _hold(self) -> None:
+        """An event was added that may wait."""
+        if self._held_since_s is None:
+            self._held_since_s = time.monotonic()
+
     def add(
         self,
         request_id: int,
@@ -175,6 +204,10 @@ class Peer:
         failure: Failure | None,
         logprobs: EventLogprobs | None,
     ) -> None:
+        if finish or started or failure or token_id < 0 or request_id not in self._in_bundles:
+            self._is_urgent = True
+        else:
+            self._hold()
         self._request_ids.append(request_id)
         self._token_ids.append(token_id)
         self._finishes.append(finish)
@@ -186,10 +219,15 @@ class Peer:
             self._failures.append(failure)
 
     def add_prompt_logprobs(self, request_id: int, entry: EventLogprobs) -> None:
+        self._is_urgent = True
         self._prompt_logprobs.append(PromptLogprobs(request_id, (entry,)))
 
     def add_tokens(self, request_ids: list[int], token_ids: list[int]) -> None:
         """Events of a token each that neither start nor end their request."""
+        if self._in_bundles.issuperset(request_ids):
+            self._hold()
+        else:
+            self._is_urgent = True
         self._request_ids.extend(request_ids)
         self._token_ids.extend(token_ids)
         self._finishes += bytes(len(token_ids))
@@ -246,3 +284,5 @@ class Peer:
         del self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]
         for told in (self._started, self._failures, self._preempted):
             del told[:MAX_EVENTS_PER_MESSAGE]
+        if not self.num_unsent:
+            self._is_urgent, self._held_since_s = False, None

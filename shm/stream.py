@@ -40,6 +40,8 @@ class GenerationRequest:
     output: BufferSlice | None = None
     """What else than tokens is wanted, of the first generated tokens; the buffer is the caller's again when the stream
     has ended, or soon after it was cancelled. Such a request joins no other."""
+    in_bundles: bool = False
+    """The tokens are wanted together: they come many at a time, up to a quarter of a second late."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_CONTEXT_TOKENS = 1 << 24
 MAX_INLINE_PROMPT_TOKENS = 4096
@@ -168,6 +168,8 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """As Sampling.num_logprobs, for the prompt's tokens, each given those before it."""
     output: BufferRef | None = None
     """What else than tokens is wanted, of the first num_rows generated tokens. Such a request joins no other."""
+    in_bundles: bool = False
+    """Nobody reads its tokens one by one: all but the first may be kept for a moment and sent together."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):

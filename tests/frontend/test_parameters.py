@@ -17,6 +17,7 @@ from tests.frontend.harness import (
     END_TOKEN,
     TOKENIZER,
     Connection,
+    FakeBackend,
     make_app,
     model_card,
     served_model,
@@ -375,3 +376,20 @@ async def test_fields_that_are_null_are_not_given(
     plain = backend.last
     assert (await connection.post(path, {**nulls, **BASE[path]})).status == 200
     assert backend.last == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_bundles"),
+    [
+        ({}, True),
+        ({"n": 2, "logprobs": 1}, True),
+        ({"stream": True}, False),
+        ({"stop": ["x"]}, False),
+    ],
+)
+async def test_tokens_are_wanted_one_by_one_only_where_somebody_reads_them_so(
+    backend: FakeBackend, connection: Connection, fields: dict[str, Any], in_bundles: bool
+) -> None:
+    response = await connection.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 3, **fields})
+    assert response.status == 200
+    assert backend.last.in_bundles is in_bundles

@@ -429,6 +429,23 @@ async def test_the_frontends_board_tells_its_counts_to_the_backend(socket_path: 
             assert client.backend_counters["generated_tokens"] == 8
 
 
+async def test_tokens_that_come_together_share_the_time_since_the_one_before(
+    socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shm.peer._BUNDLE_S", 60.0)
+    with ScriptedBackend(socket_path, Script(step_s=0.01)) as backend:
+        async with connected(socket_path) as client:
+            bundled = replace(request([1], 9), in_bundles=True)
+            batches = [batch async for batch in client.submit(bundled)]
+            assert [len(batch.token_ids) for batch in batches] == [1, 8]
+            assert [token for batch in batches for token in batch.token_ids] == expected_tokens([1], 9)
+            await until(lambda: at_base(client))
+            (board,) = backend.engine.link.frontends.values()
+            itl, sum_us = FrontendBoard.itl_us.read(board.values())
+            assert sorted(itl)[-1] == sum(itl) == 8
+            assert sum_us >= 8 * 10_000
+
+
 async def test_the_backends_board_adds_up_all_frontends_that_it_has_had(socket_path: Path) -> None:
     def totals(client: BackendClient) -> dict[str, int]:
         counters = client.backend_counters or {}

@@ -41,6 +41,7 @@ from shm.wire import (
     Goodbye,
     Hello,
     Sampling,
+    Started,
     StepOutputs,
     Submit,
     Welcome,
@@ -239,6 +240,47 @@ def test_tokens_of_several_requests_are_pushed_together_and_those_of_closed_ones
             *[(0, 10, 0), (1, 11, 0), (2, 12, 0)],
             *[(1, 13, Finish.STOP), (0, 20, 0), (2, 22, 0)],
         ]
+
+
+def test_tokens_that_nobody_waits_for_are_sent_with_the_first_that_somebody_does(backend: Backend) -> None:
+    with backend.session() as frontend:
+        for request_id in (1, 2):
+            frontend.submit(request_id, [1], in_bundles=True)
+        frontend.submit(3, [1])
+        backend.until(Submission, 3)
+        link, epoch = backend.link, frontend.epoch
+        link.push(epoch, 1, 10, started=Started(1, 0, 0.0))  # the first one is never kept
+        link.flush()
+        assert columns(frontend.receive(1)) == [(1, 10, 0)]
+        link.push_tokens(epoch, [1, 2], [11, 21])
+        link.push(epoch, 1, 12)
+        link.flush()
+        frontend.send(Credit(1))  # is no reason to send anything
+        backend.settle()
+        assert link.counters.messages_out == 1
+        link.push_tokens(epoch, [1, 2, 3], [13, 22, 31])
+        link.flush()
+        assert columns(frontend.receive(1)) == [(1, 11, 0), (2, 21, 0), (1, 12, 0), (1, 13, 0), (2, 22, 0), (3, 31, 0)]
+        link.push_tokens(epoch, [1, 2], [14, 23])
+        link.flush()
+        link.push(epoch, 2, 24, Finish.LENGTH)
+        link.flush()
+        assert columns(frontend.receive(1)) == [(1, 14, 0), (2, 23, 0), (2, 24, Finish.LENGTH)]
+        link.push(epoch, 1, NO_TOKEN, Finish.FAILED, failure=Failure(1, FailureCode.INTERNAL))
+        link.flush()
+        assert columns(frontend.receive(1)) == [(1, NO_TOKEN, Finish.FAILED)]
+
+
+def test_tokens_that_nobody_waits_for_are_not_kept_for_long(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    with backend.session() as frontend:
+        frontend.submit(1, [1], in_bundles=True)
+        backend.until(Submission)
+        backend.link.push_tokens(frontend.epoch, [1], [10])
+        backend.link.flush()
+        assert backend.link.counters.messages_out == 0
+        monkeypatch.setattr(peer, "_BUNDLE_S", 0.0)
+        backend.link.flush()
+        assert columns(frontend.receive(1)) == [(1, 10, 0)]
 
 
 def test_a_long_prompt_goes_through_the_arena_and_its_slot_comes_back_at_once(backend: Backend) -> None:
