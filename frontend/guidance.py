@@ -56,6 +56,7 @@ async def guide_chat(body: ChatBody, prompt: list[int], served: ServedModel) -> 
             function_names=frozenset(tool.function.name for tool in body.offered_tools),
             one_call=body.calls_once,
         ),
+        may_end_answer=form is not None,
         kept_token_ids=_token_ids((form, reasoning), added_tokens),
     )
     return start.prompt, guidance

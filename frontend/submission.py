@@ -44,6 +44,8 @@ class Guidance:
     thinking_budget_tokens: int = 0
     thinking_end: tuple[int, ...] = ()
     make_parser: Callable[[], OutputParser] | None = None
+    may_end_answer: bool = False
+    """What the parser reads may end the answer: a call, where one is enough."""
     kept_token_ids: frozenset[int] = frozenset()
     """As in `frontend.choice.Wanted`."""
 
@@ -70,7 +72,7 @@ async def submit(
     # With a seed that was drawn here the tokens are this request's alone.
     is_determined = sampling.temperature == 0.0 or body.seed is not None
     # A text in which nothing ends it here, and that nobody reads as it comes.
-    in_bundles = not (body.stream or wanted.stop_strings or wanted.make_parser)
+    in_bundles = not (body.stream or wanted.stop_strings or guidance.may_end_answer)
     choices: list[Choice] = []
     try:
         for prompt_index, prompt in enumerate(prompts):

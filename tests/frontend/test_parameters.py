@@ -177,9 +177,10 @@ async def test_what_reaches_the_backend(
         GenerationRequest(plain.token_ids, 1000 - len(plain.token_ids), Sampling(temperature=0.5, seed=11)),
         stop_token_ids=(END_TOKEN,),
         may_share=True,
+        in_bundles=True,
     )
     await ask(connection, path, stream=stream, **fields)
-    assert backend.last == changed(plain, **changes)
+    assert backend.last == changed(plain, in_bundles=not stream and "stop" not in fields, **changes)
 
 
 @PATHS

@@ -373,3 +373,9 @@ async def test_a_stream_of_no_tokens_at_all(connect: Callable[..., Connection]) 
     async with talking(Model(), backend) as connection:
         choice = (await connection.post(CHAT, TOOLS)).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+
+
+async def test_tokens_come_one_by_one_where_a_call_may_end_the_answer_and_together_where_nothing_does() -> None:
+    for body, in_bundles in ((TOOLS, False), ({**TOOLS, "tool_choice": "none"}, True), (HI, True)):
+        backend, _ = await posted(Model(THINKING_HERMES), body, "<think>a</think>b")
+        assert backend.last.in_bundles is in_bundles
