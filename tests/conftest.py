@@ -1,4 +1,5 @@
-"""Options of the contract suite, which a forward pass's author runs against their own class, and the simulator's."""
+"""Options of the contract suite, which a forward pass's author runs against their own class, and the simulator's; and
+what is told at the end of a run."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from backend.passes.decoder.threads import prepare_threads
+from tests.tallies import Tallies
 
 # Before any test module imports torch: tests share their cores with the processes they start.
 prepare_threads()
@@ -19,3 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("simulation")
     group.addoption("--seeds", type=int, default=10_000, help="how many worlds the simulator runs")
     group.addoption("--seed", type=int, help="the one world that it runs, telling all that happens")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Tallies())

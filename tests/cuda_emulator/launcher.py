@@ -17,6 +17,7 @@ import torch
 
 from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Grid, Kernel, KernelFailed
 from tests.cuda_emulator.build import build_kernels, build_runtime, shared_variables, source_lines
+from tests.tallies import note_launch
 
 if TYPE_CHECKING:
     from backend.passes.decoder.cuda.launcher import Argument
@@ -105,6 +106,8 @@ class EmulatedLauncher:
         error = library.run(entry, described, arguments)
         if error is not None:
             raise KernelFailed(f"{kernel}, grid {grid} of {kernel.num_threads} threads: {error}")
+        if self._kernels_dir == KERNELS_DIR and "/" not in kernel.source:
+            note_launch(self._mode, str(kernel))
 
     def _find(self, kernel: Kernel) -> tuple[_Library, int]:
         self.prepare([kernel])

@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from tests.simulation.world import run_seed
+from tests.tallies import SIMULATED
 
 _CHUNK = 100
 _MAX_FAILURES = 5
@@ -99,7 +101,7 @@ def run_seeds(first: int, last: int) -> tuple[Counter[str], dict[int, str]]:
 
 @pytest.mark.timeout(1800)
 def test_whatever_happens_every_request_gets_its_tokens_and_its_end(
-    pytestconfig: pytest.Config, record_simulation: Counter[str], capsys: pytest.CaptureFixture[str]
+    pytestconfig: pytest.Config, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed = pytestconfig.getoption("--seed")
     if seed is not None:
@@ -107,19 +109,20 @@ def test_whatever_happens_every_request_gets_its_tokens_and_its_end(
             run_seed(seed, print)
         return
     num_seeds = pytestconfig.getoption("--seeds")
+    everything: Counter[str] = Counter()
     failures: dict[int, str] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), mp_context=context) as workers:
         firsts = range(0, num_seeds, _CHUNK)
         lasts = [min(first + _CHUNK, num_seeds) for first in firsts]
         for covered, failed in workers.map(run_seeds, firsts, lasts):
-            record_simulation.update(covered)
+            everything.update(covered)
             failures |= failed
-    record_simulation["seeds"] = num_seeds
+    record_property(SIMULATED, {**everything, "seeds": num_seeds})
     told = [f"--seed {seed}: {failures[seed]}" for seed in sorted(failures)[:_MAX_FAILURES]]
     assert not failures, f"{len(failures)} of {num_seeds} seeds fail:\n" + "\n".join(told)
-    missed = {name: every for name, every in _MUST_OCCUR.items() if record_simulation[name] < num_seeds // every}
-    assert not missed, f"the worlds were too quiet: {[(name, record_simulation[name]) for name in missed]}"
+    missed = {name: every for name, every in _MUST_OCCUR.items() if everything[name] < num_seeds // every}
+    assert not missed, f"the worlds were too quiet: {[(name, everything[name]) for name in missed]}"
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 
 from backend.passes.decoder.cuda import manifest, nvrtc
 from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Kernel, KernelFailed, compiled_together
+from tests.tallies import COMPILED
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
 CACHE_KEY = "nvrtc/reports"
@@ -90,8 +91,11 @@ def compilations(request: pytest.FixtureRequest) -> Iterator[Compilations]:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_a_kernel_compiles_without_spills_and_fits(case: Case, compilations: Compilations) -> None:
+def test_a_kernel_compiles_without_spills_and_fits(
+    case: Case, compilations: Compilations, record_property: Callable[[str, object], None]
+) -> None:
     resources = compilations.of(case)
+    record_property(COMPILED, [(case.arch, str(kernel)) for kernel in case.kernels])
     for kernel, (registers, spill_bytes, shared_bytes) in zip(case.kernels, resources, strict=True):
         assert spill_bytes == 0, kernel
         assert registers * kernel.num_threads <= REGISTERS_OF_A_MULTIPROCESSOR, kernel

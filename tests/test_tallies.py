@@ -1,0 +1,46 @@
+"""What a run tells at its end of the kernels and the worlds that its tests met with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock, call
+
+import pytest
+
+from tests.tallies import SIMULATED, Tallies
+
+REPOSITORY = Path(__file__).parents[1]
+ELEMENTWISE = "tests/decoder/cuda/test_elementwise.py"
+COMPILES = "tests/decoder/cuda/test_compile.py::test_a_kernel_compiles_without_spills_and_fits"
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["in one process", "with workers"])
+def test_a_run_tells_the_kernels_that_were_compiled_and_emulated(workers: tuple[str, ...], tmp_path: Path) -> None:
+    tests = (
+        f"{ELEMENTWISE}::test_the_widest_norm_fits_a_block",
+        f"{ELEMENTWISE}::test_rows_are_gathered_and_padding_stays",
+        f"{ELEMENTWISE}::test_rows_of_odd_bytes_are_refused",
+        f"{COMPILES}[sm_80-step-]",
+        f"{COMPILES}[sm_90-copies-]",
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={tmp_path}", *workers, *tests],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = result.stdout.splitlines()
+    assert "compiled: 3 cases, 3 kernels for sm_80, sm_90" in lines
+    assert 'emulated: 9 cases, 2 kernels; launches: 6 in the mode "check", 3 in the mode "fast"' in lines
+
+
+def test_worlds_are_told_with_what_they_met_with_and_a_failed_test_does_not_count() -> None:
+    tallies, terminal = Tallies(), Mock()
+    for is_passed, num_seeds in ((True, 2000), (False, 7)):
+        properties = [(SIMULATED, {"seeds": num_seeds, "joined": 3, "cancel in decode": 1200})]
+        tallies.pytest_runtest_logreport(Mock(when="call", passed=is_passed, user_properties=properties))
+    tallies.pytest_terminal_summary(terminal)
+    assert terminal.write_line.call_args_list == [call("2,000 seeds: 1,200 cancel in decode, 3 joined")]
