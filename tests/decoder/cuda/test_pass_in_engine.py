@@ -6,6 +6,7 @@ import gc
 import select
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -213,6 +214,16 @@ def test_a_fault_of_the_device_is_the_loss_of_it_and_names_the_step_and_the_kern
         [launch(driver.forward_pass, [FROM_SLOT], 3 + step) for step in range(3)]
 
 
+def test_a_device_that_is_lost_while_rows_are_read_is_told_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward_pass = make_driver().forward_pass
+    logits = torch.zeros(2, VOCAB_SIZE)
+    forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
+    monkeypatch.setattr(torch.Tensor, "float", Mock(side_effect=forward_pass.device.fault))
+    for read in (forward_pass.host_logits, forward_pass.device_logits, forward_pass.device_hidden_states):
+        with pytest.raises(DeviceLost, match="copying 2 .*: an illegal memory access"):
+            read(logits)
+
+
 def test_the_engine_ends_with_a_lost_device_after_it_told_who_was_in_the_step() -> None:
     bench = AheadBench(make_pass(max_batch_tokens=48), 8)
     bench.submit([1, 2, 3], 8)
@@ -224,7 +235,9 @@ def test_the_engine_ends_with_a_lost_device_after_it_told_who_was_in_the_step() 
     bench.close()
 
 
-def test_a_step_that_runs_out_of_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_runs_out_of_memory_fails_alone_and_is_named_with_its_last_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = AheadBench(make_pass(max_batch_tokens=48), 8)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "mm", raise_out_of_memory)
@@ -232,6 +245,8 @@ def test_a_step_that_runs_out_of_memory_fails_alone(monkeypatch: pytest.MonkeyPa
         bench.run_dry()
     assert bench.received(1).finishes == [Finish.FAILED]
     assert isinstance(bench.received(1).failure, Failure)
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB" in caplog.text
+    assert "in a step of 3 tokens in 1 rows; the kernel launched last was add_rms_norm[ACT=0] (3, 1, 1)" in caplog.text
     prompt = prompts((7,))[0]
     bench.submit(list(prompt), 4, request_id=2)
     bench.run_dry()
@@ -281,6 +296,17 @@ def test_a_kernel_that_does_not_run_is_told_at_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(made.device.launcher, "prepare", fail)
     with pytest.raises(StartupError, match=r"kernels do not run: embed\[ACT=0\] cannot be compiled: no such header \("):
         made.create_cache(8, 16, "fp32")
+
+
+def test_a_step_that_does_not_fit_beside_the_cache_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_pass()
+    monkeypatch.setattr(torch, "mm", raise_out_of_memory)
+    with pytest.raises(StartupError) as caught:
+        made.create_cache(8, 16, "fp32")
+    assert str(caught.value) == (
+        "a step does not fit the GPU beside the KV cache: CUDA out of memory. Tried to allocate 2.00 GiB "
+        "(given last: add_rms_norm[ACT=0] (6, 1, 1)); lower --kv-budget"
+    )
 
 
 def test_fp16_weights_stay_fp16_on_a_gpu(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch import Tensor
@@ -97,3 +98,15 @@ class Device(Protocol):
         """After an error that came up while `doing`: raises DeviceLost where the device answers no more. Any thread may
         call it; it waits for all work in the stream."""
         ...
+
+
+@contextmanager
+def faults_named(device: Device, doing: str) -> Iterator[None]:
+    """An error within becomes DeviceLost where the device answers no more; else it is told what was being done, and the
+    kernel launched last. On any thread."""
+    try:
+        yield
+    except Exception as error:
+        device.check(doing)
+        error.add_note(f"in {doing}; the kernel launched last was {device.last_launch}")
+        raise

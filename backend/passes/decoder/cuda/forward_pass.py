@@ -18,6 +18,7 @@ import torch
 from backend.errors import StartupError
 from backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
 from backend.passes.decoder.cuda import step_buffers
+from backend.passes.decoder.cuda.device import faults_named
 from backend.passes.decoder.cuda.graphs import DecodeGraphs
 from backend.passes.decoder.cuda.host_pool import HostPool, TokenCosts, open_pool
 from backend.passes.decoder.cuda.launcher import KernelFailed
@@ -154,8 +155,9 @@ class CudaDecoderPass:
             self.link = measure_link(device)
             self._graphs = DecodeGraphs(device, sizes.max_graph_rows, self._run_padding)
             token_s = self._warm_up(min(sizes.max_tokens, longest))
-        except torch.OutOfMemoryError:
-            raise
+        except torch.OutOfMemoryError as error:
+            reason = f"a step does not fit the GPU beside the KV cache: {_first_line(error)}"
+            raise StartupError(f"{reason} (given last: {device.last_launch}); lower --kv-budget") from error
         except (KernelFailed, RuntimeError) as error:
             reason = f"the GPU's kernels do not run: {_first_line(error)} (given last: {device.last_launch})"
             raise StartupError(reason) from error
@@ -169,35 +171,28 @@ class CudaDecoderPass:
     @torch.inference_mode()
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Between steps: after a step's `sample`, before the next one's `forward`."""
-        try:
+        with faults_named(self._device, f"saving {len(pairs)} pages"):
             self._moves.save(pairs)
-        except Exception:
-            self._device.check(f"saving {len(pairs)} pages")
-            raise
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        try:
+        with faults_named(self._device, _name(batch)):
             return self._forward(batch)
-        except Exception:
-            self._device.check(_name(batch))
-            raise
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None = None) -> PendingTokens:
-        try:
+        with faults_named(self._device, f"sampling {_name(batch)}"):
             return self._sample(logits, batch, masks)
-        except Exception:
-            self._device.check(f"sampling {_name(batch)}")
-            raise
 
     def host_logits(self, logits: Tensor) -> NDArray[np.float32]:
-        host: NDArray[np.float32] = logits.float().cpu().numpy().copy()
+        with faults_named(self._device, f"copying {len(logits)} rows to the host"):
+            host: NDArray[np.float32] = logits.float().cpu().numpy().copy()
         return host
 
     def device_logits(self, logits: Tensor) -> DeviceRows:
         """Of 16-bit weights it is a copy in fp32, which lives until the next one and is not in the memory plan."""
-        self._shared_logits = logits.float()
+        with faults_named(self._device, f"copying {len(logits)} rows of logits"):
+            self._shared_logits = logits.float()
         return DeviceRows(self._shared_logits.data_ptr(), self._device.stream)
 
     @property
@@ -213,7 +208,8 @@ class CudaDecoderPass:
 
     def device_hidden_states(self, logits: Tensor) -> DeviceRows:
         """As `device_logits`."""
-        self._shared_hidden_states = self._ops.normed_of(len(logits)).float()
+        with faults_named(self._device, f"copying {len(logits)} hidden states"):
+            self._shared_hidden_states = self._ops.normed_of(len(logits)).float()
         return DeviceRows(self._shared_hidden_states.data_ptr(), self._device.stream)
 
     def close(self) -> None:

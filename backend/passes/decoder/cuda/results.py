@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from backend.forward_pass import StepOutput, TokenLogprobs
+from backend.passes.decoder.cuda.device import faults_named
 from backend.passes.decoder.cuda.sampling import LogprobBuffers
 from backend.passes.decoder.cuda.transfers import Downlink, aligned
 
@@ -69,11 +70,8 @@ class PendingTokens:
 
     def wait(self) -> StepOutput:
         """Once."""
-        try:
+        with faults_named(self._device, self._doing):
             ints = self._fetched.wait()
-        except Exception:
-            self._device.check(self._doing)
-            raise
         tokens = ints[: self._num_rows]
         if not len(self._selection.logprob_rows):
             return StepOutput(tokens)
