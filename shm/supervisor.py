@@ -80,7 +80,7 @@ class Supervisor:
     A child that ends is started again, at once if it had lived settle_s, else after a growing pause. Two ends are
     final, because a restart would not help: more than max_quick_deaths in a row, and a child that exits by itself
     (not by a signal) in its very first settle_s: it has said why on standard error. With is_up, a question that is
-    asked every 0.1 s until its answer is yes, an exit before that answer is final too, however long the start takes.
+    asked every 0.1 s until its answer is yes, that answer is the end of the start, however long or short it was.
 
     SIGHUP is passed on to the children that reload; where there are none it stops, as a terminal that closes does.
     SIGTERM, SIGINT or such a SIGHUP stop the children stage by stage with SIGTERM; a stage that has not ended after
@@ -127,6 +127,8 @@ class Supervisor:
                     return self._stop(status=0)
                 if self._is_up is not None and self._is_up():
                     self._is_up = None
+                    for child in self._children:
+                        child.has_settled = True
                 for child in self._children:
                     if child.process is None:
                         if time.monotonic() >= child.restart_at_s:

@@ -215,3 +215,17 @@ def test_once_all_is_up_an_exit_is_followed_by_a_restart(start: Callable[..., su
     supervisor = start(("backend", wait_then_exit, 0), settle_s=0.0, is_up="lambda: True")
     assert read(supervisor)[0] == "up"
     assert read(supervisor)[0] == "up"
+
+
+def test_once_all_is_up_even_an_exit_right_after_it_is_followed_by_a_restart(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    exit_when_told = SAY + "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(4))\nsay('up')\nsignal.pause()"
+    supervisor = start(
+        ("backend", exit_when_told, 0), settle_s=1000.0, is_up="lambda: print('asked', 0, flush=True) or True"
+    )
+    said = dict(read(supervisor) for _ in range(2))
+    os.kill(said["up"], signal.SIGUSR1)
+    word, again = read(supervisor)
+    assert word == "up"
+    assert again != said["up"]

@@ -1,4 +1,4 @@
-"""The CUDA pass on a machine without a GPU, under a name that `find_forward_pass` finds."""
+"""The CUDA pass on a machine without a GPU, under names that `find_forward_pass` finds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from tests.decoder.cuda.emulated_device import EmulatedDevice
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from backend.forward_pass import PassOptions
+    from torch import Tensor
+
+    from backend.forward_pass import PassOptions, StepBatch
 
 
 class EmulatedCudaPass(CudaDecoderPass):
@@ -25,3 +27,17 @@ class EmulatedCudaPass(CudaDecoderPass):
         assert isinstance(loaded, cls)
         loaded.device = device
         return loaded
+
+
+POISON = 13
+"""A token of which `PoisonedCudaPass` is ill."""
+
+
+class PoisonedCudaPass(EmulatedCudaPass):
+    """A step that has the token POISON is an illegal access, after which the device answers no more."""
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        logits = super().forward(batch)
+        if POISON in batch.input_ids:
+            self.device.fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+        return logits
