@@ -10,7 +10,7 @@ from torch import Tensor
 from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
 from backend.passes.decoder.cuda.elementwise import refusal
 from backend.passes.decoder.kv_torch import quantise
-from backend.passes.decoder.ops import HeadShape
+from backend.passes.decoder.ops import HeadShape, quantisable
 from tests.cuda_emulator import EmulatedLauncher
 from tools.gpu_check.cases.elementwise import (
     DTYPES,
@@ -88,10 +88,13 @@ def test_each_dtype_is_stored_in_each_cache(dtype: torch.dtype, kv_dtype: str) -
     check_store(LAUNCHERS["fast"], StoreCase(HeadShape(4, 2, 64), kv_dtype, 16, 64), dtype, norms=True)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_MACRO)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-def test_heads_and_pages_of_all_sizes_are_stored(head_dim: int, page_size: int) -> None:
-    kv_dtype = "fp8" if head_dim == 80 else "q8_0"
+def test_heads_and_pages_of_all_sizes_are_stored(head_dim: int, page_size: int, kv_dtype: str) -> None:
+    if kv_dtype == "q8_0" and not quantisable(head_dim):
+        assert refusal(8, 8, head_dim, head_dim, kv_dtype) is not None
+        return
     check_store(LAUNCHERS["fast"], StoreCase(HeadShape(7, 1, head_dim), kv_dtype, page_size, head_dim), torch.bfloat16)
 
 
@@ -191,7 +194,7 @@ def test_rows_of_odd_bytes_are_refused() -> None:
         make(LAUNCHERS["fast"]).gather_rows(source, ints(0), torch.zeros(1, 12, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("kv_dtype", ["q8_0", "bf16"])
+@pytest.mark.parametrize("kv_dtype", KV_MACRO)
 def test_pages_are_copied_in_all_layers_and_nothing_else(launcher: EmulatedLauncher, kv_dtype: str) -> None:
     check_page_copies(launcher, kv_dtype)
 

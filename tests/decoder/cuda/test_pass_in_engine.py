@@ -220,7 +220,7 @@ def test_a_device_that_is_lost_while_rows_are_read_is_told_as_lost(monkeypatch: 
     forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
     monkeypatch.setattr(torch.Tensor, "float", Mock(side_effect=forward_pass.device.fault))
     for read in (forward_pass.host_logits, forward_pass.device_logits, forward_pass.device_hidden_states):
-        with pytest.raises(DeviceLost, match="copying 2 .*: an illegal memory access"):
+        with pytest.raises(DeviceLost, match=r"copying 2 .*: an illegal memory access"):
             read(logits)
 
 

@@ -50,8 +50,8 @@ def test_lengths_and_histories_around_pages_and_tiles(kv_dtype: str, page_size: 
     check(attention_of(64, kv_dtype, group=1, page_size=page_size), rows_of(*shapes))
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 16])
-@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
+@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_groups_of_any_size(kv_dtype: str, group: int) -> None:
     check(attention_of(64, kv_dtype, group=group, kv_heads=2), rows_of((0, 1), (30, 2), (17, 40)))
 
