@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from backend.passes.decoder.cuda.launcher import KernelFailed
 from tests.decoder.cuda.emulated_device import EmulatedDevice
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from torch import Tensor
 
     from backend.forward_pass import PassOptions, StepBatch
+    from backend.passes.decoder.cuda.launcher import Kernel
 
 
 class EmulatedCudaPass(CudaDecoderPass):
@@ -29,15 +34,32 @@ class EmulatedCudaPass(CudaDecoderPass):
         return loaded
 
 
-POISON = 13
-"""A token of which `PoisonedCudaPass` is ill."""
+POISON, GREED = 13, 17
+"""Tokens of which `FaultyCudaPass` is ill."""
 
 
-class PoisonedCudaPass(EmulatedCudaPass):
-    """A step that has the token POISON is an illegal access, after which the device answers no more."""
+class FaultyCudaPass(EmulatedCudaPass):
+    """A step that has the token POISON is an illegal access, after which the device answers no more; for one that has
+    GREED there is no memory."""
 
-    def forward(self, batch: StepBatch) -> Tensor:
-        logits = super().forward(batch)
+    def _forward(self, batch: StepBatch) -> Tensor:
+        logits = super()._forward(batch)
+        if GREED in batch.input_ids:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if POISON in batch.input_ids:
             self.device.fault = RuntimeError("CUDA error: an illegal memory access was encountered")
         return logits
+
+
+class UncompiledCudaPass(EmulatedCudaPass):
+    """Its kernels do not compile."""
+
+    @classmethod
+    def load(cls, model_dir: Path, options: PassOptions) -> EmulatedCudaPass:  # type: ignore[override]
+        loaded = super().load(model_dir, options)
+        loaded.device.launcher.prepare = _fail_to_compile  # type: ignore[method-assign]
+        return loaded
+
+
+def _fail_to_compile(kernels: Iterable[Kernel]) -> None:
+    raise KernelFailed(f"{next(iter(kernels))} cannot be compiled: no such header\nand more")

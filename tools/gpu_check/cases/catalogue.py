@@ -17,7 +17,7 @@ from tools.gpu_check.cases import decode, elementwise, prefill, ptx, sampling
 from tools.gpu_check.cases.comparing import require, require_same_bits, require_within
 from tools.gpu_check.cases.paged_rows import Row
 
-GROUPS = (1, 2, 4, 7, 8)
+GROUPS = (1, 2, 4, 7, 8, 16)
 PAGE_SIZES_TOKENS = (16, 32, 64)
 DTYPES = elementwise.DTYPES
 

@@ -1,0 +1,53 @@
+"""What goes wrong on the (emulated) device, from the request that met with it to the server that goes on, or ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+
+from tests.decoder.cuda.emulated_pass import GREED, POISON
+from tests.system.processes import START_TIMEOUT_S, Command, running, wait_until
+
+PASSES = "tests.decoder.cuda.emulated_pass"
+SMALL = ("--gpu", "none", "--max-running", "2", "--max-batch-tokens", "16", "--kv-budget", "4MB", "--page-size", "16")
+
+
+def test_a_fault_fails_its_request_and_names_step_and_kernel_and_a_lost_device_is_a_restart() -> None:
+    arguments = ("--forward-pass", f"{PASSES}:FaultyCudaPass", *SMALL, "--host", "127.0.0.1", "--port", "0")
+    serve = Command("tools.main", "serve", *arguments)
+    with running(serve), httpx.Client(timeout=START_TIMEOUT_S, verify=False) as http:  # noqa: S501 - plain HTTP
+        url = serve.wait_for(r"Ready: (http://[^/\s]+)").group(1)
+
+        def complete(*prompt: int) -> httpx.Response:
+            body = {"model": "penstock-demo", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+            return http.post(f"{url}/v1/completions", json=body)
+
+        def fails(*prompt: int) -> bool:
+            response = complete(*prompt)
+            return (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+
+        before = complete(5, 6, 7)
+        assert before.status_code == 200
+        assert fails(8, GREED)
+        serve.wait_for("CUDA out of memory")
+        serve.wait_for(r"in a step of 2 tokens in 1 rows; the kernel launched last was \w+\[ACT=1")
+        assert complete(5, 6, 7).json()["choices"] == before.json()["choices"]
+        assert "restarting" not in serve.output
+        assert fails(9, POISON)
+        serve.wait_for(
+            r"DeviceLost: a step of 2 tokens in 1 rows: .*illegal memory access.* given last was scan_rows\["
+        )
+        serve.wait_for("backend exited with status 1; restarting")
+        wait_until(lambda: complete(5, 6, 7).status_code == 200, START_TIMEOUT_S)
+        assert complete(5, 6, 7).json()["choices"] == before.json()["choices"]
+        assert serve.terminate() == 0
+
+
+def test_a_kernel_that_does_not_compile_is_one_line_and_a_status(tmp_path: Path) -> None:
+    socket = tmp_path / "private" / "backend.sock"
+    backend = Command("backend.main", "--socket", str(socket), "--forward-pass", f"{PASSES}:UncompiledCudaPass", *SMALL)
+    with running(backend):
+        assert backend.status() == 1
+    assert "the GPU's kernels do not run: embed[ACT=1] cannot be compiled: no such header (" in backend.output
+    assert "Traceback" not in backend.output
