@@ -124,12 +124,13 @@ def test_no_races_and_nothing_out_of_bounds(kv_dtype: str, launcher: Launcher) -
     Batch.of(attention, [None, *rows_of(1, 40, 300, 530)]).check(launcher)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "kv_dtype"), [(80, "bf16"), (256, "bf16"), (96, "q8_0"), (80, "fp8"), (256, "fp32")]
-)
-def test_no_races_with_odd_and_large_heads(head_dim: int, kv_dtype: str) -> None:
+@pytest.mark.parametrize("launcher", CHECKED, ids=["forward", "reverse", "random"])
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), ALL_CACHES)
+def test_no_races_with_heads_of_any_size_in_as_little_shared_memory_as_there_is(
+    head_dim: int, kv_dtype: str, launcher: Launcher
+) -> None:
     attention = attention_of(head_dim, kv_dtype, page_size=32, shared_bytes=SMALL_SHARED_BYTES, window=290, num_sms=2)
-    Batch.of(attention, rows_of(30, 600)).check(CHECKED[0])
+    Batch.of(attention, rows_of(30, 600)).check(launcher)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)

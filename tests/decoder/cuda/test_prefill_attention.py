@@ -152,11 +152,10 @@ def test_no_races_nor_reads_out_of_bounds(kv_dtype: str, launcher: Launcher) -> 
     check(attention_of(64, kv_dtype, group=3), rows_of((70, 1), (0, 20), (60, 9)), launcher)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "kv_dtype"), [(80, "bf16"), (96, "q8_0"), (80, "fp8"), (80, "fp32"), (256, "bf16")]
-)
-def test_no_races_with_uneven_heads_and_windows(head_dim: int, kv_dtype: str) -> None:
-    check(attention_of(head_dim, kv_dtype, group=1, window=20, softcap=5.0), rows_of((64, 20)), CHECKED[0])
+@pytest.mark.parametrize("launcher", CHECKED, ids=["forward", "reverse", "random"])
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), SHAPES)
+def test_no_races_with_heads_of_any_size_and_windows(head_dim: int, kv_dtype: str, launcher: Launcher) -> None:
+    check(attention_of(head_dim, kv_dtype, group=1, window=20, softcap=5.0), rows_of((64, 20)), launcher)
 
 
 def test_tiles_cover_each_query_once_longest_first() -> None:
