@@ -63,12 +63,16 @@ def test_the_widest_norm_fits_a_block() -> None:
     check_close("the norm", out, rms_norm(residual, weight), torch.float32)
 
 
-def test_a_norm_without_a_delta_leaves_the_residual(launcher: EmulatedLauncher) -> None:
+def test_a_norm_without_a_delta_leaves_the_residual(launcher: EmulatedLauncher, dtype: torch.dtype) -> None:
     residual, weight = torch.randn(2, 264), torch.randn(264)
-    before, out = residual.clone(), poisoned(2, 264, dtype=torch.bfloat16)
-    make(launcher, torch.bfloat16, hidden=264).add_rms_norm(residual, None, weight, out)
+    before, out = residual.clone(), poisoned(2, 264, dtype=dtype)
+    make(launcher, dtype, hidden=264).add_rms_norm(residual, None, weight, out)
     assert torch.equal(residual, before)
-    check_close("the norm", out, rms_norm(before, weight), torch.bfloat16)
+    check_close("the norm", out, rms_norm(before, weight), dtype)
+
+
+def test_norms_have_no_races_and_stay_in_bounds(launcher: EmulatedLauncher, dtype: torch.dtype) -> None:
+    check_norm(launcher, dtype, hidden=1032)
 
 
 def test_a_norm_does_not_depend_on_the_other_rows() -> None:
@@ -108,8 +112,10 @@ def test_a_layer_may_go_without_rope(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_storing_has_no_races_and_stays_in_bounds(launcher: EmulatedLauncher, kv_dtype: str) -> None:
-    check_store(launcher, StoreCase(HeadShape(2, 1, 96), kv_dtype, 16, 96), torch.bfloat16, norms=True)
+def test_storing_has_no_races_and_stays_in_bounds(
+    launcher: EmulatedLauncher, kv_dtype: str, dtype: torch.dtype
+) -> None:
+    check_store(launcher, StoreCase(HeadShape(2, 1, 96), kv_dtype, 16, 96), dtype, norms=True)
 
 
 def store_values(values: Tensor, kv_dtype: str) -> tuple[Tensor, Tensor]:
@@ -172,8 +178,8 @@ def test_gated_activations_agree_with_float64(dtype: torch.dtype, name: str, siz
 
 
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
-def test_gated_activations_stay_in_bounds(launcher: EmulatedLauncher, name: str) -> None:
-    check_gate(launcher, torch.bfloat16, name, 1032)
+def test_gated_activations_stay_in_bounds(launcher: EmulatedLauncher, name: str, dtype: torch.dtype) -> None:
+    check_gate(launcher, dtype, name, 1032)
 
 
 def test_embedding_resolves_last_tokens_gives_zeros_for_what_is_no_token_and_leaves_what_is_given(

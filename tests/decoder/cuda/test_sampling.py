@@ -56,11 +56,17 @@ def launcher(request: pytest.FixtureRequest) -> EmulatedLauncher:
     return LAUNCHERS[request.param]
 
 
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Of the logits."""
+    made: torch.dtype = request.param
+    return made
+
+
 # ---- Greedy, and what adjusts logits ----
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 32, 1001, 4096, 4097, 9000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_is_the_first_of_the_largest_logits(vocab_size: int, dtype: torch.dtype) -> None:
     check_greedy(FAST, dtype, vocab_size)
 
@@ -164,13 +170,13 @@ def test_a_mask_hides_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
-def test_filters_leave_exactly_the_tokens_of_the_reference(params: dict[str, float]) -> None:
-    check_filter(FAST, params)
+def test_filters_leave_exactly_the_tokens_of_the_reference(params: dict[str, float], dtype: torch.dtype) -> None:
+    check_filter(FAST, params, dtype=dtype)
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
-def test_filters_of_a_large_vocabulary_are_exact(params: dict[str, float]) -> None:
-    check_thresholds(FAST, params)
+def test_filters_of_a_large_vocabulary_are_exact(params: dict[str, float], dtype: torch.dtype) -> None:
+    check_thresholds(FAST, params, dtype)
 
 
 def test_tokens_that_tie_with_the_last_one_are_all_kept() -> None:
@@ -192,12 +198,14 @@ def test_filters_see_what_masks_and_biases_leave() -> None:
 
 
 @pytest.mark.parametrize("params", [{"top_k": 3, "top_p": 0.9}, {"typical_p": 0.7, "min_p": 0.01}])
-def test_filters_have_no_races_and_stay_in_bounds(launcher: EmulatedLauncher, params: dict[str, float]) -> None:
+def test_filters_have_no_races_and_stay_in_bounds(
+    launcher: EmulatedLauncher, params: dict[str, float], dtype: torch.dtype
+) -> None:
     """Two segments a row, and the same tokens in every order of threads and blocks."""
     logits = random_logits(2, 4104, seed=6)
     tokens = []
     for one in (FAST, launcher):
-        device = Device(4104, 3, one)
+        device = Device(4104, 3, one, dtype)
         device.take(slot_init(2, seed=9, **params), slot_init(0, [1, 2, 4100], 2, seed=8, frequency_penalty=0.5))
         tokens.append([device.sample(logits, [2, 0], position) for position in (10, 11)])
     assert tokens[0] == tokens[1]
@@ -252,14 +260,15 @@ def test_a_tiny_temperature_is_greedy() -> None:
 # ---- Log probabilities ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [20, 4001, 20_000])
-def test_log_probabilities_agree_with_torch(dtype: torch.dtype, vocab_size: int) -> None:
+def test_log_probabilities_agree_with_torch(vocab_size: int, dtype: torch.dtype) -> None:
     check_logprobs(FAST, dtype, vocab_size)
 
 
-def test_log_probabilities_skip_padding_and_mark_rows_without_a_token(launcher: EmulatedLauncher) -> None:
-    logits = torch.from_numpy(random_logits(2, 50))
+def test_log_probabilities_skip_padding_and_mark_rows_without_a_token(
+    launcher: EmulatedLauncher, dtype: torch.dtype
+) -> None:
+    logits = torch.from_numpy(random_logits(2, 50)).to(dtype)
     out = report(launcher, SlotArrays(2, 50, CPU), logits, [NOT_FINITE, 4], [-1, 0, 1], 2)
     assert (out.chosen[0], out.ranks[0], out.top_ids[0].tolist()) == (99.0, POISON, [POISON, POISON])
     assert out.chosen[1].isnan()

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from backend.forward_pass import FROM_SLOT, StepBatch
 from backend.passes.decoder.cuda import step_buffers
 from backend.passes.decoder.cuda.step_buffers import StepBuffers, StepLimits
-from tests.decoder.cuda.emulated_device import EmulatedDevice
+from tests.cuda_emulator.launcher import EmulatedLauncher, Order
+from tests.decoder.cuda.emulated_device import EmulatedDevice, RecordingLauncher
 
 LIMITS = StepLimits(
     max_rows=6, max_tokens=40, max_pages=8, page_size_tokens=4, num_pages=50, vocab_size=100, tail_ints=20
 )
 
 
-def make_buffers(limits: StepLimits = LIMITS) -> StepBuffers:
+def make_buffers(limits: StepLimits = LIMITS, launcher: EmulatedLauncher | None = None) -> StepBuffers:
     device = EmulatedDevice()
+    if launcher is not None:
+        device.launcher = RecordingLauncher(launcher)
     device.launcher.prepare(step_buffers.kernels())
     return StepBuffers(device, limits)
 
@@ -127,8 +130,9 @@ def test_parts_travel_along_and_pages_beyond_one_copy_go_ahead(monkeypatch: pyte
     expect_arrived(buffers, other)
 
 
-def test_more_pages_arrive_at_once_than_a_block_of_the_kernel_has_threads() -> None:
-    buffers = make_buffers(replace(LIMITS, max_pages=40))
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_more_pages_arrive_at_once_than_a_block_of_the_kernel_has_threads(order: Order) -> None:
+    buffers = make_buffers(replace(LIMITS, max_pages=40), EmulatedLauncher("check", order))
     batch = make_batch([(slot, 150, 1) for slot in range(6)], max_pages=40)
     buffers.load(batch, 0, [])
     expect_arrived(buffers, batch)

@@ -148,8 +148,11 @@ def _sampling() -> Iterator[Check]:
     yield from _sampling_edges()
     yield Check("sampling", "ties", sampling.check_ties)
     for number, params in enumerate(sampling.FILTERS):
-        yield Check("sampling", f"filter.{number}", partial(sampling.check_filter, params=params))
-        yield Check("sampling", f"thresholds.{number}", partial(sampling.check_thresholds, params=params))
+        for name, dtype in DTYPES.items():
+            kept = partial(sampling.check_filter, params=params, dtype=dtype)
+            yield Check("sampling", f"filter.{name}.{number}", kept, dtype == torch.bfloat16)
+            thresholds = partial(sampling.check_thresholds, params=params, dtype=dtype)
+            yield Check("sampling", f"thresholds.{name}.{number}", thresholds, dtype == torch.bfloat16)
     some: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.5, "top_k": 12}, {"min_p": 0.05, "top_p": 0.9})
     for number, params in enumerate(some):
         run = partial(sampling.check_distribution, params=params, num_steps=20)

@@ -102,6 +102,12 @@ def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> NDArray[np.
     return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
 
 
+def rounded(logits: NDArray[np.float32], dtype: torch.dtype) -> NDArray[np.float32]:
+    """As a device has them that is given logits of that dtype."""
+    exact: NDArray[np.float32] = torch.from_numpy(logits).to(dtype).float().numpy()
+    return exact
+
+
 def kept_by_reference(logits: NDArray[np.float32], params: SamplingParams) -> set[int]:
     """Which tokens one row may draw, in float64; all that tie with a filter's last one are kept."""
     scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
@@ -202,25 +208,27 @@ def check_penalties(launcher: Launcher, vocab_size: int, num_steps: int) -> None
         require(f"step {step} gives {found}, the host {expected}", found == expected)
 
 
-def check_filter(launcher: Launcher, params: dict[str, Any], draws: int = 1200) -> None:
+def check_filter(
+    launcher: Launcher, params: dict[str, Any], draws: int = 1200, dtype: torch.dtype = torch.float32
+) -> None:
     """Every token that is left has 1 % of the draws at least, so that 1,200 of them miss none."""
     vocab_size = 30
-    logits = random_logits(vocab_size, seed=8, scale=1.0)
+    logits = rounded(random_logits(vocab_size, seed=8, scale=1.0), dtype)
     allowed = kept_by_reference(logits, SamplingParams(**params))
-    device = SamplingDevice(launcher, vocab_size, draws)
+    device = SamplingDevice(launcher, vocab_size, draws, dtype)
     device.take(*(slot_init(slot, seed=slot, **params) for slot in range(draws)))
     drawn = set(device.sample(np.tile(logits, (draws, 1)), list(range(draws))))
     require(f"drawn are {sorted(drawn)}, allowed {sorted(allowed)}", drawn == allowed)
 
 
-def check_thresholds(launcher: Launcher, params: dict[str, Any]) -> None:
+def check_thresholds(launcher: Launcher, params: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
     """Of more tokens than draws can tell: what the thresholds in the row's state leave, whatever the last step left
     there. And the row's next slot, without filters, finds nothing of it either."""
     vocab_size = 9001
-    logits = random_logits(vocab_size, seed=4, scale=3.0)
+    logits = rounded(random_logits(vocab_size, seed=4, scale=3.0), dtype)
     logits[[5, 900, 8000]] = -np.inf
     sampling = SamplingParams(**params)
-    device = SamplingDevice(launcher, vocab_size, 2)
+    device = SamplingDevice(launcher, vocab_size, 2, dtype)
     device.take(slot_init(0, **params), slot_init(1, temperature=0.0))
     device.sample(random_logits(1, vocab_size, seed=5, scale=1.0), [0], 9)
     device.sample(logits[None], [0])
