@@ -76,6 +76,10 @@ class HostPages:
         """What a tenant's places hold is not to be trusted."""
         self._free += [self._forget(key) for key, its_salt in list(self._salt_of_key.items()) if its_salt == salt]
 
+    def drop(self, keys: list[bytes]) -> None:
+        """Nobody will read these again."""
+        self._free += [self._forget(key) for key in keys if key in self._place_of_key]
+
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each place is free or has one key, and no step is being planned."""
         used = list(self._place_of_key.values())

@@ -113,10 +113,21 @@ class PagePool:
         who holds them stays."""
         self.host.disown(salt)
         for page in [page for page, its_salt in self._salt_of_page.items() if its_salt == salt]:
-            self._forget(page)
-            if page in self._idle:
-                del self._idle[page]
-                self._free.append(page)
+            self._unname(page)
+
+    def drop(self, keys: list[bytes]) -> None:
+        """Nobody will ask for the content of these keys again: it is kept neither here nor on the host."""
+        self.host.drop(keys)
+        for key in keys:
+            if (page := self._page_of_key.get(key)) is not None:
+                self._unname(page)
+
+    def _unname(self, page: int) -> None:
+        """Who holds it stays; otherwise it is free."""
+        self._forget(page)
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
 
     def give_back(self, pages: list[int]) -> None:
         """Raises ValueError for a page that is not held: one given back twice would serve two sequences.

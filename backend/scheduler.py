@@ -109,6 +109,8 @@ class Scheduler:
             self._stop_running(sequence)
         else:
             self._waiting.forget(sequence)
+        if sequence.embeddings is not None:  # nobody else could ever find what was computed of them
+            self._pool.drop(sequence.page_keys)
 
     def plan(self) -> Plan:
         """The rows of the next step; none when there is nothing to do."""

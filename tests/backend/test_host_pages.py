@@ -72,6 +72,12 @@ class HostPagesMachine(RuleBasedStateMachine):
         self.host.disown(salt)
         self.kept = [kept for kept in self.kept if salt_of(kept) != salt]
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def drop(self, keys: list[bytes]) -> None:
+        self.end_plan()  # as above
+        self.host.drop(keys)
+        self.kept = [kept for kept in self.kept if kept not in keys]
+
     @invariant()
     def it_agrees_with_the_model(self) -> None:
         if not hasattr(self, "host"):

@@ -92,6 +92,12 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.key_of = {page: key for page, key in self.key_of.items() if salt_of(key) != salt}
         self.idle = [page for page in self.idle if page in self.key_of]
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def drop(self, keys: list[bytes]) -> None:
+        self.pool.drop(keys)
+        self.key_of = {page: key for page, key in self.key_of.items() if key not in keys}
+        self.idle = [page for page in self.idle if page in self.key_of]
+
     @rule(page=st.integers(0, 11))
     def misuse(self, page: int) -> None:
         """What is not held can be neither given back nor named; what has no key cannot be shared."""
