@@ -55,4 +55,5 @@ def make_exporter(
         contents += (ContentSpec(BufferContent.HIDDEN_STATES, forward_pass.hidden_size, "<f4"),)
     if isinstance(forward_pass, IPromptEmbeddings):
         contents += (ContentSpec(BufferContent.PROMPT_EMBEDDINGS, forward_pass.embedding_size, "<f4"),)
-    return BufferExporter(kinds, contents, budget_bytes, device)
+    # A pass whose outputs lie elsewhere reads prompts on the host.
+    return BufferExporter(kinds, contents, budget_bytes, device if has_device_outputs else None)

@@ -181,6 +181,7 @@ class Bench:
         num_host_pages: int = 0,
         forward_pass: Any = None,
         desk: GrammarDesk | None = None,
+        link: ScriptedLink | None = None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
         context = min(max_context or 1 << 16, num_pages * page_size)
@@ -188,7 +189,7 @@ class Bench:
         self.forward_pass = forward_pass or FakePass(vocab_size, max_running, host_kv_bytes)
         self.forward_pass.create_cache(num_pages, page_size, "fp32")
         self.executor = SteppedExecutor(self.forward_pass, capacity)
-        self.link = ScriptedLink()
+        self.link = link or ScriptedLink()
         self.pool = PagePool(num_pages, num_host_pages)
         self.board = BackendBoard.create()
         self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens, patience_steps, capacity)

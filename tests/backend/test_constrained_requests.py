@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from backend.constraints import ConstraintFailed, SequenceConstraints
-from backend.forward_pass import SamplingParams
+from backend.forward_pass import PendingOutput, SamplingParams, StepBatch, TokenMasks
 from backend.grammar_desk import GrammarDesk
 from backend.grammars import GrammarCompiler
+from backend.passes.fake import FakePass
 from shm.link import FrontendDeath
 from shm.wire import Constraints, FailureCode, Finish, Grammar, Sampling
 from tests.backend.harness import Bench, expected_tokens
 from tests.backend.test_constraints import EOS, TOKENIZER, TOKENIZER_JSON
 from tests.backend.test_engine import PassingFault
+from tests.backend.test_shared_prompts import random_rows, submit_embedded
 
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
 DIGITS = Grammar("regex", "[0-9]{5,8}")
@@ -102,6 +104,62 @@ def test_a_step_that_fails_and_runs_again_leaves_the_grammar_where_it_was(
         assert all(text(bench, request_id).isdigit() for request_id in range(3))
         streams.append([bench.received(request_id).token_ids for request_id in range(3)])
     assert streams == streams[:1] * 4
+
+
+class FaultOfNobody(FakePass):
+    """Of the steps of several rows each period-th one fails, when it has sampled."""
+
+    def __init__(self, period: int, num_host_pages: int) -> None:
+        super().__init__(VOCAB_SIZE, 8, num_host_pages * 4 * 8)
+        self.period = period
+        self.num_steps = 0
+
+    def sample(self, logits: Any, batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
+        output = super().sample(logits, batch, masks)
+        self.num_steps += batch.num_rows > 1
+        if batch.num_rows > 1 and self.num_steps % self.period == 0:
+            raise ArithmeticError("planted")
+        return output
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 4])
+@pytest.mark.parametrize("period", [1000, 5])
+def test_a_grammar_and_a_prompt_of_embeddings_go_through_preemption_restored_pages_and_failed_steps(
+    compiler: GrammarCompiler, period: int, capacity: int
+) -> None:
+    drawn = Sampling(temperature=1.0, seed=9, num_logprobs=1)
+
+    def ask_embedded(bench: Bench, request_id: int) -> None:
+        rows = random_rows(9 + request_id, request_id)
+        options = {"sampling": drawn, "constraints": Constraints(grammar=DIGITS), "stop_token_ids": (EOS,)}
+        submit_embedded(bench, rows, request_id, 12, **options)  # type: ignore[arg-type]
+
+    alone = []
+    for request_id in range(4):
+        bench = new_bench(compiler)
+        ask_embedded(bench, request_id)
+        compile_all(bench)
+        bench.run_dry()
+        alone.append((bench.received(request_id).token_ids, bench.received(request_id).logprobs))
+        bench.close()
+    forward_pass = FaultOfNobody(period, num_host_pages=16)
+    bench = new_bench(
+        compiler, num_pages=10, num_host_pages=16, capacity=capacity, max_batch_tokens=8, forward_pass=forward_pass
+    )
+    for request_id in range(4):
+        ask_embedded(bench, request_id)
+        bench.submit([request_id, 1, 2, 3, 4, 5, 6], 24, request_id=100 + request_id)
+    compile_all(bench)
+    bench.run_dry()
+    assert bench.board.pages_restored > 0
+    assert forward_pass.num_steps > 15
+    for request_id, (token_ids, logprobs) in enumerate(alone):
+        assert text(bench, request_id).isdigit()
+        received = bench.received(request_id)
+        assert (received.token_ids, received.logprobs) == (token_ids, logprobs)
+        prompt = [request_id, 1, 2, 3, 4, 5, 6]
+        assert bench.received(100 + request_id).token_ids == expected_tokens(prompt, 24, VOCAB_SIZE)
+    bench.close()
 
 
 def test_requests_of_one_grammar_and_prompt_share_and_those_of_another_do_not(compiler: GrammarCompiler) -> None:

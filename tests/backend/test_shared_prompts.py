@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,7 @@ from shm.link import Submission
 from shm.wire import (
     BufferContent,
     BufferKind,
+    BufferRef,
     BufferWish,
     Constraints,
     ContentSpec,
@@ -272,6 +274,20 @@ def test_they_are_offered_where_the_pass_takes_them() -> None:
         assert (spec in make_exporter("host", 1, kind(VOCAB, 1), None)._contents) is is_offered
 
 
+def test_buffers_on_the_host_are_read_by_the_device_for_a_pass_that_has_its_outputs_there(tmp_path: Path) -> None:
+    """Any other one is given rows by the host alone, whatever device there is."""
+    device = FakeDevice(tmp_path)
+    for forward_pass, device_reads in ((fake(), False), (DeviceFakePass(device), True)):
+        exporter = make_exporter("host", 1 << 20, forward_pass, device)
+        buffers = exporter.export(BufferWish(1, 1 << 12), os.getpid())
+        loan = buffers.borrow(BufferRef(0, 0, EMBEDDINGS, 1), to_backend=True)
+        assert LentRows(loan, 0, 1).device_reads is device_reads
+        assert bool(device.registered) is device_reads
+        exporter.take_leave(buffers, has_closed=True)
+        forward_pass.close()
+    assert (device.registered, device.num_allocated) == ({}, 0)
+
+
 # On the bench: every step by hand
 
 
@@ -290,9 +306,16 @@ class StubLoan:
         return self.rows[first : first + num_rows].tobytes()
 
 
-def submit_embedded(bench: Bench, rows: NDArray[np.float32], request_id: int = 0, max_tokens: int = 8) -> StubLoan:
+def submit_embedded(
+    bench: Bench,
+    rows: NDArray[np.float32],
+    request_id: int = 0,
+    max_tokens: int = 8,
+    sampling: Sampling = GREEDY,
+    **options: Any,
+) -> StubLoan:
     loan = StubLoan(rows)
-    submit = Submit(request_id, b"\0\0\0\0", len(rows), max_tokens, GREEDY)
+    submit = Submit(request_id, b"\0\0\0\0", len(rows), max_tokens, sampling, **options)
     bench.link.arrivals.append(Submission(1, submit, b"", embeddings=loan))  # type: ignore[arg-type]
     return loan
 
@@ -326,6 +349,35 @@ def test_a_preempted_sequence_whose_pages_went_to_others_reads_its_rows_again() 
     assert bench.received().token_ids == fakes_tokens(rows, 24, bench.vocab_size)
     assert bench.received(9).token_ids == expected_tokens([1, 2, 3, 4], 36, bench.vocab_size)
     assert max(loan.num_reads.values()) > 1
+    bench.close()
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 16])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_was_computed_of_embeddings_is_kept_no_longer_than_its_sequence_here_or_on_the_host(
+    num_host_pages: int, *, is_cancelled: bool
+) -> None:
+    bench = Bench(num_pages=12, num_host_pages=num_host_pages)
+    rows = random_rows(20)
+    bench.submit([1, 2, 3, 4], 36, request_id=9)
+    loan = submit_embedded(bench, rows, max_tokens=24)
+    if is_cancelled:
+        while not bench.received().num_preemptions or bench.board.host_pages_used < min(1, num_host_pages):
+            bench.turn()
+        bench.cancel()
+    bench.run_dry()
+    found = bench.received().token_ids
+    assert found == fakes_tokens(rows, 24, bench.vocab_size)[: len(found)]
+    assert bench.received().num_preemptions > 0
+    if not is_cancelled:
+        assert (max(loan.num_reads.values()) > 1) == (num_host_pages == 0), "computed again, or else restored"
+    assert bench.board.host_pages_used == 0
+    num_saved = bench.board.pages_saved
+    assert (num_saved > 0) == (num_host_pages > 0)
+    for number in range(3):  # these need all pages
+        bench.submit([number, *range(9, 30)], 24, request_id=20 + number)
+        bench.run_dry()
+    assert bench.board.pages_saved == num_saved
     bench.close()
 
 
