@@ -36,12 +36,20 @@ class EmulatorsMemory(FakeDevice):
         self._put(stream, copy)
 
     def synchronize(self, event: int) -> None:
+        self._finish(f"synchronize({event})")
+        super().synchronize(event)
+
+    def free(self, pointer: int) -> None:
+        self._finish(f"free({pointer:#x})")
+        super().free(pointer)
+
+    def _finish(self, doing: str) -> None:
+        """All that the device was told to do is done."""
         if self.gpu is not None:
             try:
                 self.gpu.synchronize()
             except RuntimeError as fault:
-                raise DeviceError(f"synchronize({event}): {fault}") from fault
-        super().synchronize(event)
+                raise DeviceError(f"{doing}: {fault}") from fault
 
     def _copy_now(self, destination: int, source: int, num_bytes: int) -> None:
         try:
@@ -53,6 +61,8 @@ class EmulatorsMemory(FakeDevice):
 
     def _put(self, stream: int, work: Callable[[], None]) -> None:
         assert stream == 0, "the emulator has no other"
+        if self.gpu is not None and self.gpu.fault is not None:
+            raise DeviceError(str(self.gpu.fault))
         if isinstance(self.gpu, DeferredDevice):
             self.gpu.queue.append(work)
         else:

@@ -22,7 +22,7 @@ from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from backend.passes.decoder.cuda.launcher import KernelFailed
 from backend.passes.decoder.cuda.link_probe import LinkSpeed
 from shm.wire import Failure, Finish
-from tests.backend.harness import Bench
+from tests.backend.harness import Bench, ScriptedLink
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.decoder.cuda.deferred_device import DeferredCudaPass
 from tests.decoder.cuda.emulated_pass import EmulatedCudaPass
@@ -56,10 +56,16 @@ class AheadBench(Bench):
         num_pages: int,
         capacity: int = 1,
         num_host_pages: int = 0,
+        link: ScriptedLink | None = None,
     ) -> None:
-        settings = {"num_pages": num_pages, "page_size": PAGE_SIZE, "max_running": MAX_ROWS, "max_batch_tokens": 48}
-        settings |= {"num_host_pages": num_host_pages, "capacity": capacity}
-        super().__init__(**settings, vocab_size=VOCAB_SIZE, forward_pass=forward_pass)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {
+            "num_pages": num_pages,
+            "page_size": PAGE_SIZE,
+            "max_running": MAX_ROWS,
+            "max_batch_tokens": 48,
+        }
+        settings |= {"num_host_pages": num_host_pages, "capacity": capacity, "link": link}
+        super().__init__(**settings, vocab_size=VOCAB_SIZE, forward_pass=forward_pass)
         self.threads = Executor(capacity)
         self.threads.start(lambda: forward_pass)
         builder = BatchBuilder(MAX_ROWS, num_pages)
