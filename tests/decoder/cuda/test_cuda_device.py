@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
+from backend.forward_pass import DeviceLost
 from backend.passes.decoder.cuda.cuda_device import CudaDevice
 
 if TYPE_CHECKING:
@@ -60,14 +63,43 @@ def test_graphs_are_captured_on_the_devices_stream_again_after_others_are_gone(m
     assert pools.modes == ["thread_local", "thread_local"]
 
 
-def _device(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, object]:
-    """Of index 0, and its stream."""
+def test_a_device_that_cannot_be_waited_for_is_lost_and_the_last_kernel_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, stream = _device(monkeypatch)
+    device.check("a step of 3 tokens in 1 rows")
+    assert stream.synchronize.call_count == 1
+    stream.synchronize.side_effect = RuntimeError("CUDA error: an illegal memory access was encountered\nmore\n")
+    with pytest.raises(DeviceLost) as caught:
+        device.check("a step of 3 tokens in 1 rows")
+    assert str(caught.value).startswith(
+        "a step of 3 tokens in 1 rows: CUDA error: an illegal memory access was encountered; given last was "
+        "draw_rows[ACT=1] (1, 1, 1), "
+    )
+
+
+def test_an_event_lets_its_waiter_sleep_and_is_waited_for_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, stream = _device(monkeypatch, index=3)
+    calls = Mock()
+    monkeypatch.setattr(torch.cuda, "Event", calls.event)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
+    device.record().synchronize()
+    assert calls.mock_calls == [
+        call.event(blocking=True),
+        call.event().record(stream),
+        call.set_device(3),
+        call.event().synchronize(),
+    ]
+
+
+def _device(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> tuple[CudaDevice, Any]:
+    """And its stream."""
 
     class Properties:
         multi_processor_count = 132
         shared_memory_per_multiprocessor = 228 << 10
 
-    stream: Any = object()
+    stream = Mock()
     for name, value in (
         ("set_device", lambda _index: None),
         ("Stream", lambda: stream),
@@ -75,5 +107,6 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, object]:
         ("get_device_properties", lambda _index: Properties),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("backend.passes.decoder.cuda.cuda_device.CupyLauncher", lambda _index: None)
-    return CudaDevice(0), stream
+    launcher = SimpleNamespace(last_launch="draw_rows[ACT=1] (1, 1, 1)")
+    monkeypatch.setattr("backend.passes.decoder.cuda.cuda_device.CupyLauncher", lambda _index: launcher)
+    return CudaDevice(index), stream
