@@ -117,6 +117,8 @@ class ExportedBuffers:
         self._memory = memory
         self.grant = grant
         self._pidfd = pidfd
+        self.is_closed = False
+        """The client has said that it has closed them."""
         self._loans: dict[int, Loan] = {}  # by the index of their buffer
         self._last_generations = [-1] * grant.num_buffers
         self.num_lent = 0
@@ -174,6 +176,11 @@ class ExportedBuffers:
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
+    @property
+    def can_be_freed(self) -> bool:
+        """By neither side anything is done with them any more. Does not block."""
+        return (self.is_closed or self.is_abandoned) and not self._memory.is_awaited
+
     def free(self, *, memory: bool = True) -> None:
         """To be called once; without memory where a client may have it open for longer than this process lives."""
         os.close(self._pidfd)
@@ -199,7 +206,7 @@ class BufferExporter:
         self._kinds = kinds
         self._contents = contents
         self._budget_bytes = budget_bytes
-        self._orphans: list[ExportedBuffers] = []  # of clients that left and may still have them open
+        self._orphans: list[ExportedBuffers] = []  # of clients that left, until they can be freed
         self.device = device
         self._page_locks = device is not None
         self.held_bytes = 0
@@ -254,16 +261,16 @@ class BufferExporter:
             _log.info("shared buffers on the host are not page-locked, and so copied there before use: %s", error)
 
     def take_leave(self, buffers: ExportedBuffers, *, has_closed: bool) -> None:
-        """The client has left. Its memory goes now if it has said that it has closed it, else with its process."""
+        """The client has left. Its memory goes once it has said that it has closed it, or its process is gone; and
+        once the device has read what it was told to, for which nobody waits here: a device may hang."""
         buffers.end_loans()
-        if has_closed or buffers.is_abandoned:
-            self._free(buffers)
-        else:
-            self._orphans.append(buffers)
+        buffers.is_closed = has_closed
+        self._orphans.append(buffers)
+        self.reap()
 
     def reap(self) -> None:
-        """Frees what belonged to processes that have ended; to be called now and then."""
-        for buffers in [orphan for orphan in self._orphans if orphan.is_abandoned]:
+        """Frees what it can by now of those who left; to be called now and then."""
+        for buffers in [orphan for orphan in self._orphans if orphan.can_be_freed]:
             self._orphans.remove(buffers)
             self._free(buffers)
 

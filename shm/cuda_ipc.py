@@ -27,6 +27,8 @@ class ExportedDeviceMemory:
     """The backend's side: zeroed allocations for one client, from `__init__` to `free`."""
 
     device_reads = True
+    is_awaited = False
+    """Freeing waits for all that the device does, whatever that is."""
 
     def __init__(self, device: DeviceApi, num_buffers: int, num_bytes: int) -> None:
         """num_bytes of each, a multiple of BLOCK_BYTES. Raises DeviceError, having freed what it had."""

@@ -41,6 +41,11 @@ class ExportedHostMemory:
     def device_reads(self) -> bool:
         return self._lock is not None
 
+    @property
+    def is_awaited(self) -> bool:
+        """A copy that was put into a stream is not done: `free` would wait for it."""
+        return self._lock is not None and self._lock.is_awaited
+
     def close_fd(self) -> None:
         """Idempotent."""
         if self.fd >= 0:
@@ -121,6 +126,14 @@ class PageLock:
             raise ValueError(f"{num_bytes} bytes at {offset_bytes} are wanted; there are {self._buffer.len}")
         self._device.copy_from_host(there.pointer, self._buffer.buf + offset_bytes, num_bytes, there.stream)
         self._device.record(self._last_copy, there.stream)
+
+    @property
+    def is_awaited(self) -> bool:
+        """The last copy is not done, as far as the device tells."""
+        try:
+            return not self._device.has_passed(self._last_copy)
+        except DeviceError:
+            return False
 
     def close(self) -> None:
         """To be called once, before the mapping is closed. Waits for the last copy."""

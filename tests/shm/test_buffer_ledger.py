@@ -344,8 +344,8 @@ class Buffers(RuleBasedStateMachine):
             return
         for client in self.living():
             self._die(client)
-        self.exporter.reap()
         self.run_device()
+        self.exporter.reap()
         self.device.free(self.source)
         assert (self.exporter.held_bytes, self.exporter.num_orphans, self.device.num_allocated) == (0, 0, 0)
         for client in self.everybody:

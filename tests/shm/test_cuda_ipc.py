@@ -355,7 +355,7 @@ def test_the_budget_counts_what_the_dead_may_still_have_open(
 
 
 def test_the_device_reads_buffers_on_the_host_in_place_for_as_long_as_their_client_lives(
-    backend: TurnedBackend, device: FakeDevice
+    backend: TurnedBackend, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = device.allocate(BLOCK)
     with backend.client(ON_HOST) as client:
@@ -373,8 +373,15 @@ def test_the_device_reads_buffers_on_the_host_in_place_for_as_long_as_their_clie
         device.run(STREAM)
         assert device.read(target, 4 * HIDDEN) == array("f", range(HIDDEN, 2 * HIDDEN)).tobytes()
         loan.copy_rows(0, 2, DeviceRow(target, STREAM))
-    # It is unlocked when the copy that was under way is done.
-    backend.until(lambda: not device.registered)
+        monkeypatch.setattr(device, "synchronize", lambda event: device.has_passed(event) or pytest.fail("it waits"))
+    # Nobody waits for the copy that is under way; when it is done the memory is unlocked and freed.
+    backend.until(lambda: any(isinstance(event, FrontendDeath) for event in backend.events))
+    backend.turn()
+    assert (len(device.registered), backend.exporter.num_orphans) == (1, 1)
+    assert backend.exporter.held_bytes > 0
+    device.run(STREAM)
+    backend.turn()
+    assert (device.registered, backend.exporter.num_orphans, backend.exporter.held_bytes) == ({}, 0, 0)
     assert device.read(target, 8 * HIDDEN) == array("f", range(2 * HIDDEN)).tobytes()
     loan.copy_rows(0, 2, DeviceRow(0, STREAM))
     device.free(target)

@@ -39,6 +39,10 @@ class EmulatorsMemory(FakeDevice):
         self._finish(f"synchronize({event})")
         super().synchronize(event)
 
+    def has_passed(self, event: int) -> bool:
+        self._check_fault()
+        return super().has_passed(event)
+
     def free(self, pointer: int) -> None:
         self._finish(f"free({pointer:#x})")
         super().free(pointer)
@@ -61,9 +65,12 @@ class EmulatorsMemory(FakeDevice):
 
     def _put(self, stream: int, work: Callable[[], None]) -> None:
         assert stream == 0, "the emulator has no other"
-        if self.gpu is not None and self.gpu.fault is not None:
-            raise DeviceError(str(self.gpu.fault))
+        self._check_fault()
         if isinstance(self.gpu, DeferredDevice):
             self.gpu.queue.append(work)
         else:
             work()
+
+    def _check_fault(self) -> None:
+        if self.gpu is not None and self.gpu.fault is not None:
+            raise DeviceError(str(self.gpu.fault))
