@@ -31,15 +31,22 @@ class LendingLink(ScriptedLink):
     """Ends a loan where `BackendLink` does: with its request's end, or before the engine hears of a cancellation or a
     client's death. The client then writes other things into the buffer at once."""
 
-    def __init__(self, kind: str, directory: Path, embedding_size: int, gpu: EmulatedDevice) -> None:
+    def __init__(self, kind: str, directory: Path, embedding_size: int, vocab_size: int, gpu: EmulatedDevice) -> None:
         super().__init__()
         self.device = EmulatorsMemory(directory, gpu)
-        contents = (ContentSpec(BufferContent.PROMPT_EMBEDDINGS, embedding_size, "<f4"),)
+        contents = (
+            ContentSpec(BufferContent.PROMPT_EMBEDDINGS, embedding_size, "<f4"),
+            ContentSpec(BufferContent.LOGITS, vocab_size, "<f4"),
+        )
+        self.logits: dict[int, NDArray[np.float32]] = {}
+        """Request → what it brought, [num_logits, vocab]."""
+        self._vocab_size = vocab_size
         self._kind = BufferKind.CUDA if kind == "on the device" else BufferKind.HOST
         device = None if kind == "read by the host" else self.device
         self.exporter = BufferExporter((self._kind,), contents, 1 << 30, device)
         self.clients: dict[int, ExportedBuffers] = {}
-        self._loans: dict[tuple[int, int], tuple[int, Loan]] = {}
+        self._loans: dict[tuple[int, int], dict[int, Loan]] = {}
+        """Request → index of a buffer → its loan."""
         self._num_loans = 0
 
     def submit(
@@ -50,22 +57,36 @@ class LendingLink(ScriptedLink):
         *,
         frontend: int = 1,
         sampling: Sampling = GREEDY,
+        num_logits: int = 0,
         **options: Any,
     ) -> Loan:
+        """The loan of the prompt."""
         if frontend not in self.clients:
             wish = BufferWish(_NUM_BUFFERS, _BUFFER_BYTES, (self._kind,))
             self.clients[frontend] = self.exporter.export(wish, os.getpid())
-        lent = {index for (owner, _), (index, _) in self._loans.items() if owner == frontend}
-        index = min(set(range(_NUM_BUFFERS)) - lent)
+        index = self._free_buffer(frontend)
         self._write(frontend, index, rows.tobytes())
-        ref = BufferRef(index, self._num_loans, BufferContent.PROMPT_EMBEDDINGS, len(rows))
-        self._num_loans += 1
-        loan = self.clients[frontend].borrow(ref, to_backend=True)
+        ref, loan = self._lend(frontend, request_id, index, BufferContent.PROMPT_EMBEDDINGS, len(rows))
         loan.check_written()
-        self._loans[frontend, request_id] = index, loan
+        output = None
+        if num_logits:
+            _, output = self._lend(frontend, request_id, self._free_buffer(frontend), BufferContent.LOGITS, num_logits)
         submit = Submit(request_id, ref, len(rows), max_tokens, sampling, **options)
-        self.arrivals.append(Submission(frontend, submit, b"", embeddings=loan))
+        self.arrivals.append(Submission(frontend, submit, b"", output, loan))
         return loan
+
+    def _free_buffer(self, frontend: int) -> int:
+        lent = {index for (owner, _), loans in self._loans.items() if owner == frontend for index in loans}
+        return min(set(range(_NUM_BUFFERS)) - lent)
+
+    def _lend(
+        self, frontend: int, request_id: int, index: int, content: BufferContent, num_rows: int
+    ) -> tuple[BufferRef, Loan]:
+        ref = BufferRef(index, self._num_loans, content, num_rows)
+        self._num_loans += 1
+        loan = self.clients[frontend].borrow(ref, to_backend=content.to_backend)
+        self._loans.setdefault((frontend, request_id), {})[index] = loan
+        return ref, loan
 
     @property
     def num_lent(self) -> int:
@@ -94,9 +115,11 @@ class LendingLink(ScriptedLink):
         self.exporter.close()
 
     def _end(self, frontend: int, request_id: int) -> None:
-        if (lent := self._loans.pop((frontend, request_id), None)) is not None:
-            index, loan = lent
-            self.clients[frontend].give_back(loan)
+        for index, loan in self._loans.pop((frontend, request_id), {}).items():
+            returned = self.clients[frontend].give_back(loan)
+            if returned.num_rows:
+                data = self._read(frontend, index, returned.num_rows * 4 * self._vocab_size)
+                self.logits[request_id] = np.frombuffer(data, np.float32).reshape(-1, self._vocab_size)
             self._write(frontend, index, np.full(_BUFFER_BYTES // 4, np.nan, np.float32).tobytes())
 
     def _bury(self, frontend: int) -> None:
@@ -113,3 +136,6 @@ class LendingLink(ScriptedLink):
             self.device.poke(memory._pointers[index], data)
         else:
             memory.write(index, 0, len(data), memoryview(data))
+
+    def _read(self, frontend: int, index: int, num_bytes: int) -> bytes:
+        return self.clients[frontend]._memory.read(index, 0, num_bytes)

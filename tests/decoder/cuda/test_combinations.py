@@ -65,7 +65,7 @@ def load(
 
 
 def make_link(kind: str, directory: Path, forward_pass: EmulatedCudaPass | DeferredCudaPass) -> LendingLink:
-    return LendingLink(kind, directory, forward_pass.embedding_size, forward_pass.device)
+    return LendingLink(kind, directory, forward_pass.embedding_size, VOCAB_SIZE, forward_pass.device)
 
 
 def stepped(
@@ -229,11 +229,15 @@ def test_embeddings_give_the_bits_of_their_tokens_whatever_is_done_to_them(
     bench.submit(list(prompts((30,), seed=9)[0]), 60, request_id=50)
     bench.turn()
     bench.submit(list(PROMPT), 30, request_id=1, sampling=DRAWN)
-    link.submit(looked_up(PROMPT), 30, 2, sampling=DRAWN)
+    link.submit(looked_up(PROMPT), 30, 2, sampling=DRAWN, num_logits=30)
     link.submit(random_rows(17, 6), 12, 51)
     bench.run_dry()
     assert bits(bench.received(1)) == bits_of_tokens_alone()
     assert bits(bench.received(2)) == bits_of_tokens_alone()
+    log_softmax = torch.tensor(link.logits[2]).log_softmax(1)
+    for row, token, told in zip(log_softmax, bench.received(2).token_ids, bench.received(2).logprobs, strict=True):
+        assert told is not None
+        assert abs(row[token].item() - told.logprob) < 1e-4
     is_short = num_pages == 9
     assert (bench.received(1).num_preemptions + bench.received(2).num_preemptions > 0) == is_short
     assert (bench.board.pages_restored > 0) == (num_host_pages > 0)
@@ -351,7 +355,8 @@ def test_with_the_device_all_that_was_lent_and_kept_is_given_up_once(
     bench = AheadBench(forward_pass, 9, 4, 16, link)
     submit_all(bench, link)
     while bench.board.pages_saved == 0:
-        bench.engine.turn()
+        assert bench.requests.num_open or link.arrivals
+        bench.turn()
     link.submit(random_rows(20, 8), 5, 8)
     forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(ExecutorFailed, match=r"the device is lost|has died"):  # in a step, or as pages are saved

@@ -79,13 +79,17 @@ class AheadBench(Bench):
             self.clock,
         )
 
+    def turn(self) -> None:
+        """Of the loop, which then waits for a step to end, if one runs."""
+        self.engine.turn()
+        self.engine.check_integrity()
+        select.select([self.threads.wake_fd], [], [], 10 if self.threads.is_busy else 0)
+
     def run_dry(self, max_turns: int = 5000) -> int:
         for turn in range(max_turns):
             if not self.link.arrivals and not self.requests.num_open and not self.threads.is_busy:
                 return turn
-            self.engine.turn()
-            self.engine.check_integrity()
-            select.select([self.threads.wake_fd], [], [], 10 if self.threads.is_busy else 0)
+            self.turn()
         raise AssertionError(f"{self.requests.num_open} requests still open after {max_turns} turns")
 
     def close(self) -> None:
