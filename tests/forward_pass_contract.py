@@ -26,7 +26,7 @@ from backend.forward_pass import (
 )
 from backend.plugins import find_forward_pass
 from tests.checkpoints import make_checkpoint
-from tests.decoder.driver import RowsOnHost
+from tools.gpu_check.pass_agreement import RowsOnHost
 
 if TYPE_CHECKING:
     from pathlib import Path

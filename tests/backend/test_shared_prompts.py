@@ -39,8 +39,8 @@ from tests.backend.harness import Bench, expected_tokens
 from tests.backend.served import connected, generate, served
 from tests.backend.test_shared_outputs import NUM_PAGES, PAGE, VOCAB, DeviceFakePass, decoder, fake
 from tests.checkpoints import load_oracle
-from tests.decoder.driver import RowsOnHost
 from tests.shm.fake_device import FakeDevice
+from tools.gpu_check.pass_agreement import RowsOnHost
 
 GREEDY = Sampling(temperature=0.0)
 EMBEDDINGS = BufferContent.PROMPT_EMBEDDINGS

@@ -8,33 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, SamplingParams, SlotInit, StepBatch
+from tools.gpu_check.pass_agreement import RowsOnHost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from backend.forward_pass import DeviceRows, EmbeddingRows
+    from backend.forward_pass import EmbeddingRows
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@dataclass
-class RowsOnHost:
-    """See `EmbeddingRows`."""
-
-    values: NDArray[np.float32]
-    device_reads = False
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.values)
-
-    def read(self) -> NDArray[np.float32]:
-        return self.values.copy()
-
-    def copy_to(self, there: DeviceRows) -> None:
-        raise AssertionError(f"rows on the host are to be copied on the device, to {there}")
 
 
 @dataclass

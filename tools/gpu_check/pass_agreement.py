@@ -33,12 +33,12 @@ _LOGIT_ERROR = {"bf16": 3e-2, "fp16": 1e-2}
 """Of the CUDA pass's logits to fp32 ones of the same weights, relative to their norm; of KV in bf16."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowsOnHost:
     """See `EmbeddingRows`."""
 
     values: NDArray[np.float32]
-    device_reads: bool = False
+    device_reads = False
 
     @property
     def num_rows(self) -> int:

@@ -13,7 +13,8 @@ import torch
 from backend.forward_pass import NOT_FINITE, DeviceRows
 from tests.decoder.cuda.deferred_device import DeferredCudaPass, DeferredDevice
 from tests.decoder.cuda.tiny_models import checkpoint, generated, make_driver, options, oracle, prompts
-from tests.decoder.driver import Driver, RowsOnHost
+from tests.decoder.driver import Driver
+from tools.gpu_check.pass_agreement import RowsOnHost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
