@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from backend.batch_builder import keep_rows
 from backend.constraints import ConstraintFailed, fill_masks
-from backend.forward_pass import NOT_FINITE
+from backend.forward_pass import NOT_FINITE, DeviceLost
 from backend.shared_outputs import share_outputs
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Executor:
     def results(self) -> list[StepResult]:
         """The results since the last call, in the order of launching. Raises ExecutorFailed if the thread has died."""
         if self._fatal is not None:
-            raise ExecutorFailed("the thread that runs the forward pass has died") from self._fatal
+            raise ExecutorFailed(_end_of(self._fatal)) from self._fatal
         results = []
         while self._results:
             results.append(self._results.popleft())
@@ -145,7 +145,7 @@ class Executor:
             if self._thread.is_alive():
                 raise ExecutorFailed(f"the running step has not ended in {_CLOSE_TIMEOUT_S:g} s")
         if self._fatal is not None:
-            raise ExecutorFailed("the thread that runs the forward pass has died") from self._fatal
+            raise ExecutorFailed(_end_of(self._fatal)) from self._fatal
 
     def _run(self, load: Callable[[], IBatchedForwardPass]) -> None:
         try:
@@ -204,6 +204,12 @@ class Executor:
             self._step_starts_s[0] = now_s
         self._results.append(replace(finished, step_s=now_s - started_s, launch_s=step.launch_s))
         self.wake()
+
+
+def _end_of(fault: BaseException) -> str:
+    if isinstance(fault, DeviceLost):  # as pages were saved, which is no request's affair
+        return f"the device is lost: {fault}"
+    return "the thread that runs the forward pass has died"
 
 
 @dataclass(frozen=True, slots=True)

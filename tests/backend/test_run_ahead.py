@@ -72,7 +72,15 @@ def ahead() -> Iterator[tuple[Executor, AheadPass, Sequence]]:
     executor.close()
 
 
-def launch(executor: Executor, sequence: Sequence, ids: list[int], start: int, *, samples: bool = True) -> None:
+def launch(
+    executor: Executor,
+    sequence: Sequence,
+    ids: list[int],
+    start: int,
+    *,
+    samples: bool = True,
+    saves: tuple[tuple[int, int], ...] = (),
+) -> None:
     logit_rows = [0] if samples else []
     init = SlotInit(0, sequence.sampling, np.array(PROMPT, np.int32), 3)
     batch = StepBatch(
@@ -85,7 +93,7 @@ def launch(executor: Executor, sequence: Sequence, ids: list[int], start: int, *
         slot_inits=(init,) if start == 0 else (),
     )
     ends, lengths = [start + len(ids)], [len(ids)]
-    executor.launch(Plan([sequence], [sequence.generation], [0], ends, lengths, logit_rows=logit_rows), batch, ())
+    executor.launch(Plan([sequence], [sequence.generation], [0], ends, lengths, logit_rows=logit_rows), batch, saves)
 
 
 def next_results(executor: Executor, count: int) -> list[StepResult]:
@@ -188,4 +196,21 @@ def test_a_thread_that_dies_while_it_waits_for_tokens_fails_the_executor() -> No
     with pytest.raises(ExecutorFailed, match="has died"):
         next_results(executor, 1)
     with pytest.raises(ExecutorFailed, match="has died"):
+        executor.close()
+
+
+def test_a_device_that_is_lost_as_pages_are_saved_ends_the_executor_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor, forward_pass = Executor(1), AheadPass()
+    monkeypatch.setattr(forward_pass, "save_pages", Mock(side_effect=DeviceLost("saving 1 pages: planted")))
+    executor.start(lambda: forward_pass)
+    sequence = Sequence(
+        Subscriber(0, 1, 16, frozenset(), 3, 0.0), np.array(PROMPT, np.int32).tobytes(), 3, SamplingParams()
+    )
+    launch(executor, sequence, PROMPT, 0, saves=((0, 0),))
+    select.select([executor.wake_fd], [], [], 10)
+    with pytest.raises(ExecutorFailed, match="the device is lost: saving 1 pages: planted"):
+        executor.results()
+    with pytest.raises(ExecutorFailed, match="the device is lost"):
         executor.close()
