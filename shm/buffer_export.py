@@ -181,12 +181,18 @@ class ExportedBuffers:
         """By neither side anything is done with them any more. Does not block."""
         return (self.is_closed or self.is_abandoned) and not self._memory.is_awaited
 
-    def free(self, *, memory: bool = True) -> None:
-        """To be called once; without memory where a client may have it open for longer than this process lives."""
+    def free(self) -> None:
+        """To be called once; nobody has the memory open any more, nor reads it."""
         os.close(self._pidfd)
-        if memory:
-            self._memory.free()
+        self._memory.free()
+
+    def abandon(self) -> None:
+        """To be called instead, as this process ends. What others may have open on the device goes with the process;
+        memory on the host stays with who has it mapped."""
+        if isinstance(self._memory, ExportedHostMemory) and not self._memory.is_awaited:
+            self.free()
         else:
+            os.close(self._pidfd)
             self.close_fds()
 
 
@@ -283,5 +289,5 @@ class BufferExporter:
         self.reap()
         for buffers in self._orphans:
             self.held_bytes -= buffers.num_bytes
-            buffers.free(memory=False)
+            buffers.abandon()
         self._orphans.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -385,6 +386,20 @@ def test_the_device_reads_buffers_on_the_host_in_place_for_as_long_as_their_clie
     assert device.read(target, 8 * HIDDEN) == array("f", range(2 * HIDDEN)).tobytes()
     loan.copy_rows(0, 2, DeviceRow(0, STREAM))
     device.free(target)
+
+
+def test_a_backend_that_ends_before_its_clients_keeps_nothing_page_locked(
+    socket_path: Path, device: FakeDevice
+) -> None:
+    backend = TurnedBackend(socket_path, device)
+    fds = len(os.listdir("/proc/self/fd"))
+    buffers = backend.exporter.export(ON_HOST, os.getpid())
+    assert device.registered
+    backend.exporter.take_leave(buffers, has_closed=False)
+    assert backend.exporter.num_orphans == 1
+    backend.exporter.close()
+    assert (device.registered, backend.exporter.held_bytes, len(os.listdir("/proc/self/fd"))) == ({}, 0, fds)
+    backend.close()
 
 
 def test_a_mapping_cannot_be_closed_before_it_is_unlocked(device: FakeDevice) -> None:
