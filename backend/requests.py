@@ -72,7 +72,7 @@ class Requests:
         self._clock = clock
         self._coalescer = Coalescer()
         self._open: dict[int, dict[int, tuple[Sequence, Subscriber]]] = {}
-        self._deadlines = Deadlines(lambda frontend, request_id: self._deadline_of(frontend, request_id))
+        self._deadlines = Deadlines(self._deadline_of)
         self._num_listening = 0
         self.is_draining = False
 
