@@ -121,9 +121,10 @@ async def test_a_killed_frontend_takes_only_its_own_streams_with_it(pair: Pair) 
     doomed, other = pair.frontends
     (worker,) = descendants(doomed.process.pid)
     async with client() as http:
-        alone = [await read_stream(http, other.url, [number, 5], 60) for number in range(8)]
+        # Long enough that all are still running when that is looked at, however late.
+        alone = await asyncio.gather(*(read_stream(http, other.url, [number, 5], 1000) for number in range(8)))
         lost = [asyncio.create_task(read_stream(http, doomed.url, [9, number], 3000)) for number in range(16)]
-        kept = [asyncio.create_task(read_stream(http, other.url, [number, 5], 60)) for number in range(8)]
+        kept = [asyncio.create_task(read_stream(http, other.url, [number, 5], 1000)) for number in range(8)]
         wait_ready = asyncio.to_thread(wait_until, lambda: (other.ready() or {}).get("running", 0) >= 24, 10.0)
         await wait_ready
         os.kill(worker, signal.SIGKILL)
