@@ -91,7 +91,7 @@ class EmbeddingRows(Protocol):
         ...
 
     def copy_to(self, there: DeviceRows) -> None:
-        """Puts a copy into the stream. Raises `shm.device_api.DeviceError`."""
+        """Puts a copy into the stream. Raises `penstock.shm.buffers.device_api.DeviceError`."""
         ...
 
 
@@ -246,7 +246,7 @@ class IBatchedForwardPass(Protocol):
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
         """Loads the weights. model_dir is None only for passes that need none.
 
-        Raises `backend.errors.StartupError` with one clear line for anything the operator can put right.
+        Raises `penstock.backend.errors.StartupError` with one clear line for anything the operator can put right.
         """
         ...
 

@@ -12,36 +12,36 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from backend.batch_builder import BatchBuilder
-from backend.buffer_options import check_choice, make_exporter, open_device_of
-from backend.checkpoint.hub import resolve_config, resolve_model
-from backend.engine import Engine
-from backend.errors import StartupError
-from backend.executor import Executor, ExecutorFailed
-from backend.forward_pass import IHostPages, PassOptions
-from backend.grammar_desk import GrammarDesk
-from backend.grammars import GrammarCompiler
-from backend.kv_plan import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
-from backend.memory import Memory, device_memory, host_memory
-from backend.model_card import make_card
-from backend.options import BackendOptions
-from backend.page_pool import PagePool
-from backend.passes.decoder.cuda.device_choice import choose_device, planned_device, why_no_gpu
-from backend.passes.decoder.threads import prepare_threads
-from backend.plan_table import plan_tables
-from backend.plugins import find_forward_pass
-from backend.requests import Limits, Requests
-from backend.scheduler import Scheduler
-from shm.board import BackendBoard
-from shm.cli import fail, format_size, make_app
-from shm.link import BackendLink
-from shm.log import set_up_logging
-from shm.rendezvous import CannotListen, check_free
+from penstock.backend.buffers.options import check_choice, make_exporter, open_device_of
+from penstock.backend.checkpoint.hub import resolve_config, resolve_model
+from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.executor import Executor, ExecutorFailed
+from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.requests import Limits, Requests
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import IHostPages, PassOptions
+from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
+from penstock.backend.kv_cache.budget_table import plan_tables
+from penstock.backend.kv_cache.memory import Memory, device_memory, host_memory
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.model_card import make_card
+from penstock.backend.options import BackendOptions
+from penstock.backend.passes.decoder.cpu.threads import prepare_threads
+from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device, why_no_gpu
+from penstock.backend.plugins import find_forward_pass
+from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammar_queue import GrammarDesk
+from penstock.shm.link.link import BackendLink
+from penstock.shm.link.rendezvous import CannotListen, check_free
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.process.logs import set_up_logging
+from penstock.shm.process.options import fail, format_size, make_app
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from backend.forward_pass import IBatchedForwardPass, PassSpec
+    from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
 
 logger = logging.getLogger("penstock.backend")
 

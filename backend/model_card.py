@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from backend.checkpoint.generation_config import read_generation_defaults
-from backend.errors import StartupError
-from shm.wire import ModelCard
+from penstock.backend.checkpoint.generation_config import read_generation_defaults
+from penstock.backend.errors import StartupError
+from penstock.shm.messages import ModelCard
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from backend.forward_pass import PassSpec
-    from backend.kv_plan import KvPlan
+    from penstock.backend.forward_pass import PassSpec
+    from penstock.backend.kv_cache.budget import KvPlan
 
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 256

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from backend.errors import StartupError
-from shm.cli import ByteSize, default_socket_path, parse_size
+from penstock.backend.errors import StartupError
+from penstock.shm.process.options import ByteSize, default_socket_path, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,8 +99,8 @@ class BackendOptions:
     """Unix socket on which frontends find this backend; its directory is made private (0700)."""
 
     shared_buffers: Literal["auto", "host", "cuda"] = "auto"
-    """Where the buffers lie in which local clients (`shm.client`) get logits and hand in prompts: "cuda" is on the GPU,
-    without a copy through the host, "host" in shared memory, "auto" whichever of them model and client can use."""
+    """Memory of the buffers in which local clients (docs/client.md) receive logits and hand in prompts: "cuda" is GPU
+    memory, read without a copy through the host; "host" is shared memory; "auto" is what model and client can use."""
 
     shared_buffer_budget: ByteSize = 256_000_000
     """Memory for all clients' shared buffers, besides --kv-budget; taken as they are asked for, never exceeded."""

@@ -6,10 +6,10 @@ import importlib
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
-from backend.errors import StartupError
+from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from backend.forward_pass import IBatchedForwardPass
+    from penstock.backend.forward_pass import IBatchedForwardPass
 
 GROUP = "penstock.forward_pass"
 _METHODS = ("describe", "load", "create_cache", "forward", "sample", "close")

@@ -11,24 +11,26 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from frontend import completions, messages, metrics, reference, utility_endpoints
-from frontend.admission import Admission
-from frontend.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
-from frontend.exchange import ClientGoneError, Exchange
-from frontend.openapi import Pages
-from frontend.response_store import ResponseStore
-from frontend.responses import Responses
-from frontend.routes import Methods, Route, pattern, reading
-from frontend.schemas.unknown import check_unknown_fields
+from penstock.frontend.access.admission import Admission
+from penstock.frontend.endpoints import completions, messages, reference
+from penstock.frontend.endpoints import utilities as utility_endpoints
+from penstock.frontend.endpoints.openapi import Pages
+from penstock.frontend.endpoints.responses.endpoint import Responses
+from penstock.frontend.endpoints.responses.store import ResponseStore
+from penstock.frontend.endpoints.routes import Methods, Route, pattern, reading
+from penstock.frontend.schemas.unknown import check_unknown_fields
+from penstock.frontend.telemetry import metrics
+from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
+from penstock.frontend.transport.exchange import ClientGoneError, Exchange
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from frontend.exchange import Receive, Scope, Send
-    from frontend.model import ModelKeeper, ServedModel
-    from frontend.reference import Doc
-    from frontend.settings import Limits
-    from shm.client import BackendClient
+    from penstock.frontend.endpoints.reference import Doc
+    from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
+    from penstock.frontend.settings import Limits
+    from penstock.frontend.transport.exchange import Receive, Scope, Send
+    from penstock.shm.client.client import BackendClient
 
 _log = logging.getLogger("penstock.app")
 

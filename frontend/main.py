@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from frontend.access import Keyring, named_keys, read_key_file
-from frontend.listening import LONGEST_SOCKET_PATH_BYTES, address_of, listening_socket, unlink
-from frontend.options import FrontendOptions
-from frontend.quotas import QuotaPage
-from frontend.settings import WORKER_SETTINGS_VARIABLE, AccessSettings, Limits, ParserNames, WorkerSettings
-from frontend.tls import ServerTls, TlsError, TlsFiles
-from shm.cli import ENV_PREFIX, fail, make_app
-from shm.supervisor import ChildSpec, Supervisor, module_argv
+from penstock.frontend.access.api_keys import Keyring, named_keys, read_key_file
+from penstock.frontend.access.rate_limits import QuotaPage
+from penstock.frontend.options import FrontendOptions
+from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, AccessSettings, Limits, ParserNames, WorkerSettings
+from penstock.frontend.transport.listening import LONGEST_SOCKET_PATH_BYTES, address_of, listening_socket, unlink
+from penstock.frontend.transport.tls import ServerTls, TlsError, TlsFiles
+from penstock.shm.process.options import ENV_PREFIX, fail, make_app
+from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +68,7 @@ def serve(options: FrontendOptions) -> int:
     workers = [
         ChildSpec(
             f"worker {number}",
-            module_argv("frontend.worker"),
+            module_argv("penstock.frontend.worker"),
             pass_fds=(listening.fileno(), access.quota_fd),
             env=_environment(msgspec.structs.replace(settings, worker=number)),
             reloads=reloads(options),

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from frontend.parsing.names import ReasoningParserName, ToolParserName
-from shm.cli import ByteSize, default_socket_path
+from penstock.frontend.parsing.names import ReasoningParserName, ToolParserName
+from penstock.shm.process.options import ByteSize, default_socket_path
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 Seconds = Annotated[float, Parameter(validator=Number(gt=0.0, lte=86_400.0))]

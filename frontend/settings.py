@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from frontend.parsing.names import ReasoningParserName, ToolParserName
-from frontend.tls import TlsFiles
+from penstock.frontend.parsing.names import ReasoningParserName, ToolParserName
+from penstock.frontend.transport.tls import TlsFiles
 
 WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
 """Carries the settings: an environment is private to its user, a command line is not, and there may be keys in it."""

@@ -1,4 +1,4 @@
-"""One frontend process. Started by `frontend.main`, which owns the listening socket."""
+"""One frontend process. Started by `penstock.frontend.main`, which owns the listening socket."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from frontend.access import KeyFileError, named_keys, read_key_file
-from frontend.admission import Admission
-from frontend.app import App
-from frontend.connections import raise_fd_limit
-from frontend.hosts import serves_one_machine
-from frontend.model import ModelKeeper
-from frontend.quotas import QuotaPage
-from frontend.server import HttpServer
-from frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
-from frontend.tls import ServerTls, TlsError
-from shm.client import BackendClient
-from shm.log import set_up_logging
+from penstock.frontend.access.admission import Admission
+from penstock.frontend.access.api_keys import KeyFileError, named_keys, read_key_file
+from penstock.frontend.access.hosts import serves_one_machine
+from penstock.frontend.access.rate_limits import QuotaPage
+from penstock.frontend.app import App
+from penstock.frontend.generation.served_model import ModelKeeper
+from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
+from penstock.frontend.transport.connections import raise_fd_limit
+from penstock.frontend.transport.server import HttpServer
+from penstock.frontend.transport.tls import ServerTls, TlsError
+from penstock.shm.client.client import BackendClient
+from penstock.shm.process.logs import set_up_logging
 
 if TYPE_CHECKING:
-    from frontend.access import ApiKey
-    from frontend.settings import AccessSettings
+    from penstock.frontend.access.api_keys import ApiKey
+    from penstock.frontend.settings import AccessSettings
 
 _log = logging.getLogger("penstock.worker")
 
@@ -90,7 +90,7 @@ def _reload(settings: WorkerSettings, admission: Admission, tls: ServerTls | Non
 def main() -> None:
     encoded = os.environ.pop(WORKER_SETTINGS_VARIABLE, None)
     if encoded is None:
-        sys.exit("frontend.worker is started by the frontend command")
+        sys.exit("penstock.frontend.worker is started by the frontend command")
     settings = msgspec.json.decode(encoded, type=WorkerSettings)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     handler = set_up_logging(settings.log_level, as_json=settings.log_json)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.passes.decoder.threads import prepare_threads
+from penstock.backend.passes.decoder.cpu.threads import prepare_threads
 from tests.tallies import Tallies
 
 # Before any test module imports torch: tests share their cores with the processes they start.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from backend.forward_pass import (
+from penstock.backend.forward_pass import (
     FROM_EMBEDDINGS,
     FROM_SLOT,
     EmbeddedTokens,
@@ -24,9 +24,9 @@ from backend.forward_pass import (
     SlotInit,
     StepBatch,
 )
-from backend.plugins import find_forward_pass
+from penstock.backend.plugins import find_forward_pass
+from penstock.tools.gpu_check.checks.pass_agreement import RowsOnHost
 from tests.checkpoints import make_checkpoint
-from tools.gpu_check.pass_agreement import RowsOnHost
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ HOST_KV_BYTES = 64 << 20
 """Where the pass keeps pages on the host, and finds that quicker than computing them again."""
 TOLERANCE = 1e-3
 GREEDY = SamplingParams(temperature=0.0)
-_EMULATED = "tests.decoder.cuda.emulated_pass:EmulatedCudaPass"
+_EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

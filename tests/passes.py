@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from backend.passes.fake import FakePass
+from penstock.backend.passes.fake import FakePass
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from backend.forward_pass import StepBatch
+    from penstock.backend.forward_pass import StepBatch
 
 
 class PacedFakePass(FakePass):

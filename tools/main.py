@@ -7,9 +7,9 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from shm.cli import make_app
-from tools.bench.options import BenchOptions
-from tools.serve import ServeOptions
+from penstock.shm.process.options import make_app
+from penstock.tools.bench.options import BenchOptions
+from penstock.tools.serve import ServeOptions
 
 app = make_app("penstock", "An LLM server for one GPU: serve a model, measure it, make one to measure with.")
 
@@ -20,7 +20,7 @@ _SERVER = Parameter(name="*", group=Group("The server it starts", sort_key=2))
 @app.command
 def serve(*, options: ServeOptions = ServeOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
     """Serves a model over HTTP: one backend and its frontend, restarted when they die, drained when told to stop."""
-    from tools import serve as module
+    from penstock.tools import serve as module
 
     sys.exit(module.serve(options))
 
@@ -32,7 +32,7 @@ def bench(
     server: Annotated[ServeOptions, _SERVER] = ServeOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Measures a server: throughput, time to first token, gaps between tokens. Starts one unless --url names one."""
-    from tools.bench.run import run_bench
+    from penstock.tools.bench.run import run_bench
 
     sys.exit(run_bench(options, server))
 
@@ -41,13 +41,15 @@ def bench(
 @app.command(name="gpu-check", help_flags=[], version_flags=[])
 def gpu_check(*options: Annotated[str, Parameter(allow_leading_hyphen=True, show_env_var=False)]) -> None:
     """Checks and measures the CUDA decoder on this machine's GPU."""
-    from tools.gpu_check.__main__ import main as run
+    from penstock.tools.gpu_check.__main__ import main as run
 
     sys.exit(run(list(options)))
 
 
 # By name: it needs torch, which the other commands do not wait for.
-app.command("tools.random_model:run_random_model", name="random-model", help="Writes a checkpoint of random weights.")
+app.command(
+    "penstock.tools.random_model:run_random_model", name="random-model", help="Writes a checkpoint of random weights."
+)
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ from cyclopts import Parameter
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from backend.checkpoint.config_json import parse_decoder_config
-from backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE
-from backend.checkpoint.tensors import expected_tensors
-from backend.errors import StartupError
-from shm.cli import fail, format_size
+from penstock.backend.checkpoint.config_json import parse_decoder_config
+from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE
+from penstock.backend.checkpoint.tensors import expected_tensors
+from penstock.backend.errors import StartupError
+from penstock.shm.process.options import fail, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,13 +17,13 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter
 
-from backend.options import BackendOptions
-from frontend.listening import address_of, listening_socket, unlink
-from frontend.main import read_access, reloads, tls_files, without_secrets
-from frontend.options import FrontendOptions
-from shm.cli import ENV_PREFIX, default_socket_path, fail, to_argv
-from shm.rendezvous import AddressInUse, CannotListen, check_free
-from shm.supervisor import ChildSpec, Supervisor, module_argv
+from penstock.backend.options import BackendOptions
+from penstock.frontend.main import read_access, reloads, tls_files, without_secrets
+from penstock.frontend.options import FrontendOptions
+from penstock.frontend.transport.listening import address_of, listening_socket, unlink
+from penstock.shm.link.rendezvous import AddressInUse, CannotListen, check_free
+from penstock.shm.process.options import ENV_PREFIX, default_socket_path, fail, to_argv
+from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 
 _COMMAND = "penstock serve"
 _STOP_MARGIN_S = 10.0
@@ -106,7 +106,7 @@ def serve(options: ServeOptions) -> int:
     """Runs until told to stop; returns the exit status. A dry run is the backend's alone."""
     if options.dry_run:
         return subprocess.run(
-            module_argv("backend.main", to_argv(part(options, BackendOptions))), check=False
+            module_argv("penstock.backend.main", to_argv(part(options, BackendOptions))), check=False
         ).returncode
     read_access(options, _COMMAND)
     tls_files(options, _COMMAND)
@@ -150,8 +150,8 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
     tls = options.ssl_certfile is not None
     address = address_of(listening, tls=tls)
     told, environment = split_keys(dataclasses.replace(options, listen_fd=listening.fileno()))
-    backend_argv = module_argv("backend.main", to_argv(part(told, BackendOptions)))
-    frontend_argv = module_argv("frontend.main", to_argv(part(told, FrontendOptions)))
+    backend_argv = module_argv("penstock.backend.main", to_argv(part(told, BackendOptions)))
+    frontend_argv = module_argv("penstock.frontend.main", to_argv(part(told, FrontendOptions)))
     fds = (listening.fileno(),)
     children = (
         ChildSpec("backend", backend_argv, env=without_secrets(os.environ), stage=0),

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from backend.checkpoint.json_file import convert, read_json_object, shorten
-from backend.checkpoint.layout import CONFIG_FILE
-from backend.checkpoint.rope import RopeSettings, compute_rope
-from backend.errors import StartupError
-from backend.passes.decoder.config import DecoderConfig
-from shm.wire import MAX_CONTEXT_TOKENS
+from penstock.backend.checkpoint.decoder_config import DecoderConfig
+from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
+from penstock.backend.checkpoint.layout import CONFIG_FILE
+from penstock.backend.checkpoint.rope_scaling import RopeSettings, compute_rope
+from penstock.backend.errors import StartupError
+from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

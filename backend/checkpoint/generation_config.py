@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from backend.checkpoint.json_file import convert, read_json_object
-from backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE
-from shm.wire import Sampling, TokenId
+from penstock.backend.checkpoint.json_file import convert, read_json_object
+from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE
+from penstock.shm.messages import Sampling, TokenId
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from backend.checkpoint.json_file import shorten
-from backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, shard_names
-from backend.errors import StartupError
+from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.layout import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, shard_names
+from penstock.backend.errors import StartupError
 
 SMALL_FILES = (
     CONFIG_FILE,

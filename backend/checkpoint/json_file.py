@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from backend.errors import StartupError
+from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct
 
-from backend.checkpoint.json_file import convert, read_json_object, shorten
-from backend.errors import StartupError
+from penstock.backend.checkpoint.json_file import convert, read_json_object, shorten
+from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Protocol
 
-from shm.cli import format_size
+from penstock.shm.process.options import format_size
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from msgspec import Meta, Struct
 
-from backend.checkpoint.json_file import convert, decode_json_object
-from backend.errors import StartupError
+from penstock.backend.checkpoint.json_file import convert, decode_json_object
+from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from backend.passes.decoder.config import DecoderConfig
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

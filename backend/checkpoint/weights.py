@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend.checkpoint.config_json import read_declared_dtype
-from backend.checkpoint.json_file import shorten
-from backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
-from backend.checkpoint.progress import make_progress
-from backend.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFile
-from backend.checkpoint.tensors import (
+from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.json_file import shorten
+from penstock.backend.checkpoint.layout import INDEX_FILE, SINGLE_FILE, read_index
+from penstock.backend.checkpoint.progress import make_progress
+from penstock.backend.checkpoint.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from penstock.backend.checkpoint.tensors import (
     EMBEDDING,
     LayerWeights,
     Part,
@@ -33,7 +33,7 @@ from backend.checkpoint.tensors import (
     layer_parts,
     lm_head_part,
 )
-from backend.errors import StartupError
+from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from backend.checkpoint.progress import Progress
-    from backend.checkpoint.safetensors_file import StoredTensor
-    from backend.passes.decoder.config import DecoderConfig
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.progress import Progress
+    from penstock.backend.checkpoint.safetensors_file import StoredTensor
 
 
 class DecoderWeights:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from backend.errors import StartupError
-from backend.forward_pass import PassOptions, PassSpec, StepBatch
-from backend.sampler import HostSampling
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
+from penstock.backend.sampling.sampler import HostSampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from backend.forward_pass import EmbeddingRows
+    from penstock.backend.forward_pass import EmbeddingRows
 
 _DEFAULT_VOCAB_SIZE = 4096
 _MAX_CONTEXT_TOKENS = 1 << 16

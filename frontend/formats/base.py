@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from frontend.errors import error_body
+from penstock.frontend.transport.errors import error_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from frontend.deltas import Delta, Message
-    from frontend.errors import ApiError
+    from penstock.frontend.parsing.deltas import Delta, Message
+    from penstock.frontend.transport.errors import ApiError
 
 encode = msgspec.json.Encoder().encode
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields, numbers
-from frontend.formats.logprobs import chat_logprobs, prompt_logprobs
+from penstock.frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields, numbers
+from penstock.frontend.formats.logprobs import chat_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from frontend.deltas import Delta, Message, ToolCallDelta
-    from frontend.errors import ApiError
+    from penstock.frontend.parsing.deltas import Delta, Message, ToolCallDelta
+    from penstock.frontend.transport.errors import ApiError
 
 
 _TEXT_TAIL = b'},"logprobs":null,"finish_reason":null}'

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
 
-from frontend.formats.base import encode
+from penstock.frontend.formats.base import encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from frontend.deltas import TokenLogprob
+    from penstock.frontend.parsing.deltas import TokenLogprob
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON has no number for."""

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from frontend.blocks import Block, BlockKind, Blocks
-from frontend.dialects import anthropic_error
-from frontend.formats.base import encode
+from penstock.frontend.formats.base import encode
+from penstock.frontend.parsing.blocks import Block, BlockKind, Blocks
+from penstock.frontend.transport.error_format import anthropic_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from frontend.deltas import Delta, Message, TokenLogprob
-    from frontend.errors import ApiError
-    from frontend.formats.base import Identity, Usage
+    from penstock.frontend.formats.base import Identity, Usage
+    from penstock.frontend.parsing.deltas import Delta, Message, TokenLogprob
+    from penstock.frontend.transport.errors import ApiError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {

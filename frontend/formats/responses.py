@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
 
-from frontend.blocks import Block, BlockKind, Blocks
-from frontend.formats.base import encode
-from frontend.formats.logprobs import chat_entries
+from penstock.frontend.formats.base import encode
+from penstock.frontend.formats.logprobs import chat_entries
+from penstock.frontend.parsing.blocks import Block, BlockKind, Blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from frontend.deltas import Delta, Message, TokenLogprob
-    from frontend.errors import ApiError
-    from frontend.formats.base import Identity, Usage
+    from penstock.frontend.formats.base import Identity, Usage
+    from penstock.frontend.parsing.deltas import Delta, Message, TokenLogprob
+    from penstock.frontend.transport.errors import ApiError
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
 _NONE = chat_entries(())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from frontend.parsing.output import Output
-from frontend.parsing.reader import Reader, Steps
-from frontend.parsing.reasoning import ReasoningFormat, read_reasoning
+from penstock.frontend.parsing.output import Output
+from penstock.frontend.parsing.reader import Reader, Steps
+from penstock.frontend.parsing.reasoning import ReasoningFormat, read_reasoning
 
 if TYPE_CHECKING:
-    from frontend.deltas import Delta
-    from frontend.parsing.tool_formats.base import ToolFormat
+    from penstock.frontend.parsing.deltas import Delta
+    from penstock.frontend.parsing.tool_formats.base import ToolFormat
 
 _MANY_CALLS = 1 << 20
 
@@ -34,7 +34,7 @@ class AnswerShape:
 
 
 class AnswerParser:
-    """See `frontend.choice.OutputParser`."""
+    """See `penstock.frontend.generation.choice.OutputParser`."""
 
     def __init__(self, shape: AnswerShape) -> None:
         new_call_id = shape.tools.new_call_id if shape.tools is not None else str

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from frontend.parsing.reasoning import MISTRAL_THINK, THINK, ReasoningFormat
-from frontend.parsing.tool_formats.hermes import Hermes
-from frontend.parsing.tool_formats.llama3_json import Llama3Json
-from frontend.parsing.tool_formats.mistral import Mistral
-from frontend.parsing.tool_formats.pythonic import Pythonic
+from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK, ReasoningFormat
+from penstock.frontend.parsing.tool_formats.hermes import Hermes
+from penstock.frontend.parsing.tool_formats.llama3_json import Llama3Json
+from penstock.frontend.parsing.tool_formats.mistral import Mistral
+from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from frontend.parsing.names import ReasoningParserName, ToolParserName
-    from frontend.parsing.tool_formats.base import ToolFormat
+    from penstock.frontend.parsing.names import ReasoningParserName, ToolParserName
+    from penstock.frontend.parsing.tool_formats.base import ToolFormat
 
 _OTHER_XML = ("<function=", "<arg_key>", "<parameter=")
 """Marks of formats that share <tool_call> and hold no JSON."""

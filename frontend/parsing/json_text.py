@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from frontend.parsing.reader import Malformed, Reader, Steps
+from penstock.frontend.parsing.reader import Malformed, Reader, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frontend.deltas import Delta, ToolCallDelta
-from frontend.parsing.reader import SPACES
+from penstock.frontend.parsing.deltas import Delta, ToolCallDelta
+from penstock.frontend.parsing.reader import SPACES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

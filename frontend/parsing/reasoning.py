@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from frontend.parsing.output import Output
-    from frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.output import Output
+    from penstock.frontend.parsing.reader import Reader, Steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from frontend.errors import ApiError, ErrorKind, invalid, shorten
-from frontend.schemas.generation import ABSENT, GenerationBody, ShortText
-from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+from penstock.frontend.schemas.generation import ABSENT, GenerationBody, ShortText
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 MAX_SCHEMA_DEPTH = 64
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from frontend.errors import invalid
-from frontend.schemas.generation import MAX_CHOICES, GenerationBody, TokenId
-from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+from penstock.frontend.schemas.generation import MAX_CHOICES, GenerationBody, TokenId
+from penstock.frontend.transport.errors import invalid
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 
 class CompletionBody(GenerationBody, kw_only=True):

@@ -9,10 +9,10 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from frontend.errors import ApiError, ErrorKind, invalid, shorten
-from frontend.schemas.chat import ChatBody, check_chat
-from frontend.schemas.completion import CompletionBody, check_completion
-from frontend.schemas.generation import GenerationBody
+from penstock.frontend.schemas.chat import ChatBody, check_chat
+from penstock.frontend.schemas.completion import CompletionBody, check_completion
+from penstock.frontend.schemas.generation import GenerationBody
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
 _ASKS_FOR_NOTHING = frozenset({b"", b"null", b"false", b"[]", b"{}", b'""'})
 # Values that ask for what happens anyway.

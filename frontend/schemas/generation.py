@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct, field
 
-from frontend.terms import MAX_TIMEOUT_MS
-from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+from penstock.frontend.generation.request_policy import MAX_TIMEOUT_MS
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 MAX_CHOICES = 128
 """Prompts × n (or best_of) of one request."""

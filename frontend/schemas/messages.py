@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from frontend.errors import ApiError, ErrorKind, invalid, shorten
-from frontend.schemas.chat import FunctionName
-from frontend.schemas.decoding import decode_body
-from frontend.schemas.generation import ABSENT, MAX_STOP_STRINGS, GenerationBody, ShortText, StopString
-from shm.wire import MAX_CONTEXT_TOKENS
+from penstock.frontend.schemas.chat import FunctionName
+from penstock.frontend.schemas.decoding import decode_body
+from penstock.frontend.schemas.generation import ABSENT, MAX_STOP_STRINGS, GenerationBody, ShortText, StopString
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
+from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
 TypeName = Annotated[str, Meta(max_length=64)]
 

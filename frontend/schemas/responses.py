@@ -1,4 +1,4 @@
-"""POST /v1/responses. `frontend.response_items` turns it into a chat request."""
+"""POST /v1/responses. `penstock.frontend.endpoints.responses.items` turns it into a chat request."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from frontend.errors import ApiError, ErrorKind, invalid, shorten
-from frontend.schemas.chat import FunctionName
-from frontend.schemas.decoding import decode_body
-from frontend.schemas.generation import ABSENT, GenerationBody, ShortText
-from shm.wire import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+from penstock.frontend.schemas.chat import FunctionName
+from penstock.frontend.schemas.decoding import decode_body
+from penstock.frontend.schemas.generation import ABSENT, GenerationBody, ShortText
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 MAX_ITEMS = 2048
 TypeName = Annotated[str, Meta(max_length=64)]

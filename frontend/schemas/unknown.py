@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from frontend.errors import ApiError, ErrorKind, shorten
-from frontend.schemas.decoding import decode_uncollected
+from penstock.frontend.schemas.decoding import decode_uncollected
+from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

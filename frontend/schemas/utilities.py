@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from frontend.errors import ApiError, ErrorKind, invalid
-from frontend.schemas.chat import ChatBody, ChatMessage, Tool
-from frontend.schemas.decoding import decode_body, decode_chat
-from frontend.schemas.generation import ShortText, TokenId
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, Tool
+from penstock.frontend.schemas.decoding import decode_body, decode_chat
+from penstock.frontend.schemas.generation import ShortText, TokenId
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
 MAX_TOKENS = 1 << 20
 """Of one text that is made from tokens."""

@@ -7,22 +7,22 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from backend.batch_builder import BatchBuilder
-from backend.engine import Engine
-from backend.executor import run_step
-from backend.page_pool import PagePool
-from backend.passes.fake import FakePass, next_token
-from backend.requests import Limits, Requests
-from backend.scheduler import Scheduler
-from shm.board import BackendBoard
-from shm.link import Cancellation, FrontendDeath, Submission
-from shm.wire import EventLogprobs, Failure, Finish, Sampling, Started, Submit
+from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.executor import run_step
+from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.requests import Limits, Requests
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.passes.fake import FakePass, next_token
+from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.shm.link.link import Cancellation, FrontendDeath, Submission
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.messages import EventLogprobs, Failure, Finish, Sampling, Started, Submit
 
 if TYPE_CHECKING:
-    from backend.executor import Pairs, StepResult
-    from backend.forward_pass import IBatchedForwardPass, StepBatch
-    from backend.grammar_desk import GrammarDesk
-    from backend.plan import Plan
+    from penstock.backend.engine.executor import Pairs, StepResult
+    from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
+    from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.structured_output.grammar_queue import GrammarDesk
 
 GREEDY = Sampling(temperature=0.0)
 

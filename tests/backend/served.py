@@ -9,19 +9,19 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from backend.batch_builder import BatchBuilder
-from backend.buffer_options import make_exporter
-from backend.engine import Engine
-from backend.executor import Executor
-from backend.forward_pass import IBatchedForwardPass
-from backend.page_pool import PagePool
-from backend.requests import Limits, Requests
-from backend.scheduler import Scheduler
-from shm.board import BackendBoard
-from shm.client import BackendClient, GenerationRequest
-from shm.device_api import DeviceApi
-from shm.link import BackendLink
-from shm.wire import BufferWish, ModelCard
+from penstock.backend.buffers.options import make_exporter
+from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.executor import Executor
+from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.requests import Limits, Requests
+from penstock.backend.forward_pass import IBatchedForwardPass
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.shm.buffers.device_api import DeviceApi
+from penstock.shm.client.client import BackendClient, GenerationRequest
+from penstock.shm.link.link import BackendLink
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.messages import BufferWish, ModelCard
 
 MAX_RUNNING = 8
 

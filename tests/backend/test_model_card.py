@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from backend.errors import StartupError
-from backend.kv_plan import KvBudget, plan_kv
-from backend.main import DEMO_MODEL_DIR
-from backend.model_card import fingerprint, make_card
-from backend.passes.fake import FakePass
+from penstock.backend.errors import StartupError
+from penstock.backend.kv_cache.budget import KvBudget, plan_kv
+from penstock.backend.main import DEMO_MODEL_DIR
+from penstock.backend.model_card import fingerprint, make_card
+from penstock.backend.passes.fake import FakePass
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from backend.errors import StartupError
-from backend.passes.fake import FakePass
-from backend.plugins import find_forward_pass
+from penstock.backend.errors import StartupError
+from penstock.backend.passes.fake import FakePass
+from penstock.backend.plugins import find_forward_pass
 
 
 def test_a_pass_is_found_by_its_installed_name_and_by_import_string() -> None:
     assert find_forward_pass("fake") is FakePass
-    assert find_forward_pass("backend.passes.fake:FakePass") is FakePass
+    assert find_forward_pass("penstock.backend.passes.fake:FakePass") is FakePass
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,8 @@ def test_a_pass_is_found_by_its_installed_name_and_by_import_string() -> None:
     [
         ("nonesuch", "not installed.*decoder"),
         ("no.such.module:Class", "cannot be imported"),
-        ("backend.passes.fake:Missing", "cannot be imported"),
-        ("backend.errors:StartupError", "is no forward pass: it has no describe, load"),
+        ("penstock.backend.passes.fake:Missing", "cannot be imported"),
+        ("penstock.backend.errors:StartupError", "is no forward pass: it has no describe, load"),
         (":Class", "cannot be imported: ValueError"),
         ("..relative:Class", "cannot be imported: TypeError"),
     ],

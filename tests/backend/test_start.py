@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from backend.errors import StartupError
-from backend.forward_pass import PassSpec
-from backend.kv_plan import KvBudget
-from backend.main import app, check_host_memory, check_memory, pass_options, plan_cache
-from backend.memory import Memory
-from backend.options import BackendOptions
-from backend.passes.decoder.forward_pass import DecoderPass
-from backend.passes.decoder.ops_native import NativeOps
-from backend.passes.decoder.ops_torch import TorchOps
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassSpec
+from penstock.backend.kv_cache.budget import KvBudget
+from penstock.backend.kv_cache.memory import Memory
+from penstock.backend.main import app, check_host_memory, check_memory, pass_options, plan_cache
+from penstock.backend.options import BackendOptions
+from penstock.backend.passes.decoder.cpu.ops_native import NativeOps
+from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from tests.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def test_a_dry_run_plans_from_a_config_alone(
 def test_auto_says_what_was_free_and_what_is_kept(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backend.main.device_memory", lambda _device: Memory(16 * GB, 12 * GB, "this machine"))
+    monkeypatch.setattr("penstock.backend.main.device_memory", lambda _device: Memory(16 * GB, 12 * GB, "this machine"))
     assert run("--kv-budget", "auto", "--dry-run") == 0
     shown = " ".join(capsys.readouterr().out.split())
     for said in ("free on this machine 12.00 GB", "for the weights 7.61 MB", "in reserve 1.60 GB", "(auto) 10.39 GB"):
@@ -174,7 +174,7 @@ def test_an_impossible_or_contradictory_setting_is_one_line_and_no_start(
 def test_a_dry_run_shows_the_hosts_memory_for_pages_where_there_is_any(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backend.main.host_memory", lambda: Memory(16 * GB, 12 * GB, "this machine"))
+    monkeypatch.setattr("penstock.backend.main.host_memory", lambda: Memory(16 * GB, 12 * GB, "this machine"))
     for arguments, shows in (
         ("--gpu 7", "3.00 GB at most"),
         ("--gpu 7 --host-kv-budget 40GB", "40.00 GB at most"),
@@ -191,7 +191,7 @@ def test_a_dry_run_shows_the_hosts_memory_for_pages_where_there_is_any(
 
 
 def test_the_pass_is_told_what_it_may_take_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.main.host_memory", lambda: Memory(64 * GB, 60 * GB, "this machine"))
+    monkeypatch.setattr("penstock.backend.main.host_memory", lambda: Memory(64 * GB, 60 * GB, "this machine"))
     assert pass_options(BackendOptions(gpu="3", dry_run=True)).host_kv_bytes == 4 * GB
     assert pass_options(BackendOptions(gpu="3", dry_run=True, host_kv_budget=9 * GB)).host_kv_bytes == 9 * GB
     assert pass_options(BackendOptions(gpu="none")).host_kv_bytes == 0
@@ -237,7 +237,7 @@ def test_what_auto_leaves_is_allocated_to_the_byte_and_never_exceeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any, native: bool
 ) -> None:
     if not native:
-        monkeypatch.setattr("backend.passes.decoder.forward_pass.load_library", lambda: None)
+        monkeypatch.setattr("penstock.backend.passes.decoder.forward_pass.load_library", lambda: None)
     model_dir = make_checkpoint("qwen3", tmp_path)
     options = BackendOptions(model=str(model_dir), kv_budget="auto", kv_dtype=kv_dtype, page_size=16, max_running=64)
     settings = pass_options(options)

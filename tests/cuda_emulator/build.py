@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from backend.passes.decoder.cuda.launcher import KERNELS_DIR, KernelFailed
-from backend.passes.decoder.native_library import cache_dir
+from penstock.backend.passes.decoder.cpu.native_library import cache_dir
+from penstock.backend.passes.decoder.cuda.launch.launcher import KERNELS_DIR, KernelFailed
 
 RUNTIME_DIR = Path(__file__).parent / "runtime"
 

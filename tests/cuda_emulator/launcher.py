@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from backend.passes.decoder.cuda.launcher import KERNELS_DIR, Grid, Kernel, KernelFailed
+from penstock.backend.passes.decoder.cuda.launch.launcher import KERNELS_DIR, Grid, Kernel, KernelFailed
 from tests.cuda_emulator.build import build_kernels, build_runtime, shared_variables, source_lines
 from tests.tallies import note_launch
 
 if TYPE_CHECKING:
-    from backend.passes.decoder.cuda.launcher import Argument
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Argument
 
 Mode = Literal["fast", "device", "check"]
 Order = Literal["forward", "reverse", "random"]

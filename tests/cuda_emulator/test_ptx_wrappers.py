@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from backend.passes.decoder.cuda import nvrtc
+from penstock.backend.passes.decoder.cuda.launch import nvrtc
+from penstock.tools.gpu_check.cases.ptx import SOURCE, WRAPPERS, wrapper_kernel
 from tests.cuda_emulator import EmulatedLauncher
-from tools.gpu_check.cases.ptx import SOURCE, WRAPPERS, wrapper_kernel
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

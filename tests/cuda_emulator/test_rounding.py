@@ -8,19 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from backend.passes.decoder.cuda.launcher import Kernel
+from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
+from penstock.tools.gpu_check.cases.catalogue import Check, invariance_checks, small_checks
+from penstock.tools.gpu_check.cases.ptx import WRAPPERS
+from penstock.tools.gpu_check.cases.sampling import (
+    FILTERS,
+    check_distribution,
+    check_filter,
+    check_logprobs,
+    check_noise,
+)
+from penstock.tools.gpu_check.checks import deterministic_passes
+from penstock.tools.gpu_check.checks.deterministic_passes import Company, Sizes
+from penstock.tools.gpu_check.checks.pass_agreement import check_passes
+from penstock.tools.gpu_check.devices.device_context import Lab
+from penstock.tools.gpu_check.devices.models import TINY_FAMILY
+from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode
-from tests.decoder.cuda.emulated_device import EmulatedDevice
-from tests.tools.gpu_check_lab import HostClock, NoMemory, Record
-from tools.gpu_check import deterministic_passes
-from tools.gpu_check.cases.catalogue import Check, invariance_checks, small_checks
-from tools.gpu_check.cases.ptx import WRAPPERS
-from tools.gpu_check.cases.sampling import FILTERS, check_distribution, check_filter, check_logprobs, check_noise
-from tools.gpu_check.deterministic_passes import Company, Sizes
-from tools.gpu_check.lab import Lab
-from tools.gpu_check.models import TINY_FAMILY
-from tools.gpu_check.pass_agreement import check_passes
+from tests.tools.gpu_check.device_context import HostClock, NoMemory, Record
 
 DEVICE = EmulatedLauncher("device")
 MODES: tuple[Mode, ...] = ("fast", "device")

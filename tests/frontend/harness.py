@@ -15,17 +15,17 @@ import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from uvicorn.server import ServerState
 
-from frontend.access import named_keys
-from frontend.admission import Admission
-from frontend.app import App
-from frontend.chat_template import ChatTemplate
-from frontend.model import ModelKeeper, ServedModel, dialect_of
-from frontend.server import server_config
-from frontend.settings import Limits, ParserNames
-from frontend.tokenizer import ModelTokenizer
-from shm.board import FrontendBoard
-from shm.client import BackendUnavailable, GenerationRequest, TokenBatch
-from shm.wire import Finish, ModelCard, Sampling
+from penstock.frontend.access.admission import Admission
+from penstock.frontend.access.api_keys import named_keys
+from penstock.frontend.app import App
+from penstock.frontend.generation.served_model import ModelKeeper, ServedModel, dialect_of
+from penstock.frontend.settings import Limits, ParserNames
+from penstock.frontend.text.chat_template import ChatTemplate
+from penstock.frontend.text.tokenizer import ModelTokenizer
+from penstock.frontend.transport.server import server_config
+from penstock.shm.client.client import BackendUnavailable, GenerationRequest, TokenBatch
+from penstock.shm.memory.board import FrontendBoard
+from penstock.shm.messages import Finish, ModelCard, Sampling
 
 CHAT_TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from frontend import app as app_module
-from frontend import model as model_module
-from frontend.app import App
-from frontend.model import ModelKeeper
-from frontend.settings import ParserNames
+from penstock.frontend import app as app_module
+from penstock.frontend.app import App
+from penstock.frontend.generation import served_model as model_module
+from penstock.frontend.generation.served_model import ModelKeeper
+from penstock.frontend.settings import ParserNames
 from tests.frontend.harness import (
     Connection,
     FakeBackend,

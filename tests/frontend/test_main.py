@@ -29,7 +29,17 @@ class Frontend:
 
     def __init__(self, socket_path: Path, *options: str, max_fds: int | None = None) -> None:
         argv = [] if max_fds is None else ["sh", "-c", f'ulimit -n {max_fds}; exec "$@"', "sh"]
-        argv += [sys.executable, "-P", "-m", "frontend.main", "--socket", str(socket_path), "--port", "0", *options]
+        argv += [
+            sys.executable,
+            "-P",
+            "-m",
+            "penstock.frontend.main",
+            "--socket",
+            str(socket_path),
+            "--port",
+            "0",
+            *options,
+        ]
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
         self.log = ""
         address = self.wait_for(r"listening on (\S+)")
@@ -186,7 +196,7 @@ def test_with_few_file_descriptors_idle_connections_make_room(
 
 @pytest.mark.parametrize(("soft", "hard", "allowed"), [(64, 256, 216), (64, 64, 24), (20, 20, 1), (64, 16384, 8192)])
 def test_a_worker_takes_what_the_hard_limit_of_file_descriptors_allows(soft: int, hard: int, allowed: int) -> None:
-    code = "import resource as r; from frontend.connections import raise_fd_limit as f"
+    code = "import resource as r; from penstock.frontend.transport.connections import raise_fd_limit as f"
     code += "; print(f(), *r.getrlimit(r.RLIMIT_NOFILE))"
     limited = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"'
     argv = ["sh", "-c", limited, "sh", sys.executable, "-c", code]
@@ -226,7 +236,7 @@ def test_a_backend_that_is_killed_is_a_pause_in_the_stream(
 
 
 def run_to_its_end(directory: Path, *options: str) -> tuple[int, str]:
-    argv = [sys.executable, "-P", "-m", "frontend.main", *options]
+    argv = [sys.executable, "-P", "-m", "penstock.frontend.main", *options]
     environment = {**os.environ, "PENSTOCK_SOCKET": str(directory / "b.sock")}
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
     return ended.returncode, ended.stderr + ended.stdout

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shm.board import BackendBoard
-from shm.buffer_export import BufferExporter
-from shm.link import NO_TOKEN, BackendLink, Cancellation, FrontendDeath, Submission
-from shm.wire import Failure, FailureCode, Finish, ModelCard, Started
+from penstock.shm.buffers.buffer_export import BufferExporter
+from penstock.shm.link.link import NO_TOKEN, BackendLink, Cancellation, FrontendDeath, Submission
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.messages import Failure, FailureCode, Finish, ModelCard, Started
 
 NextToken = Callable[["array[int]", int, int], int]
 """(tokens so far, how many of them are the prompt, vocabulary size) → the next token."""

@@ -7,16 +7,16 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from backend.executor import launch_step
+from penstock.backend.engine.executor import launch_step
 from tests.simulation.models import ChainPass, PlantedFault, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backend.executor import LaunchedStep, Pairs, StepResult
-    from backend.forward_pass import IBatchedForwardPass, StepBatch
-    from backend.plan import Plan, Row
-    from backend.sequence import Sequence
+    from penstock.backend.engine.executor import LaunchedStep, Pairs, StepResult
+    from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
+    from penstock.backend.scheduling.step_plan import Plan, Row
+    from penstock.backend.sequences.sequence import Sequence
     from tests.simulation.models import Fault
     from tests.simulation.world import World
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from backend.batch_builder import BatchBuilder
-from backend.requests import Requests
-from backend.scheduler import Scheduler
+from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.requests import Requests
+from penstock.backend.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from backend.forward_pass import StepBatch
-    from backend.plan import Plan
-    from backend.scheduler import Chunk
-    from backend.sequence import Sequence, Subscriber
-    from shm.link import Submission
-    from shm.wire import EventLogprobs
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.scheduling.scheduler import Chunk
+    from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.sequences.sequence import Sequence, Subscriber
+    from penstock.shm.link.link import Submission
+    from penstock.shm.messages import EventLogprobs
     from tests.simulation.world import World
 
 CURSES = ("add", "note", "build", "deliver", "step")

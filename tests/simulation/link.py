@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shm.link import Cancellation, FrontendDeath, Submission
-from shm.wire import EventLogprobs, Failure, FailureCode, Finish, Started, Submit
+from penstock.shm.link.link import Cancellation, FrontendDeath, Submission
+from penstock.shm.messages import EventLogprobs, Failure, FailureCode, Finish, Started, Submit
 from tests.simulation.models import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shm.events import Event
+    from penstock.shm.link.events import Event
     from tests.simulation.workload import Ask
     from tests.simulation.world import World
 

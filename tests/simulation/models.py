@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from backend.forward_pass import (
+from penstock.backend.forward_pass import (
     FROM_EMBEDDINGS,
     FROM_SLOT,
     NOT_FINITE,
@@ -25,13 +25,13 @@ from backend.forward_pass import (
     TokenLogprobs,
     TokenMasks,
 )
-from backend.passes.fake import FakePass
-from shm.wire import MAX_LOGPROBS, EventLogprobs
+from penstock.backend.passes.fake import FakePass
+from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backend.forward_pass import EmbeddingRows, IBatchedForwardPass, PendingOutput
+    from penstock.backend.forward_pass import EmbeddingRows, IBatchedForwardPass, PendingOutput
     from tests.simulation.rules import Rules
 
 _MASK = (1 << 64) - 1

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.grammars import BadGrammar, GrammarCompiler
+from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shm.wire import Constraints, Grammar
+    from penstock.shm.messages import Constraints, Grammar
 
 UNSOUND = ("bad", "broken")
 
@@ -34,7 +34,7 @@ def _follows(text: str, history: Sequence[int], vocab_size: int) -> set[int] | N
 
 @dataclass
 class Rules:
-    """The oracle of `backend.constraints`: no state, all is told from the tokens so far."""
+    """The oracle of `penstock.backend.structured_output.constraints`: no state, all is told from the tokens so far."""
 
     wanted: Constraints
     stop_ids: frozenset[int]

@@ -10,35 +10,35 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from backend import executor as executor_module
-from backend import prefixes as prefixes_module
-from backend import requests as requests_module
-from backend.batch_builder import BatchBuilder
-from backend.coalescer import Coalescer, ShareKey
-from backend.constraints import SequenceConstraints
-from backend.engine import Engine
-from backend.executor import StepResult
-from backend.forward_pass import NOT_FINITE
-from backend.grammar_desk import GrammarDesk
-from backend.host_pages import HostPages
-from backend.pace import Pace
-from backend.page_pool import PagePool
-from backend.plan import Plan
-from backend.prefixes import Prefix, Prefixes
-from backend.requests import Requests
-from backend.scheduler import Scheduler
-from backend.sequence import Sequence, Subscriber
-from backend.waiting_room import WaitingRoom
-from shm.link import NO_TOKEN
-from shm.wire import Finish
+from penstock.backend.engine import executor as executor_module
+from penstock.backend.engine import requests as requests_module
+from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.coalescer import Coalescer, ShareKey
+from penstock.backend.engine.executor import StepResult
+from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.step_timing import Pace
+from penstock.backend.forward_pass import NOT_FINITE
+from penstock.backend.kv_cache import prefix_cache as prefixes_module
+from penstock.backend.kv_cache.host_offload import HostPages
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.prefix_cache import Prefix, Prefixes
+from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.scheduling.wait_queue import WaitingRoom
+from penstock.backend.sequences.sequence import Sequence, Subscriber
+from penstock.backend.structured_output.constraints import SequenceConstraints
+from penstock.backend.structured_output.grammar_queue import GrammarDesk
+from penstock.shm.link.link import NO_TOKEN
+from penstock.shm.messages import Finish
 from tests.simulation import device as device_module
 from tests.simulation.world import run_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backend.forward_pass import StepBatch
-    from shm.link import Submission
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.shm.link.link import Submission
 
     Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from backend.forward_pass import SamplingParams
-from shm.wire import Constraints, Finish, Grammar, Sampling
+from penstock.backend.forward_pass import SamplingParams
+from penstock.shm.messages import Constraints, Finish, Grammar, Sampling
 from tests.simulation.models import ChainModel, HashModel, Stream
 from tests.simulation.rules import UNSOUND, Rules
 
 if TYPE_CHECKING:
     from random import Random
 
-    from shm.wire import EventLogprobs
+    from penstock.shm.messages import EventLogprobs
     from tests.simulation.models import Model
 
 _HASH_MODEL_EVERY = 32

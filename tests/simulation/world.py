@@ -6,14 +6,14 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING
 
-from backend.engine import Engine
-from backend.executor import ExecutorFailed
-from backend.grammar_desk import GrammarDesk
-from backend.page_pool import PagePool
-from backend.requests import Limits
-from shm.board import BackendBoard
-from shm.link import FrontendDeath
-from shm.wire import FailureCode, Finish
+from penstock.backend.engine.executor import ExecutorFailed
+from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.requests import Limits
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.structured_output.grammar_queue import GrammarDesk
+from penstock.shm.link.link import FrontendDeath
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.messages import FailureCode, Finish
 from tests.simulation.device import SimulatedExecutor
 from tests.simulation.faults import CURSES, FaultyBuilder, FaultyRequests, FaultyScheduler
 from tests.simulation.link import Frontend, Open, SimulatedLink
@@ -24,8 +24,8 @@ from tests.simulation.workload import Ask, Setup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backend.plan import Row
-    from backend.sequence import Sequence, Subscriber
+    from penstock.backend.scheduling.step_plan import Row
+    from penstock.backend.sequences.sequence import Sequence, Subscriber
 
 _MAX_ARRIVAL_TICKS = 80
 _SUSPEND_RATE = 0.001

@@ -17,6 +17,6 @@ SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--too
 @pytest.fixture(scope="session")
 def served_demo() -> Iterator[str]:
     """Its URL. In fp32 greedy tokens are the same for any number of rows."""
-    serve = Command("tools.main", *SERVE, "--dtype", "fp32")
+    serve = Command("penstock.tools.main", *SERVE, "--dtype", "fp32")
     with running(serve):
         yield serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from shm.supervisor import module_argv
+from penstock.shm.process.supervisor import module_argv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +108,7 @@ class Frontend(Command):
     """`frontend` on a free port."""
 
     def __init__(self, socket: Path, *arguments: str) -> None:
-        super().__init__("frontend.main", "--port", "0", "--socket", str(socket), *arguments)
+        super().__init__("penstock.frontend.main", "--port", "0", "--socket", str(socket), *arguments)
         self.url = self.wait_for(r"listening on (http://\S+)").group(1)
 
     def get(self, path: str) -> httpx.Response:
@@ -154,7 +154,7 @@ def running(*commands: Command) -> Iterator[None]:
 
 def start_backend(socket: Path, *arguments: str) -> Command:
     """A backend that is ready."""
-    backend = Command("backend.main", "--socket", str(socket), *arguments)
+    backend = Command("penstock.backend.main", "--socket", str(socket), *arguments)
     try:
         backend.wait_for(r"ready: ")
     except AssertionError:

@@ -14,8 +14,8 @@ import httpx
 import msgspec
 import pytest
 
-from frontend.schemas.chat import ChatBody, ChatMessage
-from frontend.tokenizer import ModelTokenizer
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage
+from penstock.frontend.text.tokenizer import ModelTokenizer
 from tests.system.processes import REPOSITORY, Frontend, descendants, running, start_backend, wait_until
 
 ONE_AT_A_TIME = ("--max-running", "1", "--priority-step-s", "100")

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import httpx
 
-from tests.decoder.cuda.emulated_pass import GREED, POISON
+from tests.backend.passes.decoder.cuda.emulated_pass import GREED, POISON
 from tests.system.processes import START_TIMEOUT_S, Command, running, wait_until
 
-PASSES = "tests.decoder.cuda.emulated_pass"
+PASSES = "tests.backend.passes.decoder.cuda.emulated_pass"
 SMALL = ("--gpu", "none", "--max-running", "2", "--max-batch-tokens", "16", "--kv-budget", "4MB", "--page-size", "16")
 
 
 def test_a_fault_fails_its_request_and_names_step_and_kernel_and_a_lost_device_is_a_restart() -> None:
     arguments = ("--forward-pass", f"{PASSES}:FaultyCudaPass", *SMALL, "--host", "127.0.0.1", "--port", "0")
-    serve = Command("tools.main", "serve", *arguments)
+    serve = Command("penstock.tools.main", "serve", *arguments)
     with running(serve), httpx.Client(timeout=START_TIMEOUT_S, verify=False) as http:  # noqa: S501 - plain HTTP
         url = serve.wait_for(r"Ready: (http://[^/\s]+)").group(1)
 
@@ -46,7 +46,9 @@ def test_a_fault_fails_its_request_and_names_step_and_kernel_and_a_lost_device_i
 
 def test_a_kernel_that_does_not_compile_is_one_line_and_a_status(tmp_path: Path) -> None:
     socket = tmp_path / "private" / "backend.sock"
-    backend = Command("backend.main", "--socket", str(socket), "--forward-pass", f"{PASSES}:UncompiledCudaPass", *SMALL)
+    backend = Command(
+        "penstock.backend.main", "--socket", str(socket), "--forward-pass", f"{PASSES}:UncompiledCudaPass", *SMALL
+    )
     with running(backend):
         assert backend.status() == 1
     assert "the GPU's kernels do not run: embed[ACT=1] cannot be compiled: no such header (" in backend.output

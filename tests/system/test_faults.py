@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from shm.supervisor import module_argv
+from penstock.shm.process.supervisor import module_argv
 from tests.system.processes import REPOSITORY, Frontend, descendants, running, start_backend, wait_until
 
 if TYPE_CHECKING:
@@ -216,13 +216,13 @@ def test_what_cannot_start_says_so_in_one_line(pair: Pair, tmp_path: Path) -> No
 
     fake = ("--forward-pass", "fake")
     expected = {
-        ("backend.main", *fake, "--socket", str(pair.socket)): str(pair.socket),
-        ("frontend.main", "--port", port, "--socket", str(pair.socket)): port,
-        ("backend.main", *at("a"), "--model", missing): missing,
-        ("backend.main", *at("b"), *fake, "--kv-budget", "10B"): "--kv-budget",
-        ("backend.main", *at("c"), *fake, "--kv-budget", "1KB", "--max-context", "4096"): "--max-context",
-        ("backend.main", *at("d"), "--forward-pass", "nothing:Here"): "nothing:Here",
-        ("backend.main", *at("e"), *fake, "--gpu", "first"): "--gpu",
+        ("penstock.backend.main", *fake, "--socket", str(pair.socket)): str(pair.socket),
+        ("penstock.frontend.main", "--port", port, "--socket", str(pair.socket)): port,
+        ("penstock.backend.main", *at("a"), "--model", missing): missing,
+        ("penstock.backend.main", *at("b"), *fake, "--kv-budget", "10B"): "--kv-budget",
+        ("penstock.backend.main", *at("c"), *fake, "--kv-budget", "1KB", "--max-context", "4096"): "--max-context",
+        ("penstock.backend.main", *at("d"), "--forward-pass", "nothing:Here"): "nothing:Here",
+        ("penstock.backend.main", *at("e"), *fake, "--gpu", "first"): "--gpu",
     }
     with ThreadPoolExecutor(len(expected)) as pool:
         said = dict(zip(expected, pool.map(one_line_failure, expected), strict=True))
@@ -231,7 +231,8 @@ def test_what_cannot_start_says_so_in_one_line(pair: Pair, tmp_path: Path) -> No
 
 def test_a_frontend_is_light() -> None:
     """No torch, no numpy: what a worker imports."""
-    code = "import frontend.worker, sys; print(sorted({'torch', 'numpy', 'cupy', 'transformers'} & set(sys.modules)))"
+    code = "import penstock.frontend.worker, sys; "
+    code += "print(sorted({'torch', 'numpy', 'cupy', 'transformers'} & set(sys.modules)))"
     result = subprocess.run(
         [*module_argv("x")[:2], "-c", code],
         capture_output=True,

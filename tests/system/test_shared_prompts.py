@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.main import DEMO_MODEL_DIR
-from shm.client import BackendClient, BufferSlice, GenerationRequest
-from shm.wire import BufferContent, BufferWish, Finish, Sampling
+from penstock.backend.main import DEMO_MODEL_DIR
+from penstock.shm.client.client import BackendClient, BufferSlice, GenerationRequest
+from penstock.shm.messages import BufferContent, BufferWish, Finish, Sampling
 from tests.backend.served import connected, generate
 from tests.checkpoints import load_oracle
 from tests.system.processes import REPOSITORY, start_backend
@@ -20,7 +20,7 @@ from tests.system.processes import REPOSITORY, start_backend
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shm.shared_buffers import SharedBuffer
+    from penstock.shm.buffers.shared_buffers import SharedBuffer
 
 BACKEND = ("--gpu", "none", "--dtype", "fp32", "--kv-budget", "64MB")
 GREEDY = Sampling(temperature=0.0)
@@ -28,8 +28,8 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(50, 90)), [271]]
 _DIES_IN_THE_MIDDLE = """
 import asyncio, os, sys
 from pathlib import Path
-from shm.client import BufferSlice, GenerationRequest
-from shm.wire import BufferContent, BufferWish, Sampling
+from penstock.shm.client.client import BufferSlice, GenerationRequest
+from penstock.shm.messages import BufferContent, BufferWish, Sampling
 from tests.backend.served import connected
 
 async def main():

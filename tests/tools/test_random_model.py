@@ -13,11 +13,17 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from backend.checkpoint.config_json import read_decoder_config
-from backend.checkpoint.generation_config import read_generation_defaults
-from backend.checkpoint.weights import open_weights
-from backend.errors import StartupError
-from tools.random_model import SPECIAL_TOKENS, ModelDims, RandomModelOptions, run_random_model, write_random_model
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.generation_config import read_generation_defaults
+from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.errors import StartupError
+from penstock.tools.random_model import (
+    SPECIAL_TOKENS,
+    ModelDims,
+    RandomModelOptions,
+    run_random_model,
+    write_random_model,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

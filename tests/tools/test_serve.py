@@ -21,12 +21,12 @@ from typing import IO
 import httpx
 import pytest
 
-from backend.options import BackendOptions
-from frontend.options import FrontendOptions
-from shm.supervisor import module_argv
-from tests.frontend.test_listening import make_certificate
-from tools.bench.processes import descendants, runs_module
-from tools.serve import ServeOptions, part, private_socket_path
+from penstock.backend.options import BackendOptions
+from penstock.frontend.options import FrontendOptions
+from penstock.shm.process.supervisor import module_argv
+from penstock.tools.bench.harness.processes import descendants, runs_module
+from penstock.tools.serve import ServeOptions, part, private_socket_path
+from tests.frontend.transport.test_listening import make_certificate
 
 
 class Lines:
@@ -113,7 +113,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 port = listener.getsockname()[1]
         argv = ["serve", "--forward-pass", "fake", "--port", str(port), "--host", "127.0.0.1", *arguments]
         process = subprocess.Popen(
-            module_argv("tools.main", argv),
+            module_argv("penstock.tools.main", argv),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -173,13 +173,13 @@ def test_a_killed_backend_and_a_killed_worker_come_back(start: Start) -> None:
     serve = start("--workers", "2")
     serve.wait_until_ready()
     text = serve.complete_when_back()  # one worker is ready; the other may come to this request
-    (backend,) = serve.pids("backend.main")
+    (backend,) = serve.pids("penstock.backend.main")
     os.kill(backend, signal.SIGKILL)
     serve.errors.wait_for("backend died by SIGKILL; restarting")
     assert serve.complete_when_back() == text
-    (again,) = serve.pids("backend.main")
+    (again,) = serve.pids("penstock.backend.main")
     assert again != backend
-    (frontend,) = (pid for pid in serve.pids("frontend.main") if descendants(pid))
+    (frontend,) = (pid for pid in serve.pids("penstock.frontend.main") if descendants(pid))
     workers = descendants(frontend)
     assert len(workers) == 2
     os.kill(workers[0], signal.SIGKILL)
@@ -213,7 +213,7 @@ def test_anothers_backend_is_one_line_and_never_ready(start: Start, tmp_path: Pa
     second = start("--socket", str(path))
     assert second.process.wait() == 1
     assert second.output.rest() == ""
-    (backend,) = first.pids("backend.main")
+    (backend,) = first.pids("penstock.backend.main")
     assert second.errors.rest() == f"penstock serve: another backend (pid {backend}) serves {path}\n"
     assert first.complete()[0] == 200
 
@@ -225,7 +225,7 @@ def test_a_killed_server_leaves_its_socket_to_be_removed_by_the_next(start: Star
     killed, living = start(), start()
     for serve in (killed, living):
         serve.wait_until_ready()
-    backend = os.pidfd_open(killed.pids("backend.main")[0])
+    backend = os.pidfd_open(killed.pids("penstock.backend.main")[0])
     killed.process.kill()
     killed.process.wait()
     assert select.select([backend], [], [], 60)[0]

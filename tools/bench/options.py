@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from tools.bench.load import Endpoint
-from tools.bench.workload import Lengths, parse_lengths
+from penstock.tools.bench.load_generator.load import Endpoint
+from penstock.tools.bench.load_generator.workload import Lengths, parse_lengths
 
 
 def _convert_lengths(_type: Any, tokens: Sequence[Token]) -> Lengths:

@@ -9,25 +9,31 @@ from dataclasses import replace
 import uvloop
 from rich.console import Console
 
-from shm.cli import fail
-from tools.bench.channel_sweep import run_channel_sweep
-from tools.bench.coalescing import run_coalescing
-from tools.bench.compare import NUM_REQUESTS, compare_static, comparison_table, static_child
-from tools.bench.context import Bench
-from tools.bench.floor import BareStep, EngineStep, floor_table, measure_bare_steps, measure_engine_step_ms
-from tools.bench.frontend_cost import NUM_STREAMS, measure_frontend_cost
-from tools.bench.interference import run_interference
-from tools.bench.ipc import run_ipc
-from tools.bench.load import BenchError, warm_up
-from tools.bench.mask_cost import run_mask_cost
-from tools.bench.options import BenchOptions
-from tools.bench.report import Report, check_can_write, make_console, make_table
-from tools.bench.scheduling import run_scheduling
-from tools.bench.server import OwnServer
-from tools.bench.shared_prefix import run_shared_prefix
-from tools.bench.storm import settle
-from tools.bench.workers_scaling import run_workers_scaling
-from tools.serve import ServeOptions
+from penstock.shm.process.options import fail
+from penstock.tools.bench.engine.channel_sweep import run_channel_sweep
+from penstock.tools.bench.engine.floor import (
+    BareStep,
+    EngineStep,
+    floor_table,
+    measure_bare_steps,
+    measure_engine_step_ms,
+)
+from penstock.tools.bench.engine.ipc import run_ipc
+from penstock.tools.bench.engine.scheduling import run_scheduling
+from penstock.tools.bench.harness.context import Bench
+from penstock.tools.bench.harness.report import Report, check_can_write, make_console, make_table
+from penstock.tools.bench.harness.server import OwnServer
+from penstock.tools.bench.load_generator.load import BenchError, warm_up
+from penstock.tools.bench.options import BenchOptions
+from penstock.tools.bench.serving.coalescing import run_coalescing
+from penstock.tools.bench.serving.frontend_cost import NUM_STREAMS, measure_frontend_cost
+from penstock.tools.bench.serving.interference import run_interference
+from penstock.tools.bench.serving.shared_prefix import run_shared_prefix
+from penstock.tools.bench.serving.static_comparison import NUM_REQUESTS, compare_static, comparison_table, static_child
+from penstock.tools.bench.serving.storm import settle
+from penstock.tools.bench.serving.workers_scaling import run_workers_scaling
+from penstock.tools.bench.structured_output.mask_cost import run_mask_cost
+from penstock.tools.serve import ServeOptions
 
 _STORM_REQUESTS = 500
 _OPEN_LOOP_REQUESTS = 64

@@ -1,4 +1,4 @@
-"""`python3 -m tools.gpu_check`: see the package."""
+"""`python3 -m penstock.tools.gpu_check`: see the package."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.gpu_check.baseline import BaselineRefused, load_baseline, require_device
-from tools.gpu_check.environment import describe_environment
-from tools.gpu_check.runner import (
+from penstock.tools.gpu_check.checks.environment import describe_environment
+from penstock.tools.gpu_check.reporting.baseline import BaselineRefused, load_baseline, require_device
+from penstock.tools.gpu_check.runner import (
     COMPILE_ONLY_S,
     QUICK_S,
     QUICK_SECTIONS,
@@ -25,9 +25,9 @@ from tools.gpu_check.runner import (
 if TYPE_CHECKING:
     from types import FrameType
 
-    from tools.gpu_check.baseline import Baseline
+    from penstock.tools.gpu_check.reporting.baseline import Baseline
 
-BASELINE = Path(__file__).parents[2] / "docs" / "gpu" / "baseline.json"
+BASELINE = Path(__file__).parents[3] / "docs" / "gpu" / "baseline.json"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -86,8 +86,8 @@ def main(argv: list[str]) -> int:
 
 def _profile(parser: argparse.ArgumentParser, out: Path, case: str, budget_s: float, commit: str) -> int:
     # These need torch, which nothing else of this process does.
-    from tools.gpu_check.ncu import profile_case
-    from tools.gpu_check.ncu_child import case_names
+    from penstock.tools.gpu_check.speed.ncu import profile_case
+    from penstock.tools.gpu_check.speed.ncu_child import case_names
 
     if case not in (names := case_names()):
         parser.error(f"--ncu is {case}; the cases are {', '.join(names)}")

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.gpu_check import baseline
-from tools.gpu_check.environment import describe_environment
-from tools.gpu_check.report import SectionOutcome, summary_lines, write_report
-from tools.gpu_check.results import Finding, Results, SectionOver, read_findings
+from penstock.tools.gpu_check.checks.environment import describe_environment
+from penstock.tools.gpu_check.reporting import baseline
+from penstock.tools.gpu_check.reporting.report import SectionOutcome, summary_lines, write_report
+from penstock.tools.gpu_check.reporting.results import Finding, Results, SectionOver, read_findings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tools.gpu_check.baseline import Baseline, Comparison
+    from penstock.tools.gpu_check.reporting.baseline import Baseline, Comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +39,25 @@ class Section:
 
 
 SECTIONS = (
-    Section("environment", "tools.gpu_check.environment", 30),  # the first import of torch reads it from the disk
-    Section("compile", "tools.gpu_check.compilation", 35),
-    Section("ceilings", "tools.gpu_check.ceilings", 20),
-    Section("correctness", "tools.gpu_check.correctness", 90),
-    Section("kernels", "tools.gpu_check.kernel_speed", 70),
-    Section("end-to-end", "tools.gpu_check.end_to_end", 110),
-    Section("invariance", "tools.gpu_check.invariance", 50),
-    Section("sharing", "tools.gpu_check.sharing", 15),
-    Section("nano-vllm", "tools.gpu_check.nano_vllm", 80, needs_peers=True),
-    Section("peers", "tools.gpu_check.peers", 65),
-    Section("sanitizer", "tools.gpu_check.sanitizer", 75),
+    Section(
+        "environment", "penstock.tools.gpu_check.checks.environment", 30
+    ),  # the first import of torch reads it from the disk
+    Section("compile", "penstock.tools.gpu_check.checks.compilation", 35),
+    Section("ceilings", "penstock.tools.gpu_check.speed.ceilings", 20),
+    Section("correctness", "penstock.tools.gpu_check.checks.correctness", 90),
+    Section("kernels", "penstock.tools.gpu_check.speed.kernel_speed", 70),
+    Section("end-to-end", "penstock.tools.gpu_check.speed.end_to_end", 110),
+    Section("invariance", "penstock.tools.gpu_check.checks.invariance", 50),
+    Section("sharing", "penstock.tools.gpu_check.checks.sharing", 15),
+    Section("nano-vllm", "penstock.tools.gpu_check.peers.nano_vllm", 80, needs_peers=True),
+    Section("peers", "penstock.tools.gpu_check.peers.transformers_batching", 65),
+    Section("sanitizer", "penstock.tools.gpu_check.checks.sanitizer", 75),
 )
 """The most wanted first: what takes longer than its share takes from those behind it."""
 QUICK_SECTIONS = (
-    Section("compile", "tools.gpu_check.compilation", 40),
-    Section("correctness", "tools.gpu_check.correctness", 70, "run_quick"),
-    Section("kernels", "tools.gpu_check.kernel_speed", 40, "run_quick"),
+    Section("compile", "penstock.tools.gpu_check.checks.compilation", 40),
+    Section("correctness", "penstock.tools.gpu_check.checks.correctness", 70, "run_quick"),
+    Section("kernels", "penstock.tools.gpu_check.speed.kernel_speed", 40, "run_quick"),
 )
 """While a kernel is tuned: does it still compute the same, and how fast is it now."""
 TOTAL_S = sum(section.budget_s for section in SECTIONS if not section.needs_peers)
@@ -163,7 +165,7 @@ def _run_child(section: Section, run: Run, budget_s: float, look: Callable[[Sect
         return SectionOutcome(section.name, "skipped", 0.0, [])
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         path = Path(scratch, f"{section.name}.jsonl")
-        argv = [sys.executable, "-m", "tools.gpu_check", "--section", section.name, "--findings", str(path)]
+        argv = [sys.executable, "-m", "penstock.tools.gpu_check", "--section", section.name, "--findings", str(path)]
         argv += ["--out", str(run.out)] + (["--peers", str(run.peers)] if run.peers else [])
         argv += ["--quick"] if section in QUICK_SECTIONS else []
         environment = os.environ | {UNTIL_VARIABLE: str(started_s + budget_s), "PYTHONUNBUFFERED": "1"}

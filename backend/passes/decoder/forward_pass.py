@@ -7,30 +7,30 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from backend.errors import StartupError
-from backend.forward_pass import PassOptions, PassSpec, StepBatch
-from backend.passes.decoder.cuda.cuda_device import CudaDevice
-from backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from backend.passes.decoder.cuda.launcher import KernelFailed
-from backend.passes.decoder.embeddings import check_embeddings
-from backend.passes.decoder.heap import freed_memory_returns
-from backend.passes.decoder.model import DecoderModel
-from backend.passes.decoder.native_library import load_library
-from backend.passes.decoder.ops import CPU_KV_DTYPES, HeadShape, HostOps
-from backend.passes.decoder.ops_deterministic import DeterministicTorchOps
-from backend.passes.decoder.ops_native import NativeOps, native_serves
-from backend.passes.decoder.ops_torch import TorchOps
-from backend.passes.decoder.spec import make_spec
-from backend.passes.decoder.threads import usable_cores
-from backend.sampler import HostSampling
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
+from penstock.backend.passes.decoder.cpu.heap import freed_memory_returns
+from penstock.backend.passes.decoder.cpu.native_library import load_library
+from penstock.backend.passes.decoder.cpu.ops_deterministic import DeterministicTorchOps
+from penstock.backend.passes.decoder.cpu.ops_native import NativeOps, native_serves
+from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
+from penstock.backend.passes.decoder.cpu.threads import usable_cores
+from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
+from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
+from penstock.backend.passes.decoder.model import DecoderModel
+from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, HeadShape, HostOps
+from penstock.backend.passes.decoder.prompt_embeddings import check_embeddings
+from penstock.backend.passes.decoder.spec import make_spec
+from penstock.backend.sampling.sampler import HostSampling
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from backend.passes.decoder.config import DecoderConfig
-    from backend.passes.decoder.model import Weights
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.passes.decoder.model import Weights
 
 
 SPIN_S = 50e-6
@@ -54,8 +54,8 @@ class DecoderPass(HostSampling):
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
         # Here, as in `load`: with weights from elsewhere the pass needs no package that reads checkpoints.
-        from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
-        from backend.checkpoint.weights import choose_dtype
+        from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+        from penstock.backend.checkpoint.weights import choose_dtype
 
         model_dir = _needed(model_dir)
         if options.device != "cpu":
@@ -67,8 +67,8 @@ class DecoderPass(HostSampling):
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> DecoderPass | CudaDecoderPass:
         """On a GPU it is another pass, with the same weights."""
-        from backend.checkpoint.config_json import read_decoder_config
-        from backend.checkpoint.weights import open_weights
+        from penstock.backend.checkpoint.config_json import read_decoder_config
+        from penstock.backend.checkpoint.weights import open_weights
 
         model_dir = _needed(model_dir)
         kind, _, index = options.device.partition(":")

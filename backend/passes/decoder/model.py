@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from backend.passes.decoder.ops import Array, AttentionLayer, Linear, Ops, Step
+from penstock.backend.passes.decoder.ops import Array, AttentionLayer, Linear, Ops, Step
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from backend.checkpoint.tensors import LayerWeights
-    from backend.passes.decoder.config import DecoderConfig
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.tensors import LayerWeights
 
 
 class Weights(Protocol):
-    """Where plain weights come from; `backend.checkpoint.weights.DecoderWeights` is one. Each call gives a copy."""
+    """A source of plain weights, such as `checkpoint.weights.DecoderWeights`. Each call returns a copy."""
 
     def embedding(self, dtype: torch.dtype) -> Tensor: ...
 

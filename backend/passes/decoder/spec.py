@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from backend.checkpoint.tensors import expected_tensors
-from backend.forward_pass import PassSpec
-from backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, quantisable
+from penstock.backend.checkpoint.tensors import expected_tensors
+from penstock.backend.forward_pass import PassSpec
+from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, quantisable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
 
-    from backend.passes.decoder.config import DecoderConfig
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
 
 
 def make_spec(config: DecoderConfig, dtype: torch.dtype, kv_dtypes: Iterable[str]) -> PassSpec:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec import Raw
 
-from frontend.parsing.json_text import read_json, read_json_string
-from frontend.parsing.reader import Malformed, Reader, Steps
+from penstock.frontend.parsing.json_text import read_json, read_json_string
+from penstock.frontend.parsing.reader import Malformed, Reader, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from frontend.parsing.output import Output
+    from penstock.frontend.parsing.output import Output
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ARGUMENTS_KEYS = ("arguments", "parameters")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from frontend.parsing.tool_formats.base import openai_call_id, read_json_call
+from penstock.frontend.parsing.tool_formats.base import openai_call_id, read_json_call
 
 if TYPE_CHECKING:
-    from frontend.parsing.output import Output
-    from frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.output import Output
+    from penstock.frontend.parsing.reader import Reader, Steps
 
 _PYTHON_TAG = "<|python_tag|>"
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from frontend.parsing.reader import Malformed
-from frontend.parsing.tool_formats.base import drop, is_function_name, read_arguments, read_json_call
+from penstock.frontend.parsing.reader import Malformed
+from penstock.frontend.parsing.tool_formats.base import drop, is_function_name, read_arguments, read_json_call
 
 if TYPE_CHECKING:
-    from frontend.parsing.output import Output
-    from frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.output import Output
+    from penstock.frontend.parsing.reader import Reader, Steps
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 _CALL_ID = "[CALL_ID]"

@@ -6,10 +6,10 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from frontend.parsing.reader import Malformed
+from penstock.frontend.parsing.reader import Malformed
 
 if TYPE_CHECKING:
-    from frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.reader import Reader, Steps
 
 _MAX_DEPTH = 32
 _WORD_CHARACTERS = re.compile(r"[-+.\w]+")

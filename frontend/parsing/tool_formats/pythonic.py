@@ -6,13 +6,13 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from frontend.parsing.reader import Malformed
-from frontend.parsing.tool_formats.base import openai_call_id
-from frontend.parsing.tool_formats.python_values import read_value
+from penstock.frontend.parsing.reader import Malformed
+from penstock.frontend.parsing.tool_formats.base import openai_call_id
+from penstock.frontend.parsing.tool_formats.python_values import read_value
 
 if TYPE_CHECKING:
-    from frontend.parsing.output import Output
-    from frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.output import Output
+    from penstock.frontend.parsing.reader import Reader, Steps
 
 _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")
 _WORD = re.compile(r"\w+")

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from backend.passes.decoder.cuda.attention_limits import HEAD_DIMS
-from backend.passes.decoder.cuda.cache_layout import KV_MACRO
-from backend.passes.decoder.cuda.launcher import Launcher
-from backend.passes.decoder.ops import HeadShape, quantisable
-from tools.gpu_check.cases import decode, elementwise, prefill, ptx, sampling
-from tools.gpu_check.cases.comparing import require, require_same_bits, require_within
-from tools.gpu_check.cases.paged_rows import Row
+from penstock.backend.passes.decoder.cuda.attention.limits import HEAD_DIMS
+from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO
+from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+from penstock.backend.passes.decoder.ops import HeadShape, quantisable
+from penstock.tools.gpu_check.cases import decode, elementwise, prefill, ptx, sampling
+from penstock.tools.gpu_check.cases.comparing import require, require_same_bits, require_within
+from penstock.tools.gpu_check.cases.paged_rows import Row
 
 GROUPS = (1, 2, 4, 7, 8, 16)
 PAGE_SIZES_TOKENS = (16, 32, 64)

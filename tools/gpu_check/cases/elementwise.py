@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT
-from backend.passes.decoder.cuda.cache_layout import CacheLayout
-from backend.passes.decoder.cuda.elementwise import Elementwise
-from backend.passes.decoder.cuda.step_buffers import RowArrays as Rows
-from backend.passes.decoder.kv_torch import quantise
-from backend.passes.decoder.ops import HeadShape
-from tools.gpu_check.cases.comparing import require, require_close, require_same_bits, require_within
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT
+from penstock.backend.passes.decoder.cpu.torch_cache import quantise
+from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.elementwise import Elementwise
+from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays as Rows
+from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits, require_within
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from backend.passes.decoder.cuda.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backend.passes.decoder.cuda.cache_layout import CacheLayout
-from backend.passes.decoder.cuda.step_buffers import RowArrays
-from backend.passes.decoder.kv_torch import quantise
+from penstock.backend.passes.decoder.cpu.torch_cache import quantise
+from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays
 
 NOT_A_PAGE = 1 << 30
 """An entry of a page table that must not be read."""

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backend.passes.decoder.cuda.cache_layout import CacheLayout
-from backend.passes.decoder.cuda.prefill_attention import PrefillAttention
-from tools.gpu_check.cases.comparing import require_within
-from tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
+from penstock.tools.gpu_check.cases.comparing import require_within
+from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from backend.passes.decoder.cuda.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
 
 ACT_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "q8_0": torch.float16, "fp8": torch.float16}
 """Queries in which the products lose nothing of them."""

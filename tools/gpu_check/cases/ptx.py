@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.passes.decoder.cuda.launcher import Kernel, Launcher
-from tools.gpu_check.cases.comparing import require_close, require_same_bits
+from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel, Launcher
+from penstock.tools.gpu_check.cases.comparing import require_close, require_same_bits
 
 if TYPE_CHECKING:
-    from backend.passes.decoder.cuda.launcher import Argument
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Argument
 
 SOURCE = Path(__file__).with_name("ptx_wrappers.cu")
 _E4M3_MAX = 448.0

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch, TokenMasks
-from backend.passes.decoder.cuda.sampling import DeviceSampler, LogprobBuffers, SlotArrays
-from backend.sampler import HostSampling, token_logprobs
-from tools.gpu_check.cases.comparing import require, require_close
+from penstock.backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch, TokenMasks
+from penstock.backend.passes.decoder.cuda.sampling import DeviceSampler, LogprobBuffers, SlotArrays
+from penstock.backend.sampling.sampler import HostSampling, token_logprobs
+from penstock.tools.gpu_check.cases.comparing import require, require_close
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from backend.passes.decoder.cuda.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
 
 POISON = -77
 CPU = torch.device("cpu")

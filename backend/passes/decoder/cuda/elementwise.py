@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.passes.decoder.cuda.cache_layout import KV_MACRO, CacheLayout
-from backend.passes.decoder.cuda.launcher import Kernel
-from backend.passes.decoder.ops import quantisable
+from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
+from penstock.backend.passes.decoder.ops import quantisable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from backend.passes.decoder.cuda.launcher import Launcher
-    from backend.passes.decoder.cuda.step_buffers import RowArrays
-    from backend.passes.decoder.ops import HeadShape
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays
+    from penstock.backend.passes.decoder.ops import HeadShape
 
 ACT_MACRO = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the macro ACT."""

@@ -15,17 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.errors import StartupError
-from backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
-from backend.passes.decoder.cuda import step_buffers
-from backend.passes.decoder.cuda.device import faults_named
-from backend.passes.decoder.cuda.graphs import DecodeGraphs
-from backend.passes.decoder.cuda.host_pool import HostPool, TokenCosts, open_pool
-from backend.passes.decoder.cuda.launcher import KernelFailed
-from backend.passes.decoder.cuda.link_probe import LinkSpeed, measure_link
-from backend.passes.decoder.cuda.ops_cuda import CudaOps, CudaStep
-from backend.passes.decoder.cuda.page_moves import PageMoves
-from backend.passes.decoder.cuda.plan import (
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
+from penstock.backend.passes.decoder.cpu.heap import freed_memory_returns
+from penstock.backend.passes.decoder.cuda import step_buffers
+from penstock.backend.passes.decoder.cuda.cache.host_pool import HostPool, TokenCosts, open_pool
+from penstock.backend.passes.decoder.cuda.cache.page_moves import PageMoves
+from penstock.backend.passes.decoder.cuda.coverage import (
     StepSizes,
     attention_by_window,
     choose_products,
@@ -35,13 +31,17 @@ from backend.passes.decoder.cuda.plan import (
     plan_spec,
     step_limits,
 )
-from backend.passes.decoder.cuda.results import PendingTokens, ResultBuffers
-from backend.passes.decoder.cuda.sampling import DeviceSampler, Selection, SlotArrays
-from backend.passes.decoder.cuda.step_buffers import StepBuffers
-from backend.passes.decoder.cuda.transfers import Uplink
-from backend.passes.decoder.heap import freed_memory_returns
-from backend.passes.decoder.model import DecoderModel
-from backend.passes.decoder.rope import RopeTable
+from penstock.backend.passes.decoder.cuda.device.device import faults_named
+from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed, measure_link
+from penstock.backend.passes.decoder.cuda.device.transfers import Uplink
+from penstock.backend.passes.decoder.cuda.graphs import DecodeGraphs
+from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
+from penstock.backend.passes.decoder.cuda.ops import CudaOps, CudaStep
+from penstock.backend.passes.decoder.cuda.results import PendingTokens, ResultBuffers
+from penstock.backend.passes.decoder.cuda.sampling import DeviceSampler, Selection, SlotArrays
+from penstock.backend.passes.decoder.cuda.step_buffers import StepBuffers
+from penstock.backend.passes.decoder.model import DecoderModel
+from penstock.backend.passes.decoder.rope_table import RopeTable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, TokenMasks
-    from backend.passes.decoder.config import DecoderConfig
-    from backend.passes.decoder.cuda.device import Device
-    from backend.passes.decoder.cuda.transfers import Ints
-    from backend.passes.decoder.model import Weights
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, TokenMasks
+    from penstock.backend.passes.decoder.cuda.device.device import Device
+    from penstock.backend.passes.decoder.cuda.device.transfers import Ints
+    from penstock.backend.passes.decoder.model import Weights
 
 logger = logging.getLogger("penstock.backend")
 
@@ -103,8 +103,8 @@ class CudaDecoderPass:
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
         # Here, as in `load`: with weights from elsewhere the pass needs no package that reads checkpoints.
-        from backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
-        from backend.checkpoint.weights import choose_dtype
+        from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+        from penstock.backend.checkpoint.weights import choose_dtype
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16, torch.float16)
@@ -112,8 +112,8 @@ class CudaDecoderPass:
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions, device: Device) -> CudaDecoderPass:
-        from backend.checkpoint.config_json import read_decoder_config
-        from backend.checkpoint.weights import open_weights
+        from penstock.backend.checkpoint.config_json import read_decoder_config
+        from penstock.backend.checkpoint.weights import open_weights
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         with freed_memory_returns(), open_weights(model_dir, config) as weights:

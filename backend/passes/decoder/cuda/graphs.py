@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backend.passes.decoder.cuda.device import Device, Graph
+    from penstock.backend.passes.decoder.cuda.device.device import Device, Graph
 
 MAX_GRAPH_ROWS = 256
 """Steps of more rows keep the device busy long enough to launch their kernels one by one."""

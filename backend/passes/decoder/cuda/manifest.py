@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from backend.passes.decoder.cuda import decode_attention, elementwise, prefill_attention, sampling, step_buffers
-from backend.passes.decoder.cuda.launcher import Kernel
+from penstock.backend.passes.decoder.cuda import elementwise, sampling, step_buffers
+from penstock.backend.passes.decoder.cuda.attention import decode_attention, prefill_attention
+from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
 
 FAMILIES = (step_buffers, elementwise, decode_attention, prefill_attention, sampling)
 

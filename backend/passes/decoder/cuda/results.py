@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.forward_pass import StepOutput, TokenLogprobs
-from backend.passes.decoder.cuda.device import faults_named
-from backend.passes.decoder.cuda.sampling import LogprobBuffers
-from backend.passes.decoder.cuda.transfers import Downlink, aligned
+from penstock.backend.forward_pass import StepOutput, TokenLogprobs
+from penstock.backend.passes.decoder.cuda.device.device import faults_named
+from penstock.backend.passes.decoder.cuda.device.transfers import Downlink, aligned
+from penstock.backend.passes.decoder.cuda.sampling import LogprobBuffers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from backend.passes.decoder.cuda.device import Device
-    from backend.passes.decoder.cuda.sampling import Selection
-    from backend.passes.decoder.cuda.transfers import Fetched, Ints
+    from penstock.backend.passes.decoder.cuda.device.device import Device
+    from penstock.backend.passes.decoder.cuda.device.transfers import Fetched, Ints
+    from penstock.backend.passes.decoder.cuda.sampling import Selection
 
 MAX_TOP = 20
 """Of a row's likeliest tokens, as the API allows."""

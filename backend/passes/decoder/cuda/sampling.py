@@ -1,4 +1,4 @@
-"""Sampling on the device: as `backend.sampler`, with other random numbers, and no token ever waits for the host.
+"""Sampling on the device: the host sampler's rules with other random numbers; no token waits for the host.
 
 A token is the argmax of logit / temperature + Gumbel noise over what the filters leave; the noise is Philox4x32-10 of
 (the request's seed, the token's position, the token's id), so that neither batch nor slot matters. Thresholds come of
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.forward_pass import FROM_EMBEDDINGS
-from backend.passes.decoder.cuda.elementwise import ACT_MACRO
-from backend.passes.decoder.cuda.launcher import Kernel
+from penstock.backend.forward_pass import FROM_EMBEDDINGS
+from penstock.backend.passes.decoder.cuda.elementwise import ACT_MACRO
+from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from backend.forward_pass import SamplingParams, SlotInit
-    from backend.passes.decoder.cuda.launcher import Argument, Launcher
+    from penstock.backend.forward_pass import SamplingParams, SlotInit
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Argument, Launcher
 
     Ints = NDArray[np.int32]
 
@@ -39,7 +39,7 @@ _NUM_BINS = 2048
 _STATE_INTS = 20
 _NUM_LEVELS = 3
 _MIN_TEMPERATURE = 1e-6
-"""As in `backend.sampler`."""
+"""As in `penstock.backend.sampling.sampler`."""
 _MAX_COUNT = (1 << 13) - 1
 """A token that a sequence had generated more often when it took its slot counts as this often."""
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from backend.forward_pass import FROM_EMBEDDINGS
-from backend.passes.decoder.cuda.launcher import Kernel
-from backend.passes.decoder.cuda.transfers import Uplink, aligned
-from backend.passes.decoder.embeddings import check_embeddings
+from penstock.backend.forward_pass import FROM_EMBEDDINGS
+from penstock.backend.passes.decoder.cuda.device.transfers import Uplink, aligned
+from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
+from penstock.backend.passes.decoder.prompt_embeddings import check_embeddings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from backend.forward_pass import StepBatch
-    from backend.passes.decoder.cuda.device import Device
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.passes.decoder.cuda.device.device import Device
 
     Ints = NDArray[np.int32]
 

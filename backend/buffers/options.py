@@ -1,0 +1,59 @@
+"""--shared-buffers: what it may be on which device, and what it makes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import IDeviceHiddenStates, IDeviceLogits, IHiddenStates, IPromptEmbeddings
+from penstock.shm.buffers.buffer_export import BufferExporter
+from penstock.shm.buffers.cuda_driver import DriverDevice
+from penstock.shm.buffers.device_api import DeviceError
+from penstock.shm.messages import BufferContent, BufferKind, ContentSpec
+
+if TYPE_CHECKING:
+    from penstock.backend.forward_pass import IBatchedForwardPass
+    from penstock.shm.buffers.device_api import DeviceApi
+
+_log = logging.getLogger("penstock.backend")
+
+
+def check_choice(choice: str, device: str) -> None:
+    """Raises StartupError where --shared-buffers cannot be had on the pass's device, before anything is loaded."""
+    if choice == "cuda" and device == "cpu":
+        raise StartupError('--shared-buffers is "cuda"; the model runs on the CPU: use "host" or "auto"')
+
+
+def open_device_of(device: str) -> DeviceApi | None:
+    """For shared buffers: the pass's GPU. None on the CPU, and where the driver will not."""
+    if device == "cpu":
+        return None
+    try:
+        return DriverDevice(int(device.removeprefix("cuda:")))
+    except DeviceError as error:
+        _log.warning("no memory is shared on %s: %s", device, error)
+        return None
+
+
+def make_exporter(
+    choice: str, budget_bytes: int, forward_pass: IBatchedForwardPass, device: DeviceApi | None
+) -> BufferExporter:
+    """choice is --shared-buffers; device is the pass's, None on the CPU. Raises StartupError."""
+    has_device_outputs = device is not None and isinstance(forward_pass, IDeviceLogits)
+    if choice == "cuda" and not has_device_outputs:
+        raise StartupError('--shared-buffers is "cuda"; this forward pass shares nothing there: use "host" or "auto"')
+    kinds = {"cuda": (BufferKind.CUDA,), "host": (BufferKind.HOST,)}.get(
+        choice, (BufferKind.CUDA, BufferKind.HOST) if has_device_outputs else (BufferKind.HOST,)
+    )
+    contents: tuple[ContentSpec, ...] = (
+        ContentSpec(BufferContent.TOKENS, 1, "<i4"),
+        ContentSpec(BufferContent.LOGITS, forward_pass.spec.vocab_size, "<f4"),
+    )
+    # A content is offered in every kind of memory or not at all.
+    if isinstance(forward_pass, IDeviceHiddenStates if BufferKind.CUDA in kinds else IHiddenStates):
+        contents += (ContentSpec(BufferContent.HIDDEN_STATES, forward_pass.hidden_size, "<f4"),)
+    if isinstance(forward_pass, IPromptEmbeddings):
+        contents += (ContentSpec(BufferContent.PROMPT_EMBEDDINGS, forward_pass.embedding_size, "<f4"),)
+    # A pass whose outputs lie elsewhere reads prompts on the host.
+    return BufferExporter(kinds, contents, budget_bytes, device if has_device_outputs else None)

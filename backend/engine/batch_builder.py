@@ -1,0 +1,101 @@
+"""A plan → the arrays of a StepBatch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backend.buffers.shared_prompts import LentRows
+from penstock.backend.forward_pass import FROM_SLOT, EmbeddedTokens, SlotInit, StepBatch
+
+if TYPE_CHECKING:
+    from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.sequences.sequence import Sequence
+
+
+class BatchBuilder:
+    """Keeps the page table of all slots between steps, so that a step writes only the pages it adds."""
+
+    def __init__(self, max_running: int, max_pages_per_sequence: int) -> None:
+        self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
+        self._num_pages = np.zeros(max_running, np.int32)
+
+    def build(self, plan: Plan) -> StepBatch:
+        """Arrays of the plan's rows; later steps do not change them."""
+        for sequence in plan.slot_takers:
+            self._clear(sequence)  # a former owner's pages
+            self._note_pages(sequence)
+        for sequence in plan.grown:
+            self._note_pages(sequence)
+        slots = np.array(plan.slots, np.int32)
+        lengths = np.array(plan.lengths, np.int32)
+        query_starts = np.zeros(len(plan) + 1, np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        input_ids = np.full(query_starts[-1], FROM_SLOT, np.int32)
+        embeddings: list[EmbeddedTokens] = []
+        for index in range(plan.num_decodes, len(plan)):
+            sequence, end = plan.sequences[index], plan.ends[index]
+            start = end - plan.lengths[index]
+            input_ids[query_starts[index] : query_starts[index + 1]] = sequence.tokens[start:end]
+            if sequence.embeddings is not None and start < sequence.num_prompt_tokens:
+                rows = LentRows(sequence.embeddings, start, min(end, sequence.num_prompt_tokens) - start)
+                embeddings.append(EmbeddedTokens(int(query_starts[index]), rows))
+        return StepBatch(
+            input_ids=input_ids,
+            query_starts=query_starts,
+            context_lens=np.array(plan.ends, np.int32) - lengths,
+            page_table=self._page_table[slots, : self._num_pages[slots].max()],
+            slots=slots,
+            logit_rows=np.array(plan.logit_rows, np.int32),
+            slot_inits=tuple(map(_slot_init, plan.slot_takers)),
+            page_copies=tuple(plan.page_copies.values()),
+            page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
+            embeddings=tuple(embeddings),
+        )
+
+    def _clear(self, sequence: Sequence) -> None:
+        self._page_table[sequence.slot, : self._num_pages[sequence.slot]] = 0
+        self._num_pages[sequence.slot] = 0
+
+    def _note_pages(self, sequence: Sequence) -> None:
+        slot, pages = sequence.slot, sequence.pages
+        for place in range(self._num_pages[slot], len(pages)):
+            self._page_table[slot, place] = pages[place]
+        self._num_pages[slot] = len(pages)
+
+
+def _slot_init(sequence: Sequence) -> SlotInit:
+    if sequence.slot is None:
+        raise RuntimeError("a planned sequence has no slot; this is a bug")
+    tokens = np.array(sequence.tokens, np.int32)
+    return SlotInit(sequence.slot, sequence.sampling, tokens, sequence.num_prompt_tokens)
+
+
+def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
+    """The batch with only the rows of these ascending indices, which plan has: late binding, when others ended since
+    it was planned."""
+    rows = np.array(kept, np.int64)
+    lengths = np.diff(batch.query_starts)
+    token_kept = np.repeat(np.isin(np.arange(batch.num_rows), rows), lengths)
+    new_place = np.cumsum(token_kept) - 1
+    new_index = np.full(batch.num_rows, -1, np.int32)
+    new_index[rows] = np.arange(len(rows))
+    logit_rows = new_index[batch.logit_rows]
+    slots = batch.slots[rows]
+    return StepBatch(
+        input_ids=batch.input_ids[token_kept],
+        query_starts=np.concatenate([[0], np.cumsum(lengths[rows])]).astype(np.int32),
+        context_lens=batch.context_lens[rows],
+        page_table=batch.page_table[rows],
+        slots=slots,
+        logit_rows=logit_rows[logit_rows >= 0],
+        slot_inits=tuple(init for init in batch.slot_inits if init.slot in slots),
+        page_copies=tuple(plan.page_copies.values()),
+        page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
+        embeddings=tuple(
+            replace(given, first=int(new_place[given.first])) for given in batch.embeddings if token_kept[given.first]
+        ),
+    )

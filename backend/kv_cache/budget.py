@@ -1,0 +1,243 @@
+"""The KV budget as a contract: from bytes to pages, and what a single sequence may then hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from penstock.backend.errors import StartupError
+from penstock.shm.process.options import format_size
+
+if TYPE_CHECKING:
+    from penstock.backend.forward_pass import PassSpec
+    from penstock.backend.kv_cache.memory import Memory
+
+CPU_BUDGET_BYTES = 2_000_000_000
+"""Where nothing is said and the device is the CPU, whose memory is other programs' too."""
+MAX_PAGES = 1 << 22
+"""What keeps account of the pages is not in the budget: for so many it takes about 0.2 GB."""
+MAX_PAGE_TABLE = 1 << 28
+"""Entries, of 4 bytes, for all sequences that may run."""
+_MIN_CONTEXT_TOKENS = 2
+"""A token of the prompt and one of the answer."""
+AUTO_HOST_BYTES = 4_000_000_000
+"""Of the host's memory beside a GPU, for pages that it has no room for: 30,000 tokens of a Llama 8B in bf16."""
+_HOST_SHARE = 4
+_RESERVE_SHARE = 10
+_MIN_RESERVE_BYTES = 512_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """Bytes for the KV cache; auto_parts say how auto came to them, and are empty where the operator named them."""
+
+    num_bytes: int
+    auto_parts: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.auto_parts:
+            return format_size(self.num_bytes)
+        (free, free_bytes), *taken = self.auto_parts
+        less = ", ".join(f"{format_size(num_bytes)} {name}" for name, num_bytes in taken)
+        return f"auto, {format_size(self.num_bytes)} ({format_size(free_bytes)} {free} less {less})"
+
+    @property
+    def remedy(self) -> str:
+        return "free some memory, name a budget" if self.auto_parts else "raise the budget"
+
+
+def auto_budget(spec: PassSpec, memory: Memory) -> KvBudget:
+    """What is free, less what the pass takes and a reserve: a tenth of all memory, and at least 512 MB."""
+    reserve_bytes = max(memory.total_bytes // _RESERVE_SHARE, _MIN_RESERVE_BYTES)
+    taken = [("for the weights", spec.weight_bytes), ("in reserve", reserve_bytes)]
+    if spec.workspace_bytes:
+        taken.insert(1, ("for the steps", spec.workspace_bytes))
+    left_bytes = memory.free_bytes - sum(num_bytes for _, num_bytes in taken)
+    return KvBudget(max(0, left_bytes), ((f"free on {memory.name}", memory.free_bytes), *taken))
+
+
+def host_budget(wanted: int | Literal["auto"], device: str, memory: Memory) -> int:
+    """--host-kv-budget in bytes, beside a `PassOptions.device`; memory is the host's. Raises StartupError."""
+    if wanted == "auto":
+        return 0 if device == "cpu" else min(AUTO_HOST_BYTES, memory.free_bytes // _HOST_SHARE)
+    if wanted and device == "cpu":
+        raise StartupError(
+            f"--host-kv-budget is {format_size(wanted)}; the model runs on the CPU, whose KV cache is in the host's "
+            "memory already: raise --kv-budget instead"
+        )
+    return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The whole pages that a budget holds in one KV dtype, as far as they can be kept account of."""
+
+    kv_dtype: str
+    bytes_per_token: int
+    page_size_tokens: int
+    num_pages: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * self.bytes_per_token
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size_tokens * self.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """What the budget holds in each KV dtype that was tried, in order; the last one is taken."""
+
+    tried: tuple[Capacity, ...]
+    is_auto: bool
+    full_context_tokens: int
+    """--max-context, or the model's own."""
+    wanted_tokens: int
+    wanted_for: str
+
+    @property
+    def chosen(self) -> Capacity:
+        return self.tried[-1]
+
+    @property
+    def reason(self) -> str:
+        if not self.is_auto:
+            return f"{self.chosen.kv_dtype} was asked for"
+        wanted = f"{self.wanted_tokens:,} tokens ({self.wanted_for})"
+        if self.chosen.num_tokens < self.wanted_tokens:
+            return f"None holds {wanted}; {self.chosen.kv_dtype} is the narrowest"
+        return f"{self.chosen.kv_dtype} is the first that holds {wanted}"
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan(Capacity):
+    """What is made of a budget: never more than it, and no more than max_running full contexts can use."""
+
+    max_context_tokens: int
+    max_running: int
+    weight_bytes: int
+    workspace_bytes: int
+    graph_bytes: int
+    """A part of workspace_bytes."""
+    budget: KvBudget
+    choice: DtypeChoice
+
+    @property
+    def max_pages_per_sequence(self) -> int:
+        return -(-self.max_context_tokens // self.page_size_tokens)
+
+    @property
+    def device_bytes(self) -> int:
+        """All that the backend takes of the device's memory."""
+        return self.num_bytes + self.weight_bytes + self.workspace_bytes
+
+    @property
+    def is_capped(self) -> bool:
+        """The budget would hold more than max_running of the longest sequences can use."""
+        return self.num_pages < self.choice.chosen.num_pages
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return (
+            f"KV cache: {self.kv_dtype}, {self.bytes_per_token} bytes per token, {self.num_pages} pages of "
+            f"{self.page_size_tokens} tokens = {self.num_tokens} tokens in {format_size(self.num_bytes)}; "
+            f"contexts up to {self.max_context_tokens} tokens; budget {self.budget}"
+        )
+
+
+def plan_kv(
+    spec: PassSpec,
+    *,
+    budget: KvBudget,
+    kv_dtype: str,
+    page_size_tokens: int,
+    max_context_tokens: int | None,
+    max_running: int,
+) -> KvPlan:
+    """Pages for the budget, no more than max_running full contexts can use.
+
+    kv_dtype "auto" is the first of the pass's whose pages hold what is asked for: max_running sequences of
+    max_context_tokens where that is given, one of the model's full context where it is not; the narrowest if none does.
+    Raises StartupError naming the value, the limit and the remedy.
+    """
+    if max_context_tokens is not None and max_context_tokens > spec.max_context_tokens:
+        raise StartupError(
+            f"--max-context is {max_context_tokens}; the model was made for {spec.max_context_tokens}: "
+            "lower --max-context"
+        )
+    if spec.page_sizes and page_size_tokens not in spec.page_sizes:
+        offered = ", ".join(map(str, spec.page_sizes))
+        raise StartupError(f"--page-size is {page_size_tokens}; this forward pass has {offered}: take one of these")
+    choice = _choose_dtype(spec, budget, kv_dtype, page_size_tokens, max_context_tokens, max_running)
+    holds = choice.chosen
+    if holds.num_pages < 1:
+        raise StartupError(
+            f"--kv-budget is {budget}; one page of {page_size_tokens} tokens takes {format_size(holds.page_bytes)}: "
+            f"{budget.remedy} or lower --page-size"
+        )
+    context = min(max_context_tokens or spec.max_context_tokens, holds.num_tokens)
+    if context < (max_context_tokens or _MIN_CONTEXT_TOKENS):
+        raise StartupError(
+            f"--max-context is {max_context_tokens or _MIN_CONTEXT_TOKENS}; --kv-budget {budget} holds "
+            f"{holds.num_tokens} tokens: {budget.remedy} or lower --max-context"
+        )
+    pages_per_sequence = -(-context // page_size_tokens)
+    most_running = MAX_PAGE_TABLE // pages_per_sequence
+    if max_running > most_running:
+        raise StartupError(
+            f"--max-running is {max_running}; of sequences of {pages_per_sequence} pages {most_running} can run: "
+            "lower --max-running or --max-context, or raise --page-size"
+        )
+    return KvPlan(
+        kv_dtype=holds.kv_dtype,
+        bytes_per_token=holds.bytes_per_token,
+        page_size_tokens=page_size_tokens,
+        num_pages=min(holds.num_pages, max_running * pages_per_sequence),
+        max_context_tokens=context,
+        max_running=max_running,
+        weight_bytes=spec.weight_bytes,
+        workspace_bytes=spec.workspace_bytes,
+        graph_bytes=spec.graph_bytes,
+        budget=budget,
+        choice=choice,
+    )
+
+
+def _choose_dtype(
+    spec: PassSpec,
+    budget: KvBudget,
+    kv_dtype: str,
+    page_size_tokens: int,
+    max_context_tokens: int | None,
+    max_running: int,
+) -> DtypeChoice:
+    """See `plan_kv`. A dtype no narrower than one that was too wide is not tried. Raises StartupError."""
+    full_context_tokens = max_context_tokens or spec.max_context_tokens
+    offered = {
+        name: Capacity(name, size, page_size_tokens, min(budget.num_bytes // (size * page_size_tokens), MAX_PAGES))
+        for name, size in spec.kv_bytes_per_token.items()
+    }
+    if max_context_tokens is None:
+        wanted = (full_context_tokens, full_context_tokens, "one full context")
+    else:
+        wanted = (full_context_tokens, full_context_tokens * max_running, "--max-context times --max-running")
+    if kv_dtype != "auto":
+        if kv_dtype not in offered:
+            raise StartupError(
+                f"--kv-dtype is {kv_dtype}; this forward pass has {', '.join(offered)}: take one of these, or auto"
+            )
+        return DtypeChoice((offered[kv_dtype],), False, *wanted)
+    tried: list[Capacity] = []
+    for capacity in offered.values():
+        if tried and capacity.bytes_per_token >= tried[-1].bytes_per_token:
+            continue
+        tried.append(capacity)
+        if capacity.num_tokens >= wanted[1]:
+            break
+    return DtypeChoice(tuple(tried), True, *wanted)

@@ -1,0 +1,88 @@
+"""How much memory a device has, and how much of it is free: what `--kv-budget auto` and the check at start go by."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.backend.errors import StartupError
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of one device, in bytes. Whose limit is the narrowest says the name."""
+
+    total_bytes: int
+    free_bytes: int
+    name: str
+
+
+def device_memory(device: str) -> Memory:
+    """Of a `PassOptions.device`. Raises StartupError where a GPU does not say."""
+    kind, _, index = device.partition(":")
+    return cuda_memory(int(index)) if kind == "cuda" else host_memory()
+
+
+def cuda_memory(index: int) -> Memory:
+    """Of one GPU. What its driver and this process's context take is no longer free. Raises StartupError."""
+    import torch  # at start-up the device is asked once, and never where it is the CPU
+
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    except (RuntimeError, AssertionError, ValueError) as error:  # torch asserts that it was built with CUDA
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise StartupError(f"GPU {index} does not say how much memory is free: {reason}") from None
+    return Memory(total_bytes, free_bytes, f"GPU {index}")
+
+
+def host_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> Memory:
+    """Of the machine, or of the control group that limits this process most where that leaves less."""
+    meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    total_bytes = 1024 * int(meminfo["MemTotal"].split()[0])
+    free_bytes = 1024 * int(meminfo["MemAvailable"].split()[0])
+    total, free = Memory(total_bytes, total_bytes, "this machine"), Memory(total_bytes, free_bytes, "this machine")
+    for limit_bytes, used_bytes in _group_limits(proc, cgroup):
+        group = Memory(limit_bytes, max(0, limit_bytes - used_bytes), "this container (its cgroup)")
+        total = min(total, group, key=lambda memory: memory.total_bytes)
+        free = min(free, group, key=lambda memory: memory.free_bytes)
+    return Memory(total.total_bytes, free.free_bytes, free.name)
+
+
+def _group_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
+    """(limit, use) of every control group around this process that has a limit, version 2 and version 1.
+
+    Cached file pages that are next to go do not count as used, as in the machine's own MemAvailable. Inside a container
+    /proc may name a path that is not mounted there; its own group is then the mount's root, which is asked as well.
+    """
+    limits: list[tuple[int, int]] = []
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, names = cgroup, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        relative = Path(os.path.normpath(path.lstrip("/")))
+        if ".." in relative.parts:  # a group outside this one's namespace
+            relative = Path()
+        groups = [_group_limit(mount / group, *names) for group in (relative, *relative.parents)]
+        limits += [limit for limit in groups if limit is not None]
+    return limits
+
+
+def _group_limit(group: Path, limit_file: str, use_file: str, cached: str) -> tuple[int, int] | None:
+    """None where there is no limit, or no such group."""
+    try:
+        limit = (group / limit_file).read_text().strip()
+        used_bytes = int((group / use_file).read_text())
+        stat = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    return int(limit), used_bytes - int(stat.get(cached, 0))

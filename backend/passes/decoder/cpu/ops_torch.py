@@ -1,0 +1,197 @@
+"""The decoder's operations in plain torch: the reference for every other implementation, and the CPU's fallback.
+
+Products run on prepacked weights; attention gathers the keys and values that a group of query tiles sees and computes
+it in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from penstock.backend.passes.decoder.cpu.linears import PackedLinear
+from penstock.backend.passes.decoder.cpu.query_tiles import QueryTiles, TileLimits, cut_rows
+from penstock.backend.passes.decoder.cpu.torch_cache import PagedHeads, make_paged_heads
+from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
+from penstock.backend.passes.decoder.rope_table import RopeTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.decoder_config import RopeConfig
+    from penstock.backend.forward_pass import EmbeddedTokens, StepBatch
+    from penstock.backend.passes.decoder.ops import AttentionLayer, HeadShape
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """One step's tokens as tensors."""
+
+    input_ids: Tensor
+    pages: Tensor
+    """[T] the page of each token, and its place there."""
+    places: Tensor
+    fresh_pages: Tensor
+    """Pages whose first place this step writes."""
+    cos: Tensor
+    """[T, 1, rotary_dim / 2], and so sin."""
+    sin: Tensor
+    queries: QueryTiles
+    last_tokens: Tensor
+    """[L] the last token of each logit row."""
+    embeddings: tuple[EmbeddedTokens, ...]
+
+
+class TorchOps:
+    """See `Ops`. dtype is the weights' and activations': torch.float32 or torch.bfloat16."""
+
+    tile_limits = TileLimits()
+
+    def __init__(self, heads: HeadShape, rope: RopeConfig, rms_norm_eps: float, dtype: torch.dtype) -> None:
+        self._heads = heads
+        self._rope_table = RopeTable(rope)
+        self._rotary_dim = rope.rotary_dim
+        self._eps = rms_norm_eps
+        self._dtype = dtype
+        self._page_size_tokens = 0
+        self.keys: list[PagedHeads] = []
+        """Of each layer, and so values."""
+        self.values: list[PagedHeads] = []
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return self.pack_linear(weight, bias)
+
+    def vector(self, weight: Tensor) -> Tensor:
+        return weight.float()
+
+    def table(self, weight: Tensor) -> Tensor:
+        return weight.to(self._dtype)
+
+    def tied_table(self, weight: Tensor, lm_head: PackedLinear) -> Tensor:  # noqa: ARG002 - a packed weight has no rows
+        return self.table(weight)
+
+    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        self._page_size_tokens = page_size_tokens
+        shape = (self._heads.num_kv_heads, num_pages, page_size_tokens, self._heads.head_dim)
+        self.keys = [make_paged_heads(shape, kv_dtype) for _ in range(num_layers)]
+        self.values = [make_paged_heads(shape, kv_dtype) for _ in range(num_layers)]
+
+    def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
+        self._copy_pages(batch)
+        lengths = np.diff(batch.query_starts)
+        rows = np.repeat(np.arange(batch.num_rows), lengths)
+        positions = np.arange(batch.num_tokens) - np.repeat(batch.query_starts[:-1] - batch.context_lens, lengths)
+        tiles = cut_rows(batch.query_starts, self.tile_limits.tile_tokens)
+        queries = QueryTiles(rows, positions, tiles, batch.page_table, self._page_size_tokens, self.tile_limits)
+        pages, places = queries.cache_places()
+        rope = self._rope_table.cover(int(positions.max()) + 1)[torch.from_numpy(positions)].unsqueeze(1)
+        cos, sin = rope.chunk(2, dim=-1)
+        return TorchStep(
+            input_ids=torch.from_numpy(input_ids.astype(np.int64)),
+            pages=pages,
+            places=places,
+            fresh_pages=pages[places == 0],
+            cos=cos,
+            sin=sin,
+            queries=queries,
+            last_tokens=torch.from_numpy(batch.query_starts[1:][batch.logit_rows].astype(np.int64) - 1),
+            embeddings=batch.embeddings,
+        )
+
+    def _copy_pages(self, batch: StepBatch) -> None:
+        """Only the places that a row is going to see, for others might hold a NaN."""
+        if not batch.page_copies:
+            return
+        size = self._page_size_tokens
+        contexts = enumerate(batch.context_lens.tolist())
+        num_seen = {int(batch.page_table[row, context // size]): context % size for row, context in contexts}
+        for source, destination in batch.page_copies:
+            for heads in (*self.keys, *self.values):
+                heads.copy(source, destination, num_seen.get(destination, size))
+
+    def embed(self, table: Tensor, step: TorchStep) -> Tensor:
+        residual = functional.embedding(step.input_ids, table).float()
+        place_embeddings(residual.numpy(), step.embeddings)
+        return residual
+
+    def rms_norm(self, residual: Tensor, weight: Tensor) -> Tensor:
+        return self._norm(residual, weight).to(self._dtype)
+
+    def product(self, x: Tensor, weights: PackedLinear) -> Tensor:
+        """What all linear layers are made of."""
+        return weights(x)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, fp32; may write into its arguments."""
+        return functional.silu(gate).mul_(up)
+
+    def linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
+        return self.product(x, weights)
+
+    def linear_add(self, x: Tensor, weights: PackedLinear, residual: Tensor) -> None:
+        residual.add_(self.product(x, weights))
+
+    def gated_linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
+        gate, up = self.product(x, weights).float().chunk(2, dim=-1)
+        return self.silu_mul(gate, up).to(self._dtype)
+
+    def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
+        heads = qkv.view(len(qkv), -1, self._heads.head_dim)
+        num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
+        parts = ((heads[:, :num_heads], layer.q_norm), (heads[:, num_heads:-num_kv_heads], layer.k_norm))
+        for part, norm in parts:
+            if norm is not None:
+                part.copy_(self._norm(part.float(), norm))
+            if layer.uses_rope:
+                x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
+                rotated = torch.cat([x * step.cos - y * step.sin, y * step.cos + x * step.sin], dim=-1)
+                part[..., : self._rotary_dim] = rotated
+        keys, values = self.keys[layer.index], self.values[layer.index]
+        # What no token has been written to is masked by a weight of 0, which a NaN left there would survive.
+        values.clear(step.fresh_pages)
+        keys.write(step.pages, step.places, heads[:, num_heads:-num_kv_heads])
+        values.write(step.pages, step.places, heads[:, -num_kv_heads:])
+
+    def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
+        shape = self._heads
+        queries = qkv[:, : shape.output_size].view(len(qkv), shape.num_kv_heads, -1, shape.head_dim)
+        output = torch.empty(len(qkv), shape.num_kv_heads, queries.shape[2], shape.head_dim, dtype=self._dtype)
+        for group in step.queries.groups(layer.window_tokens):
+            num_tiles, width = group.tokens.shape
+            batch = (shape.num_kv_heads, num_tiles)
+            keys, values = (
+                cache[layer.index].read(group.pages).view(*batch, -1, shape.head_dim)
+                for cache in (self.keys, self.values)
+            )
+            q = queries[group.tokens].float().permute(2, 0, 3, 1, 4).reshape(*batch, -1, shape.head_dim)
+            scores = torch.matmul(q, keys.transpose(2, 3)).mul_(shape.head_dim**-0.5)
+            scores.view(*batch, -1, width, keys.shape[2]).masked_fill_(~group.visible, -torch.inf)
+            attended = torch.matmul(torch.softmax(scores, dim=-1), values).view(*batch, -1, width, shape.head_dim)
+            output[group.tokens] = attended.permute(1, 3, 0, 2, 4).to(self._dtype)
+        return output.view(len(qkv), shape.output_size)
+
+    def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
+        narrowed = replace(step, queries=step.queries.single(step.last_tokens.numpy()))
+        return qkv[step.last_tokens], residual[step.last_tokens], narrowed
+
+    def logits(self, x: Tensor, weights: PackedLinear) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self.product(x, weights).float().numpy()
+        return logits
+
+    def normed_rows(self, normed: Tensor, num_rows: int) -> NDArray[np.float32]:
+        rows: NDArray[np.float32] = normed[:num_rows].to(torch.float32, copy=True).numpy()
+        return rows
+
+    def close(self) -> None:
+        self.keys, self.values = [], []
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self._eps) * weight

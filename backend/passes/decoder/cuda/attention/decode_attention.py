@@ -1,0 +1,238 @@
+"""Attention of the rows that have one token each, over their paged keys and values, on the device.
+
+Once a step and window, `plan` lists the chunks into which the rows' contexts are cut; `attend`, once a layer, works
+them off with as many blocks as the device holds at a time. Lengths are read on the device, so one captured graph serves
+all steps of a padded number of rows. What a row becomes depends on nothing but the row (kernels/decode_items.cuh).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.decoder.cuda.attention.limits import (
+    HEAD_DIMS,
+    MAX_CONTEXT_TOKENS,
+    MAX_GROUP,
+    check_logits,
+    check_shape,
+    require,
+)
+from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.decoder.cuda.launch.launcher import Grid, Kernel, Launcher
+from penstock.backend.passes.decoder.ops import quantisable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHORTEST_CHUNK_TOKENS = 256
+_FIRST_MULTIPLE_TOKENS = 16
+"""A window's first chunk begins at a multiple of this."""
+_MAX_ROWS = (1 << 16) - 1
+"""Blocks of the sampler's grids in their second dimension."""
+_MAX_SMS = 1 << 12
+_NUM_WARPS = 4
+_PLAN_THREADS = 512
+_BLOCKS_TO_FILL_A_DEVICE = 256
+_FEWEST_CHUNKS = 16
+_RING_TILES = range(2, 9)
+_RESERVED_SHARED_BYTES = 1024
+"""Of each block, by CUDA."""
+_ACTS = {torch.float32: np.int32(0), torch.bfloat16: np.int32(1), torch.float16: np.int32(2)}
+_NUMBER_BYTES = {"fp32": 4, "bf16": 2, "q8_0": 1, "fp8": 1}
+
+PLAN = Kernel("decode_plan.cu", "plan_decode", (("NUM_THREADS", _PLAN_THREADS),), _PLAN_THREADS)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every instantiation, with the least shared memory that it can do with."""
+    yield PLAN
+    for kv_dtype in KV_MACRO:
+        for head_dim in HEAD_DIMS:
+            if kv_dtype != "q8_0" or quantisable(head_dim):
+                yield _attention(kv_dtype, head_dim, _RING_TILES[0])
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Lives as long as the model. One step at a time uses it; its layers follow each other on one stream."""
+
+    items: Tensor
+    """int32 [max_rows * max_chunks, 4]: row, slot, context length, chunk."""
+    num_items: Tensor
+    """int32 [1]."""
+    partial_out: Tensor
+    """fp32 [max_rows, num_heads, max_chunks, head_dim]."""
+    partial_peaks: Tensor
+    """fp32 [max_rows, num_heads, max_chunks, 2]."""
+    tickets: Tensor
+    """int32 [max_rows, num_kv_heads], 0 between launches."""
+
+
+class DecodeAttention:
+    """Attention of the layers that have the same window. Immutable."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_heads: int,
+        scale: float,
+        *,
+        max_rows: int,
+        max_context_tokens: int,
+        num_sms: int,
+        shared_bytes_per_sm: int,
+        window_tokens: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        """scale multiplies q · k; softcap, where not 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
+        and window_tokens - 1 before it, or all of them with 0. num_sms and shared_bytes_per_sm are the device's. Raises
+        ValueError for what no kernel covers.
+        """
+        check_shape(layout, num_heads)
+        require("max_rows", max_rows, 1, _MAX_ROWS)
+        require("max_context_tokens", max_context_tokens, 1, MAX_CONTEXT_TOKENS)
+        require("num_sms", num_sms, 1, _MAX_SMS)
+        check_logits(scale, window_tokens, softcap)
+        self.layout = layout
+        self.num_heads = num_heads
+        self.scale = scale
+        self.softcap = softcap
+        self.max_rows = max_rows
+        self.window_tokens = window_tokens
+        self.max_chunks = _max_chunks(max_context_tokens, window_tokens, layout.num_kv_heads)
+        """The most chunks of a row: they have 256 tokens, doubled until there are no more than that."""
+        ring_tiles, blocks_per_sm = _ring(layout.kv_dtype, layout.head_dim, shared_bytes_per_sm)
+        self.kernel = _attention(layout.kv_dtype, layout.head_dim, ring_tiles)
+        num_blocks = min(num_sms * blocks_per_sm, max_rows * self.max_chunks * layout.num_kv_heads)
+        self._grid: Grid = (num_blocks, 1, 1)
+        self._plan_scalars = (np.int32(window_tokens), np.int32(self.max_chunks))
+        self._scalars = (
+            np.int32(num_heads),
+            np.int32(layout.num_kv_heads),
+            np.int32(layout.page_size_tokens.bit_length() - 1),
+            *self._plan_scalars,
+            np.int32(ring_tiles),
+            np.float32(scale),
+            np.float32(softcap),
+        )
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        return PLAN, self.kernel
+
+    @property
+    def workspace_bytes(self) -> int:
+        """For each chunk of each row: 16 bytes, and head_dim + 2 fp32 numbers a head. Max_chunks is at most 256 / KV
+        heads (or 16, where that is more), so this is at most about 1 KB · max_rows · group · (head_dim + 2)."""
+        rows, heads, chunks = self.max_rows, self.num_heads, self.max_chunks
+        per_row = chunks * (16 + heads * (self.layout.head_dim + 2) * 4) + self.layout.num_kv_heads * 4
+        return rows * per_row + 4
+
+    def make_workspace(self, device: str | torch.device) -> DecodeWorkspace:
+        rows, heads, chunks = self.max_rows, self.num_heads, self.max_chunks
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return DecodeWorkspace(
+            items=zeros(rows * chunks, 4, dtype=torch.int32),
+            num_items=zeros(1, dtype=torch.int32),
+            partial_out=zeros(rows, heads, chunks, self.layout.head_dim, dtype=torch.float32),
+            partial_peaks=zeros(rows, heads, chunks, 2, dtype=torch.float32),
+            tickets=zeros(rows, self.layout.num_kv_heads, dtype=torch.int32),
+        )
+
+    def plan(
+        self, launcher: Launcher, workspace: DecodeWorkspace, context_lens: Tensor, slots: Tensor, num_rows: int
+    ) -> None:
+        """Of the first num_rows rows, which have one token each. A row whose slot is -1 is passed over.
+
+        context_lens, slots: int32 [at least num_rows]; a row attends to context_lens[row] + 1 tokens, at most
+        max_context_tokens. Before the step's first `attend`.
+        """
+        if num_rows > min(self.max_rows, len(context_lens), len(slots)):
+            raise ValueError(f"{num_rows} rows, of at most {min(self.max_rows, len(context_lens), len(slots))}")
+        arguments = (context_lens, slots, workspace.items, workspace.num_items)
+        launcher.launch(PLAN, (1, 1, 1), *arguments, np.int32(num_rows), *self._plan_scalars)
+
+    def attend(
+        self,
+        launcher: Launcher,
+        workspace: DecodeWorkspace,
+        qkv: Tensor,
+        layer_cache: Tensor,
+        page_table: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Row r's queries are qkv[r], its output out[r]; rows that were not planned are left as they are.
+
+        qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim]: fp32, bf16 or fp16, the
+        same. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages].
+        """
+        act = _ACTS[qkv.dtype]
+        if out.dtype != qkv.dtype:
+            raise ValueError(f"queries are {qkv.dtype}, and the output {out.dtype}")
+        launcher.launch(
+            self.kernel,
+            self._grid,
+            qkv,
+            layer_cache,
+            page_table,
+            workspace.items,
+            workspace.num_items,
+            workspace.partial_out,
+            workspace.partial_peaks,
+            workspace.tickets,
+            out,
+            act,
+            np.int32(page_table.shape[1]),
+            *self._scalars,
+        )
+
+
+def _max_chunks(max_context_tokens: int, window_tokens: int, num_kv_heads: int) -> int:
+    """As many as fill a device with one long row; fewer where no context is that long, which changes no chunk."""
+    longest = max_context_tokens
+    if window_tokens:
+        longest = min(longest, window_tokens + _FIRST_MULTIPLE_TOKENS - 1)
+    wanted = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL_A_DEVICE // num_kv_heads))
+    return min(wanted, -(-longest // SHORTEST_CHUNK_TOKENS))
+
+
+def _tile_bytes(kv_dtype: str, head_dim: int) -> int:
+    """kTileBytes of kernels/decode_tiles.cuh."""
+    number_bytes = _NUMBER_BYTES[kv_dtype]
+    pieces = head_dim * number_bytes // 16
+    stride = pieces + (12 - pieces % 8) % 8 if kv_dtype == "fp32" else pieces | 1
+    scale_row_bytes = head_dim // 32 * 2 if kv_dtype == "q8_0" else 0
+    return 32 // number_bytes * (16 * stride + scale_row_bytes)
+
+
+def _static_shared_bytes(kv_dtype: str, head_dim: int) -> int:
+    """Rounded up."""
+    if kv_dtype == "fp32":
+        return 16 * head_dim * 4 + 3072
+    return 1024 + (8192 if head_dim > 128 else 0)
+
+
+def _attention(kv_dtype: str, head_dim: int, ring_tiles: int) -> Kernel:
+    rings = _NUM_WARPS * ring_tiles * _tile_bytes(kv_dtype, head_dim)
+    merge = _NUM_WARPS * MAX_GROUP * (head_dim + 8) * 4
+    macros = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim), ("NUM_WARPS", _NUM_WARPS))
+    return Kernel("decode_attention.cu", "decode_attention", macros, 32 * _NUM_WARPS, max(rings, merge))
+
+
+def _ring(kv_dtype: str, head_dim: int, shared_bytes_per_sm: int) -> tuple[int, int]:
+    """Tiles of a ring, and blocks that an SM holds: two, if each has a ring of three, otherwise one."""
+    for num_blocks in (2, 1):
+        room = shared_bytes_per_sm // num_blocks - _RESERVED_SHARED_BYTES - _static_shared_bytes(kv_dtype, head_dim)
+        ring_tiles = min(room // (_NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), _RING_TILES[-1])
+        if ring_tiles >= (3 if num_blocks == 2 else 2):
+            return ring_tiles, num_blocks
+    raise ValueError(
+        f"{shared_bytes_per_sm} bytes of shared memory an SM are too few for heads of {head_dim} {kv_dtype}"
+    )

@@ -1,0 +1,115 @@
+"""Attention of all rows of a step, in the layers that have one window: which kernel takes which rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.decoder.cuda.attention.limits import require
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import MAX_TILES, PrefillAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
+    from penstock.backend.passes.decoder.cuda.device.device import Device
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
+    from penstock.backend.passes.decoder.cuda.ops import CudaStep
+    from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays
+
+
+class StepAttention(Protocol):
+    """`open` comes first, then for each step `begin`, and `attend` once a layer."""
+
+    prefill: PrefillAttention
+    """Of the rows of several tokens."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What `open` allocates."""
+        ...
+
+    def kernels(self) -> Iterator[Kernel]:
+        """What `Launcher.prepare` should have."""
+        ...
+
+    def open(self, device: Device) -> None: ...
+
+    def begin(self, rows: RowArrays, num_decode: int) -> None:
+        """The first num_decode rows, one at least, have one token each; a slot of -1 is padding."""
+        ...
+
+    def attend(self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, out: Tensor) -> None:
+        """out of each token of the step; see `PrefillAttention.attend`. Of padding it is left as it is."""
+        ...
+
+
+class TwoKernelAttention:
+    """See `StepAttention`. Rows of one token have the kernel that is made for them; their last bits are then not those
+    that the token has within a longer row.
+    """
+
+    def __init__(self, decode: DecodeAttention) -> None:
+        self._decode = decode
+        self.prefill = PrefillAttention(
+            decode.layout, decode.num_heads, decode.scale, decode.window_tokens, decode.softcap
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._decode.workspace_bytes
+
+    def kernels(self) -> Iterator[Kernel]:
+        yield from self._decode.kernels()
+        yield from self.prefill.kernels()
+
+    def open(self, device: Device) -> None:
+        self._launcher = device.launcher
+        self._workspace = self._decode.make_workspace(device.torch_device)
+
+    def begin(self, rows: RowArrays, num_decode: int) -> None:
+        self._decode.plan(self._launcher, self._workspace, rows.context_lens, rows.slots, num_decode)
+
+    def attend(self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, out: Tensor) -> None:
+        if step.num_decode:
+            self._decode.attend(self._launcher, self._workspace, qkv, layer_cache, page_table, out)
+        if step.prefill_tiles is not None:
+            tiles = step.prefill_tiles
+            self.prefill.attend(self._launcher, qkv, layer_cache, page_table, step.rows, tiles, out)
+
+
+class OneKernelAttention:
+    """See `StepAttention`. The kernel for rows of any length has those of one token too: a token's bits are the same
+    whatever row it is computed in. A row of one token is one tile, so that their tiles are the same in every step.
+    """
+
+    def __init__(self, prefill: PrefillAttention, max_rows: int) -> None:
+        """Raises ValueError for more rows than a launch can have."""
+        require("max_rows", max_rows, 1, MAX_TILES)
+        self.prefill = prefill
+        self._max_rows = max_rows
+
+    @property
+    def workspace_bytes(self) -> int:
+        return 2 * 4 * self._max_rows
+
+    def kernels(self) -> Iterator[Kernel]:
+        yield from self.prefill.kernels()
+
+    def open(self, device: Device) -> None:
+        self._launcher = device.launcher
+        rows = np.arange(self._max_rows, dtype=np.int32)
+        tiles = torch.from_numpy(np.stack([rows, np.zeros_like(rows)], axis=1))
+        self._one_token_tiles = tiles.to(device.torch_device)
+
+    def begin(self, rows: RowArrays, num_decode: int) -> None:
+        """There is nothing that layers could share."""
+
+    def attend(self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, out: Tensor) -> None:
+        for tiles in (self._one_token_tiles[: step.num_decode], step.prefill_tiles):
+            if tiles is not None and len(tiles):
+                self.prefill.attend(self._launcher, qkv, layer_cache, page_table, step.rows, tiles, out)

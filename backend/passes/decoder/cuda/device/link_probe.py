@@ -1,0 +1,53 @@
+"""How fast pinned host memory and the device exchange bytes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.backend.passes.decoder.cuda.device.device import Device
+
+_PROBE_BYTES = 64 << 20
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """In bytes per second."""
+
+    to_device: float
+    to_host: float
+
+    def copy_s(self, num_bytes: int) -> float:
+        """Seconds to take so many bytes to the host and back."""
+        return num_bytes / self.to_host + num_bytes / self.to_device
+
+    def __str__(self) -> str:
+        return f"{self.to_device / 1e9:.1f} GB/s to the GPU, {self.to_host / 1e9:.1f} GB/s back"
+
+
+def measure_link(device: Device, num_bytes: int = _PROBE_BYTES) -> LinkSpeed:
+    """Copies between pinned memory and the device, the best of a few; about 20 ms."""
+    pinned = device.pinned(num_bytes, torch.uint8)
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    speed = LinkSpeed(_best_speed(device, pinned, there), _best_speed(device, there, pinned))
+    del pinned, there
+    device.trim()
+    return speed
+
+
+def _best_speed(device: Device, source: Tensor, target: Tensor) -> float:
+    best_s = float("inf")
+    for _ in range(_REPEATS):
+        device.synchronize()
+        started_s = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        device.synchronize()
+        best_s = min(best_s, time.perf_counter() - started_s)
+    return len(source) / best_s

@@ -1,0 +1,34 @@
+"""The cos and sin table of rotary position embeddings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.decoder_config import RopeConfig
+
+_FIRST_POSITIONS = 4096
+
+
+class RopeTable:
+    """Rows [cos | sin] for positions 0 … n - 1, [n, rotary_dim] fp32, computed in fp64. Grows by doubling to what the
+    sequences need, so that a model made for a million positions costs no memory for those nobody reaches."""
+
+    def __init__(self, rope: RopeConfig) -> None:
+        self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64)
+        self._factor = rope.attention_factor
+        self.rows = torch.empty(0, 2 * len(rope.inv_freq), dtype=torch.float32)
+
+    def cover(self, num_positions: int) -> Tensor:
+        """The table with at least num_positions rows; rows handed out before stay valid."""
+        if num_positions > len(self.rows):
+            size = max(_FIRST_POSITIONS, len(self.rows))
+            while size < num_positions:
+                size *= 2
+            angles = torch.outer(torch.arange(size, dtype=torch.float64), self._inv_freq)
+            self.rows = (torch.cat([angles.cos(), angles.sin()], dim=1) * self._factor).float()
+        return self.rows

@@ -1,0 +1,345 @@
+"""Which sequences run in the next step, and how many tokens of each. Knows pages and slots; knows no model, no link.
+
+There is no prefill phase and no decode phase: running sequences first, those whose last token was sampled before those
+that have more to compute, then as many waiting ones as slots, pages and the token budget allow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.backend.kv_cache.prefix_cache import Prefixes
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.scheduling.wait_queue import WaitingRoom
+
+if TYPE_CHECKING:
+    from penstock.backend.kv_cache.host_offload import HostPages
+    from penstock.backend.kv_cache.page_pool import PagePool
+    from penstock.backend.kv_cache.prefix_cache import Prefix
+    from penstock.backend.sequences.sequence import Sequence
+
+    Chunk: TypeAlias = tuple[Sequence, int]
+    """A sequence with tokens that are known and not computed, and how many of them the step computes."""
+
+
+class Scheduler:
+    """Sequences waiting and running. A sequence is in exactly one place: waiting, running, or not here.
+
+    Pages and slots may be reused at once, though steps that wrote to them are still in flight: steps run in the order
+    in which they are planned, so what a new owner writes comes after. A page is named, and so shared, only when the
+    step that completed it has been applied.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size_tokens: int,
+        max_running: int,
+        max_batch_tokens: int,
+        patience_steps: int = 64,
+        num_plans_ahead: int = 1,
+    ) -> None:
+        """patience_steps: who waits for what another computes does so as long as that gets on within so many.
+        num_plans_ahead: so many plans at most are made between a step's own and the end of that step."""
+        self._pool = pool
+        self._page_size = page_size_tokens
+        self._max_batch_tokens = max_batch_tokens
+        self._free_slots = list(range(max_running - 1, -1, -1))
+        self.max_running = max_running
+        self._waiting = WaitingRoom()
+        self._running: dict[Sequence, None] = {}  # in order of admission
+        self._prefixes = Prefixes(pool, page_size_tokens)
+        self._grown: list[Sequence] = []
+        """Those that got more pages for the step that is being planned."""
+        self._page_copies: dict[Sequence, tuple[int, int]] = {}
+        """Of that step, and..."""
+        self._sources: list[int] = []
+        """...the idle pages among its sources, held until all pages of the step are chosen: none is a destination."""
+        self._page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = {}
+        """Of that step as well."""
+        self._patience_steps = patience_steps
+        self._num_plans_ahead = num_plans_ahead
+        self._trials: deque[list[Chunk]] = deque()
+        """Steps that are to be run first, and have nobody else."""
+        self._num_plans = 0
+        """That had rows."""
+        self._num_added = 0
+        self.num_preemptions = 0
+        self._preempted: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def num_pages_held(self) -> int:
+        return self._pool.num_held
+
+    @property
+    def num_pages_idle(self) -> int:
+        return self._pool.num_idle
+
+    @property
+    def host_pages(self) -> HostPages:
+        """For those who count."""
+        return self._pool.host
+
+    def add(self, sequence: Sequence) -> None:
+        """To its place in the queue. The caller has checked that the sequence can fit the pool by itself."""
+        sequence.order = self._num_added
+        self._num_added += 1
+        self._waiting.put(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence ended, for whatever reason and in whatever state; its pages and slot are free at once."""
+        sequence.ended = True
+        sequence.generation += 1
+        if sequence.order < 0:  # it never came here
+            return
+        if sequence in self._running:
+            self._stop_running(sequence)
+        else:
+            self._waiting.forget(sequence)
+        if sequence.embeddings is not None:  # nobody else could ever find what was computed of them
+            self._pool.drop(sequence.page_keys)
+
+    def plan(self) -> Plan:
+        """The rows of the next step; none when there is nothing to do."""
+        while self._trials:
+            if trial := [(sequence, length) for sequence, length in self._trials.popleft() if not sequence.ended]:
+                return self._make_plan([], trial)
+        self._waiting.unpark_overdue(self._num_plans)
+        budget = self._max_batch_tokens
+        decodes: list[Sequence] = []
+        short, unfinished = [], []
+        for sequence in self._running:
+            end = sequence.num_computed + 1
+            if end <= sequence.num_brought:
+                unfinished.append(sequence)
+            elif end >= sequence.max_total_tokens:
+                continue  # the last token of all is never computed: nothing follows it
+            elif end > sequence.room_tokens:
+                short.append(sequence)
+            else:
+                sequence.num_computed = end
+                decodes.append(sequence)
+        for sequence in decodes[budget:]:
+            sequence.num_computed -= 1
+        del decodes[budget:]
+        num_preemptions = self.num_preemptions
+        for sequence in short:
+            if len(decodes) < budget and self._find_pages(sequence, sequence.num_computed + 1):
+                sequence.num_computed += 1
+                decodes.append(sequence)
+        budget -= len(decodes)
+        chunks: list[Chunk] = []
+        for sequence in unfinished:
+            num_tokens = min(sequence.num_brought - sequence.num_computed, budget)
+            if num_tokens > 0 and self._find_pages(sequence, sequence.num_computed + num_tokens):
+                chunks.append((sequence, num_tokens))
+                budget -= num_tokens
+        if self.num_preemptions == num_preemptions:
+            self._admit(chunks, budget)
+        else:
+            decodes = [sequence for sequence in decodes if sequence.slot is not None]
+            chunks = [chunk for chunk in chunks if chunk[0].slot is not None]
+        plan = self._make_plan(decodes, chunks)
+        self._num_plans += bool(plan)
+        return plan
+
+    def try_apart(self, chunks: list[Chunk]) -> None:
+        """A step with these rows has failed, for the fault of one or of none: they go back to before it, and run again
+        in two steps of their own before anything else does."""
+        for sequence, _ in chunks:
+            sequence.rewind(sequence.num_applied)
+            sequence.num_cached = min(sequence.num_cached, sequence.num_computed)
+        middle = (len(chunks) + 1) // 2
+        self._trials.extendleft(half for half in (chunks[middle:], chunks[:middle]) if half)
+
+    def _make_plan(self, decodes: list[Sequence], chunks: list[Chunk]) -> Plan:
+        """Of sequences that have been advanced by a token, and of others that are to be by as many as is said."""
+        plan = Plan(decodes, lengths=[1] * len(decodes), num_decodes=len(decodes))
+        plan.logit_rows = list(range(len(decodes)))
+        for sequence, num_tokens in sorted(chunks, key=lambda chunk: chunk[1] > 1):
+            sequence.num_computed += num_tokens
+            if sequence.num_computed == len(sequence.tokens):
+                plan.logit_rows.append(len(plan))
+            if sequence.needs_slot_init:
+                sequence.needs_slot_init = False
+                plan.slot_takers.append(sequence)
+            plan.sequences.append(sequence)
+            plan.lengths.append(num_tokens)
+        plan.generations = [sequence.generation for sequence in plan.sequences]
+        plan.slots = [sequence.slot for sequence in plan.sequences]
+        plan.ends = [sequence.num_computed for sequence in plan.sequences]
+        plan.grown = [sequence for sequence in self._grown if sequence.slot is not None]
+        self._grown.clear()
+        plan.page_copies, self._page_copies = self._page_copies, {}
+        plan.page_restores, self._page_restores = self._page_restores, {}
+        self._pool.host.end_plan()
+        self._pool.give_back(self._sources)
+        self._sources.clear()
+        return plan
+
+    def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The step that computed the first num_tokens has been applied: pages that are full with them can be shared,
+        and who waited for them may go on."""
+        self._waiting.unpark(self._prefixes.note_computed(sequence, num_tokens))
+
+    def distrust(self, sequence: Sequence) -> None:
+        """A running sequence's logits were bad, and so may be what its pages hold, and others of the same tenant:
+        nobody is to find them."""
+        self._prefixes.distrust(sequence.salt)
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        """Starts waiting sequences in order while budget, slots and pages last.
+
+        A slot is kept for each one that is parked: it came first, and a thousand of one prefix are not looked at in one
+        plan.
+        """
+        while (
+            len(self._free_slots) > self._waiting.num_parked
+            and budget > 0
+            and (sequence := self._waiting.head()) is not None
+        ):
+            prefix = self._prefixes.find(sequence)
+            if prefix.awaited is not None and self._is_patient(sequence, prefix):
+                self._waiting.park_head(prefix.awaited, self._num_plans + self._patience_steps)
+                continue
+            # All its known tokens and the next must fit now, and what others take before its first step has been
+            # applied, so that it is not preempted before it makes progress.
+            num_new = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens)) - len(prefix.pages)
+            num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
+            if num_left < 0 or not self._is_enough(num_left, sequence):
+                return
+            self._waiting.take_head()
+            self._start(sequence, prefix, num_new, may_copy=num_left > 0 or not self._pool.is_idle(prefix.source))
+            num_tokens = min(sequence.num_brought - sequence.num_computed, budget)
+            chunks.append((sequence, num_tokens))
+            budget -= num_tokens
+
+    def _is_enough(self, num_left: int, newcomer: Sequence) -> bool:
+        """Whether so many pages last for the plans that are made before the newcomer's first step has been applied."""
+        num_ahead = self._num_plans_ahead
+        if num_left >= num_ahead * (len(self._running) + 1):
+            return True
+        num_tokens, most = len(newcomer.tokens), newcomer.max_total_tokens
+        num_due = self._pages_for(min(num_tokens + max(1, num_ahead), most))
+        num_due -= self._pages_for(min(num_tokens + 1, most))
+        for sequence in self._running:
+            num_tokens = max(sequence.num_computed, sequence.num_brought) + num_ahead
+            if num_tokens > sequence.room_tokens < sequence.max_total_tokens - 1:
+                num_due += self._pages_for(min(num_tokens, sequence.max_total_tokens - 1)) - len(sequence.pages)
+        return num_left >= num_due
+
+    def _is_patient(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether what the sequence waits for has got on of late."""
+        num_there = prefix.num_full * self._page_size + prefix.num_copied
+        if num_there > sequence.num_there:
+            sequence.num_there = num_there
+            sequence.patient_until = self._num_plans + self._patience_steps
+        return self._num_plans < sequence.patient_until
+
+    def _start(self, sequence: Sequence, prefix: Prefix, num_new_pages: int, *, may_copy: bool) -> None:
+        """may_copy: the page to copy from is held by others, or there is one to spare."""
+        self._running[sequence] = None
+        sequence.slot = self._free_slots.pop()
+        for page in prefix.pages:
+            self._pool.hold(page)
+        self._pool.want(sequence.page_keys[: len(prefix.pages)])
+        places = list(map(self._pool.host.read, sequence.page_keys[len(prefix.pages) : prefix.num_full]))
+        sequence.num_prefilled = len(prefix.pages) * self._page_size
+        num_cached = prefix.num_full * self._page_size
+        if prefix.num_copied and may_copy:
+            num_cached += prefix.num_copied
+            if self._pool.is_idle(prefix.source):
+                self._pool.hold(prefix.source)
+                self._sources.append(prefix.source)
+        self._give_pages(sequence, prefix.pages + self._pool.take(num_new_pages))
+        if places:
+            self._page_restores[sequence] = tuple(zip(places, sequence.pages[len(prefix.pages) :], strict=False))
+        if num_cached > prefix.num_full * self._page_size:
+            self._page_copies[sequence] = prefix.source, sequence.pages[prefix.num_full]
+        sequence.num_computed = sequence.num_cached = num_cached
+        sequence.num_named_pages = len(prefix.pages)
+        sequence.next_page_end = sequence.num_prefilled + self._page_size
+        self._prefixes.start(sequence)
+
+    def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for num_tokens of a running sequence, at the cost of lower ranks. False: it is preempted itself."""
+        if sequence.slot is None:
+            return False
+        missing = self._pages_for(num_tokens) - len(sequence.pages)
+        while missing > self._pool.num_available:
+            last = max(self._running, key=lambda running: (running.rank, running.order))
+            self._preempt(last)
+            if last is sequence:
+                return False
+        if missing > 0:
+            self._give_pages(sequence, self._pool.take(missing))
+            self._grown.append(sequence)
+        return True
+
+    def _give_pages(self, sequence: Sequence, pages: list[int]) -> None:
+        sequence.pages += pages
+        sequence.room_tokens = len(sequence.pages) * self._page_size
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""
+        self._pool.want(sequence.page_keys[: sequence.num_named_pages])
+        self._stop_running(sequence)
+        sequence.restart()
+        self._waiting.put(sequence)
+        self._preempted.append(sequence)
+        self.num_preemptions += 1
+
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        """(page, place on the host) of what is to be copied before the next step. To be called as that is launched."""
+        return self._pool.host.take_saves()
+
+    def take_preempted(self) -> list[Sequence]:
+        """Those preempted since the last call, once for each time."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self._running[sequence]
+        self._waiting.unpark(self._prefixes.stop(sequence))
+        self._pool.give_back(sequence.pages)
+        sequence.pages = []
+        if sequence.slot is not None:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = None
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless pages and slots are conserved and nobody waits for what nobody computes."""
+        self._pool.check_integrity()
+        holders = Counter(page for sequence in self._running for page in sequence.pages)
+        if len(holders) != self._pool.num_held:
+            raise RuntimeError(f"{self._pool.num_held} pages are held, running sequences have {len(holders)}")
+        if any(self._pool.num_holders(page) != count for page, count in holders.items()):
+            raise RuntimeError("a page's holders are not the sequences that have it")
+        slots = {sequence.slot for sequence in self._running}
+        if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self.max_running:
+            raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self.max_running}")
+        for sequence in self._running:
+            if sequence.ended or self._pages_for(sequence.num_computed) > len(sequence.pages):
+                raise RuntimeError("a running sequence has ended or computed more than its pages hold")
+        for sequence in self._waiting.sequences():
+            if sequence.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
+                raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
+        if any(sequence.patient_until < self._num_plans for sequence in self._waiting.parked()):
+            raise RuntimeError("a sequence waits in vain")
+        self._prefixes.check_integrity(self._running, self._waiting.parked_keys())

@@ -1,0 +1,87 @@
+"""One step as planned: its rows, held as columns so that hundreds of them cost little Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.backend.sequences.sequence import Sequence
+
+NO_SAMPLE = -2
+"""In a list of sampled tokens by row: the row samples none."""
+
+
+class Row(NamedTuple):
+    """A sequence's part in one step: the tokens at positions start … end - 1."""
+
+    sequence: Sequence
+    generation: int
+    start: int
+    end: int
+    samples: bool
+    """The row reaches the sequence's last token, so the step samples the next one."""
+    takes_slot: bool
+    """The first row since the sequence was given its slot, or since the slot's state ran ahead of it."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """Columns of one entry for each row; rows of one token come first."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    """A row counts as long as its sequence is of this generation, and has not stopped in it."""
+    slots: list[int | None] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """Tokens whose KV is computed when the step is over; of those it computes the last `lengths`."""
+    lengths: list[int] = field(default_factory=list)
+    num_decodes: int = 0
+    """The first rows: each is of the one token that its slot sampled last, and samples the next one."""
+    logit_rows: list[int] = field(default_factory=list)
+    """Indices of the rows that sample, ascending."""
+    slot_takers: list[Sequence] = field(default_factory=list)
+    """Those whose slot is to be told of them. For the builder alone, as are those that..."""
+    grown: list[Sequence] = field(default_factory=list)
+    """...have more pages than in the step before."""
+    page_copies: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    """(source, destination) of those that begin within a page that another has filled."""
+    page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """(place on the host, page) of those that begin with pages that were moved there."""
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def live_rows(self) -> list[int]:
+        """Indices of the rows whose sequence has not ended, restarted or sampled its last token since the planning."""
+        return [
+            index
+            for index, (sequence, generation) in enumerate(zip(self.sequences, self.generations, strict=True))
+            if sequence.generation == generation != sequence.stopped_generation
+        ]
+
+    def keep(self, kept: list[int]) -> Plan:
+        """The plan with only the rows of these ascending indices."""
+        samplers = set(self.logit_rows)
+        return Plan(
+            [self.sequences[index] for index in kept],
+            [self.generations[index] for index in kept],
+            [self.slots[index] for index in kept],
+            [self.ends[index] for index in kept],
+            [self.lengths[index] for index in kept],
+            sum(index < self.num_decodes for index in kept),
+            [new for new, index in enumerate(kept) if index in samplers],
+            self.slot_takers,
+            self.grown,
+            {self.sequences[index]: copy for index in kept if (copy := self.page_copies.get(self.sequences[index]))},
+            {self.sequences[index]: some for index in kept if (some := self.page_restores.get(self.sequences[index]))},
+        )
+
+    def rows(self) -> Iterator[Row]:
+        """One object for each row, where speed is no matter."""
+        samplers, takers = set(self.logit_rows), set(self.slot_takers)
+        columns = zip(self.sequences, self.generations, self.ends, self.lengths, strict=True)
+        for index, (sequence, generation, end, length) in enumerate(columns):
+            yield Row(sequence, generation, end - length, end, index in samplers, sequence in takers)

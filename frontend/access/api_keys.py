@@ -1,0 +1,163 @@
+"""Who may ask: API keys, where they come from, and how one is told from another without telling more."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from penstock.frontend.generation.request_policy import tenant_salt
+from penstock.frontend.transport.errors import ApiError, ErrorKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from penstock.frontend.transport.exchange import Exchange
+
+MAX_KEYS = 4096
+MAX_LIMITED_KEYS = 512
+_MAX_FILE_BYTES = 1 << 20
+_KEY = re.compile(r"[!-~]{1,512}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_COUNT = re.compile(r"[1-9]\d{0,11}")
+
+
+class KeyFileError(ValueError):
+    """What is wrong with a key file, in one line that shows no key."""
+
+
+class KeyLimits(Struct, frozen=True):
+    """What one key may use. None is without a limit."""
+
+    requests_in_flight: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    def __bool__(self) -> bool:
+        return self != KeyLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key. The name is for logs; the salt stands for its owner towards the backend."""
+
+    secret: bytes
+    name: str
+    limits: KeyLimits = KeyLimits()  # noqa: RUF009 - frozen
+
+    def __repr__(self) -> str:
+        return f"ApiKey({self.name})"
+
+    @property
+    def salt(self) -> bytes:
+        return tenant_salt(self.secret)
+
+
+def named_keys(secrets_: Iterable[str]) -> list[ApiKey]:
+    """Keys that came without names: key-1, key-2, …"""
+    return [ApiKey(secret.encode(), f"key-{number}") for number, secret in enumerate(secrets_, start=1)]
+
+
+def read_key_file(path: Path) -> list[ApiKey]:
+    """One key a line: `KEY [name=NAME] [requests_in_flight=N] [requests_per_minute=N] [tokens_per_minute=N]`.
+
+    Empty lines and those that begin with # are left out; a key without a name is called line-N. Raises KeyFileError.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        text = data.decode("ascii")
+    except OSError as error:
+        raise KeyFileError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise KeyFileError(f"{path}: keys and names are printable ASCII") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise KeyFileError(f"{path}: larger than {_MAX_FILE_BYTES} bytes")
+    keys = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            try:
+                keys.append(_read_line(words, number))
+            except ValueError as error:
+                raise KeyFileError(f"{path}, line {number}: {error}") from None
+    if not keys:
+        raise KeyFileError(f"{path}: there is no key in it")
+    return keys
+
+
+def _read_line(words: Sequence[str], number: int) -> ApiKey:
+    """Raises ValueError."""
+    if not _KEY.fullmatch(words[0]) or "," in words[0]:
+        raise ValueError("a key is up to 512 printable characters, no comma among them")
+    name = f"line-{number}"
+    limits: dict[str, int] = {}
+    for word in words[1:]:
+        field, equals, value = word.partition("=")
+        if field == "name" and _NAME.fullmatch(value):
+            name = value
+        elif field in KeyLimits.__struct_fields__ and _COUNT.fullmatch(value):
+            limits[field] = int(value)
+        elif equals and field in ("name", *KeyLimits.__struct_fields__):
+            rule = "up to 64 letters, digits and _.-" if field == "name" else "a number from 1"
+            raise ValueError(f"{field} must be {rule}")
+        else:
+            known = ", ".join(f"{known}=" for known in ("name", *KeyLimits.__struct_fields__))
+            raise ValueError(f"word {words.index(word) + 1} is none of {known}")
+    return ApiKey(words[0].encode(), name, KeyLimits(**limits))
+
+
+class Keyring:
+    """The keys that let requests in; without any, all may ask.
+
+    What a client sent is looked up by a digest that it cannot foresee, and compared as a whole, so that the time taken
+    says nothing about any key.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        """Raises ValueError: a key is there twice, or there are too many."""
+        self._digest_key = secrets.token_bytes(32)
+        self._by_digest: dict[bytes, ApiKey] = {}
+        for key in keys:
+            digest = self._digest(key.secret)
+            if (other := self._by_digest.setdefault(digest, key)) is not key:
+                raise ValueError(f"the keys {other.name} and {key.name} are the same")
+        if len(self._by_digest) > MAX_KEYS:
+            raise ValueError(f"{len(self._by_digest)} API keys; the limit is {MAX_KEYS}")
+        if len(self.limited) > MAX_LIMITED_KEYS:
+            raise ValueError(f"{len(self.limited)} API keys with limits; at most {MAX_LIMITED_KEYS} can have some")
+
+    def __bool__(self) -> bool:
+        return bool(self._by_digest)
+
+    @property
+    def limited(self) -> list[ApiKey]:
+        return [key for key in self._by_digest.values() if key.limits]
+
+    def _digest(self, secret: bytes) -> bytes:
+        return blake2b(secret, key=self._digest_key).digest()
+
+    def check(self, exchange: Exchange) -> ApiKey | None:
+        """The key with which the request came, as `Authorization: Bearer KEY` or `x-api-key: KEY`; None where none is
+        needed. Raises ApiError."""
+        if not self._by_digest:
+            return None
+        given = exchange.header(b"x-api-key")  # Anthropic's clients send it so
+        if given is None:
+            scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
+            given = given if scheme.lower() == b"bearer" else b""
+        digest = self._digest(given.strip())
+        key = self._by_digest.get(digest)
+        if key is None or not hmac.compare_digest(digest, self._digest(key.secret)):
+            raise ApiError(
+                ErrorKind.BAD_KEY,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-API-Key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+        return key

@@ -1,0 +1,58 @@
+"""Which pages of other origins may read our answers in a browser. Credentials are never allowed: keys are headers."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.frontend.transport.exchange import Exchange, Headers
+
+_MAX_AGE_S = 600
+_REQUESTED_HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
+_EXPOSED = (
+    b"x-request-id, retry-after, server-timing, x-penstock-coalesced, x-ratelimit-limit-requests, "
+    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
+    b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
+)
+
+
+class Cors:
+    """The origins that may; without any, nobody is told anything."""
+
+    def __init__(self, origins: Iterable[str] = ()) -> None:
+        self._origins = frozenset(origin.encode() for origin in origins)
+        self._all = b"*" in self._origins
+
+    def headers(self, exchange: Exchange) -> Headers:
+        """What goes with every answer to this request."""
+        if not self._origins:
+            return ()
+        if self._all:
+            return ((b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", _EXPOSED))
+        vary = (b"vary", b"origin")
+        if not self._allows(exchange):
+            return (vary,)
+        origin = exchange.header(b"origin") or b""
+        return ((b"access-control-allow-origin", origin), (b"access-control-expose-headers", _EXPOSED), vary)
+
+    def preflight(self, exchange: Exchange, methods: Iterable[str]) -> Headers | None:
+        """The headers of the answer to a browser that asks beforehand; None for anything else."""
+        asks = exchange.method == "OPTIONS" and exchange.header(b"access-control-request-method") is not None
+        if not asks or not self._allows(exchange):
+            return None
+        allowed = [
+            (b"access-control-allow-methods", ", ".join(methods).encode()),
+            (b"access-control-max-age", b"%d" % _MAX_AGE_S),
+        ]
+        wanted = exchange.header(b"access-control-request-headers")
+        if wanted is not None and _REQUESTED_HEADERS.fullmatch(wanted):
+            # Clients send headers of their own with everything; none does anything beyond what it does anyway.
+            allowed.append((b"access-control-allow-headers", wanted))
+        return allowed
+
+    def _allows(self, exchange: Exchange) -> bool:
+        origin = exchange.header(b"origin")
+        return origin is not None and (self._all or origin in self._origins)

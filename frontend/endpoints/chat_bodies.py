@@ -1,0 +1,47 @@
+"""What the endpoints have in common that turn their bodies into a chat's."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.frontend.schemas.chat import ChatMessage
+from penstock.frontend.schemas.generation import GenerationBody
+from penstock.frontend.transport.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_SHARED = tuple(
+    field.name for field in msgspec.structs.fields(GenerationBody) if field.name not in ("response_format", "metadata")
+)
+
+
+def shared_fields(body: GenerationBody) -> dict[str, Any]:
+    """What a body has in common with a chat request's."""
+    return {name: getattr(body, name) for name in _SHARED}
+
+
+def instructed(instructions: str, messages: list[ChatMessage]) -> list[ChatMessage]:
+    """One message of the system's at the beginning, for many templates take no second one."""
+    first = messages[0] if messages else None
+    if first is not None and first.role in ("system", "developer") and isinstance(first.content, str):
+        return [ChatMessage("system", f"{instructions}\n\n{first.content}"), *messages[1:]]
+    return [ChatMessage("system", instructions), *messages]
+
+
+@contextlib.contextmanager
+def renamed(names: Sequence[tuple[re.Pattern[str], str]]) -> Iterator[None]:
+    """Errors that name a chat request's field name it as it is called at another endpoint."""
+    try:
+        yield
+    except ApiError as error:
+        param = error.param or ""
+        told = next((pattern.sub(name, param) for pattern, name in names if pattern.search(param)), param)
+        if told == param:
+            raise
+        message = re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", lambda _: told, error.message)
+        raise ApiError(error.kind, message, param=told, headers=error.headers) from None

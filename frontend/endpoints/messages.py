@@ -1,0 +1,170 @@
+"""Anthropic's Messages API: a body becomes a chat, and the chat's answer a message."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.frontend.endpoints.chat_bodies import instructed, renamed, shared_fields
+from penstock.frontend.endpoints.completions import answer_chat, check_model, render_chat
+from penstock.frontend.formats.messages import MessagesFormat
+from penstock.frontend.schemas.chat import (
+    CalledTool,
+    ChatBody,
+    ChatMessage,
+    Function,
+    FunctionCall,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    check_chat,
+)
+from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
+from penstock.frontend.schemas.messages import MessagesBody, decode_count_tokens, decode_messages
+from penstock.frontend.transport.errors import invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.frontend.formats.base import Identity, StreamedUsage, Usage
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.schemas.chat import Role
+    from penstock.frontend.schemas.messages import AnthropicTool, Block, CountTokensBody, ResultBlock
+    from penstock.frontend.transport.exchange import Exchange
+    from penstock.shm.client.client import BackendClient
+
+_RENAMED = (
+    (re.compile(r"^max_completion_tokens$"), "max_tokens"),
+    (re.compile(r"^stop$"), "stop_sequences"),
+    (re.compile(r"^response_format\b(\.json_schema)?"), "output_config.format"),
+    (re.compile(r"^(tools\[\d+\])\.function\.parameters\b"), r"\1.input_schema"),
+    (re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
+    (re.compile(r"^reasoning_effort$"), "output_config.effort"),
+    (re.compile(r"^(thinking_budget|enable_thinking)$"), "thinking"),
+    (re.compile(r"^continue_final_message$"), "messages"),
+)
+"""What a chat request's fields are called here."""
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+async def create_message(exchange: Exchange, data: bytes, served: ServedModel, backend: BackendClient) -> None:
+    """POST /v1/messages. Raises ApiError, ClientGoneError."""
+    body = decode_messages(data)
+    with renamed(_RENAMED):
+        chat = as_chat(body)
+        check_chat(chat)
+
+        def make_format(identity: Identity, usage: Usage, _: StreamedUsage) -> MessagesFormat:
+            return MessagesFormat(identity, usage, exchange.request_id)
+
+        await answer_chat(exchange, chat, served, backend, "msg_", make_format, size=len(data))
+
+
+async def count_tokens(exchange: Exchange, data: bytes, served: ServedModel) -> None:
+    """POST /v1/messages/count_tokens: of the prompt that the same message would make. Raises ApiError."""
+    body = decode_count_tokens(data)
+    with renamed(_RENAMED):
+        check_model(body.model, served.card)
+        chat = as_chat(body)
+        check_chat(chat)
+        prompt = await render_chat(chat, served, is_long=True)
+    await exchange.respond(200, msgspec.json.encode({"input_tokens": len(prompt)}))
+
+
+def as_chat(body: CountTokensBody) -> ChatBody:
+    """The same request as a chat. A last message of the assistant's is the beginning of the answer. Raises ApiError."""
+    messages = _named([message for told in body.messages for message in _messages(told.role, told.content)])
+    if body.system:
+        messages = instructed(_joined(body.system), messages)
+    if not messages:
+        invalid("messages", "no content in any of them")
+    choice = body.tool_choice
+    output = body.output_config
+    thinking = body.thinking
+    limits: dict[str, Any] = {}
+    if isinstance(body, MessagesBody):
+        limits = {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
+    return ChatBody(
+        **shared_fields(body) | limits,
+        messages=messages,
+        tools=_tools(body.tools),
+        tool_choice=None if choice is None else _choice(choice.type, choice.name),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        response_format=_response_format(body),
+        reasoning_effort=None if output is None else output.effort,
+        # Who does not ask for thinking gets none, as at Anthropic; models that know no switch think all the same.
+        enable_thinking=thinking is not None and thinking.type != "disabled",
+        thinking_budget=None if thinking is None else thinking.budget_tokens,
+        chat_template_kwargs=body.chat_template_kwargs,
+        continue_final_message=messages[-1].role == "assistant" or None,
+    )
+
+
+def _messages(role: Role, content: str | Sequence[Block]) -> list[ChatMessage]:
+    """One of Anthropic's is several of a chat's where it holds results of tools."""
+    if isinstance(content, str):
+        return [ChatMessage(role, content)]
+    if role == "assistant":
+        return _assistant(content)
+    messages: list[ChatMessage] = []
+    texts: list[str] = []
+    for block in content:
+        if block.type == "tool_result":
+            messages += _user(role, texts)
+            texts = []
+            messages.append(ChatMessage("tool", _joined(block.content or ""), tool_call_id=block.tool_use_id))
+        else:
+            texts.append(block.text or "")
+    return messages + _user(role, texts)
+
+
+def _user(role: Role, texts: list[str]) -> list[ChatMessage]:
+    return [ChatMessage(role, "\n".join(texts))] if texts else []
+
+
+def _assistant(content: Sequence[Block]) -> list[ChatMessage]:
+    """Thinking that was redacted is not known."""
+    texts = [block.text or "" for block in content if block.type == "text"]
+    calls = [
+        CalledTool(block.id or "", FunctionCall(block.name or "", msgspec.json.encode(block.input).decode()))
+        for block in content
+        if block.type == "tool_use"
+    ]
+    thoughts = [block.thinking or "" for block in content if block.type == "thinking"]
+    if not (texts or calls or thoughts):
+        return []
+    said = "\n".join(texts) if texts else None
+    return [ChatMessage("assistant", said, tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)]
+
+
+def _named(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Results of tools with the name of the tool, which some templates want."""
+    names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    return [
+        msgspec.structs.replace(message, name=names.get(message.tool_call_id or ""))
+        if message.role == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _joined(content: str | Sequence[Block] | Sequence[ResultBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text or "" for block in content)
+
+
+def _tools(tools: Sequence[AnthropicTool] | None) -> list[Tool] | None:
+    if not tools:
+        return None
+    return [Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools]
+
+
+def _choice(kind: str, name: str | None) -> Any:
+    return NamedTool(NamedFunction(name or "")) if kind == "tool" else _CHOICES[kind]
+
+
+def _response_format(body: CountTokensBody) -> ResponseFormat | None:
+    form = body.output_format or (None if body.output_config is None else body.output_config.format)
+    return None if form is None else ResponseFormat("json_schema", JsonSchemaFormat(schema=form.schema, strict=True))

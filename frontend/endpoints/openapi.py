@@ -1,0 +1,214 @@
+"""GET /openapi.json: an OpenAPI 3.1 document made from the routes and their bodies' types; and its page, /docs."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from penstock.frontend.endpoints.reference import CSS, FIELDS, HTML, SCRIPT, names
+from penstock.frontend.schemas import messages, responses
+from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
+from penstock.frontend.transport.error_format import ANTHROPIC_PATH
+from penstock.frontend.transport.errors import ErrorKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from penstock.frontend.endpoints.reference import Doc
+    from penstock.frontend.endpoints.routes import Route
+    from penstock.frontend.transport.exchange import Exchange, Headers
+
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_REF = "#/components/schemas/{name}"
+_PARAMETER = re.compile(r"\{(\w+)\}")
+_JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
+_REFUSED: dict[type[Struct], Iterable[str]] = {
+    responses.ResponsesBody: responses.NOT_HERE,
+    messages.MessagesBody: messages.NOT_HERE,
+    messages.CountTokensBody: messages.NOT_HERE,
+}
+
+_OF_ANY = (ErrorKind.FOREIGN_HOST, ErrorKind.INTERNAL)
+_OF_KEY = (ErrorKind.BAD_KEY,)
+_OF_PATH = (ErrorKind.UNKNOWN_PATH,)
+_OF_READING = (ErrorKind.UNAVAILABLE,)
+_OF_BODY = (
+    ErrorKind.INVALID_VALUE,
+    ErrorKind.UNKNOWN_MODEL,
+    ErrorKind.TOO_SLOW,
+    ErrorKind.BODY_TOO_LARGE,
+    ErrorKind.UNSUPPORTED_BODY,
+    ErrorKind.OVERLOADED,
+    ErrorKind.SHUTTING_DOWN,
+)
+_OF_GENERATION = (ErrorKind.EXPIRED,)
+
+_PAGE_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+    b"form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS: Headers = (
+    (b"content-security-policy", _PAGE_POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
+
+def document(routes: Mapping[str, Mapping[str, Route]], version: str) -> dict[str, Any]:
+    """Of all routes; their paths name parameters in braces."""
+    paths = {
+        path: {method.lower(): _operation(path, method, route) for method, route in methods.items() if method != "HEAD"}
+        for path, methods in routes.items()
+    }
+    docs = [route.doc for methods in routes.values() for route in methods.values()]
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Penstock",
+            "version": version,
+            "description": "The APIs of OpenAI and Anthropic for one model, with additions that clients need not know.",
+        },
+        "tags": [{"name": tag} for tag in dict.fromkeys(doc.tag for doc in docs)],
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(docs),
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+            },
+        },
+    }
+
+
+def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
+    doc = route.doc
+    words = re.findall(r"\w+", path.replace("{", "by_"))
+    told: dict[str, Any] = {
+        "operationId": "_".join([method.lower(), *words]),
+        "tags": [doc.tag],
+        "summary": doc.summary,
+        "responses": {"200": _answer(doc)} | _errors(path, route),
+        # Where the server has keys; without, all may ask.
+        "security": [{"bearer": []}, {"header": []}, {}] if route.needs_key else [],
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _PARAMETER.findall(path)
+    ]
+    parameters += [
+        {"name": name, "in": "query", "description": text, "schema": {"type": _JSON_TYPES[kind]}}
+        for name, kind, text in doc.query
+    ]
+    if doc.body is not None and doc.events is not None:
+        parameters += _GENERATION_HEADERS
+    if parameters:
+        told["parameters"] = parameters
+    if doc.body is not None:
+        told["requestBody"] = {"required": True, "content": {_JSON: {"schema": _reference(doc.body)}}}
+    return told
+
+
+_GENERATION_HEADERS = [
+    {"name": name, "in": "header", "description": text, "schema": schema}
+    for name, text, schema in (
+        ("X-Request-Id", "Comes back, and stands in the log.", {"type": "string", "maxLength": 128}),
+        (
+            "X-Request-Timeout-Ms",
+            "As timeout_ms; the smaller of the two counts.",
+            {"type": "integer", "minimum": 1, "maximum": 86_400_000},
+        ),
+        (
+            "X-Penstock-Coalesce",
+            "off: the request shares its tokens with no other.",
+            {"type": "string", "enum": ["on", "off"]},
+        ),
+    )
+]
+
+
+def _answer(doc: Doc) -> dict[str, Any]:
+    if isinstance(doc.answer, str):
+        content: dict[str, Any] = {doc.answer: {"schema": {"type": "string"}}}
+    elif doc.answer is Struct:
+        content = {_JSON: {"schema": {"type": "object"}}}
+    else:
+        content = {_JSON: {"schema": _reference(doc.answer)}}
+    if doc.events is not None:
+        content[_EVENTS] = {"schema": _reference(doc.events)}
+    return {"description": doc.summary, "content": content}
+
+
+def _errors(path: str, route: Route) -> dict[str, Any]:
+    doc, kinds = route.doc, [*_OF_ANY]
+    kinds += _OF_KEY if route.needs_key else ()
+    kinds += _OF_BODY if doc.body is not None else ()
+    kinds += _OF_GENERATION if doc.body is not None and doc.events is not None else ()
+    kinds += _OF_PATH if doc.can_be_missing else ()
+    kinds += _OF_READING if route.needs_key or path == "/ready" else ()
+    is_anthropic = path.startswith(ANTHROPIC_PATH)
+    error = _reference(AnthropicErrorAnswer if is_anthropic else ErrorAnswer)
+    statuses = {kind.status for kind in kinds} | ({529} if is_anthropic else set())
+    return {
+        str(status): {"description": _phrase(status), "content": {_JSON: {"schema": error}}}
+        for status in sorted(statuses)
+    }
+
+
+def _phrase(status: int) -> str:
+    own = {499: "The request's own deadline has passed", 529: "Overloaded"}
+    return own.get(status) or HTTPStatus(status).phrase
+
+
+def _reference(kind: type[Struct]) -> dict[str, str]:
+    return {"$ref": _REF.format(name=kind.__name__)}
+
+
+def _schemas(docs: Iterable[Doc]) -> dict[str, Any]:
+    bodies = {doc.body for doc in docs if doc.body is not None}
+    kinds = bodies | {doc.events for doc in docs if doc.events is not None} | {ErrorAnswer, AnthropicErrorAnswer}
+    kinds |= {doc.answer for doc in docs if not isinstance(doc.answer, str) and doc.answer is not Struct}
+    in_order = sorted(kinds, key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(in_order, ref_template=_REF)
+    for body in bodies:
+        properties = schemas[body.__name__]["properties"]
+        told = names(body) - set(_REFUSED.get(body, ()))
+        for name in list(properties):
+            if name not in told:
+                del properties[name]
+            elif name in FIELDS:
+                properties[name]["description"] = FIELDS[name]
+    return {name: schemas[name] for name in sorted(schemas)}
+
+
+class Pages:
+    """The document and its page; what they are made of does not change while the process lives."""
+
+    def __init__(self, routes: Mapping[str, Mapping[str, Route]], version: str) -> None:
+        self._routes = routes
+        self._version = version
+        self._document: bytes | None = None
+
+    async def document(self, exchange: Exchange) -> None:
+        if self._document is None:
+            self._document = msgspec.json.encode(document(self._routes, self._version))
+        await exchange.respond(200, self._document)
+
+    async def page(self, exchange: Exchange) -> None:
+        await _respond(exchange, "index.html", HTML)
+
+    async def script(self, exchange: Exchange) -> None:
+        await _respond(exchange, "page.js", SCRIPT)
+
+    async def style(self, exchange: Exchange) -> None:
+        await _respond(exchange, "page.css", CSS)
+
+
+async def _respond(exchange: Exchange, name: str, content_type: str) -> None:
+    data = files("penstock.frontend.endpoints").joinpath("docs_page", name).read_bytes()
+    await exchange.respond(200, data, _PAGE_HEADERS, content_type=f"{content_type}; charset=utf-8".encode())

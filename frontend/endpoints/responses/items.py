@@ -1,0 +1,176 @@
+"""The Responses API's items, and the chat messages that they are to the model."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from penstock.frontend.endpoints.chat_bodies import instructed, shared_fields
+from penstock.frontend.schemas.chat import (
+    CalledTool,
+    ChatBody,
+    ChatMessage,
+    Function,
+    FunctionCall,
+    NamedFunction,
+    NamedTool,
+    Tool,
+)
+from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
+from penstock.frontend.schemas.responses import MAX_ITEMS, Item, NamedChoice, Part
+from penstock.frontend.transport.errors import invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.frontend.schemas.responses import FunctionTool, ResponsesBody
+
+RENAMED = (
+    (re.compile(r"^(max_completion_tokens|max_tokens)$"), "max_output_tokens"),
+    (re.compile(r"^messages\b.*"), "input"),
+    (re.compile(r"^response_format\.json_schema\b"), "text.format"),
+    (re.compile(r"^response_format\b"), "text.format"),
+    (re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
+    (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
+)
+"""What a chat request's fields are called here."""
+
+
+def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
+    """The same request as a chat, after the conversation that it continues. Raises ApiError."""
+    messages = [*history, *to_messages(input_items(body))]
+    if body.instructions:
+        messages = instructed(body.instructions, messages)
+    if not messages:
+        invalid("input", "at least one item is needed")
+    if len(messages) > MAX_ITEMS:
+        invalid("input", f"{len(messages)} messages with those before; the limit is {MAX_ITEMS}")
+    tools, choice = _tools(body)
+    return ChatBody(
+        **shared_fields(body),
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=body.wants_logprobs or None,
+        top_logprobs=body.top_logprobs,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format(body),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        enable_thinking=body.enable_thinking,
+        thinking_budget=body.thinking_budget,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def input_items(body: ResponsesBody) -> list[Item]:
+    if body.input is None:
+        return []
+    return [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+class _Turn:
+    """One message of the assistant's, of the items it is told in."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.texts: list[str] = []
+        self.calls: list[CalledTool] = []
+
+    @property
+    def is_begun(self) -> bool:
+        return bool(self.reasoning or self.texts or self.calls)
+
+    def message(self) -> ChatMessage:
+        return ChatMessage(
+            "assistant",
+            content="\n".join(self.texts) if self.texts else None,
+            tool_calls=self.calls or None,
+            reasoning_content="\n".join(self.reasoning) or None,
+        )
+
+
+def to_messages(items: Sequence[Item]) -> list[ChatMessage]:
+    """Reasoning, answer and calls that follow each other are one message of the assistant's."""
+    messages: list[ChatMessage] = []
+    turn = _Turn()
+    names: dict[str | None, str | None] = {}
+
+    def end_turn() -> None:
+        nonlocal turn
+        if turn.is_begun:
+            messages.append(turn.message())
+            turn = _Turn()
+
+    for item in items:
+        if item.kind == "reasoning":
+            if turn.texts or turn.calls:
+                end_turn()
+            if thought := joined(item.content) or joined(item.summary):
+                turn.reasoning.append(thought)
+        elif item.kind == "function_call":
+            names[item.call_id] = item.name
+            turn.calls.append(CalledTool(item.call_id or "", FunctionCall(item.name or "", item.arguments or "")))
+        elif item.kind == "function_call_output":
+            end_turn()
+            messages.append(
+                ChatMessage("tool", joined(item.output), name=names.get(item.call_id), tool_call_id=item.call_id)
+            )
+        elif item.role == "assistant":
+            if turn.texts or turn.calls:
+                end_turn()
+            turn.texts.append(joined(item.content))
+        else:
+            end_turn()
+            messages.append(ChatMessage(item.role or "user", joined(item.content)))
+    end_turn()
+    return messages
+
+
+def joined(content: str | Sequence[Part] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.said for part in content or ())
+
+
+def listed(item: Item, item_id: str) -> dict[str, Any]:
+    """An input item as it is told."""
+    told: dict[str, Any] = {"id": item.id or item_id, "type": item.kind, "status": "completed"}
+    match item.kind:
+        case "message":
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            extra: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
+            parts = [item.content] if isinstance(item.content, str) else [part.said for part in item.content or ()]
+            content = [{"type": kind, "text": text, **extra} for text in parts]
+            return told | {"role": item.role, "content": content}
+        case "function_call":
+            return told | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+        case "function_call_output":
+            return told | {"call_id": item.call_id, "output": joined(item.output)}
+        case _:
+            summary = [{"type": "summary_text", "text": part.said} for part in item.summary or ()]
+            content = [{"type": "reasoning_text", "text": joined(item.content)}] if item.content else []
+            return told | {"summary": summary, "content": content}
+
+
+def _response_format(body: ResponsesBody) -> ResponseFormat | None:
+    form = None if body.text is None else body.text.format
+    if form is None:
+        return None
+    schema = JsonSchemaFormat(form.name, form.description, form.schema, form.strict)
+    return ResponseFormat(form.type, schema if form.type == "json_schema" else None)
+
+
+def _tools(body: ResponsesBody) -> tuple[list[Tool] | None, Any]:
+    """The tools that may be called, and the choice among them."""
+    choice = body.tool_choice
+    if not isinstance(choice, NamedChoice):
+        return _as_tools(body.tools), choice
+    if choice.type == "function":
+        return _as_tools(body.tools), NamedTool(NamedFunction(choice.name or ""))
+    allowed = {tool.name for tool in choice.tools or ()}
+    return _as_tools([tool for tool in body.tools or () if tool.name in allowed]), choice.mode
+
+
+def _as_tools(tools: list[FunctionTool] | None) -> list[Tool] | None:
+    if not tools:
+        return None
+    return [Tool(Function(tool.name or "", tool.description, tool.parameters, tool.strict)) for tool in tools]

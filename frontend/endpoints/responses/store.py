@@ -1,0 +1,111 @@
+"""Finished responses, kept for a while in this process: by bytes, by number and by age, of every tenant apart."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.frontend.schemas.chat import ChatMessage
+
+_OVERHEAD_BYTES = 1024
+"""What keeping a response costs beside what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    response_id: str
+    body: bytes
+    """The response object as JSON."""
+    input_items: bytes
+    """The request's own, as JSON: decoded, a thousand empty ones would take many times what they are counted for."""
+    messages: tuple[ChatMessage, ...]
+    """The conversation up to here, this answer included, without instructions: they are each request's own."""
+    num_message_bytes: int
+    """Counted in full with each response of a conversation: any of them alone keeps them all."""
+    is_background: bool = False
+    events: Sequence[bytes] | None = None
+    """The stream's, where it may be asked for again."""
+
+    @property
+    def num_bytes(self) -> int:
+        own = _OVERHEAD_BYTES + len(self.body) + len(self.input_items)
+        return own + self.num_message_bytes + sum(map(len, self.events or ()))
+
+
+@dataclass(slots=True)
+class _Kept:
+    response: StoredResponse
+    num_bytes: int
+    used_s: float
+
+
+class ResponseStore:
+    """What is over a bound goes: first of the tenant that holds the most bytes what was not used for longest."""
+
+    def __init__(
+        self, *, max_bytes: int, max_responses: int, max_idle_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """A response goes when it was not used for max_idle_s."""
+        self.tag = secrets.token_hex(4)
+        """Begins the ids of this store's responses, so that another process can say why it does not have them."""
+        self.num_bytes = 0
+        self.max_idle_s = max_idle_s
+        self._max_bytes = max_bytes
+        self._max_responses = max_responses
+        self._clock = clock
+        self._tenants: dict[bytes, OrderedDict[str, _Kept]] = {}
+        self._bytes_of: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tenants.values()))
+
+    def put(self, tenant: bytes, response: StoredResponse) -> None:
+        self.remove(tenant, response.response_id)
+        self._expire()
+        kept = _Kept(response, response.num_bytes, self._clock())
+        self._tenants.setdefault(tenant, OrderedDict())[response.response_id] = kept
+        self._count(tenant, kept.num_bytes)
+        while self.num_bytes > self._max_bytes or len(self) > self._max_responses:
+            largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
+            self._drop(largest, next(iter(self._tenants[largest])))
+
+    def get(self, tenant: bytes, response_id: str) -> StoredResponse | None:
+        self._expire()
+        of_tenant = self._tenants.get(tenant)
+        kept = None if of_tenant is None else of_tenant.get(response_id)
+        if of_tenant is None or kept is None:
+            return None
+        kept.used_s = self._clock()
+        of_tenant.move_to_end(response_id)
+        return kept.response
+
+    def remove(self, tenant: bytes, response_id: str) -> bool:
+        """Whether it was there."""
+        self._expire()
+        is_there = response_id in self._tenants.get(tenant, {})
+        if is_there:
+            self._drop(tenant, response_id)
+        return is_there
+
+    def _expire(self) -> None:
+        """Each tenant's stand in the order in which they were used."""
+        oldest_s = self._clock() - self.max_idle_s
+        for tenant in list(self._tenants):
+            while (of_tenant := self._tenants.get(tenant)) and next(iter(of_tenant.values())).used_s < oldest_s:
+                self._drop(tenant, next(iter(of_tenant)))
+
+    def _drop(self, tenant: bytes, response_id: str) -> None:
+        of_tenant = self._tenants[tenant]
+        self._count(tenant, -of_tenant.pop(response_id).num_bytes)
+        if not of_tenant:
+            del self._tenants[tenant], self._bytes_of[tenant]
+
+    def _count(self, tenant: bytes, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes

@@ -1,0 +1,47 @@
+"""A chat that is too long for the context, without its oldest turns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.frontend.endpoints.completions import render_chat
+from penstock.frontend.transport.errors import ApiError, ErrorKind
+
+if TYPE_CHECKING:
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.schemas.chat import ChatBody
+
+
+async def fitted(body: ChatBody, served: ServedModel) -> ChatBody:
+    """The chat with as many of its last turns as leave room for the answer: its instructions and one turn at least.
+
+    A turn begins with a message of the user's, so that no call is parted from its result. Raises ApiError.
+    """
+    num_fixed = 1 if body.messages[0].role in ("system", "developer") else 0
+    rest = body.messages[num_fixed:]
+    cuts = [0, *(place for place, message in enumerate(rest) if place and message.role == "user")]
+    room = served.card.max_context_tokens - (body.max_completion_tokens or 1)
+
+    def without(num_dropped: int) -> ChatBody:
+        return msgspec.structs.replace(body, messages=body.messages[:num_fixed] + rest[num_dropped:])
+
+    async def fits(num_dropped: int) -> bool:
+        try:
+            return len(await render_chat(without(num_dropped), served, is_long=True)) <= room
+        except ApiError as error:
+            if error.kind is ErrorKind.CONTEXT_TOO_LONG:
+                return False
+            raise
+
+    if await fits(0):
+        return body
+    low, high = 1, len(cuts)
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(cuts[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return without(cuts[min(low, len(cuts) - 1)])

@@ -1,0 +1,60 @@
+"""How a request is to be run, beside what it generates: whose it is, whether it may share, how urgent, until when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from penstock.frontend.transport.errors import invalid, shorten
+
+if TYPE_CHECKING:
+    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.frontend.transport.exchange import Exchange
+
+MAX_TIMEOUT_MS = 86_400_000
+
+_COALESCE_HEADER = "X-Penstock-Coalesce"
+_TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+_SALT_CONTEXT = b"penstock: the tenant of an API key"
+_SALT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Lower priority numbers run sooner. deadline_s is on time.monotonic()'s clock; None is never."""
+
+    salt: bytes
+    may_join: bool
+    priority: int
+    deadline_s: float | None
+
+
+def tenant_salt(api_key: bytes) -> bytes:
+    """16 bytes that are the same for this key in every frontend, and from which the key cannot be told."""
+    return blake2b(api_key, digest_size=_SALT_BYTES, key=_SALT_CONTEXT).digest()
+
+
+def read_terms(exchange: Exchange, body: GenerationBody) -> Terms:
+    """Raises ApiError naming the header that is wrong. The time limit counts from the request's arrival here."""
+    coalesce = exchange.header(_COALESCE_HEADER.lower().encode())
+    if coalesce is not None and coalesce.lower() not in (b"on", b"off"):
+        invalid(_COALESCE_HEADER, f'must be "on" or "off", got {_shown(coalesce)}')
+    may_join = coalesce is None or coalesce.lower() == b"on"
+    limits_ms = [limit for limit in (_header_timeout_ms(exchange), body.timeout_ms) if limit is not None]
+    deadline_s = exchange.received_s + min(limits_ms) / 1000 if limits_ms else None
+    return Terms(exchange.tenant, may_join, body.priority or 0, deadline_s)
+
+
+def _header_timeout_ms(exchange: Exchange) -> int | None:
+    value = exchange.header(_TIMEOUT_HEADER.lower().encode())
+    if value is None:
+        return None
+    # isdigit of bytes is ASCII; the length is checked before int(), whose time grows with it.
+    if not (value.isdigit() and len(value) <= 8 and 1 <= int(value) <= MAX_TIMEOUT_MS):
+        invalid(_TIMEOUT_HEADER, f"must be a number of milliseconds from 1 to {MAX_TIMEOUT_MS}, got {_shown(value)}")
+    return int(value)
+
+
+def _shown(value: bytes) -> str:
+    return shorten(value.decode("latin-1"))

@@ -1,0 +1,76 @@
+"""The model being served: the backend's card with its tokenizer, loaded when the card arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.frontend.parsing.choose import Dialect, choose_dialect
+from penstock.frontend.settings import ParserNames
+from penstock.frontend.text.tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    from penstock.shm.client.client import BackendClient
+    from penstock.shm.messages import ModelCard
+
+_log = logging.getLogger("penstock.model")
+
+_POLL_S = 0.02
+_RELOAD_POLL_S = 1.0
+_PATIENCE_S = 2.0
+"""How long after the start a backend may take to be found before requests are told that there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    card: ModelCard
+    tokenizer: ModelTokenizer
+    dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
+
+
+def dialect_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> Dialect:  # noqa: B008 - frozen
+    template = tokenizer.chat_template
+    source = None if template is None else template.tool_source
+    return choose_dialect(source, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
+
+
+class ModelKeeper:
+    """Keeps `current` in step with the backend's model card. None until tokenizer and template are loaded."""
+
+    def __init__(self, backend: BackendClient, parsers: ParserNames = ParserNames()) -> None:  # noqa: B008 - frozen
+        self._backend = backend
+        self._parsers = parsers
+        self._unusable: ModelCard | None = None
+        self.current: ServedModel | None = None
+        self.settled = asyncio.Event()
+        """Unset while `current` may change in a moment: a model loads, or this is the start and no backend is found."""
+
+    async def watch(self) -> None:
+        """Runs until it is cancelled."""
+        patient_until_s = time.monotonic() + _PATIENCE_S
+        while True:
+            card = self._backend.model
+            if card is None and not self.settled.is_set() and time.monotonic() >= patient_until_s:
+                self.settled.set()
+                _log.info("no backend yet; waiting for one")
+            loaded = None if self.current is None else self.current.card
+            if card is not None and card not in (loaded, self._unusable):
+                await self._load(card)
+            await asyncio.sleep(_POLL_S if card is None else _RELOAD_POLL_S)
+
+    async def _load(self, card: ModelCard) -> None:
+        self.settled.clear()
+        try:
+            tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(card.model_dir))
+        except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
+            # Said once; requests are answered 503 until the backend comes with another model.
+            self.current, self._unusable = None, card
+            _log.error("cannot serve %s: %s", card.model_id, error)
+        else:
+            self.current = ServedModel(card, tokenizer, dialect_of(tokenizer, self._parsers))
+            _log.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)
+        self.settled.set()

@@ -1,0 +1,128 @@
+"""An answer as a row of blocks: reasoning, text and tool calls, one after the other."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from penstock.frontend.parsing.deltas import Delta, TokenLogprob, ToolCallDelta
+
+
+class BlockKind(enum.Enum):
+    REASONING = enum.auto()
+    TEXT = enum.auto()
+    CALL = enum.auto()
+
+
+@dataclass(slots=True)
+class Block:
+    """text is a call's arguments where it is a call."""
+
+    index: int
+    kind: BlockKind
+    call_id: str = ""
+    name: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the tokens of a text."""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class BlockEvents(Protocol):
+    """What is told as it happens to a block."""
+
+    def opened(self, block: Block) -> bytes: ...
+
+    def grown(self, block: Block, piece: str, logprobs: tuple[TokenLogprob, ...]) -> bytes: ...
+
+    def closed(self, block: Block) -> bytes: ...
+
+
+class _NoEvents:
+    """For an answer that is told at its end."""
+
+    def opened(self, block: Block) -> bytes:  # noqa: ARG002
+        return b""
+
+    def grown(self, block: Block, piece: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:  # noqa: ARG002
+        return b""
+
+    def closed(self, block: Block) -> bytes:  # noqa: ARG002
+        return b""
+
+
+_NO_EVENTS = _NoEvents()
+
+
+class Blocks:
+    """Gathers one choice's pieces; a block is complete where another kind of piece comes, or another call begins."""
+
+    def __init__(self, events: BlockEvents = _NO_EVENTS) -> None:
+        self.all: list[Block] = []
+        self.current: Block | None = None
+        """The one that may grow; it is the last of all."""
+        self._events = events
+        self._untold: tuple[TokenLogprob, ...] = ()
+        """Log probabilities of tokens whose text is being held back."""
+
+    def take(self, delta: Delta) -> bytes:
+        """The events by which it is told."""
+        if not delta.parts:
+            return self._take(delta)
+        return b"".join(map(self._take, delta.parts))
+
+    def _take(self, part: Delta) -> bytes:
+        events = b""
+        if part.reasoning:
+            events += self._add(BlockKind.REASONING, part.reasoning)
+        elif part.text:
+            logprobs, self._untold = self._untold + part.logprobs, ()
+            events += self._add(BlockKind.TEXT, part.text, logprobs)
+        elif self.current is None or self.current.kind is BlockKind.TEXT:
+            self._untold += part.logprobs
+        for piece in part.tool_calls:
+            events += self._call(piece)
+        return events
+
+    def begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> bytes:
+        """The next block; the one before is complete. What was held back was a mark between them."""
+        self._untold = ()
+        events = self.close()
+        self.current = Block(len(self.all), kind, call_id, name)
+        self.all.append(self.current)
+        return events + self._events.opened(self.current)
+
+    def close(self) -> bytes:
+        """The block that is open, if one is, is complete."""
+        current, self.current = self.current, None
+        if current is None:
+            return b""
+        if current.kind is BlockKind.TEXT:
+            current.logprobs += self._untold
+        self._untold = ()
+        return self._events.closed(current)
+
+    def _add(self, kind: BlockKind, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> bytes:
+        current = self.current
+        if current is not None and current.kind is kind:
+            return self._grow(current, text, logprobs)
+        events = self.begin(kind)
+        return events + self._grow(self.all[-1], text, logprobs)
+
+    def _call(self, piece: ToolCallDelta) -> bytes:
+        if piece.id is not None:
+            events = self.begin(BlockKind.CALL, piece.id, piece.name or "")
+            return events + self._grow(self.all[-1], piece.arguments) if piece.arguments else events
+        if self.current is None:
+            raise ValueError(f"a piece of call {piece.index} came when the call was no longer open")
+        return self._grow(self.current, piece.arguments)
+
+    def _grow(self, block: Block, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> bytes:
+        block.pieces.append(text)
+        block.logprobs += logprobs
+        return self._events.grown(block, text, logprobs)

@@ -1,0 +1,69 @@
+"""The line that ends every request."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.shm.memory.board import FrontendBoard
+
+_log = logging.getLogger("penstock.request")
+
+_UNANSWERED = ("error", "cancelled", "timeout")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What one request came to. Times are monotonic seconds; None where it never got so far."""
+
+    request_id: str
+    received_s: float
+    http_request_id: str = "-"
+    """The client's X-Request-Id, or the one it was given."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    coalesced: str | None = None
+    """joined or none, as in the answer's X-Penstock-Coalesced."""
+    completion_tokens: int = 0
+    first_token_s: float | None = None
+    finish_reason: str = "error"
+    key: str | None = None
+    """The name of the API key it came with."""
+
+    def observe(self, board: FrontendBoard, ended_s: float) -> None:
+        """Logs the line and counts the request's times."""
+        if self.first_token_s is not None:
+            board.ttft_us.observe(int(1e6 * (self.first_token_s - self.received_s)))
+        if self.finish_reason not in _UNANSWERED:
+            board.latency_us.observe(int(1e6 * (ended_s - self.received_s)))
+        self.write(ended_s)
+
+    def write(self, ended_s: float) -> None:
+        """Logs the line. Rates: prompt tokens until the first token, further tokens after it, both over the whole."""
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        latency_s = ended_s - self.received_s
+        ttft_s = None if self.first_token_s is None else self.first_token_s - self.received_s
+        fields: dict[str, Any] = {
+            "request_id": self.request_id,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "coalesced": self.coalesced,
+            "completion_tokens": self.completion_tokens,
+            "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 1),
+            "prompt_tps": None if ttft_s is None else _rate(self.prompt_tokens, ttft_s),
+            "generation_tps": None if ttft_s is None else _rate(self.completion_tokens - 1, latency_s - ttft_s),
+            "total_tps": _rate(self.prompt_tokens + self.completion_tokens, latency_s),
+            "latency_ms": round(1000 * latency_s, 1),
+            "finish_reason": self.finish_reason,
+            "key": self.key,
+            "http_request_id": self.http_request_id,
+        }
+        line = " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())
+        _log.info("%s", line, extra={"fields": fields})
+
+
+def _rate(count: int, duration_s: float) -> float | None:
+    return round(count / duration_s, 1) if count > 0 and duration_s > 0 else None

@@ -1,0 +1,223 @@
+"""A checkpoint's chat template, rendered as transformers renders it, and compiled once.
+
+The template comes with the checkpoint and runs in jinja2's immutable sandbox; clients cannot send one. Messages reach
+it as plain dicts of strings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.frontend.transport.errors import invalid
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from jinja2.parser import Parser
+
+    from penstock.frontend.schemas.chat import CalledTool, ChatBody, ChatMessage, Tool
+
+
+_RENDERING_FAILS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+"""What the Python code made from a template raises when the messages are not as it expects."""
+
+
+_END_MARK = secrets.token_hex(16)
+"""Stands behind a final message while it is rendered: its words may come in what a template writes behind it, too."""
+
+
+class TemplateRefusedError(Exception):
+    """The template called raise_exception, or cannot render these messages. The text is the template's own."""
+
+
+class _TemplateRaised(jinja2.TemplateError):
+    """raise_exception was called."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's words for training; it renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise _TemplateRaised(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)  # noqa: DTZ005 - local time, as everywhere templates run
+
+
+class ChatTemplate:
+    """Renders messages to the prompt's text, beginning-of-sequence token included where the template writes one."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """special_tokens: bos_token, eos_token and the like, by name; tool_source is of the template for chats with
+        tools, where that is another. Raises ValueError for a template with a fault."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        self.tool_source = tool_source or source
+        try:
+            self._template = environment.from_string(source)
+            self._tool_template = environment.from_string(self.tool_source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template has a fault in line {error.lineno}: {error.message}") from None
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+
+    def render(self, body: ChatBody) -> str:
+        """The prompt up to where the assistant speaks, or goes on speaking. Raises TemplateRefusedError, ApiError."""
+        messages = [self._as_dict(message) for message in body.messages]
+        _name_results(messages)
+        if body.continue_final_message:
+            messages[-1]["content"] = messages[-1]["content"].rstrip() + _END_MARK
+        fixed = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": [_described(tool) for tool in body.offered_tools] or None,
+            "documents": body.documents,
+            "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
+        }
+        try:
+            template = self._tool_template if body.offered_tools else self._template
+            text = template.render(**_variables(body, fixed), **fixed)
+        except _TemplateRaised as error:
+            raise TemplateRefusedError(str(error.message)) from None
+        except _RENDERING_FAILS as error:
+            raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
+        return _cut(text) if body.continue_final_message else text
+
+    def _as_dict(self, message: ChatMessage) -> dict[str, Any]:
+        role = message.role
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        content = message.content
+        if isinstance(content, list):
+            content = "\n".join(part.said or "" for part in content)
+        elif content is None and message.tool_calls:
+            content = ""  # many templates join it with other texts
+        fields = {
+            "role": role,
+            "content": content,
+            "name": message.name,
+            "tool_call_id": message.tool_call_id,
+            "tool_calls": [_called(call) for call in message.tool_calls] if message.tool_calls else None,
+            "reasoning_content": message.reasoning_content,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _variables(body: ChatBody, fixed: Mapping[str, object]) -> dict[str, Any]:
+    """What a request may say to the template besides its messages. Raises ApiError."""
+    variables = dict(body.chat_template_kwargs or {})
+    for name in variables:
+        if name in fixed:
+            invalid(f"chat_template_kwargs.{name}", "cannot be set here")
+    if body.thinks is not None:
+        variables["enable_thinking"] = body.thinks
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    return variables
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    """Some templates want the name of the function that a tool's message is the result of. Clients name the call."""
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    for message in messages:
+        if message["role"] == "tool" and (name := names.get(message.get("tool_call_id"))) is not None:
+            message.setdefault("name", name)
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    """As models have been taught, in this order; templates rely on all three."""
+    function = tool.function
+    parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
+    told = {"name": function.name, "description": function.description or "", "parameters": parameters}
+    return {"type": "function", "function": told}
+
+
+def _called(call: CalledTool) -> dict[str, Any]:
+    """Templates want the arguments as an object, none at all as an empty one; a text that is none they get as it is."""
+    function: dict[str, Any] = {"name": call.function.name, "arguments": call.function.arguments.strip() or "{}"}
+    with contextlib.suppress(ValueError, RecursionError):
+        function["arguments"] = json.loads(function["arguments"])
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _cut(text: str) -> str:
+    """The prompt up to the end of the last message, without what the template writes behind it."""
+    end = text.rfind(_END_MARK)
+    if end < 0:
+        raise TemplateRefusedError("the final message does not appear in it as it is")
+    return text[:end]
+
+
+def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], name: str = "default") -> str | None:
+    """The template's source: chat_template.jinja, else chat_template.json, else in tokenizer_config.json; or None.
+
+    Some have others by name, such as tool_use for chats with tools: in the list of the latter two, or in a directory.
+    """
+    is_default = name == "default"
+    alone = model_dir / ("chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja")
+    if alone.is_file():
+        return alone.read_text(encoding="utf-8")
+    wrapped = model_dir / "chat_template.json"
+    held = json.loads(wrapped.read_text(encoding="utf-8")) if wrapped.is_file() else tokenizer_config
+    template = held.get("chat_template") if isinstance(held, dict) else held
+    if isinstance(template, list):
+        # Several, by name: [{"name": "default", "template": …}, …]
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get(name)
+    elif not is_default:
+        return None
+    if template is not None and not isinstance(template, str):
+        raise ValueError("chat_template is neither a text nor a list of named texts")
+    return template
+
+
+def special_tokens_of(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, … as texts; in the file each is a text or an object with a content."""
+    tokens = {}
+    for name, value in tokenizer_config.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                tokens[name] = text
+    return tokens

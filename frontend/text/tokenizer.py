@@ -1,0 +1,92 @@
+"""A checkpoint's tokenizer and chat template: text to token ids and back."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, special_tokens_of
+from penstock.frontend.text.detokenizer import Detokenizer
+from penstock.frontend.text.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_INLINE_CHARACTERS = 8192
+"""Longer texts are encoded in a thread. Encoding runs at several MB/s, so this much holds the loop about 2 ms."""
+
+_LONG_CHARACTERS = 256 << 10
+_NUM_LONG_AT_ONCE = 2
+"""Texts beyond that length that are encoded at a time. Until its end each takes some 500 bytes for every token."""
+
+_NORMALIZER_SHRINKS = 4
+"""At most this many characters become one before they are tokens, as composed characters do (NFC)."""
+
+
+class ModelTokenizer:
+    """The tokenizer of one model, with its chat template if it has one."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """The tokens that stand beside the vocabulary, special or not: each is one token wherever it is written."""
+        self.raw = TokenBytes(tokenizer)
+        """The bytes of a single token."""
+        self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
+        self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> ModelTokenizer:
+        """Reads tokenizer.json, tokenizer_config.json and the chat template. Raises ValueError or OSError."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"no tokenizer.json in {model_dir}")
+        config: dict[str, Any] = {}
+        config_path = model_dir / "tokenizer_config.json"
+        if config_path.is_file():
+            config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
+        source = read_chat_template(model_dir, config)
+        tool_source = read_chat_template(model_dir, config, "tool_use")
+        template = ChatTemplate(source, special_tokens_of(config), tool_source) if source is not None else None
+        return cls(Tokenizer.from_file(str(path)), template)
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the tokens in a text, from its length alone: to refuse what can never fit unread."""
+        return len(text) // self._most_characters_per_token
+
+    async def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text. add_special_tokens is for plain prompts: a chat template writes its own."""
+        num_characters = sum(map(len, texts))
+        if num_characters <= _INLINE_CHARACTERS:
+            return self._encode(texts, add_special_tokens)
+        executor = self._long_texts if num_characters > _LONG_CHARACTERS else None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(executor, self._encode, texts, add_special_tokens)
+
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        # encode() would hold the interpreter's lock; the batch call releases it.
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole list of ids."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """For one stream. kept_ids are special tokens that are text all the same."""
+        if skip_special_tokens and not kept_ids:
+            return Detokenizer(self.decode, self._special_ids)
+        silent_ids = self._special_ids - kept_ids if skip_special_tokens else frozenset()
+        return Detokenizer(partial(self.decode, skip_special_tokens=False), silent_ids)

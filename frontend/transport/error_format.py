@@ -1,0 +1,60 @@
+"""In whose words an error is told: OpenAI's, or on its own endpoints Anthropic's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.frontend.transport.errors import ErrorKind, error_body
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.frontend.transport.errors import ApiError
+
+ANTHROPIC_PATH = "/v1/messages"
+
+_OVERLOADED = (529, "overloaded_error")
+_ANTHROPIC = {
+    ErrorKind.BAD_KEY: (401, "authentication_error"),
+    ErrorKind.BODY_TOO_LARGE: (413, "request_too_large"),
+    ErrorKind.TOO_SLOW: (408, "timeout_error"),
+    ErrorKind.EXPIRED: (499, "timeout_error"),
+    # The queue is full for everybody; a limit of one key's own is 429 there as well.
+    ErrorKind.OVERLOADED: _OVERLOADED,
+}
+_ANTHROPIC_TYPES = {403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    describe: Callable[[ApiError, str], tuple[int, bytes]]
+    """The status and the body of an error, for the request of this id."""
+    request_id_headers: tuple[bytes, ...]
+
+
+def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
+    """Status and Anthropic's error object."""
+    status, error_type = _ANTHROPIC.get(error.kind) or (error.kind.status, _anthropic_type(error.kind.status))
+    told = {"type": "error", "error": {"type": error_type, "message": error.message}, "request_id": request_id}
+    return status, msgspec.json.encode(told)
+
+
+def _anthropic_type(status: int) -> str:
+    return _ANTHROPIC_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+
+
+def _openai_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noqa: ARG001 - OpenAI tells it in a header
+    return error.kind.status, error_body(error)
+
+
+_OPENAI_DIALECT = Dialect(_openai_error, (b"x-request-id",))
+_ANTHROPIC_DIALECT = Dialect(anthropic_error, (b"x-request-id", b"request-id"))
+
+
+def dialect_of(path: str) -> Dialect:
+    """Of the endpoint, whether it exists or not."""
+    is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+    return _ANTHROPIC_DIALECT if is_anthropic else _OPENAI_DIALECT

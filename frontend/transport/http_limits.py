@@ -1,0 +1,270 @@
+"""uvicorn's httptools protocol with the limits that httptools does not have, counted before the parser sees the bytes.
+
+It also refuses what may be read in two ways (request smuggling) and closes what takes too long. A second request before
+the first has been answered is not served: the connection closes after the first answer, as RFC 9112 section 9.3.2 lets
+it, and until then the connection goes on being read, so that a client that leaves is noticed.
+"""
+
+from __future__ import annotations
+
+import string
+import sys
+from typing import TYPE_CHECKING, Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from penstock.frontend.transport.errors import ApiError, ErrorKind, error_body, retry_later
+from penstock.frontend.transport.exchange import ABORT_EXTENSION
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Mapping
+
+    from penstock.frontend.transport.connections import Connections
+
+MAX_HEAD_BYTES = 32 << 10
+"""Request line and headers; also whatever else brings no body: chunk extensions, trailers."""
+MAX_HEADER_LINES = 100
+HEAD_TIMEOUT_S = 10.0
+UNREAD_BODY_TIMEOUT_S = 10.0
+"""How long the rest of a body may take that nobody wants: its request has been answered."""
+
+_UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
+_HOST_BYTES = (string.ascii_letters + string.digits + ".-_~:[]%").encode()
+
+
+class _RefusedError(Exception):
+    """Raised in a parser's callback, which stops the parser; what to answer is in _refusal."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection, one of `crowd`."""
+
+    def __init__(self, crowd: Connections, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        # Connection state
+        self._crowd = crowd
+        self._closed_to_input = False
+        self._deadline: asyncio.TimerHandle | None = None
+        # Request state
+        self._head_complete = False
+        self._message_complete = True
+        self._num_fruitless_bytes = 0
+        self._num_header_lines = 0
+        self._wants_upgrade = False
+        self._piece = b""
+        self._refusal: ApiError | None = None
+
+    # Connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._crowd.add(self, self.loop.time()):
+            self._refuse(retry_later(ErrorKind.OVERLOADED, "too many connections", 1))
+            return
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._crowd.remove(self)
+        # uvicorn keeps its timer when the connection was reset, and with it the whole connection.
+        self._unset_keepalive_if_required()
+        self._unset_deadline()
+
+    def timeout_keep_alive_handler(self) -> None:
+        # A client that has not taken its answer by now would keep a mere close waiting for ever.
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def close_idle(self) -> None:
+        """Called for an idle connection, to make room for another."""
+        self.timeout_keep_alive_handler()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._crowd.set_idle(self, self.loop.time())
+
+    def data_received(self, data: bytes) -> None:
+        self._crowd.set_busy(self)
+        start = 0
+        while start < len(data) and not self._closed_to_input and not self.transport.is_closing():
+            # Never more at a time than the limit allows, so that the parser cannot collect more either.
+            piece = data[start : start + MAX_HEAD_BYTES - self._num_fruitless_bytes]
+            start += len(piece)
+            self._num_fruitless_bytes += len(piece)
+            self._piece = piece
+            super().data_received(piece)
+            if self._num_fruitless_bytes >= MAX_HEAD_BYTES:
+                self._refuse(_headers_too_large(f"more than {MAX_HEAD_BYTES} bytes"))
+        self._watch_time()
+
+    def _watch_time(self) -> None:
+        """A head must be complete in time, and so must a body whose request has been answered already."""
+        if self._closed_to_input or self.transport.is_closing():
+            return
+        waits_for_head = not self._head_complete and self._num_fruitless_bytes > 0
+        is_unwanted = self._head_complete and not self._message_complete and self.cycle.response_complete
+        if not waits_for_head and not is_unwanted:
+            self._unset_deadline()
+        elif self._deadline is None:
+            timeout_s = HEAD_TIMEOUT_S if waits_for_head else UNREAD_BODY_TIMEOUT_S
+            self._deadline = self.loop.call_later(timeout_s, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        if self._head_complete:
+            self.transport.abort()
+        else:
+            message = f"the headers were not complete after {HEAD_TIMEOUT_S:g} s"
+            self._refuse(ApiError(ErrorKind.TOO_SLOW, message))
+
+    def _unset_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    # Parser callbacks
+
+    def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            self._closed_to_input = True
+            raise _RefusedError
+        super().on_message_begin()
+        self._head_complete = False
+        self._message_complete = False
+        self._num_header_lines = 0
+        # The app may drop the connection of a client that does not read its answer.
+        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_header_lines += 1
+        if self._num_header_lines > MAX_HEADER_LINES:
+            self._refuse_in_parser(_headers_too_large(f"more than {MAX_HEADER_LINES} lines"))
+        if not self._head_complete:  # trailers are dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._check_head()
+        self._wants_upgrade = self.parser.should_upgrade()
+        if self._wants_upgrade:
+            return  # the parser stops here: see _unsupported_upgrade_warning
+        super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
+        self._head_complete = True
+        self._num_fruitless_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._num_fruitless_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._wants_upgrade:
+            return
+        self._num_fruitless_bytes = 0
+        self._message_complete = True
+        self._head_complete = False
+        super().on_message_complete()
+
+    def _check_head(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._refuse_in_parser(_bad_http("only HTTP/1.0 and HTTP/1.1 are spoken here"))
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse_in_parser(_bad_http("this is not a proxy"))
+        values: dict[bytes, list[bytes]] = {}
+        for name, value in self.headers:
+            values.setdefault(name, []).append(value)
+        hosts = values.get(b"host", [])
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            self._refuse_in_parser(_bad_http("a request has exactly one Host header"))
+        if hosts and hosts[0].translate(None, _HOST_BYTES):
+            self._refuse_in_parser(_bad_http("the Host header holds more than a host and a port"))
+        codings = values.get(b"transfer-encoding")
+        if codings is not None:
+            if version == "1.0" or len(codings) > 1 or codings[0].strip().lower() != b"chunked":
+                self._refuse_in_parser(_bad_http("the only Transfer-Encoding accepted is chunked"))
+            if b"content-length" in values:
+                self._refuse_in_parser(_bad_http("Content-Length and Transfer-Encoding exclude each other"))
+
+    # Answers of the protocol's own
+
+    def _refuse_in_parser(self, error: ApiError) -> None:
+        self._refusal = error
+        raise _RefusedError
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words are replaced
+        """uvicorn calls it when the parser has stopped."""
+        if not self._closed_to_input:
+            self._refuse(self._refusal or _bad_http("this is not a valid HTTP request"))
+
+    def _refuse(self, error: ApiError) -> None:
+        self._closed_to_input = True
+        self._unset_deadline()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            # Its body will never be complete.
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.transport.abort()
+                return
+        body = error_body(error)
+        headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error.headers)
+        lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
+        self.transport.write(b"".join([STATUS_LINE[error.kind.status], *lines, b"\r\n", body]))
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """uvicorn calls it when the parser has stopped at headers that ask for another protocol, as some clients' first
+        request does (h2c). The request is parsed again as if it had not asked: the parser would drop its body."""
+        stopped = sys.exception()
+        if not self._wants_upgrade or not isinstance(stopped, httptools.HttpParserUpgrade):
+            self._refuse(_bad_http("this is not a valid HTTP request"))
+            return
+        self._wants_upgrade = False
+        rest = self._piece[stopped.args[0] :]
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
+        self.parser = httptools.HttpRequestParser(self)
+        super().data_received(b"\r\n".join([*lines, b"", b""]))
+        if rest and not self._closed_to_input:
+            super().data_received(rest)
+
+
+class _UnchunkedSend:
+    """In place of a cycle's `send`, for HTTP/1.0: it has no chunks, and what has no length ends with the connection.
+
+    uvicorn counts the bytes of what is not chunked. Each part is announced to it just before it comes.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._has_length = True
+
+    async def __call__(self, message: Mapping[str, Any]) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            self._has_length = any(name == b"content-length" for name, _ in message["headers"])
+            if not self._has_length:
+                cycle.chunked_encoding = False
+        elif not self._has_length:
+            # What uvicorn would do after the announcement, when another part's could come between.
+            while cycle.flow.write_paused and not cycle.disconnected:
+                await cycle.flow.drain()
+            cycle.expected_content_length = len(message["body"])
+        await RequestResponseCycle.send(cycle, message)  # type: ignore[arg-type]
+
+
+def _bad_http(message: str) -> ApiError:
+    return ApiError(ErrorKind.BAD_HTTP, message)
+
+
+def _headers_too_large(what: str) -> ApiError:
+    return ApiError(ErrorKind.HEADERS_TOO_LARGE, f"request line and headers: {what}")

@@ -1,0 +1,143 @@
+"""The socket that listens: a TCP port, a Unix socket, or one that was inherited."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from penstock.shm.link.rendezvous import private_umask
+from penstock.shm.process.options import fail
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from penstock.frontend.options import FrontendOptions
+
+LONGEST_SOCKET_PATH_BYTES = 107
+_BACKLOG = 2048
+_LOCK_TIMEOUT_S = 2.0
+
+
+def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
+    """A socket in which connections wait while workers start or restart: the inherited one, or one of our own.
+
+    Exits with one line, in the name of the command, where it cannot be had. A Unix socket is to be removed by `unlink`.
+    """
+    if options.listen_fd is not None:
+        return _inherited(options.listen_fd, command)
+    if options.uds is not None:
+        return _unix_socket(options.uds, int(options.uds_mode, 8), command)
+    host, port = options.host, options.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except socket.gaierror:
+        fail(command, f'--host "{host}" is not an address of this machine')
+    except OSError as error:
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        fail(command, f"port {port} on {host} {reason}")
+
+
+def unlink(listening: socket.socket) -> None:
+    """Removes the file of a Unix socket of our own, unless another server has put its own there; whoever has connected
+    is not disturbed."""
+    if isinstance(listening, _OwnUnixSocket):
+        with suppress(FileNotFoundError):
+            if os.path.samestat(listening.path.lstat(), listening.file):
+                listening.path.unlink()
+
+
+def address_of(listening: socket.socket, *, tls: bool) -> str:
+    """Where clients find it: http://127.0.0.1:8000, https://[::1]:8000 or unix:/run/penstock.sock."""
+    name = listening.getsockname()
+    if listening.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host, port = name[:2]
+    shown_host = f"[{host}]" if ":" in host else host
+    return f"{'https' if tls else 'http'}://{shown_host}:{port}"
+
+
+class _OwnUnixSocket(socket.socket):
+    path: Path
+    file: os.stat_result
+
+
+def _unix_socket(path: Path, mode: int, command: str) -> socket.socket:
+    if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
+        fail(command, f"--uds {path} is longer than the {LONGEST_SOCKET_PATH_BYTES} bytes of a path")
+    listening = _OwnUnixSocket(socket.AF_UNIX)
+    try:
+        with _alone_in(path.parent):
+            _remove_stale(path, command)
+            with private_umask():  # nobody else can connect before the mode is as it should be
+                listening.bind(os.fspath(path))
+            listening.listen(_BACKLOG)
+        path.chmod(mode)
+        listening.path, listening.file = path.absolute(), path.lstat()
+    except OSError as error:
+        listening.close()
+        fail(command, f"--uds {path} cannot be used: {error.strerror}")
+    return listening
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Of two servers that start at once, one would remove the other's socket as stale before it listens. Raises
+    OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while not _lock(fd):
+            if time.monotonic() > deadline_s:
+                raise OSError(errno.EBUSY, "another process keeps its directory locked")
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_stale(path: Path, command: str) -> None:
+    """The file of a server that was killed goes; one that is served, or is no socket, stays. Raises OSError."""
+    try:
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if not is_socket:
+        fail(command, f"--uds {path} is there already, and is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            with suppress(FileNotFoundError):
+                path.unlink()
+            return
+        except TimeoutError:
+            pass  # its queue is full: somebody serves it
+    fail(command, f"--uds {path} is in use")
+
+
+def _inherited(fd: int, command: str) -> socket.socket:
+    try:
+        inherited = socket.socket(fileno=fd)
+    except OSError as error:
+        fail(command, f"--listen-fd {fd} is no socket: {error.strerror}")
+    is_listening = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if inherited.family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX) or not is_listening:
+        fail(command, f"--listen-fd {fd} is not a socket that listens")
+    return inherited

@@ -1,0 +1,138 @@
+"""uvicorn, run from our own code: one listening socket, our protocol, and a drain that keeps its word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from penstock.frontend.transport.connections import MAX_CONNECTIONS, Connections
+from penstock.frontend.transport.http_limits import LimitedProtocol
+from penstock.frontend.transport.tls_handshakes import Handshake
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from penstock.frontend.app import App
+
+KEEP_ALIVE_TIMEOUT_S = 75
+"""Longer than load balancers keep theirs (60 s is common), so that never they find a connection just closed."""
+_LAST_WORDS_S = 2.0
+_STUCK_S = 1.0
+_KEEPING_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+"""A worker that ends leaves the Unix socket's file: others listen there, too."""
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        """In uvicorn's place, which knows no Unix sockets that listen already."""
+        await self.lifespan.startup()
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def new_connection() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        self.servers = []
+        for listening in sockets or ():
+            is_unix = listening.family == socket.AF_UNIX
+            create: Callable[..., Awaitable[asyncio.Server]] = (
+                partial(loop.create_unix_server, **_KEEPING_FILE) if is_unix else loop.create_server
+            )
+            self.servers.append(
+                await create(
+                    new_connection,
+                    sock=listening,
+                    backlog=config.backlog,
+                )
+            )
+        self.started = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn would raise SIGTERM again when it has drained; we exit 0 instead.
+        yield
+
+
+def server_config(
+    app: App, *, max_connections: int = MAX_CONNECTIONS, tls: ssl.SSLContext | None = None
+) -> uvicorn.Config:
+    """How uvicorn runs the app."""
+    crowd = Connections(max_connections)
+    return uvicorn.Config(
+        app,
+        http=partial(LimitedProtocol, crowd) if tls is None else partial(Handshake, crowd, tls),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
+    )
+
+
+class HttpServer:
+    """Serves the app on a socket that listens already."""
+
+    def __init__(
+        self,
+        app: App,
+        listening: socket.socket,
+        *,
+        drain_timeout_s: float,
+        max_connections: int = MAX_CONNECTIONS,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._app = app
+        self._listening = listening
+        self._drain_timeout_s = drain_timeout_s
+        self._server = _Server(server_config(app, max_connections=max_connections, tls=tls))
+        self._stop = asyncio.Event()
+        self._hasten = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns when it has been stopped and has drained."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        sweeper = asyncio.create_task(self._app.run())
+        drainer = asyncio.create_task(self._drain())
+        try:
+            await self._server.serve(sockets=[self._listening])
+        finally:
+            for task in (sweeper, drainer):
+                task.cancel()
+            await asyncio.gather(sweeper, drainer, return_exceptions=True)
+
+    def stop(self) -> None:
+        """The first call drains; a second one ends what still runs."""
+        if self._stop.is_set():
+            self._hasten.set()
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        await self._stop.wait()
+        self._app.start_draining()
+        self._server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hasten.wait(), self._drain_timeout_s)
+        self._app.end_all()
+        # Time for the last words to be sent; then for what is left of connections whose clients do not read.
+        for _ in range(round(_LAST_WORDS_S / 0.05)):
+            if not self._app.num_open:
+                break
+            await asyncio.sleep(0.05)
+        self._server.force_exit = True
+        await asyncio.sleep(_STUCK_S)
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()

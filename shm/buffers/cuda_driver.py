@@ -1,0 +1,255 @@
+"""`DeviceApi` on a real GPU: the driver's own library by ctypes. No package and no CUDA runtime is needed.
+
+torch and cupy use the primary context of a device; so do we, so that their pointers and streams are ours. The library
+is loaded with the first device: importing this costs nothing where there is none. Signatures: cuda.h, CUDA 12 and 13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+from penstock.shm.buffers.device_api import HANDLE_BYTES, UUID_BYTES, DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LIBRARY = "libcuda.so.1"
+_NOT_READY = 600
+_STREAM_NON_BLOCKING = 1
+_EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING, _EVENT_INTERPROCESS = 1, 2, 4
+_IPC_LAZY_ENABLE_PEER_ACCESS = 1
+_REGISTER_PORTABLE = 1
+_HOST_ALLOC_DEVICE_MAP = 2
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle and CUipcEventHandle, which travel by value."""
+
+    _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
+
+
+class _Uuid(ctypes.Structure):
+    _fields_ = (("bytes", c_ubyte * UUID_BYTES),)
+
+
+_DEVICE, _POINTER, _EVENT, _STREAM, _CONTEXT = c_int, c_uint64, c_void_p, c_void_p, c_void_p
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(_DEVICE), c_int),
+    "cuDeviceGetUuid_v2": (POINTER(_Uuid), _DEVICE),
+    "cuDevicePrimaryCtxRetain": (POINTER(_CONTEXT), _DEVICE),
+    "cuCtxPushCurrent_v2": (_CONTEXT,),
+    "cuCtxPopCurrent_v2": (POINTER(_CONTEXT),),
+    "cuStreamCreate": (POINTER(_STREAM), c_uint),
+    "cuStreamSynchronize": (_STREAM,),
+    "cuStreamWaitEvent": (_STREAM, _EVENT, c_uint),
+    "cuMemAlloc_v2": (POINTER(_POINTER), c_size_t),
+    "cuMemFree_v2": (_POINTER,),
+    "cuMemGetAddressRange_v2": (POINTER(_POINTER), POINTER(c_size_t), _POINTER),
+    "cuMemsetD8Async": (_POINTER, c_ubyte, c_size_t, _STREAM),
+    "cuMemcpyDtoDAsync_v2": (_POINTER, _POINTER, c_size_t, _STREAM),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, _POINTER, c_size_t, _STREAM),
+    "cuMemcpyHtoDAsync_v2": (_POINTER, c_void_p, c_size_t, _STREAM),
+    "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuIpcGetMemHandle": (POINTER(_Handle), _POINTER),
+    "cuIpcOpenMemHandle_v2": (POINTER(_POINTER), _Handle, c_uint),
+    "cuIpcCloseMemHandle": (_POINTER,),
+    "cuIpcGetEventHandle": (POINTER(_Handle), _EVENT),
+    "cuIpcOpenEventHandle": (POINTER(_EVENT), _Handle),
+    "cuEventCreate": (POINTER(_EVENT), c_uint),
+    "cuEventDestroy_v2": (_EVENT,),
+    "cuEventRecord": (_EVENT, _STREAM),
+    "cuEventQuery": (_EVENT,),
+    "cuEventSynchronize": (_EVENT,),
+}
+
+
+class _Driver:
+    """The library, with each call's status turned into DeviceError."""
+
+    def __init__(self, library: str) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+            for name, arguments in _SIGNATURES.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = arguments, c_int
+        except (OSError, AttributeError) as error:
+            raise DeviceError(f"no usable CUDA driver: {error}") from None
+        self.call("cuInit", 0)
+
+    def status(self, name: str, *arguments: object) -> int:
+        return int(getattr(self._library, name)(*arguments))
+
+    def call(self, name: str, *arguments: object) -> None:
+        if (status := self.status(name, *arguments)) != 0:
+            raise self.error(name, status)
+
+    def error(self, name: str, status: int) -> DeviceError:
+        text = c_char_p()
+        self._library.cuGetErrorName(status, ctypes.byref(text))
+        return DeviceError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+class DriverDevice:
+    """See `DeviceApi`. Keeps the device's primary context until the process ends."""
+
+    def __init__(self, ordinal: int, library: str = _LIBRARY) -> None:
+        """The device of this ordinal among those visible to the process."""
+        self._driver = _Driver(library)
+        count = c_int()
+        self._driver.call("cuDeviceGetCount", ctypes.byref(count))
+        if not 0 <= ordinal < count.value:
+            raise DeviceError(f"device {ordinal} of {count.value}")
+        device, uuid = _DEVICE(), _Uuid()
+        self._driver.call("cuDeviceGet", ctypes.byref(device), ordinal)
+        self._driver.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
+        self._uuid = bytes(uuid.bytes)
+        self._context = _CONTEXT()
+        self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        # Reads and fills run here: on the default stream they would wait for the step that runs.
+        self._stream = _STREAM()
+        self._call("cuStreamCreate", ctypes.byref(self._stream), _STREAM_NON_BLOCKING)
+
+    @property
+    def uuid(self) -> bytes:
+        return self._uuid
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """This device's context is the calling thread's."""
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._driver.call("cuCtxPopCurrent_v2", ctypes.byref(_CONTEXT()))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        with self._current():
+            self._driver.call(name, *arguments)
+
+    def allocate(self, num_bytes: int) -> int:
+        pointer = _POINTER()
+        self._call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
+        try:
+            with self._current():
+                self._driver.call("cuMemsetD8Async", pointer, 0, num_bytes, self._stream)
+                self._driver.call("cuStreamSynchronize", self._stream)
+        except DeviceError:
+            self.free(pointer.value)
+            raise
+        return pointer.value
+
+    def free(self, pointer: int) -> None:
+        self._call("cuMemFree_v2", pointer)
+
+    def export_memory(self, pointer: int) -> bytes:
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+        return bytes(handle.reserved)
+
+    def open_memory(self, handle: bytes) -> tuple[int, int]:
+        pointer, base, num_bytes = _POINTER(), _POINTER(), c_size_t()
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _handle(handle), _IPC_LAZY_ENABLE_PEER_ACCESS)
+        try:
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(num_bytes), pointer)
+        except DeviceError:
+            self.close_memory(pointer.value)
+            raise
+        return pointer.value, num_bytes.value - (pointer.value - base.value)
+
+    def close_memory(self, pointer: int) -> None:
+        self._call("cuIpcCloseMemHandle", pointer)
+
+    def create_event(self) -> int:
+        event = _EVENT()
+        flags = _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING | _EVENT_INTERPROCESS
+        self._call("cuEventCreate", ctypes.byref(event), flags)
+        return event.value or 0
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy_v2", event)
+
+    def export_event(self, event: int) -> bytes:
+        handle = _Handle()
+        self._call("cuIpcGetEventHandle", ctypes.byref(handle), event)
+        return bytes(handle.reserved)
+
+    def open_event(self, handle: bytes) -> int:
+        event = _EVENT()
+        self._call("cuIpcOpenEventHandle", ctypes.byref(event), _handle(handle))
+        return event.value or 0
+
+    def record(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def has_passed(self, event: int) -> bool:
+        with self._current():
+            status = self._driver.status("cuEventQuery", event)
+        if status not in (0, _NOT_READY):
+            raise self._driver.error("cuEventQuery", status)
+        return status == 0
+
+    def wait(self, event: int, stream: int) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def synchronize(self, event: int) -> None:
+        self._call("cuEventSynchronize", event)
+
+    def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
+        self._call("cuMemcpyDtoDAsync_v2", destination, source, num_bytes, stream)
+
+    def copy_from_host(self, destination: int, address: int, num_bytes: int, stream: int) -> None:
+        self._call("cuMemcpyHtoDAsync_v2", destination, address, num_bytes, stream)
+
+    def read(self, pointer: int, num_bytes: int) -> bytes:
+        data = ctypes.create_string_buffer(num_bytes)
+        with self._current():
+            self._driver.call("cuMemcpyDtoHAsync_v2", data, pointer, num_bytes, self._stream)
+            self._driver.call("cuStreamSynchronize", self._stream)
+        return data.raw
+
+    def allocate_host(self, num_bytes: int) -> int:
+        """Page-locked memory of the host, for reading and writing on both sides. Its address is the device's pointer
+        too: with unified addressing that is so for what is allocated, and not always for what is registered."""
+        address = c_void_p()
+        self._call("cuMemHostAlloc", ctypes.byref(address), num_bytes, _HOST_ALLOC_DEVICE_MAP)
+        return address.value or 0
+
+    def free_host(self, address: int) -> None:
+        """Of `allocate_host`."""
+        self._call("cuMemFreeHost", address)
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_PORTABLE)
+
+    def unregister_host(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+
+def _handle(data: bytes) -> _Handle:
+    if len(data) != HANDLE_BYTES:
+        raise DeviceError(f"a handle of {len(data)} bytes, expected {HANDLE_BYTES}")
+    return _Handle.from_buffer_copy(data)
+
+
+def open_device(uuid: bytes, library: str = _LIBRARY) -> DriverDevice:
+    """The device with this UUID, wherever it stands among this process's. Raises DeviceError."""
+    driver = _Driver(library)
+    count = c_int()
+    driver.call("cuDeviceGetCount", ctypes.byref(count))
+    for ordinal in range(count.value):
+        device, found = _DEVICE(), _Uuid()
+        driver.call("cuDeviceGet", ctypes.byref(device), ordinal)
+        driver.call("cuDeviceGetUuid_v2", ctypes.byref(found), device)
+        if bytes(found.bytes) == uuid:
+            return DriverDevice(ordinal, library)
+    raise DeviceError(f"the backend's GPU is none of the {count.value} that this process sees")

@@ -1,0 +1,157 @@
+"""A frontend's resources for one connection to one backend, from the handshake until either side ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from array import array
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.shm.buffers.shared_buffers import SharedBuffers
+from penstock.shm.link.link import FrontendLink
+from penstock.shm.link.rendezvous import join
+from penstock.shm.memory.arena import Arena
+from penstock.shm.memory.board import BackendBoard, FrontendBoard
+from penstock.shm.messages import MAX_INLINE_PROMPT_TOKENS, ArenaRef, Cancel, Credit, Farewell, Submit, encode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.shm.buffers.device_api import OpenDevice
+    from penstock.shm.link.rendezvous import Invitation
+    from penstock.shm.memory.ledger import Ledger
+    from penstock.shm.messages import BufferWish, StepOutputs
+
+
+class Session:
+    """Owns the control socket, the arena, both boards' mappings, buffers and the link; `close` gives all back."""
+
+    def __init__(self, invitation: Invitation, ledger: Ledger, open_device: OpenDevice | None = None) -> None:
+        """Takes the invitation over. Raises OSError, RegionError when what came with it is no region of ours, and
+        DeviceError for shared buffers that cannot be opened here."""
+        welcome = invitation.welcome
+        self.model = welcome.model
+        self.epoch = welcome.epoch
+        self._control = invitation.control
+        self._ledger = ledger
+        self._refs: dict[int, ArenaRef] = {}  # request id → the slot that its unread tokens hold
+        self._credit_batch = max(1, welcome.credit // 4)
+        self._credits_owed = 0
+        self.buffers: SharedBuffers | None = None
+        with ExitStack() as fds, ExitStack() as opened:
+            fds.callback(invitation.close_fds)
+            opened.callback(self._control.close)
+            opened.callback(self._say_farewell)
+            self._arena = Arena(invitation.arena_fd, welcome.arena_slots, welcome.arena_slot_bytes, welcome.epoch)
+            opened.callback(self._arena.close)
+            self.backend_board = BackendBoard.attach(invitation.backend_board_fd)
+            opened.callback(self.backend_board.close)
+            self.board = FrontendBoard.attach(invitation.frontend_board_fd, writable=True)
+            opened.callback(self.board.close)
+            if welcome.buffers is not None:
+                self.buffers = SharedBuffers(welcome.buffers, invitation.buffer_fds, open_device)
+                opened.callback(self.buffers.close)
+            self._link = FrontendLink(welcome)
+            opened.callback(self._link.close)
+            self._opened = opened.pop_all()
+        self.board.pid = os.getpid()
+        self.link_fd = self._link.fd
+        self.control_fd = self._control.fileno()
+        ledger.acquire("session", self.epoch, os.getpid())
+
+    @classmethod
+    async def open(
+        cls,
+        socket_path: Path,
+        ledger: Ledger,
+        wish: BufferWish | None = None,
+        open_device: OpenDevice | None = None,
+    ) -> Session:
+        """Raises what `rendezvous.join` and the constructor raise."""
+        return cls(await join(socket_path, wish), ledger, open_device)
+
+    @property
+    def readable(self) -> bool:
+        return self._link.readable
+
+    @property
+    def credits_owed(self) -> int:
+        """StepOutputs received for which no credit has been returned yet."""
+        return self._credits_owed
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether so many tokens can be sent to this backend at all."""
+        return num_tokens <= max(MAX_INLINE_PROMPT_TOKENS, self._arena.capacity_bytes // 4)
+
+    def send_submit(self, submit: Submit, tokens: array[int], timeout_ms: int) -> bool:
+        """Sends submit with these tokens (int32), inline or through the arena, and with what is left of its time.
+
+        False when it cannot at present.
+
+        Raises ArenaFull until the backend has copied an earlier long prompt.
+        """
+        payload = tokens.tobytes()
+        if len(tokens) <= MAX_INLINE_PROMPT_TOKENS:
+            return self._link.send(msgspec.structs.replace(submit, tokens=payload, timeout_ms=timeout_ms))
+        ref = self._arena.write(payload)
+        if not self._link.send(msgspec.structs.replace(submit, tokens=ref, timeout_ms=timeout_ms)):
+            self._arena.free(ref)
+            return False
+        self._refs[submit.request_id] = ref
+        self._ledger.acquire("slot", (self.epoch, ref.slot), self.epoch)
+        return True
+
+    def send_as_lent(self, submit: Submit, timeout_ms: int) -> bool:
+        """As `send_submit`, for tokens that lie in a shared buffer."""
+        return self._link.send(msgspec.structs.replace(submit, timeout_ms=timeout_ms))
+
+    def send_cancel(self, request_id: int) -> bool:
+        return self._link.send(Cancel(request_id, time.monotonic_ns()))
+
+    def receive(self) -> list[StepOutputs]:
+        """All that is there; each is to be handled before `return_credits`. Raises LinkBroken."""
+        outputs = self._link.drain()
+        self._credits_owed += len(outputs)
+        return outputs
+
+    def heard_of(self, request_id: int) -> None:
+        """The backend has spoken of this request, so it has copied its tokens: the slot is ours again."""
+        ref = self._refs.pop(request_id, None)
+        if ref is not None and self._arena.free(ref):
+            self._ledger.release("slot", (self.epoch, ref.slot))
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Whether `heard_of` has anything to free."""
+        return bool(self._refs)
+
+    def return_credits(self) -> None:
+        """A quarter of the window at a time, so that the backend never runs dry and few messages are spent on it."""
+        if self._credits_owed >= self._credit_batch and self._link.send(Credit(self._credits_owed)):
+            self._credits_owed = 0
+
+    def control_ended(self) -> bool:
+        """To be asked when the control socket is readable. Nothing is ever said there, so anything is the end."""
+        try:
+            self._control.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _say_farewell(self) -> None:
+        """Frees our device memory in the backend, though this process lives on; not while some of it is still open."""
+        if self.buffers is None or self.buffers.is_closed:
+            with contextlib.suppress(OSError):  # the backend may have gone before
+                self._control.send(encode(Farewell()))
+
+    def close(self) -> None:
+        """To be called once. The backend learns of it at once."""
+        self._opened.close()
+        self._ledger.release_owner(self.epoch)
+        self._ledger.release("session", self.epoch)

@@ -1,0 +1,55 @@
+"""What the backend's link reports to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from penstock.shm.buffers.buffer_export import Loan
+    from penstock.shm.messages import Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as it came from a frontend, copied and whole; token values and the model's limits are still unchecked.
+
+    tokens is packed int32, at least num_prompt_tokens of them, or nothing where the prompt is embeddings;
+    submit.tokens has served its time. No other open request has this (frontend, request_id).
+    """
+
+    __match_args__: ClassVar[tuple[str, ...]] = ("frontend", "request_id", "tokens")
+
+    frontend: int
+    submit: Submit
+    tokens: bytes
+    output: Loan | None = None
+    """What `submit.output` asks for is written to this; the link ends the loan with the request."""
+    embeddings: Loan | None = None
+    """num_prompt_tokens rows that are the prompt; the link ends the loan with the request."""
+
+    @property
+    def request_id(self) -> int:
+        return self.submit.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """The listener of an open request has gone. The request is closed already: pushes to it do nothing.
+
+    noticed_ns is when its frontend noticed, CLOCK_MONOTONIC; 0 where that is unknown.
+    """
+
+    frontend: int
+    request_id: int
+    noticed_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendDeath:
+    """The last word of a frontend. All its open requests are closed."""
+
+    frontend: int
+
+
+Event = Submission | Cancellation | FrontendDeath

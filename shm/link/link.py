@@ -1,0 +1,551 @@
+"""The messages' way between the processes. The only module that imports zmq.
+
+A frontend has a DEALER, the backend one ROUTER beside its rendezvous socket. Neither side ever blocks. What is in
+flight to a frontend is bounded by credits: one StepOutputs takes one, and a frontend that returns none for
+`stall_limit_s` while output waits for it is taken for dead. High-water marks stand above the credit and are never met.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import time
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import zmq
+
+from penstock.shm.buffers.buffer_export import LoanError, WishRefused
+from penstock.shm.link.events import Cancellation, Event, FrontendDeath, Submission
+from penstock.shm.link.peer import Peer
+from penstock.shm.link.rendezvous import Rendezvous, private_umask
+from penstock.shm.memory.arena import DescriptorError
+from penstock.shm.memory.board import FrontendTotals
+from penstock.shm.memory.ledger import Ledger
+from penstock.shm.messages import (
+    MAX_TO_BACKEND_BYTES,
+    MAX_TO_FRONTEND_BYTES,
+    Cancel,
+    Credit,
+    EventLogprobs,
+    Failure,
+    FailureCode,
+    Finish,
+    ModelCard,
+    Started,
+    StepOutputs,
+    Submit,
+    Welcome,
+    WireError,
+    decode_to_backend,
+    decode_to_frontend,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.shm.buffers.buffer_export import BufferExporter, ExportedBuffers
+    from penstock.shm.link.rendezvous import Connection
+    from penstock.shm.memory.board import BackendBoard, FrontendBoard
+
+__all__ = ["NO_TOKEN", "BackendLink", "Cancellation", "FrontendDeath", "FrontendLink", "LinkBroken", "Submission"]
+
+_log = logging.getLogger("penstock.link")
+
+MAX_FAULTS = 3
+"""Bad messages or descriptors after which a frontend is not listened to any more."""
+_MAX_MESSAGES_PER_TURN = 4096
+_MAX_REQUESTS_IN_FLIGHT = 1024
+"""Messages of one frontend between the processes; what comes on top waits in the frontend."""
+_HANDSHAKE_TIMEOUT_S = 3.0
+_LAST_WORDS_MS = 1000
+"""How long a closing backend waits for what it has sent to reach its frontends."""
+_RETRY_S = 0.02
+_TOTALS_EVERY_S = 0.25
+_ONE_PART = 1
+NO_TOKEN = -1
+
+
+if zmq.zmq_version_info() < (4, 3, 5):
+    raise ImportError(f"libzmq {zmq.zmq_version()} is too old; 4.3.5 or later is needed")
+
+
+class LinkBroken(Exception):
+    """The backend's messages do not add up: one is missing, malformed or has parts too many."""
+
+
+def _new_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, *, max_unsent: int, max_unread: int, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    zsocket = context.socket(kind)
+    zsocket.setsockopt(zmq.LINGER, 0)
+    zsocket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    zsocket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_TIMEOUT_S * 1000))
+    zsocket.setsockopt(zmq.SNDHWM, max_unsent)
+    zsocket.setsockopt(zmq.RCVHWM, max_unread)
+    return zsocket
+
+
+def _receive(zsocket: zmq.Socket[bytes], num_parts: int) -> list[bytes] | None:
+    """One message, or None when none is there. Parts beyond num_parts + 1 are dropped: the length tells."""
+    try:
+        parts = [zsocket.recv(zmq.NOBLOCK)]
+    except zmq.Again:
+        return None
+    while zsocket.getsockopt(zmq.RCVMORE):
+        part = zsocket.recv(zmq.NOBLOCK)
+        if len(parts) <= num_parts:
+            parts.append(part)
+    return parts
+
+
+class FrontendLink:
+    """The frontend's end. Watch `fd` for reading and `drain` at each wake: the fd tells of changes, not of states.
+
+    Without ZMQ_IMMEDIATE, for with it a disconnection discards what has been received and not been read yet. Messages
+    that it would have kept from queueing towards a dead backend end here with the link, when the control socket ends.
+    """
+
+    def __init__(self, welcome: Welcome) -> None:
+        """Begins to connect. Raises OSError."""
+        self._next_sequence = 0
+        with ExitStack() as opened:
+            context = zmq.Context()
+            opened.callback(context.term)
+            try:
+                self._socket = _new_socket(
+                    context,
+                    zmq.DEALER,
+                    max_unsent=_MAX_REQUESTS_IN_FLIGHT,
+                    max_unread=4 * welcome.credit,
+                    max_message_bytes=MAX_TO_FRONTEND_BYTES,
+                )
+                opened.callback(self._socket.close)
+                self._socket.setsockopt(zmq.IDENTITY, welcome.identity)
+                self._socket.connect(welcome.endpoint)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, str(error)) from None
+            self._opened = opened.pop_all()
+        self.fd = int(self._socket.getsockopt(zmq.FD))
+
+    def send(self, message: Submit | Cancel | Credit) -> bool:
+        """False when it cannot be sent at present; `fd` wakes when that changes. Afterwards look at `readable`."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    @property
+    def readable(self) -> bool:
+        """To be asked after each send, which may have swallowed the fd's wake-up."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def drain(self) -> list[StepOutputs]:
+        """All messages that are there. Raises LinkBroken; the link is of no more use then."""
+        outputs = []
+        while (parts := _receive(self._socket, _ONE_PART)) is not None:
+            if len(parts) != _ONE_PART:
+                raise LinkBroken("a message of several parts")
+            try:
+                output = decode_to_frontend(parts[0])
+            except WireError as error:
+                raise LinkBroken(str(error)) from None
+            if output.sequence != self._next_sequence:
+                raise LinkBroken(f"message {output.sequence} came where {self._next_sequence} was due")
+            self._next_sequence += 1
+            outputs.append(output)
+        return outputs
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Only grow."""
+
+    messages_in: int = 0
+    messages_out: int = 0
+    events_out: int = 0
+    strangers: int = 0
+    """Messages whose sender is no frontend of this backend, or none any more."""
+    faults: int = 0
+    """Messages and descriptors that were malformed, and so dropped or rejected."""
+    blocked_sends: int = 0
+    """Sends that zmq refused although there was credit: a bug of ours."""
+    unreachable: int = 0
+    """Sends to frontends whose connection had ended before their death was noticed."""
+    stalled: int = 0
+    """Frontends given up because their credit was spent for too long."""
+    expelled: int = 0
+    """Frontends given up because of their faults."""
+
+
+class BackendLink:
+    """The backend's end: one turn of its loop is `wait`, `receive`, work and `push`, `flush`. For one thread."""
+
+    def __init__(
+        self,
+        socket_path: Path,
+        card: ModelCard,
+        board: BackendBoard,
+        *,
+        credit: int = 256,
+        max_frontends: int = 128,
+        stall_limit_s: float = 5.0,
+        exporter: BufferExporter | None = None,
+    ) -> None:
+        """The board stays the caller's; the exporter is closed with the link. Raises rendezvous.CannotListen."""
+        self._exporter = exporter
+        self._stall_limit_s = stall_limit_s
+        self._card = card
+        self._board = board
+        self._totals = FrontendTotals()
+        self._totals_due_s = 0.0
+        self._credit = credit
+        self._frontends: dict[int, Peer] = {}
+        self._by_identity: dict[bytes, Peer] = {}
+        self._pending: dict[int, Peer] = {}  # those with columns that are not empty
+        self._events: deque[Event] = deque()
+        self._wake_fd = -1
+        self._next_epoch = secrets.randbits(62)
+        self.counters = LinkCounters()
+        self.ledger = Ledger()
+        self._rendezvous = Rendezvous(
+            socket_path, max_connections=max_frontends, handshake_timeout_s=_HANDSHAKE_TIMEOUT_S
+        )
+        self._message_path = socket_path.with_name(socket_path.name + ".zmq")
+        self._context = zmq.Context()
+        self._socket = _new_socket(
+            self._context,
+            zmq.ROUTER,
+            max_unsent=4 * credit,
+            max_unread=_MAX_REQUESTS_IN_FLIGHT,
+            max_message_bytes=MAX_TO_BACKEND_BYTES,
+        )
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        self._socket.setsockopt(zmq.BACKLOG, 2 * max_frontends)
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        try:
+            with private_umask():
+                self._socket.bind(f"ipc://{self._message_path}")
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._rendezvous.fileno(), zmq.POLLIN)
+
+    @property
+    def frontends(self) -> dict[int, FrontendBoard]:
+        """The boards of the frontends that live, by epoch; to be read only."""
+        return {epoch: frontend.board for epoch, frontend in self._frontends.items()}
+
+    def balance(self) -> dict[str, int]:
+        """What is held at this moment: frontends, open requests, and events that wait for credit."""
+        held = self.ledger.balance()
+        held["request"] = sum(len(frontend.open_requests) for frontend in self._frontends.values())
+        if self._exporter is not None:
+            held["buffer_bytes"] = self._exporter.held_bytes
+        held["unsent"] = sum(frontend.num_unsent for frontend in self._pending.values())
+        return {kind: count for kind, count in held.items() if count}
+
+    # Waiting
+
+    def wait(self, timeout_s: float | None, wake_fd: int) -> None:
+        """Sleeps until `receive` has something to do, wake_fd is readable, or time is up.
+
+        wake_fd is an eventfd of the caller's, who also reads it; it must live as long as this link.
+        """
+        if self._events:
+            return
+        if wake_fd != self._wake_fd:
+            if self._wake_fd >= 0:
+                self._poller.unregister(self._wake_fd)
+            self._poller.register(wake_fd, zmq.POLLIN)
+            self._wake_fd = wake_fd
+        if (due_s := self._due_s()) is not None:
+            remaining_s = max(0.0, due_s - time.monotonic())
+            timeout_s = remaining_s if timeout_s is None else min(timeout_s, remaining_s)
+        self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+
+    def _due_s(self) -> float | None:
+        """The monotonic time at which a turn is due even if nothing happens."""
+        times = [] if (handshake_s := self._rendezvous.deadline_s()) is None else [handshake_s]
+        for frontend in self._pending.values():
+            if frontend.waiting_since_s is not None:
+                times.append(frontend.waiting_since_s + self._stall_limit_s)
+                if frontend.credit:
+                    times.append(time.monotonic() + _RETRY_S)
+        return min(times, default=None)
+
+    # Receiving
+
+    def receive(self) -> list[Event]:
+        """All that has happened, in order; never blocks. Answers by itself what is malformed.
+
+        Several times a second it also adds up the frontends' boards on the backend's.
+        """
+        self._receive_messages()
+        self._meet()
+        self._give_up_stalled()
+        self._show_totals()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _receive_messages(self) -> None:
+        for _ in range(_MAX_MESSAGES_PER_TURN):
+            parts = _receive(self._socket, 2)
+            if parts is None:
+                return
+            self.counters.messages_in += 1
+            frontend = self._by_identity.get(parts[0])
+            if frontend is None:
+                self.counters.strangers += 1
+                continue
+            try:
+                if len(parts) != 2:
+                    raise WireError(f"a message of {len(parts)} parts")
+                self._take(frontend, decode_to_backend(parts[1]))
+            except WireError:
+                self._fault(frontend)
+
+    def _take(self, frontend: Peer, message: Submit | Cancel | Credit) -> None:
+        match message:
+            case Submit():
+                self._take_submit(frontend, message)
+            case Cancel(request_id=request_id, noticed_ns=noticed_ns):
+                if request_id in frontend.open_requests:
+                    self._close_request(frontend, request_id)
+                    self._events.append(Cancellation(frontend.epoch, request_id, noticed_ns))
+            case Credit(count=count):
+                if frontend.credit + count > self._credit:
+                    raise WireError(f"{count} credits returned, {self._credit - frontend.credit} were out")
+                frontend.credit += count
+                if frontend.epoch in self._pending and frontend.is_due:
+                    self._flush_one(frontend)
+
+    def _take_submit(self, frontend: Peer, submit: Submit) -> None:
+        if submit.request_id in frontend.open_requests:
+            raise WireError(f"request {submit.request_id} is open already")
+        frontend.open(submit)
+        try:
+            output = frontend.borrow_output(submit)
+            embeddings = frontend.borrow_embeddings(submit)
+            tokens = frontend.copy_tokens(submit) if embeddings is None else b""
+        except (DescriptorError, LoanError, WireError) as error:
+            _log.warning("frontend %d (pid %d): %s", frontend.epoch, frontend.connection.pid, error)
+            failure = Failure(submit.request_id, FailureCode.BAD_DESCRIPTOR)
+            self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
+            self._fault(frontend)
+            return
+        if embeddings is None and not isinstance(submit.tokens, bytes):
+            # Copied: its slot or buffer may be used again, however long the request has to wait.
+            self.push(frontend.epoch, submit.request_id, NO_TOKEN)
+        self._events.append(Submission(frontend.epoch, submit, tokens, output, embeddings))
+
+    def _close_request(self, frontend: Peer, request_id: int) -> None:
+        frontend.end(request_id)
+        if frontend.num_unsent:
+            self._pending[frontend.epoch] = frontend
+
+    def _fault(self, frontend: Peer) -> None:
+        self.counters.faults += 1
+        frontend.num_faults += 1
+        if frontend.num_faults == MAX_FAULTS:
+            self.counters.expelled += 1
+            _log.warning("frontend %d (pid %d) is expelled for its faults", frontend.epoch, frontend.connection.pid)
+            self._bury(frontend)
+
+    # Births and deaths
+
+    def _meet(self) -> None:
+        arrived, died = self._rendezvous.turn()
+        for connection in arrived:
+            self._welcome(connection)
+        for connection in died:
+            for frontend in [f for f in self._frontends.values() if f.connection is connection]:
+                self._bury(frontend)
+        if self._exporter is not None:
+            self._exporter.reap()
+
+    def _welcome(self, connection: Connection) -> None:
+        epoch = self._next_epoch
+        self._next_epoch += 1
+        try:
+            buffers = self._export_buffers(connection)
+        except WishRefused as refusal:
+            self._rendezvous.refuse(connection, str(refusal))
+            return
+        try:
+            frontend = Peer(epoch, connection, self._card.max_context_tokens, self._credit, buffers)
+        except OSError as error:
+            self._take_back_buffers(buffers, has_closed=True)
+            # No memory or fds for one more: it may come again, and those that are here stay.
+            _log.warning("a frontend (pid %d) was turned away: %s", connection.pid, error)
+            self._rendezvous.refuse(connection, "the backend has no memory or file descriptors for another frontend")
+            return
+        self._frontends[epoch] = self._by_identity[frontend.identity] = frontend
+        self.ledger.acquire("frontend", epoch, connection.pid)
+        welcome = Welcome(
+            epoch=epoch,
+            identity=frontend.identity,
+            endpoint=f"ipc://{self._message_path}",
+            backend_pid=os.getpid(),
+            arena_slots=frontend.arena_slots,
+            arena_slot_bytes=frontend.arena_slot_bytes,
+            credit=self._credit,
+            model=self._card,
+            buffers=buffers.grant if buffers is not None else None,
+        )
+        fds = (frontend.arena_fd, self._board.fd, frontend.board_fd, *(buffers.fds if buffers is not None else ()))
+        if self._rendezvous.welcome(connection, welcome, fds):
+            frontend.close_fds()
+        else:
+            self._bury(frontend)
+
+    def _export_buffers(self, connection: Connection) -> ExportedBuffers | None:
+        """Raises WishRefused."""
+        wish = connection.hello.buffers if connection.hello is not None else None
+        if wish is None:
+            return None
+        if self._exporter is None:
+            raise WishRefused("this backend shares no buffers")
+        return self._exporter.export(wish, connection.pid)
+
+    def _take_back_buffers(self, buffers: ExportedBuffers | None, *, has_closed: bool) -> None:
+        if buffers is not None and self._exporter is not None:
+            self._exporter.take_leave(buffers, has_closed=has_closed)
+
+    def _bury(self, frontend: Peer) -> None:
+        """Exactly once per frontend: it is found in the tables by every caller."""
+        del self._frontends[frontend.epoch]
+        del self._by_identity[frontend.identity]
+        self._pending.pop(frontend.epoch, None)
+        self._rendezvous.drop(frontend.connection)
+        self._take_back_buffers(frontend.buffers, has_closed=frontend.connection.said_farewell)
+        self._totals.retire(frontend.board)
+        frontend.close()
+        self.ledger.release("frontend", frontend.epoch)
+        self._events.append(FrontendDeath(frontend.epoch))
+
+    def _give_up_stalled(self) -> None:
+        if not self._pending:
+            return
+        now_s = time.monotonic()
+        for frontend in list(self._pending.values()):
+            if frontend.waiting_since_s is not None and now_s - frontend.waiting_since_s >= self._stall_limit_s:
+                self.counters.stalled += 1
+                _log.warning("frontend %d (pid %d) takes no output", frontend.epoch, frontend.connection.pid)
+                self._bury(frontend)
+
+    def _show_totals(self) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._totals_due_s:
+            self._totals_due_s = now_s + _TOTALS_EVERY_S
+            sums = self._totals.sums(frontend.board for frontend in self._frontends.values())
+            self._board.show_totals(len(self._frontends), sums)
+
+    # Sending
+
+    def push(
+        self,
+        frontend: int,
+        request_id: int,
+        token_id: int,
+        finish: Finish = Finish.NONE,
+        started: Started | None = None,
+        failure: Failure | None = None,
+        logprobs: EventLogprobs | None = None,
+    ) -> None:
+        """Adds an event to what the next `flush` sends. Does nothing for a request that is not open (any more).
+
+        A finish other than NONE closes the request. token_id is NO_TOKEN for an end without a token. Where logprobs
+        name the event they belong to is filled in.
+        """
+        target = self._frontends.get(frontend)
+        if target is None or request_id not in target.open_requests:
+            return
+        if finish:
+            self._close_request(target, request_id)
+        self._pending[frontend] = target
+        target.add(request_id, token_id, finish, started, failure, logprobs)
+
+    def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
+        """Of a token of the prompt, whose index is the entry's event. Of no effect for a request that is not open."""
+        target = self._frontends.get(frontend)
+        if target is not None and request_id in target.open_requests:
+            self._pending[frontend] = target
+            target.add_prompt_logprobs(request_id, entry)
+
+    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
+        """`push` of one token for each of several requests of a frontend, none of which it starts or ends."""
+        target = self._frontends.get(frontend)
+        if target is None:
+            return
+        if not target.open_requests.issuperset(request_ids):
+            for request_id, token_id in zip(request_ids, token_ids, strict=True):
+                self.push(frontend, request_id, token_id)
+            return
+        self._pending[frontend] = target
+        target.add_tokens(request_ids, token_ids)
+
+    def note_preemption(self, frontend: int, request_id: int) -> None:
+        """The request was set back because pages were short; its frontend learns of it with the next events."""
+        target = self._frontends.get(frontend)
+        if target is not None and request_id in target.open_requests:
+            target.add_preemption(request_id)
+
+    def flush(self) -> None:
+        """Sends what credit allows, one message per frontend and step; keeps the rest in order. Never blocks. What
+        nobody waits for stays for a moment."""
+        for frontend in list(self._pending.values()):
+            if frontend.is_due:
+                self._flush_one(frontend)
+
+    def _flush_one(self, frontend: Peer) -> None:
+        while frontend.num_unsent:
+            if not frontend.credit or not self._send(frontend):
+                if frontend.waiting_since_s is None:
+                    frontend.waiting_since_s = time.monotonic()
+                return
+        frontend.waiting_since_s = None
+        del self._pending[frontend.epoch]
+
+    def _send(self, frontend: Peer) -> bool:
+        outputs = frontend.next_outputs()
+        try:
+            self._socket.send(frontend.identity, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(encode(outputs), zmq.NOBLOCK)
+        except zmq.Again:
+            self.counters.blocked_sends += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.counters.unreachable += 1
+            return False
+        frontend.sent()
+        self.counters.messages_out += 1
+        self.counters.events_out += len(outputs.finishes)
+        return True
+
+    def close(self) -> None:
+        """Gives what was flushed a moment to arrive; then every frontend learns of the end by its control socket."""
+        self._socket.close(linger=_LAST_WORDS_MS)
+        self._context.term()
+        for frontend in list(self._frontends.values()):
+            self._bury(frontend)
+        if self._exporter is not None:
+            self._exporter.close()
+        self._events.clear()
+        self._message_path.unlink(missing_ok=True)
+        self._rendezvous.close()

@@ -1,0 +1,317 @@
+"""One page of named counters per process: one writer, any number of readers, no locks, no messages.
+
+A field is a 64-bit word that is written whole, so a reader sees old or new and never a mixture; fields are not
+consistent with one another. Times are CLOCK_MONOTONIC nanoseconds, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+import zlib
+from bisect import bisect_left
+from operator import add
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from penstock.shm.memory import region
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_MAGIC = 0x50_4E_53_54_42_4F_41_31
+_HEADER_WORDS = 8
+_BOARD_BYTES = 4096
+_MASK_64 = (1 << 64) - 1
+
+
+class _Word:
+    """A field's place in the page; the annotation that names it is its only declaration."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __get__(self, board: Board | None, owner: type[Board]) -> Any:
+        return self if board is None else board._words[self.index]
+
+    def __set__(self, board: Board, value: int) -> None:
+        board._words[self.index] = value
+
+
+class Histogram:
+    """A row of words: how many of the values observed lie up to each bound and above the one before, how many above
+    all, and their sum. The count is the sum of the buckets, so a reader never sees the two disagree."""
+
+    def __init__(self, *bounds: int) -> None:
+        self.bounds = bounds
+        self.words: tuple[str, ...] = ()
+
+    def __set_name__(self, owner: type[Board], name: str) -> None:
+        self.words = (*(f"{name}_upto_{bound}" for bound in self.bounds), f"{name}_above", f"{name}_sum")
+
+    def __get__(self, board: Board | None, owner: type[Board]) -> Any:
+        return self if board is None else _Observer(board, self)
+
+    def read(self, values: Mapping[str, int], prefix: str = "") -> tuple[list[int], int]:
+        """The buckets, the last of them without a bound, and the sum, from a board's `values`."""
+        *buckets, total = (values[prefix + word] for word in self.words)
+        return buckets, total
+
+
+class _Observer:
+    """One board's histogram, to be written."""
+
+    __slots__ = ("_board", "_histogram")
+
+    def __init__(self, board: Board, histogram: Histogram) -> None:
+        self._board = board
+        self._histogram = histogram
+
+    def observe(self, value: int, count: int = 1) -> None:
+        """The same value, not negative, count times."""
+        words = self._histogram.words
+        self._board.increase(words[bisect_left(self._histogram.bounds, value)], count)
+        self._board.increase(words[-1], value * count)
+
+
+class Board:
+    """Base of the boards: each annotated field of a subclass is an unsigned 64-bit counter, each Histogram several.
+
+    With totals_of, a board also has every field of that kind of board but its pid, under `TOTALS` and its name.
+    """
+
+    TOTALS = "frontends_"
+    fields: ClassVar[tuple[str, ...]] = ()
+    _layout: ClassVar[int] = 0
+
+    def __init_subclass__(cls, *, totals_of: type[Board] | None = None) -> None:
+        histograms = [item for item in vars(cls).values() if isinstance(item, Histogram)]
+        totals = [name for name in totals_of.fields if name != "pid"] if totals_of is not None else []
+        cls.fields = (
+            *cls.__annotations__,
+            *(word for histogram in histograms for word in histogram.words),
+            *(cls.TOTALS + name for name in totals),
+        )
+        if (_HEADER_WORDS + len(cls.fields)) * 8 > _BOARD_BYTES:
+            raise TypeError(f"{cls.__name__} has more fields than its page has words")
+        cls._layout = zlib.crc32(" ".join((cls.__name__, *cls.fields)).encode())
+        for index, name in enumerate(cls.fields, start=_HEADER_WORDS):
+            setattr(cls, name, _Word(index))
+
+    def __init__(self, mapping: mmap.mmap, fd: int = -1) -> None:
+        self._mapping = mapping
+        self._words = memoryview(mapping).cast("Q")
+        self.fd = fd
+        """In the writer: what readers are given. They can map it for reading only."""
+
+    @classmethod
+    def create(cls) -> Self:
+        """The writer's board; this process owns it and is the only one that can ever write it."""
+        fd = cls._new_fd()
+        board = cls(mmap.mmap(fd, _BOARD_BYTES), fd)
+        region.seal(fd, region.F_SEAL_FUTURE_WRITE)
+        return board
+
+    @classmethod
+    def private(cls) -> Self:
+        """A board that no other process sees."""
+        return cls(mmap.mmap(-1, _BOARD_BYTES))
+
+    @classmethod
+    def create_fd(cls) -> int:
+        """An fd, the caller's to close, of a fresh board that another process is going to write."""
+        fd = cls._new_fd()
+        region.seal(fd)
+        return fd
+
+    @classmethod
+    def attach(cls, fd: int, *, writable: bool = False) -> Self:
+        """Maps a board made elsewhere; the fd stays the caller's. Raises RegionError for anything else."""
+        mapping = region.attach(fd, _BOARD_BYTES, writable=writable)
+        board = cls(mapping)
+        if (board._words[0], board._words[1]) != (_MAGIC, cls._layout):
+            board.close()
+            raise region.RegionError(f"not a {cls.__name__}, or one of another version")
+        return board
+
+    @classmethod
+    def _new_fd(cls) -> int:
+        fd = region.create("penstock-board", _BOARD_BYTES)
+        os.pwrite(fd, struct.pack("=QQ", _MAGIC, cls._layout), 0)
+        return fd
+
+    def values(self) -> dict[str, int]:
+        return dict(zip(self.fields, self.numbers(), strict=True))
+
+    def numbers(self) -> list[int]:
+        """The values in the order of `fields`."""
+        return self._words[_HEADER_WORDS : _HEADER_WORDS + len(self.fields)].tolist()
+
+    def add(self, other: Self) -> None:
+        """Each of the other's numbers."""
+        for index, value in enumerate(other.numbers(), start=_HEADER_WORDS):
+            self._words[index] = (self._words[index] + value) & _MASK_64
+
+    def increase(self, field: str, count: int = 1) -> None:
+        setattr(self, field, (getattr(self, field) + count) & _MASK_64)
+
+    def close(self) -> None:
+        """Idempotent. Other processes keep what they have mapped."""
+        if not self._mapping.closed:
+            self._words.release()
+            self._mapping.close()
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+
+
+_TENS_OF_MS = (10_000, 20_000, 40_000, 60_000)
+_UP_TO_A_MINUTE = (250_000, 500_000, 1_000_000, 2_500_000, 5_000_000, 10_000_000, 30_000_000, 60_000_000)
+
+
+class FrontendBoard(Board):
+    """What one frontend tells of itself since it met this backend; first what happened while it had none.
+
+    requests_open is a present value, all else only grows. A request here is a stream of tokens: one for each choice.
+    """
+
+    pid: int
+    requests_open: int
+    requests_stop: int
+    requests_length: int
+    requests_cancelled: int
+    requests_rejected: int
+    requests_failed: int
+    requests_expired: int
+    requests_resumed: int
+    tokens_streamed: int
+    responses_200: int
+    responses_204: int
+    responses_400: int
+    responses_401: int
+    responses_404: int
+    responses_405: int
+    responses_408: int
+    responses_413: int
+    responses_415: int
+    responses_429: int
+    responses_499: int
+    responses_500: int
+    responses_503: int
+    responses_529: int
+    responses_other: int
+
+    ttft_us = Histogram(1_000, 5_000, *_TENS_OF_MS, 100_000, *_UP_TO_A_MINUTE)
+    """From a request's arrival to its first token."""
+    itl_us = Histogram(1_000, 2_500, 5_000, *_TENS_OF_MS, 100_000, 250_000, 500_000, 1_000_000, 2_500_000)
+    """Between a stream's tokens, as they come from the backend."""
+    queue_us = Histogram(1_000, 5_000, *_TENS_OF_MS, 100_000, *_UP_TO_A_MINUTE)
+    """From the backend's receipt to the first step, of streams that joined no other."""
+    latency_us = Histogram(*_TENS_OF_MS, 100_000, *_UP_TO_A_MINUTE, 120_000_000, 300_000_000)
+    """From a request's arrival to its end, of those that were answered whole."""
+
+    def count_response(self, status: int) -> None:
+        name = f"responses_{status}"
+        self.increase(name if name in RESPONSE_FIELDS else "responses_other")
+
+
+RESPONSE_FIELDS = tuple(name for name in FrontendBoard.fields if name.startswith("responses_"))
+_PRESENT = frozenset({"requests_open"})
+
+
+class FrontendTotals:
+    """The numbers of all frontends that a backend has had, those that are gone among them."""
+
+    def __init__(self) -> None:
+        self._of_gone = [0] * (len(FrontendBoard.fields) - 1)
+
+    def retire(self, board: FrontendBoard) -> None:
+        """Its frontend is gone: what it counted stays."""
+        kept = [0 if name in _PRESENT else value for name, value in board.values().items() if name != "pid"]
+        self._of_gone = list(map(add, self._of_gone, kept))
+
+    def sums(self, boards: Iterable[FrontendBoard]) -> list[int]:
+        """Of these and all that are gone, for each of `FrontendBoard.fields` but the pid, which is the first."""
+        totals = self._of_gone
+        for board in boards:
+            totals = list(map(add, totals, board.numbers()[1:]))
+        return totals
+
+
+class BackendBoard(Board, totals_of=FrontendBoard):
+    """What the backend tells of itself, and of all its frontends together (`FrontendTotals`).
+
+    Counters only grow within one backend's life; the rest are present values.
+    """
+
+    pid: int
+    heartbeat_ns: int
+    """Monotonic time of the loop's last turn: forward progress, not mere life."""
+    draining: int
+    """1 once the backend accepts nothing new."""
+    steps: int
+    running: int
+    waiting: int
+    max_waiting: int
+    pages_used: int
+    pages_total: int
+    requests_accepted: int
+    requests_finished: int
+    requests_cancelled: int
+    requests_rejected: int
+    requests_failed: int
+    requests_expired: int
+    requests_coalesced: int
+    """Those that joined a sequence which another had started."""
+    pages_idle: int
+    """Held by nobody, their content kept for who may ask for it again."""
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    computed_tokens: int
+    """Of prompts and answers, in all steps; what a preempted sequence computes again counts again."""
+    wasted_tokens: int
+    """Those of computed_tokens whose sequence had ended, or was set back, by the time their step's result was there."""
+    preemptions: int
+    host_pages_used: int
+    """Pages of which a copy lies in the host's memory."""
+    pages_saved: int
+    """Copied there before they were used for something else."""
+    pages_restored: int
+    """Copied back."""
+    frontends: int
+    """Connected now."""
+
+    cancel_to_free_us = Histogram(1_000, 5_000, 20_000, 100_000, 500_000)
+    """From a frontend's noticing that a client has gone to its pages being free."""
+    step_us = Histogram(500, 1_000, 2_500, 5_000, *_TENS_OF_MS, 100_000, 250_000, 500_000, 1_000_000, 2_500_000)
+    """From a step's launch to its result."""
+    step_rows = Histogram(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    """Sequences that had tokens in a step."""
+    step_tokens = Histogram(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    """Tokens of prompts and answers that a step computed."""
+
+    def observe_cancel(self, cancel_to_free_us: int) -> None:
+        self.cancel_to_free_us.observe(cancel_to_free_us)
+
+    def observe_step(self, duration_us: int, num_rows: int, num_tokens: int) -> None:
+        """To be called once for each step's result."""
+        self.step_us.observe(max(0, duration_us))
+        self.step_rows.observe(num_rows)
+        self.step_tokens.observe(num_tokens)
+
+    def show_totals(self, num_frontends: int, totals: Sequence[int]) -> None:
+        """totals are what `FrontendTotals.sums` gives."""
+        self.frontends = num_frontends
+        start = _HEADER_WORDS + len(self.fields) - len(totals)
+        for index, total in enumerate(totals, start=start):
+            self._words[index] = total & _MASK_64
+
+    def beat(self) -> None:
+        self.heartbeat_ns = time.monotonic_ns()
+
+    def seconds_since_beat(self) -> float:
+        return (time.monotonic_ns() - self.heartbeat_ns) / 1e9

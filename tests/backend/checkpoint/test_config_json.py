@@ -1,0 +1,278 @@
+"""config.json → DecoderConfig, against transformers' own config classes and rotary modules."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.backend.checkpoint.config_json import (
+    SUPPORTED_ARCHITECTURES,
+    parse_decoder_config,
+    read_declared_dtype,
+    read_decoder_config,
+)
+from penstock.backend.checkpoint.decoder_config import DecoderConfig
+from penstock.backend.errors import StartupError
+from tests.checkpoints import PRESETS, make_config, make_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def hf_values(architecture: str, **overrides: Any) -> dict[str, Any]:
+    """config.json's content as transformers writes it."""
+    config = make_config(architecture, **overrides)
+    config.architectures = [PRESETS[architecture].model]
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values
+
+
+def oracle_rope(model: Any, num_positions: int) -> tuple[torch.Tensor, float]:
+    """inv_freq and attention factor that transformers uses for a sequence of num_positions."""
+    rotary = model.model.rotary_emb
+    rotary(torch.zeros(1), torch.arange(num_positions)[None])
+    return rotary.inv_freq, rotary.attention_scaling
+
+
+def assert_rope_equal(config: DecoderConfig, model: Any, num_positions: int) -> None:
+    inv_freq, attention_factor = oracle_rope(model, num_positions)
+    assert config.rope.inv_freq == tuple(inv_freq.tolist())
+    assert config.rope.rotary_dim == 2 * len(inv_freq)
+    assert config.rope.attention_factor == pytest.approx(attention_factor, abs=1e-12)
+
+
+@pytest.mark.parametrize("architecture", PRESETS)
+def test_dimensions_and_rope_are_those_of_transformers(architecture: str) -> None:
+    model = make_model(architecture)
+    config = parse_decoder_config(hf_values(architecture))
+    theirs = model.config
+    attention = model.model.layers[0].self_attn
+    assert config.architecture == PRESETS[architecture].model
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (256, 64, 96)
+    assert (config.num_layers, config.num_heads) == (theirs.num_hidden_layers, 4)
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == attention.head_dim
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.max_context_tokens == 512
+    assert config.tie_embeddings == theirs.tie_word_embeddings
+    projections = getattr(attention, "q_proj", None) or attention.qkv_proj
+    assert config.qkv_bias == (projections.bias is not None)
+    assert config.output_bias == (attention.o_proj.bias is not None)
+    assert config.qk_norm == hasattr(attention, "q_norm")
+    assert_rope_equal(config, model, num_positions=512)
+
+
+@pytest.mark.parametrize("architecture", PRESETS)
+def test_windows_and_nope_layers_are_those_of_transformers(architecture: str) -> None:
+    model = make_model(architecture)
+    config = parse_decoder_config(hf_values(architecture))
+    layers = [layer.self_attn for layer in model.model.layers]
+    # Mistral and Phi-3 have one window for all layers, in their config; the others know it layer by layer.
+    whole = model.config.sliding_window if architecture.startswith(("mistral", "phi3")) else None
+    assert config.layer_window_tokens == tuple(getattr(layer, "sliding_window", whole) for layer in layers)
+    assert config.layer_uses_rope == tuple(bool(getattr(layer, "use_rope", True)) for layer in layers)
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_an_absent_key_means_what_it_means_to_transformers(architecture: str) -> None:
+    theirs = getattr(transformers, architecture.replace("ForCausalLM", "Config"))()
+    dims = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    values = {key: getattr(theirs, key) for key in (*dims, "max_position_embeddings")}
+    config = parse_decoder_config(values | {"architectures": [architecture]})
+    assert config.tie_embeddings == theirs.tie_word_embeddings
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert config.head_dim == head_dim
+    theta = theirs.rope_parameters["rope_theta"]
+    assert config.rope.inv_freq[1] == pytest.approx(theta ** (-2 / head_dim), rel=1e-6)
+    layer_types = getattr(theirs, "layer_types", None) or ["full_attention"] * config.num_layers
+    window = None if "sliding_attention" not in layer_types and architecture != "MistralForCausalLM" else 4096
+    assert config.layer_window_tokens == (window,) * config.num_layers
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", **LLAMA3},
+    "yarn": {"rope_type": "yarn", **YARN},
+    "yarn untruncated": {"rope_type": "yarn", "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, **YARN},
+    "yarn mscale": {"rope_type": "yarn", "mscale": 1.2, "mscale_all_dim": 0.7, **YARN},
+    "yarn attention factor": {"rope_type": "yarn", "attention_factor": 1.3, **YARN},
+}
+
+
+@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_every_rope_type_has_the_frequencies_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
+    settings = {"rope_parameters": rope | {"rope_theta": 50_000.0}, "head_dim": head_dim}
+    config = parse_decoder_config(hf_values("llama2", **settings))
+    assert_rope_equal(config, make_model("llama2", **settings), num_positions=512)
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_the_older_spelling_of_rope_settings_means_the_same(rope: dict[str, Any]) -> None:
+    scaling = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
+    older = parse_decoder_config(LLAMA | {"rope_theta": 50_000.0, "rope_scaling": scaling})
+    newer = parse_decoder_config(LLAMA | {"rope_parameters": rope | {"rope_theta": 50_000.0}})
+    assert older == newer
+    assert older != parse_decoder_config(LLAMA)
+
+
+def test_longrope_is_short_where_the_context_is_kept_within_the_original_one() -> None:
+    values = hf_values("phi3-longrope")
+    model = make_model("phi3-longrope")
+    short, long = parse_decoder_config(values, max_context_tokens=64), parse_decoder_config(values)
+    assert (short.max_context_tokens, long.max_context_tokens) == (64, 512)
+    assert short.rope.inv_freq != long.rope.inv_freq
+    assert_rope_equal(short, model, num_positions=64)
+    assert_rope_equal(long, model, num_positions=65)
+
+
+def test_yarn_offers_the_context_that_its_factor_reaches() -> None:
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert parse_decoder_config(LLAMA | {"rope_scaling": rope}).max_context_tokens == 2048
+
+
+def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
+    with pytest.raises(StartupError, match=r"--max-context is 513.*1 to 512"):
+        parse_decoder_config(LLAMA, max_context_tokens=513)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, r"MixtralForCausalLM.*not supported.*LlamaForCausalLM.*Phi3"),
+        ({"architectures": []}, r"architectures is \[\]; it must name one of LlamaForCausalLM"),
+        ({"architectures": [["x"]]}, r"architecture \['x'\] is not supported"),
+        ({"architectures": None}, r"architectures is None"),
+        ({"num_experts": 8}, r"num_experts is 8; mixtures of experts"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quant_method 'gptq'.*bf16, fp16 or fp32"),
+        ({"hidden_act": "gelu"}, r'hidden_act is "gelu"; only "silu"'),
+        ({"num_attention_heads": 0}, r"num_attention_heads is 0; expected `int` >= 1"),
+        ({"num_attention_heads": "4"}, r"num_attention_heads is '4'; expected `int`, got `str`"),
+        ({"num_attention_heads": 3}, r"num_attention_heads is 3, not a multiple of num_key_value_heads, 2"),
+        ({"num_attention_heads": 6}, r"hidden_size is 64, not a multiple of num_attention_heads, 6"),
+        ({"head_dim": 15}, r"head_dim is 15; it must be even"),
+        ({"hidden_size": 10**30}, r"hidden_size is 1000000.*; expected"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000; expected `int` <= 1024"),
+        ({"vocab_size": -1}, r"vocab_size is -1"),
+        ({"vocab_size": True}, r"vocab_size is True; expected `int`"),
+        ({"max_position_embeddings": 1 << 40}, r"max_position_embeddings is 1099511627776"),
+        ({"rms_norm_eps": 0.0}, r"rms_norm_eps is 0.0"),
+        ({"rope_theta": 0.5}, r"rope_theta is 0.5"),
+        ({"rope_scaling": {"type": "fancy"}}, r'rope type "fancy" is not supported; default, linear'),
+        ({"rope_scaling": {"type": "linear"}}, r'"linear" needs factor, which is missing'),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, r"rope_scaling.factor is -2; expected `float` >= 1e-06"),
+        ({"rope_scaling": LLAMA3 | {"type": "llama3", "high_freq_factor": 1.0}}, r"high_freq_factor is 1.0"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, r"short_factor with 8 numbers; it has 1"),
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0] * 8}}, r"long_factor with 8 numbers; it is missing"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, r"per layer type are not supported"),
+        ({"partial_rotary_factor": 0.2}, r"head_dim 16 with partial_rotary_factor 0.2 rotates 3"),
+    ],
+)
+def test_an_unusable_configuration_is_refused_by_field_and_value(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        parse_decoder_config(LLAMA | change)
+
+
+def test_a_missing_dimension_is_named() -> None:
+    with pytest.raises(StartupError, match="missing required field `hidden_size`"):
+        parse_decoder_config({key: value for key, value in LLAMA.items() if key != "hidden_size"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 3}, "gives no window"),
+    ],
+)
+def test_layer_types_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        parse_decoder_config(LLAMA | {"architectures": ["Qwen2ForCausalLM"]} | change)
+
+
+def test_too_few_nope_flags_are_refused() -> None:
+    with pytest.raises(StartupError, match="no_rope_layers has 1 entries for 3 layers"):
+        parse_decoder_config(LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]})
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"vocab_size": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000]
+)
+def test_what_is_not_a_json_object_is_refused_with_the_files_name(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(StartupError, match=r"config\.json is not a JSON object"):
+        read_decoder_config(tmp_path)
+
+
+def test_the_files_name_stands_before_the_fault(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"config\.json does not exist"):
+        read_decoder_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 0}))
+    with pytest.raises(StartupError, match=r"config\.json: .*vocab_size is 0"):
+        read_decoder_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"torch_dtype": "int4"}, None),
+        ({"dtype": ["float32"]}, None),
+        ({}, None),
+    ],
+)
+def test_the_declared_dtype_has_two_spellings(
+    values: dict[str, Any], dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_declared_dtype(tmp_path) is dtype
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-2, 2048) | st.sampled_from([1e-300, 0.5, 1e300, 10**40, "yarn"])
+ROPE_KEYS = ("type", "rope_type", "factor", "original_max_position_embeddings", "short_factor", "truncate")
+JSON = SCALARS | st.lists(SCALARS, max_size=4) | st.dictionaries(st.sampled_from(ROPE_KEYS), SCALARS, max_size=4)
+KEYS = (
+    *LLAMA,
+    *("head_dim", "rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor", "sliding_window"),
+    *("layer_types", "no_rope_layers", "use_sliding_window", "quantization_config", "num_experts", "rms_norm_eps"),
+)
+
+
+@given(
+    st.sampled_from(SUPPORTED_ARCHITECTURES),
+    st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4),
+)
+def test_any_values_give_a_config_or_a_startup_error(architecture: str, changes: dict[str, Any]) -> None:
+    try:
+        config = parse_decoder_config(LLAMA | {"architectures": [architecture]} | changes)
+    except StartupError:
+        return
+    assert len(config.layer_window_tokens) == len(config.layer_uses_rope) == config.num_layers
+    assert 2 * len(config.rope.inv_freq) == config.rope.rotary_dim <= config.head_dim
+    assert all(math.isfinite(frequency) for frequency in config.rope.inv_freq)
+    assert config.num_heads % config.num_kv_heads == 0

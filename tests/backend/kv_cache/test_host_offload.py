@@ -1,0 +1,184 @@
+"""Pages on the host against a model of a plain list, and what they save an engine that is short of pages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.forward_pass import StepBatch
+from penstock.backend.kv_cache.host_offload import HostPages
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.shm.messages import Finish
+from tests.backend.harness import Bench, expected_tokens
+from tests.backend.kv_cache.test_page_pool import SALTS, salt_of
+
+KEYS = [bytes([number]) * 16 for number in range(9)]
+
+
+class HostPagesMachine(RuleBasedStateMachine):
+    """A page's number is its key's, so that what is copied where can be told from what is read later."""
+
+    @initialize(num_places=st.integers(0, 5))
+    def start(self, num_places: int) -> None:
+        self.host = HostPages(num_places)
+        self.num_places = num_places
+        self.kept: list[bytes] = []
+        """Least recently used first."""
+        self.read: set[bytes] = set()
+        self.content: dict[int, int] = {}
+        """Of each place, once what is saved has been copied."""
+
+    @rule(key=st.sampled_from(KEYS))
+    def save(self, key: bytes) -> None:
+        if key not in self.kept and len(self.kept) == self.num_places:
+            if not self.kept or self.kept[0] in self.read:
+                self.host.save(key[0], key, salt_of(key))
+                assert not self.host.holds(key)
+                return
+            del self.kept[0]
+        self.host.save(key[0], key, salt_of(key))
+        self.kept = [kept for kept in self.kept if kept != key] + [key]
+
+    @rule(key=st.sampled_from(KEYS))
+    def read_one(self, key: bytes) -> None:
+        if key not in self.kept:
+            with pytest.raises(KeyError):
+                self.host.read(key)
+            return
+        self.copy()
+        assert self.content[self.host.read(key)] == key[0]
+        self.kept.remove(key)
+        self.kept.append(key)
+        self.read.add(key)
+
+    @rule()
+    def end_plan(self) -> None:
+        self.host.end_plan()
+        self.read.clear()
+
+    @rule()
+    def copy(self) -> None:
+        saves = self.host.take_saves()
+        assert len({place for _, place in saves}) == len(saves)
+        self.content |= {place: page for page, place in saves}
+        assert self.host.take_saves() == ()
+
+    @rule(salt=st.sampled_from(SALTS))
+    def disown(self, salt: bytes) -> None:
+        self.end_plan()  # nobody is distrusted in the middle of a plan
+        self.host.disown(salt)
+        self.kept = [kept for kept in self.kept if salt_of(kept) != salt]
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def drop(self, keys: list[bytes]) -> None:
+        self.end_plan()  # as above
+        self.host.drop(keys)
+        self.kept = [kept for kept in self.kept if kept not in keys]
+
+    @invariant()
+    def it_agrees_with_the_model(self) -> None:
+        if not hasattr(self, "host"):
+            return
+        assert self.host.num_used == len(self.kept)
+        assert [key for key in KEYS if self.host.holds(key)] == sorted(self.kept)
+        if not self.read:
+            self.host.check_integrity()
+
+
+TestHostPagesMachine = HostPagesMachine.TestCase
+TestHostPagesMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+FIRST, SECOND = [7, 1, 4, 9, 2, 2, 8, 5], [3, 6, 6, 1, 8, 0, 5, 2]
+
+
+def run_short_of_pages(num_host_pages: int, capacity: int) -> Bench:
+    """Two sequences that do not fit together: one is preempted, and its pages go to the other."""
+    bench = Bench(num_pages=10, page_size=4, num_host_pages=num_host_pages, capacity=capacity)
+    bench.submit(FIRST, 24, request_id=1)
+    bench.submit(SECOND, 24, request_id=2)
+    bench.run_dry()
+    assert bench.received(1).token_ids == expected_tokens(FIRST, 24, bench.vocab_size)
+    assert bench.received(2).token_ids == expected_tokens(SECOND, 24, bench.vocab_size)
+    assert bench.board.preemptions > 0
+    return bench
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 4])
+def test_a_preempted_sequence_gets_its_pages_back_instead_of_computing_them_again(capacity: int) -> None:
+    """However many plans are in flight: pages that applied steps have filled are kept."""
+    recomputed, restored = run_short_of_pages(0, capacity), run_short_of_pages(16, capacity)
+    assert recomputed.board.pages_saved == recomputed.board.pages_restored == 0
+    num_back = restored.board.pages_restored
+    assert restored.board.pages_saved >= num_back > 0
+    assert restored.board.computed_tokens <= recomputed.board.computed_tokens - 4 * num_back
+    assert restored.board.host_pages_used == restored.board.pages_saved
+
+
+def test_what_is_to_be_saved_is_saved_with_the_next_step_if_its_own_cannot_be_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
+    for number in range(2):
+        bench.submit([*FIRST, number], 2, request_id=number)
+        bench.run_dry()
+    build = BatchBuilder.build
+    faults = iter([True])
+
+    def fail_with_saves(builder: BatchBuilder, plan: Plan) -> StepBatch:
+        if bench.board.pages_saved < bench.pool.host.num_saved and next(faults, False):
+            raise RuntimeError("planted")
+        return build(builder, plan)
+
+    monkeypatch.setattr(BatchBuilder, "build", fail_with_saves)
+    for number in range(2, 5):  # these need all pages
+        bench.submit([*SECOND, number], 12, request_id=number)
+        bench.run_dry()
+    assert next(faults, None) is None
+    assert [bench.received(number).finishes for number in range(2, 5)].count([Finish.FAILED]) == 1
+    bench.submit([*FIRST, 9], 2, request_id=9)
+    bench.run_dry()
+    assert bench.board.pages_restored == 2
+    assert bench.received(9).token_ids == expected_tokens([*FIRST, 9], 2, bench.vocab_size)
+
+
+def test_what_nobody_asked_for_twice_is_not_saved() -> None:
+    bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
+    for number in range(5):
+        bench.submit([number, *FIRST], 6, request_id=number)
+        bench.run_dry()
+    assert bench.board.preemptions == bench.board.pages_saved == 0
+
+
+def test_a_prefix_that_was_found_before_outlives_its_pages() -> None:
+    bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
+    for number in range(2):
+        bench.submit([*FIRST, number], 2, request_id=number)
+        bench.run_dry()
+    for number in range(2, 4):  # these need all pages
+        bench.submit([*SECOND, number], 12, request_id=number)
+        bench.run_dry()
+    assert bench.board.pages_saved >= 2
+    bench.submit([*FIRST, 9], 2, request_id=9)
+    bench.run_dry()
+    assert bench.received(9).token_ids == expected_tokens([*FIRST, 9], 2, bench.vocab_size)
+    started = bench.received(9).started
+    assert started is not None
+    assert started.cached_tokens == len(FIRST)
+    assert bench.board.pages_restored == 2
+
+
+def test_another_tenant_finds_nothing_on_the_host() -> None:
+    bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
+    for number in range(2):
+        bench.submit([*FIRST, number], 2, request_id=number, salt=b"one")
+        bench.run_dry()
+    for number in range(2, 4):
+        bench.submit([*SECOND, number], 12, request_id=number)
+        bench.run_dry()
+    assert bench.board.pages_saved >= 2
+    bench.submit([*FIRST, 9], 2, request_id=9, salt=b"other")
+    bench.run_dry()
+    assert bench.board.pages_restored == 0

@@ -1,0 +1,111 @@
+"""How much memory is free, read from /proc and /sys/fs/cgroup as they are on machines and in containers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from penstock.backend.errors import StartupError
+from penstock.backend.kv_cache.memory import Memory, device_memory, host_memory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GB = 10**9
+UNLIMITED_V1 = "9223372036854771712"
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+class Machine:
+    """Files as the kernel shows them: 16,000,000 units of 1,024 bytes, three quarters of them available."""
+
+    def __init__(self, root: Path, groups: str) -> None:
+        self.proc, self.cgroup = root / "proc", root / "cgroup"
+        (self.proc / "self").mkdir(parents=True)
+        (self.proc / "meminfo").write_text(
+            "MemTotal:    16000000 kB\nMemFree:      1000000 kB\nMemAvailable: 12000000 kB\nHugePages_Total:    0\n"
+        )
+        (self.proc / "self/cgroup").write_text(groups)
+
+    def group(self, path: str, names: tuple[str, str, str], limit: str, used: int, cached: int) -> None:
+        directory = self.cgroup / path
+        directory.mkdir(parents=True, exist_ok=True)
+        limit_file, use_file, cached_name = names
+        (directory / limit_file).write_text(f"{limit}\n")
+        (directory / use_file).write_text(f"{used}\n")
+        (directory / "memory.stat").write_text(f"anon 5\n{cached_name} {cached}\n")
+
+    def memory(self) -> Memory:
+        return host_memory(self.proc, self.cgroup)
+
+
+def test_without_a_limit_it_is_what_the_machine_has_available(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "0::/user.slice/session-1.scope\n")
+    machine.group("user.slice/session-1.scope", V2, "max", GB, 0)
+    assert machine.memory() == Memory(16_000_000 * 1024, 12_000_000 * 1024, "this machine")
+
+
+def test_a_limit_less_its_use_counts_and_cached_files_are_no_use(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "0::/\n")
+    machine.group("", V2, str(4 * GB), 3 * GB, 2 * GB)
+    assert machine.memory() == Memory(4 * GB, 3 * GB, "this container (its cgroup)")
+
+
+def test_the_narrowest_of_the_groups_around_a_process_counts(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "0::/pods/pod-1/container\n")
+    machine.group("pods/pod-1/container", V2, "max", GB, 0)
+    machine.group("pods/pod-1", V2, str(8 * GB), 7 * GB, 0)
+    machine.group("pods", V2, str(6 * GB), GB, 0)
+    assert machine.memory() == Memory(6 * GB, GB, "this container (its cgroup)")
+
+
+def test_a_limit_wider_than_what_the_machine_has_free_changes_nothing(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "0::/a\n")
+    machine.group("a", V2, str(15 * GB), 0, 0)
+    assert machine.memory() == Memory(15 * GB, 12_000_000 * 1024, "this machine")
+
+
+@pytest.mark.parametrize("path", ["docker/0123", ""])
+def test_version_1_has_its_own_names_and_a_number_for_no_limit(tmp_path: Path, path: str) -> None:
+    """In a container /proc names the path outside; the group that is mounted is the root."""
+    machine = Machine(tmp_path, "5:cpu,cpuacct:/docker/0123\n4:hugetlb,memory:/docker/0123\n1:name=systemd:/\n0::/\n")
+    machine.group("memory", V1, UNLIMITED_V1, 7, 0)
+    machine.group(f"memory/{path}", V1, str(2 * GB), GB // 2, 0)
+    assert machine.memory() == Memory(2 * GB, 2 * GB - GB // 2, "this container (its cgroup)")
+
+
+@pytest.mark.parametrize("groups", ["0::/../../outside\n", "0::/gone\n", ""])
+def test_a_group_that_cannot_be_seen_limits_nothing_and_the_root_is_still_asked(tmp_path: Path, groups: str) -> None:
+    machine = Machine(tmp_path, groups)
+    (tmp_path / "outside").mkdir()
+    machine.group("", V2, str(5 * GB), 0, 0)
+    assert machine.memory().total_bytes == (5 * GB if groups else 16_000_000 * 1024)
+
+
+def test_more_use_than_the_limit_leaves_nothing(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "0::/\n")
+    machine.group("", V2, str(GB), 2 * GB, 0)
+    assert machine.memory().free_bytes == 0
+
+
+def test_this_machine_can_be_read() -> None:
+    memory = device_memory("cpu")
+    assert 0 < memory.free_bytes <= memory.total_bytes
+
+
+def test_a_gpu_is_asked_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index * GB, 8 * GB))
+    assert device_memory("cuda:3") == Memory(8 * GB, 3 * GB, "GPU 3")
+
+
+def test_a_gpu_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_index: int) -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    with pytest.raises(StartupError) as refused:
+        device_memory("cuda:9")
+    assert str(refused.value) == "GPU 9 does not say how much memory is free: CUDA error: invalid device ordinal"

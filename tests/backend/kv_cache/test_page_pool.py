@@ -1,0 +1,193 @@
+"""The page pool against a model of plain dicts: any order of taking, naming, finding, sharing and giving back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.backend.kv_cache.page_pool import PagePool
+
+KEYS = [bytes([number]) * 16 for number in range(12)]
+SALTS = (b"", b"other")
+
+
+def before_of(key: bytes) -> bytes:
+    """Several pages follow one."""
+    return KEYS[key[0] % 3]
+
+
+def salt_of(key: bytes) -> bytes:
+    return SALTS[key[0] % 2]
+
+
+class PagePoolMachine(RuleBasedStateMachine):
+    """Holdings stand for sequences: lists of pages, each given back as a whole."""
+
+    @initialize(num_pages=st.integers(1, 12))
+    def start(self, num_pages: int) -> None:
+        self.pool = PagePool(num_pages)
+        self.num_pages = num_pages
+        self.holdings: list[list[int]] = []
+        self.key_of: dict[int, bytes] = {}
+        self.idle: list[int] = []
+        """Least recently given back first."""
+
+    def held(self) -> set[int]:
+        return {page for holding in self.holdings for page in holding}
+
+    @rule(count=st.integers(0, 14))
+    def take(self, count: int) -> None:
+        free = self.num_pages - len(self.held()) - len(self.idle)
+        if count > free + len(self.idle):
+            before = (self.pool.num_available, self.pool.num_idle)
+            with pytest.raises(MemoryError):
+                self.pool.take(count)
+            assert (self.pool.num_available, self.pool.num_idle) == before
+            return
+        evicted, self.idle = self.idle[: max(0, count - free)], self.idle[max(0, count - free) :]
+        for page in evicted:
+            del self.key_of[page]
+        pages = self.pool.take(count)
+        assert len(set(pages)) == count
+        assert not self.held() & set(pages)
+        assert not set(pages) & set(self.idle)
+        self.holdings.append(pages)
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def name(self, data: st.DataObject, key: bytes) -> None:
+        holding = data.draw(st.sampled_from(self.holdings))
+        if not holding:
+            return
+        page = data.draw(st.sampled_from(holding))
+        self.pool.name(page, key, before_of(key), key, salt_of(key))
+        if page not in self.key_of and key not in self.key_of.values():
+            self.key_of[page] = key
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
+    def find_and_hold(self, keys: list[bytes]) -> None:
+        pages = [page for key in keys if (page := self.pool.find(key)) is not None]
+        assert pages == [page for key in keys for page, known in self.key_of.items() if known == key]
+        for page in pages:
+            assert self.pool.is_idle(page) == (page in self.idle)
+            self.pool.hold(page)
+            if page in self.idle:
+                self.idle.remove(page)
+        self.holdings.append(pages)
+
+    @precondition(lambda self: self.holdings)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        holding = data.draw(st.sampled_from(self.holdings))
+        self.holdings = [other for other in self.holdings if other is not holding]
+        self.pool.give_back(holding)
+        still_held = self.held()
+        self.idle += [page for page in reversed(holding) if page in self.key_of and page not in still_held]
+
+    @rule(salt=st.sampled_from(SALTS))
+    def disown(self, salt: bytes) -> None:
+        self.pool.disown(salt)
+        self.key_of = {page: key for page, key in self.key_of.items() if salt_of(key) != salt}
+        self.idle = [page for page in self.idle if page in self.key_of]
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def drop(self, keys: list[bytes]) -> None:
+        self.pool.drop(keys)
+        self.key_of = {page: key for page, key in self.key_of.items() if key not in keys}
+        self.idle = [page for page in self.idle if page in self.key_of]
+
+    @rule(page=st.integers(0, 11))
+    def misuse(self, page: int) -> None:
+        """What is not held can be neither given back nor named; what has no key cannot be shared."""
+        if page >= self.num_pages:
+            return
+        if page not in self.held():
+            with pytest.raises(ValueError, match=f"page {page} is given back"):
+                self.pool.give_back([page])
+            with pytest.raises(ValueError, match=f"page {page} is named"):
+                self.pool.name(page, KEYS[0], KEYS[1], b"", b"")
+        if page not in self.key_of:
+            with pytest.raises(ValueError, match=f"page {page} has no known content"):
+                self.pool.hold(page)
+
+    @invariant()
+    def it_agrees_with_the_model(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        held = self.held()
+        assert self.pool.num_held == len(held)
+        assert self.pool.num_idle == len(self.idle)
+        assert self.pool.num_available == self.num_pages - len(held)
+        for page in range(self.num_pages):
+            assert self.pool.num_holders(page) == sum(holding.count(page) for holding in self.holdings)
+        found = {self.pool.find(key): key for key in KEYS if self.pool.find(key) is not None}
+        assert found == self.key_of
+        for before in KEYS[:3]:
+            following = {page: key for page, key in self.key_of.items() if before_of(key) == before}
+            assert self.pool.pages_after(before) == following
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            for holding in self.holdings:
+                self.pool.give_back(holding)
+            assert self.pool.num_held == 0
+            assert len(self.pool.take(self.num_pages)) == self.num_pages
+
+
+TestPagePoolMachine = PagePoolMachine.TestCase
+TestPagePoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("num_pages", [0, -1])
+def test_a_pool_has_pages(num_pages: int) -> None:
+    with pytest.raises(ValueError, match=f"num_pages is {num_pages}"):
+        PagePool(num_pages)
+
+
+def named(pool: PagePool, key: bytes) -> int:
+    """A page of the caller's with this content."""
+    (page,) = pool.take(1)
+    pool.name(page, key, before_of(key), key, b"")
+    return page
+
+
+def evict_all(pool: PagePool) -> None:
+    pool.give_back(pool.take(pool.num_available))
+
+
+def test_a_page_is_wanted_by_its_content_whoever_has_it() -> None:
+    """A sequence whose own page was not named, for another one of that content was: that one is worth keeping."""
+    pool = PagePool(2, num_host_pages=1)
+    first, second = named(pool, KEYS[0]), named(pool, KEYS[0])
+    pool.want([KEYS[0]])
+    pool.give_back([first])
+    pool.give_back([second])
+    assert pool.num_idle == 1
+    evict_all(pool)
+    assert pool.host.holds(KEYS[0])
+
+
+def test_what_came_back_from_the_host_goes_there_again_if_its_place_is_another_ones_by_then() -> None:
+    pool = PagePool(2, num_host_pages=1)
+    page = named(pool, KEYS[0])
+    pool.want([KEYS[0]])
+    pool.give_back([page])
+    evict_all(pool)
+    pool.host.read(KEYS[0])
+    pool.host.end_plan()
+    restored = named(pool, KEYS[0])
+    pool.host.save(1 - restored, KEYS[1], b"")
+    assert not pool.host.holds(KEYS[0])
+    pool.give_back([restored])
+    evict_all(pool)
+    assert pool.host.holds(KEYS[0])
+
+
+def test_what_was_wanted_once_is_not_kept_on_the_host() -> None:
+    pool = PagePool(2, num_host_pages=1)
+    pool.give_back([named(pool, KEYS[0])])
+    evict_all(pool)
+    assert pool.host.num_used == 0

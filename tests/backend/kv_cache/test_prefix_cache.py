@@ -1,0 +1,189 @@
+"""Prefixes against a model of what each page holds: any order of starting, computing, stopping, waiting, distrusting.
+
+What the engine does with them is in test_coalescing.py and the simulation.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.backend.forward_pass import SamplingParams
+from penstock.backend.kv_cache.page_hash import extend_page_keys, part_key
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.prefix_cache import Prefix, Prefixes, count_common
+from penstock.backend.sequences.sequence import Sequence, Subscriber
+
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_tokens_in_common_are_counted_from_the_beginning(common: list[int], one: list[int], other: list[int]) -> None:
+    first, second = array("i", common + one), array("i", common + other)
+    expected = 0
+    while expected < min(len(first), len(second)) and first[expected] == second[expected]:
+        expected += 1
+    assert count_common(first.tobytes(), second.tobytes()) == expected
+
+
+def test_the_key_of_a_part_of_a_page_is_no_full_pages_key() -> None:
+    tokens = array("i", range(8))
+    keys: list[bytes] = []
+    extend_page_keys(keys, tokens, 8, 4, b"tenant")
+    assert part_key(keys[0], tokens[4:].tobytes()) not in keys
+    assert part_key(b"tenant", tokens[:2].tobytes()) != part_key(b"other", tokens[:2].tobytes())
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class PrefixesMachine(RuleBasedStateMachine):
+    """Sequences as the scheduler runs them. A text is its tenant and its tokens from the beginning."""
+
+    @initialize(num_pages=st.integers(3, 10), page_size=st.integers(1, 4))
+    def start(self, num_pages: int, page_size: int) -> None:
+        self.pool, self.size, self.num_pages = PagePool(num_pages), page_size, num_pages
+        self.prefixes = Prefixes(self.pool, page_size)
+        self.running: dict[Sequence, None] = {}
+        self.parked: list[tuple[Sequence, object]] = []
+        self.held: list[list[tuple[bytes, tuple[int, ...]] | None]] = [[None] * page_size for _ in range(num_pages)]
+        """Of each page's places, the text up to there that was computed into it."""
+        self.named: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        """Full pages, and parts of some, by the text up to their end."""
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from((b"", b"", b"other")),
+        is_patient=st.booleans(),
+    )
+    def come(self, tokens: list[int], salt: bytes, is_patient: bool) -> None:
+        subscriber = Subscriber(1, 0, 100, frozenset(), len(tokens), 0.0)
+        sequence = Sequence(subscriber, array("i", tokens).tobytes(), len(tokens), SamplingParams(), salt=salt)
+        self.try_to_run(sequence, is_patient=is_patient)
+
+    def try_to_run(self, sequence: Sequence, *, is_patient: bool) -> None:
+        prefix = self.prefixes.find(sequence)
+        self.judge(sequence, prefix)
+        if prefix.awaited is not None and is_patient:
+            self.parked.append((sequence, prefix.awaited))
+            return
+        num_new = -(-(len(sequence.tokens) + 1) // self.size) - len(prefix.pages)
+        for page in prefix.pages:
+            self.pool.hold(page)
+        sources = [prefix.source] if prefix.num_copied and self.pool.is_idle(prefix.source) else []
+        for page in sources:
+            self.pool.hold(page)
+        if num_new > self.pool.num_available:
+            self.pool.give_back(prefix.pages + sources)
+            return
+        pages = self.take(num_new)
+        sequence.pages = prefix.pages + pages
+        if prefix.num_copied:
+            self.held[pages[0]] = list(self.held[prefix.source])
+        self.pool.give_back(sources)
+        sequence.num_prefilled = len(prefix.pages) * self.size
+        sequence.num_computed = sequence.num_prefilled + prefix.num_copied
+        sequence.num_named_pages = len(prefix.pages)
+        self.prefixes.start(sequence)
+        self.running[sequence] = None
+
+    def take(self, count: int) -> list[int]:
+        pages = self.pool.take(count)
+        self.named = {text: page for text, page in self.named.items() if page not in pages}
+        return pages
+
+    def judge(self, sequence: Sequence, prefix: Prefix) -> None:
+        """Nothing is found that is not there, and nothing that is there is missed."""
+        tokens, salt, size = tuple(sequence.tokens), sequence.salt, self.size
+        expected: list[int] = []
+        while (end := (len(expected) + 1) * size) < len(tokens) and (salt, tokens[:end]) in self.named:
+            expected.append(self.named[salt, tokens[:end]])
+        assert prefix.pages == expected
+        for index, page in enumerate(prefix.pages):
+            first = index * size
+            assert self.held[page] == [(salt, tokens[: place + 1]) for place in range(first, first + size)]
+        first = len(expected) * size
+        for place in range(prefix.num_copied):
+            assert self.held[prefix.source][place] == (salt, tokens[: first + place + 1])
+        if prefix.awaited is None or isinstance(prefix.awaited, Sequence):
+            assert prefix.num_copied == self.most_to_copy(salt, tokens, first)
+        assert first + prefix.num_copied < len(tokens)
+
+    def most_to_copy(self, salt: bytes, tokens: tuple[int, ...], first: int) -> int:
+        wanted = tokens[: min(first + self.size, len(tokens) - 1)]
+        known = [text for owner, text in self.named if owner == salt and first < len(text) <= first + self.size]
+        known += [
+            tuple(other.tokens[: other.num_applied])
+            for other in self.running
+            if other.salt == salt and other.num_named_pages * self.size == first and not other.is_distrusted
+        ]
+        return max(0, *(common(wanted, text) - first for text in known)) if known else 0
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 9), following=st.integers(0, 1), is_plain=st.booleans())
+    def compute(self, data: st.DataObject, count: int, following: int, is_plain: bool) -> None:
+        sequence = data.draw(st.sampled_from(list(self.running)))
+        is_decode = len(sequence.tokens) > sequence.num_brought
+        end = min(max(sequence.num_computed, sequence.num_applied) + count, len(sequence.tokens))
+        if end == len(sequence.tokens) and end // self.size == len(sequence.pages):
+            if not self.pool.num_available:
+                return
+            sequence.pages += self.take(1)
+        tokens = tuple(sequence.tokens)
+        for place in range(sequence.num_applied, end):
+            page = sequence.pages[place // self.size]
+            text = sequence.salt, tokens[: place + 1]
+            # What was copied is there already.
+            assert place >= sequence.num_computed or self.held[page][place % self.size] == text
+            self.held[page][place % self.size] = text
+        sequence.num_computed = end
+        if not (is_plain and is_decode and end % self.size):
+            for index in range(sequence.num_named_pages, end // self.size):
+                self.name(sequence, index, (index + 1) * self.size)
+            self.let_go(self.prefixes.note_computed(sequence, end))
+        if end == len(sequence.tokens):
+            sequence.tokens.append(following)
+
+    def name(self, sequence: Sequence, index: int, end: int) -> None:
+        if sequence.is_distrusted:
+            return
+        text, page = (sequence.salt, tuple(sequence.tokens[:end])), sequence.pages[index]
+        if text not in self.named and page not in self.named.values():
+            self.named[text] = page
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), is_bad=st.booleans(), is_patient=st.booleans())
+    def stop(self, data: st.DataObject, is_bad: bool, is_patient: bool) -> None:
+        sequence = data.draw(st.sampled_from(list(self.running)))
+        if is_bad:
+            self.prefixes.distrust(sequence.salt)
+            assert all(other.is_distrusted for other in self.running if other.salt == sequence.salt)
+            self.named = {text: page for text, page in self.named.items() if text[0] != sequence.salt}
+        elif sequence.num_applied > sequence.num_named_pages * self.size:
+            self.name(sequence, sequence.num_named_pages, sequence.num_applied)
+        del self.running[sequence]
+        freed = self.prefixes.stop(sequence)
+        self.pool.give_back(sequence.pages)
+        self.let_go(freed, is_patient=is_patient)
+
+    def let_go(self, freed: list[object], *, is_patient: bool = True) -> None:
+        going = [sequence for sequence, awaited in self.parked if awaited in freed]
+        self.parked = [(sequence, awaited) for sequence, awaited in self.parked if awaited not in freed]
+        for sequence in going:
+            self.try_to_run(sequence, is_patient=is_patient)
+
+    @invariant()
+    def all_is_accounted_for(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        self.prefixes.check_integrity(self.running, {awaited for _, awaited in self.parked})
+        assert self.pool.num_held == len({page for sequence in self.running for page in sequence.pages})
+
+
+TestPrefixesMachine = PrefixesMachine.TestCase
+TestPrefixesMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

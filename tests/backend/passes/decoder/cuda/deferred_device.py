@@ -1,0 +1,105 @@
+"""An `EmulatedDevice` that does its work as late as a GPU may: when somebody waits for an event behind it.
+
+Memory of the host that is written before the device has read it, or read before the device has written it, then holds
+the wrong step's numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice, RecordedGraph, RecordingMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from penstock.backend.forward_pass import PassOptions, StepBatch, TokenMasks
+    from penstock.backend.passes.decoder.cuda.results import PendingTokens
+
+
+@dataclass
+class DeferredGraph(RecordedGraph):
+    queue: list[Callable[[], object]] = field(default_factory=list)
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self.queue += self.calls
+
+
+@dataclass(frozen=True)
+class DeferredEvent:
+    device: DeferredDevice
+    num_calls: int
+
+    def synchronize(self) -> None:
+        self.device.run(self.num_calls)
+
+
+@dataclass
+class DeferredDevice(EmulatedDevice):
+    queue: list[Callable[[], object]] = field(default_factory=list)
+    num_run: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        with self._recording(self.queue), RecordingMode(self.queue):
+            yield
+
+    def run(self, num_calls: int) -> None:
+        """The first num_calls of the queue, on whatever thread waits for them."""
+        with self.lock, _disable_current_modes(), torch.inference_mode():
+            while self.num_run < num_calls:
+                self.queue[self.num_run]()
+                self.num_run += 1
+
+    def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        with _disable_current_modes():  # the host's memory, of which there may be more when steps run far ahead
+            return super().pinned(num_elements, dtype)
+
+    def record(self) -> DeferredEvent:  # type: ignore[override]
+        return DeferredEvent(self, len(self.queue))
+
+    def capture(self, work: Callable[[], None]) -> DeferredGraph:
+        graph = DeferredGraph(super().capture(work).calls, queue=self.queue)
+        self.graphs[-1] = graph
+        return graph
+
+    def synchronize(self) -> None:
+        self.run(len(self.queue))
+
+
+class DeferredCudaPass(CudaDecoderPass):
+    """`device` is the pass's own. Loading, and the run at start, are not put off."""
+
+    device: DeferredDevice
+
+    @classmethod
+    def load(cls, model_dir: Path, options: PassOptions) -> DeferredCudaPass:  # type: ignore[override]
+        device = DeferredDevice()
+        loaded = super().load(model_dir, options, device)
+        assert isinstance(loaded, cls)
+        loaded.device = device
+        return loaded
+
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        with self.device.deferring():
+            super().save_pages(pairs)
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        with self.device.deferring():
+            return super().forward(batch)
+
+    def sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None = None) -> PendingTokens:
+        with self.device.deferring():
+            return super().sample(logits, batch, masks)

@@ -1,0 +1,186 @@
+"""The `Device` of a machine without one: tensors on the CPU, kernels on the emulator, graphs as recorded calls."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.backend.forward_pass import DeviceLost
+from penstock.shm.buffers.device_api import DeviceError
+from tests.cuda_emulator.launcher import EmulatedLauncher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor
+
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Argument, Grid, Kernel, Launcher
+
+
+class RecordingLauncher:
+    """Runs kernels at once, or, while a graph is captured, notes them. Like the GPU's it runs only what is prepared."""
+
+    def __init__(self, inner: Launcher) -> None:
+        self._inner = inner
+        self._prepared: set[Kernel] = set()
+        self.recorded: list[Callable[[], object]] | None = None
+        self.last_launch = "none"
+        self.launched: list[str] = []
+
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        kernels = list(kernels)
+        assert self.recorded is None or self._prepared.issuperset(kernels), "loading a kernel in a captured step"
+        self._inner.prepare(kernels)
+        self._prepared.update(kernels)
+
+    def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
+        assert kernel in self._prepared, f"{kernel} was not prepared"
+        self.last_launch = f"{kernel} {grid}"
+        self.launched.append(kernel.entry)
+        if self.recorded is None:
+            self._inner.launch(kernel, grid, *arguments)
+        else:
+            self.recorded.append(lambda: self._inner.launch(kernel, grid, *arguments))
+
+
+class RecordingMode(TorchDispatchMode):
+    """Notes torch's operations instead of running them. Refuses what a captured step must not do."""
+
+    def __init__(self, recorded: list[Callable[[], object]]) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        if schema.is_mutable:
+            self._recorded.append(lambda: func(*args, **kwargs))
+            values = [*args, *(kwargs.get(argument.name) for argument in schema.arguments[len(args) :])]
+            written = [
+                value
+                for argument, value in zip(schema.arguments, values, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            return written[0] if len(written) == 1 else tuple(written)
+        is_view = bool(schema.returns) and all(
+            value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
+        )
+        assert is_view, f"{func} allocates or waits in a captured step"
+        return func(*args, **kwargs)
+
+
+@dataclass
+class RecordedGraph:
+    calls: list[Callable[[], object]]
+    num_replays: int = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for call in self.calls:
+            call()
+
+
+class ImmediateEvent:
+    """All work is done when it is given."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
+
+@dataclass
+class EmulatedHostMemory:
+    """See `HostMemory`. Begins as what nobody may rely on."""
+
+    bytes: Tensor
+    is_free: bool = False
+
+    def free(self) -> None:
+        assert not self.is_free, "freed twice"
+        self.is_free = True
+
+
+@dataclass
+class EmulatedDevice:
+    """`fault`, once set, is raised by whatever waits for the device: its context is poisoned. At most
+    `lockable_bytes` of the host's memory are page-locked."""
+
+    mode: str = "fast"
+    fault: Exception | None = None
+    graphs: list[RecordedGraph] = field(default_factory=list)
+    num_events: int = 0
+    pinned_tensors: list[Tensor] = field(default_factory=list)
+    lockable_bytes: int = 1 << 30
+    host_memories: list[EmulatedHostMemory] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.num_sms = 4
+        self.stream = 0
+        self.shared_bytes_per_sm = 228 << 10
+        self.launcher = RecordingLauncher(shared_launcher(self.mode))
+
+    @property
+    def last_launch(self) -> str:
+        return self.launcher.last_launch
+
+    def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        self.pinned_tensors.append(torch.zeros(num_elements, dtype=dtype))
+        return self.pinned_tensors[-1]
+
+    def host_memory(self, num_bytes: int) -> EmulatedHostMemory:
+        if num_bytes > self.lockable_bytes:
+            raise DeviceError("cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY (2)")
+        self.host_memories.append(EmulatedHostMemory(torch.full((num_bytes,), 0xFF, dtype=torch.uint8)))
+        return self.host_memories[-1]
+
+    def record(self) -> ImmediateEvent:
+        assert self.launcher.recorded is None, "an event in a captured step"
+        self.num_events += 1
+        return ImmediateEvent(self)
+
+    def capture(self, work: Callable[[], None]) -> RecordedGraph:
+        graph = RecordedGraph([])
+        with self._recording(graph.calls), RecordingMode(graph.calls):
+            work()
+        self.graphs.append(graph)
+        return graph
+
+    @contextmanager
+    def _recording(self, calls: list[Callable[[], object]]) -> Iterator[None]:
+        self.launcher.recorded = calls
+        try:
+            yield
+        finally:
+            self.launcher.recorded = None
+
+    def synchronize(self) -> None:
+        assert self.launcher.recorded is None, "waiting in a captured step"
+        if self.fault is not None:
+            raise self.fault
+
+    def trim(self) -> None:
+        return
+
+    def check(self, doing: str) -> None:
+        try:
+            self.synchronize()
+        except Exception as fault:
+            raise DeviceLost(f"{doing}: {fault}; given last was {self.launcher.last_launch}") from fault
+
+
+_launchers: dict[str, Any] = {}
+
+
+def shared_launcher(mode: str) -> Launcher:
+    """One for all devices: kernels are compiled once."""
+    if mode not in _launchers:
+        _launchers[mode] = EmulatedLauncher(mode=mode)
+    launcher: Launcher = _launchers[mode]
+    return launcher

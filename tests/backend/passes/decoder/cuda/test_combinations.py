@@ -1,0 +1,374 @@
+"""Features of the engine and the CUDA pass that meet in one step: prompts of embeddings, pages that come back from the
+host, plans far ahead, deterministic steps, faults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.backend.engine.executor import ExecutorFailed
+from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed
+from penstock.shm.buffers.device_api import DeviceError
+from penstock.shm.link.link import FrontendDeath
+from penstock.shm.messages import Constraints, Finish, Sampling
+from tests.backend.harness import GREEDY, Bench, Received
+from tests.backend.passes.decoder.cuda.deferred_device import DeferredCudaPass
+from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
+from tests.backend.passes.decoder.cuda.lending import KINDS, LendingLink
+from tests.backend.passes.decoder.cuda.test_pass_in_engine import AheadBench
+from tests.backend.passes.decoder.cuda.tiny_models import MAX_ROWS, VOCAB_SIZE, checkpoint, options, oracle, prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from penstock.backend.forward_pass import StepBatch
+
+    Rows = NDArray[np.float32]
+
+PAGE_SIZE, HIDDEN = 16, 64
+TOLD = Sampling(temperature=0.0, num_logprobs=2)
+ALLOWED = tuple(range(3, VOCAB_SIZE, 3))
+
+
+@pytest.fixture(autouse=True)
+def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying pages is quicker than computing them."""
+    monkeypatch.setattr(
+        "penstock.backend.passes.decoder.cuda.forward_pass.measure_link", lambda _device: LinkSpeed(1e18, 1e18)
+    )
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def load(
+    pass_class: type[EmulatedCudaPass | DeferredCudaPass] = EmulatedCudaPass,
+    num_host_pages: int = 0,
+    kv_dtype: str = "fp32",
+    **settings: Any,
+) -> EmulatedCudaPass | DeferredCudaPass:
+    wanted = replace(options(max_batch_tokens=48), **settings)
+    page_bytes = PAGE_SIZE * pass_class.describe(checkpoint("llama3"), wanted).kv_bytes_per_token[kv_dtype]
+    made = pass_class.load(checkpoint("llama3"), replace(wanted, host_kv_bytes=num_host_pages * page_bytes))
+    create = made.create_cache
+    made.create_cache = lambda num_pages, page_size, _: create(num_pages, page_size, kv_dtype)  # type: ignore[method-assign]
+    return made
+
+
+def make_link(kind: str, directory: Path, forward_pass: EmulatedCudaPass | DeferredCudaPass) -> LendingLink:
+    return LendingLink(kind, directory, forward_pass.embedding_size, VOCAB_SIZE, forward_pass.device)
+
+
+def stepped(
+    forward_pass: EmulatedCudaPass | DeferredCudaPass, link: LendingLink | None, num_pages: int, **settings: Any
+) -> Bench:
+    """Turn by turn, so that pages certainly go to the host and back."""
+    defaults = {"max_batch_tokens": 48, "num_host_pages": 16, "max_running": MAX_ROWS, "vocab_size": VOCAB_SIZE}
+    return Bench(
+        forward_pass=forward_pass, link=link, num_pages=num_pages, page_size=PAGE_SIZE, **(defaults | settings)
+    )
+
+
+def close(bench: Bench, link: LendingLink) -> None:
+    """With nothing lent, locked, allocated or held any more."""
+    assert link.num_lent == 0
+    assert bench.pool.num_held == 0
+    link.close()
+    device = link.device
+    assert (link.exporter.held_bytes, device.num_allocated, device.num_events, device.registered) == (0, 0, 0, {})
+    bench.close()
+
+
+def random_rows(num_rows: int, seed: int) -> Rows:
+    return np.random.default_rng(seed).normal(0.0, 0.2, (num_rows, HIDDEN)).astype(np.float32)
+
+
+def looked_up(tokens: Sequence[int]) -> Rows:
+    """What the checkpoint's table gives for them, [n, hidden]."""
+    with torch.inference_mode():
+        rows: Rows = oracle("llama3").get_input_embeddings()(torch.tensor(tokens)).numpy()
+    return rows
+
+
+def logits_after(prompt: Rows, generated: Sequence[int]) -> torch.Tensor:
+    """By transformers, [len(generated), vocab]: of which each token was sampled."""
+    rows = np.concatenate([prompt, looked_up(generated[:-1])]) if len(generated) > 1 else prompt
+    with torch.inference_mode():
+        logits: torch.Tensor = oracle("llama3")(inputs_embeds=torch.from_numpy(rows)[None]).logits[0]
+    return logits[len(prompt) - 1 :]
+
+
+def expect_transformers(prompt: Rows, received: Received, count: int | None, allowed: Sequence[int] = ()) -> None:
+    """count tokens, or as many as there are; and their log probabilities, where they were told."""
+    tokens = received.token_ids
+    if count is not None:
+        assert received.finishes == [Finish.LENGTH]
+        assert len(tokens) == count
+    if not tokens:
+        return
+    logits = logits_after(prompt, tokens)
+    ids = list(allowed) or list(range(VOCAB_SIZE))
+    assert tokens == [ids[place] for place in logits[:, ids].argmax(1).tolist()]
+    for token, told, row in zip(tokens, received.logprobs, logits.log_softmax(1), strict=True):
+        if told is not None:
+            assert abs(told.logprob - row[token].item()) < 1e-3
+            assert abs(told.top_logprobs[0] - row.max().item()) < 1e-3
+
+
+# ---- Streams ----
+
+EMBEDDED = {1: random_rows(20, 1), 2: random_rows(33, 2), 3: random_rows(1, 3), 4: looked_up(prompts((12,))[0])}
+TOKENS = {5: prompts((5,), seed=3)[0], 6: prompts((40,), seed=3)[0]}
+
+
+def submit_all(bench: Bench, link: LendingLink) -> None:
+    for request_id, rows in EMBEDDED.items():
+        constraints = Constraints(allowed_token_ids=ALLOWED) if request_id == 2 else None
+        link.submit(rows, 18, request_id, sampling=TOLD if request_id != 3 else GREEDY, constraints=constraints)
+    for request_id, prompt in TOKENS.items():
+        bench.submit(list(prompt), 18, request_id=request_id)
+
+
+def expect_all(bench: Bench, unfinished: Sequence[int] = ()) -> None:
+    for request_id, rows in (EMBEDDED | {number: looked_up(prompt) for number, prompt in TOKENS.items()}).items():
+        count = None if request_id in unfinished else 18
+        expect_transformers(rows, bench.received(request_id), count, ALLOWED if request_id == 2 else ())
+
+
+@pytest.mark.parametrize(
+    ("pass_class", "capacity"),
+    [(EmulatedCudaPass, 0), (DeferredCudaPass, 1), (DeferredCudaPass, 4)],
+    ids=["no plan ahead", "late work", "late work, far ahead"],
+)
+def test_every_stream_is_transformers_however_its_prompt_was_handed_in(
+    kind: str, pass_class: type[EmulatedCudaPass | DeferredCudaPass], capacity: int, tmp_path: Path
+) -> None:
+    """Too many for the pages: sequences are preempted, and go on with pages from the host or with rows read again."""
+    forward_pass = load(pass_class, 16)
+    link = make_link(kind, tmp_path, forward_pass)
+    bench = AheadBench(forward_pass, 9, capacity, 16, link)
+    submit_all(bench, link)
+    bench.run_dry()
+    expect_all(bench)
+    assert bench.scheduler.num_preemptions > 0
+    close(bench, link)
+
+
+@pytest.mark.parametrize("turn", [1, 4, 9, 15])
+def test_who_cancels_or_dies_takes_no_other_stream_along(kind: str, turn: int, tmp_path: Path) -> None:
+    """While the device is far behind, and reads buffers that their clients have again, or that are gone."""
+    forward_pass = load(DeferredCudaPass, 16)
+    link = make_link(kind, tmp_path, forward_pass)
+    bench = AheadBench(forward_pass, 9, 4, 16, link)
+    for number in range(3):
+        link.submit(random_rows(25 + number, number), 18, 20 + number, frontend=2, sampling=TOLD)
+    submit_all(bench, link)
+    for _ in range(turn):
+        bench.engine.turn()
+    bench.cancel(2)
+    bench.cancel(6)
+    link.arrivals.append(FrontendDeath(2))
+    bench.engine.turn()
+    assert 2 not in link.clients
+    link.submit(random_rows(9, 7), 5, 7)  # in the buffer that has just come back
+    bench.run_dry()
+    expect_all(bench, unfinished=(2, 6))
+    expect_transformers(random_rows(9, 7), bench.received(7), 5)
+    for number in range(3):
+        expect_transformers(random_rows(25 + number, number), bench.received(20 + number, 2), None)
+    close(bench, link)
+
+
+# ---- Deterministic ----
+
+PROMPT = prompts((41,), seed=5)[0]
+DRAWN = Sampling(temperature=1.3, top_p=0.95, seed=77, num_logprobs=3)
+
+
+def bits(received: Received) -> list[Any]:
+    return [received.token_ids, received.logprobs]
+
+
+@cache
+def bits_of_tokens_alone() -> list[Any]:
+    bench = stepped(load(kv_dtype="q8_0", deterministic=True), None, 64, num_host_pages=0)
+    bench.submit(list(PROMPT), 30, sampling=DRAWN)
+    bench.run_dry()
+    bench.close()
+    assert len(bench.received().token_ids) == 30
+    return bits(bench.received())
+
+
+@pytest.mark.parametrize("kind", ["read by the host", "on the device"])
+@pytest.mark.parametrize(
+    ("num_pages", "num_host_pages", "settings"),
+    [
+        (64, 0, {"max_batch_tokens": 1, "capacity": 0}),
+        (9, 0, {"max_batch_tokens": 7}),
+        (9, 16, {}),
+        (9, 16, {"capacity": 4, "max_batch_tokens": 20}),
+    ],
+    ids=["token by token", "computed again in chunks", "restored", "restored in chunks, far ahead"],
+)
+def test_embeddings_give_the_bits_of_their_tokens_whatever_is_done_to_them(
+    kind: str, num_pages: int, num_host_pages: int, settings: dict[str, int], tmp_path: Path
+) -> None:
+    """Among strangers; where pages are short, preempted and then computed again or restored."""
+    forward_pass = load(num_host_pages=num_host_pages, kv_dtype="q8_0", deterministic=True)
+    link = make_link(kind, tmp_path, forward_pass)
+    bench = stepped(forward_pass, link, num_pages, num_host_pages=num_host_pages, **settings)
+    bench.submit(list(prompts((30,), seed=9)[0]), 60, request_id=50)
+    bench.turn()
+    bench.submit(list(PROMPT), 30, request_id=1, sampling=DRAWN)
+    link.submit(looked_up(PROMPT), 30, 2, sampling=DRAWN, num_logits=30)
+    link.submit(random_rows(17, 6), 12, 51)
+    bench.run_dry()
+    assert bits(bench.received(1)) == bits_of_tokens_alone()
+    assert bits(bench.received(2)) == bits_of_tokens_alone()
+    log_softmax = torch.tensor(link.logits[2]).log_softmax(1)
+    for row, token, told in zip(log_softmax, bench.received(2).token_ids, bench.received(2).logprobs, strict=True):
+        assert told is not None
+        assert abs(row[token].item() - told.logprob) < 1e-4
+    is_short = num_pages == 9
+    assert (bench.received(1).num_preemptions + bench.received(2).num_preemptions > 0) == is_short
+    assert (bench.board.pages_restored > 0) == (num_host_pages > 0)
+    close(bench, link)
+
+
+# ---- Faults ----
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 4])
+def test_bad_logits_take_their_own_tenants_pages_from_the_host_and_no_others(capacity: int, tmp_path: Path) -> None:
+    forward_pass = load(num_host_pages=16)
+    link = make_link("on the device", tmp_path, forward_pass)
+    bench = stepped(forward_pass, link, 9, capacity=capacity)
+    shared = {b"one": list(prompts((40,), seed=1)[0]), b"two": list(prompts((40,), seed=2)[0])}
+    ids = iter(range(100))
+
+    def ask(salt: bytes, count: int) -> Received:
+        request_id = next(ids)
+        bench.submit(shared[salt], count, request_id=request_id, salt=salt)
+        bench.run_dry()
+        return bench.received(request_id)
+
+    def move_to_host() -> None:
+        """A sequence that needs all pages."""
+        for seed in range(2):
+            bench.submit(list(prompts((100,), seed=30 + seed)[0]), 40, request_id=next(ids), salt=b"big")
+            bench.run_dry()
+
+    for salt in (b"one", b"two") * 2:  # what is found once is worth to be kept
+        expect_transformers(looked_up(shared[salt]), ask(salt, 3), 3)
+    move_to_host()
+    num_kept = bench.board.host_pages_used
+    assert num_kept >= 4
+    # Embeddings are their request's own affair, and so is what is wrong with them.
+    bad = random_rows(30, 1)
+    bad[25, 3] = np.inf
+    link.submit(bad, 5, 200, salt=b"one")
+    bench.run_dry()
+    assert bench.received(200).finishes == [Finish.FAILED]
+    assert bench.board.host_pages_used == num_kept
+    bench.submit(shared[b"one"], 20, request_id=201, salt=b"one")
+    while len(bench.received(201).token_ids) < 4:
+        bench.turn()
+    assert bench.board.pages_restored == 2
+    ((sequence, _),) = bench.requests._open[1].values()
+    with torch.inference_mode():
+        forward_pass._ops.pages[:, sequence.pages[0]] = 0xFF  # NaN in every number
+    bench.run_dry()
+    assert bench.received(201).finishes == [Finish.FAILED]
+    assert bench.board.host_pages_used == num_kept - 2
+    again = ask(b"one", 5)
+    expect_transformers(looked_up(shared[b"one"]), again, 5)
+    assert again.started is not None
+    assert again.started.cached_tokens == 0
+    other = ask(b"two", 5)
+    expect_transformers(looked_up(shared[b"two"]), other, 5)
+    assert other.started is not None
+    assert other.started.cached_tokens >= 32
+    assert bench.board.pages_restored == 4
+    close(bench, link)
+
+
+def raise_device_error(*_args: Any) -> Any:
+    raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE (1)")
+
+
+@pytest.mark.parametrize(("is_late", "capacity"), [(False, 0), (True, 1), (False, 4)])
+def test_of_a_step_with_restores_that_fails_the_guilty_row_alone_does(
+    kind: str, *, is_late: bool, capacity: int, tmp_path: Path
+) -> None:
+    """For its rows cannot be read; or late: when all of the step is done but the sampling."""
+    forward_pass = load(num_host_pages=16)
+    link = make_link(kind, tmp_path, forward_pass)
+    bench = stepped(forward_pass, link, 12, capacity=capacity)
+    guilty, failed = [], []
+    run, sample = forward_pass.forward, forward_pass.sample
+
+    def is_guilty(batch: StepBatch) -> bool:
+        return any(given.values.loan in guilty for given in batch.embeddings)  # type: ignore[attr-defined]
+
+    def forward(batch: StepBatch) -> Any:
+        failed.extend([batch] * is_guilty(batch))
+        return run(batch)
+
+    def fail_late(logits: Any, batch: StepBatch, masks: Any = None) -> Any:
+        if is_late and is_guilty(batch):
+            raise RuntimeError("planted")
+        return sample(logits, batch, masks)
+
+    forward_pass.forward, forward_pass.sample = forward, fail_late  # type: ignore[method-assign]
+    submit_all(bench, link)
+    bench.turn()
+    while any(request_id < 100 for request_id in bench.requests._open.get(1, ())):
+        if not guilty or not guilty[-1]._is_open:
+            loan = link.submit(random_rows(3, 50), 4, 100 + len(guilty))
+            guilty.append(loan)
+            if not is_late:
+                loan.read_rows = loan.copy_rows = raise_device_error  # type: ignore[method-assign]
+        bench.turn()
+    bench.run_dry()
+    expect_all(bench)
+    assert any(len(batch.page_restores) and batch.num_rows > 1 for batch in failed)
+    for number in range(len(guilty)):
+        assert bench.received(100 + number).finishes == [Finish.FAILED]
+    close(bench, link)
+
+
+def test_with_the_device_all_that_was_lent_and_kept_is_given_up_once(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be unlocked or freed any more is the driver's affair, as the process ends."""
+    forward_pass = load(num_host_pages=16)
+    link = make_link(kind, tmp_path, forward_pass)
+    bench = AheadBench(forward_pass, 9, 4, 16, link)
+    submit_all(bench, link)
+    while bench.board.pages_saved == 0:
+        assert bench.requests.num_open or link.arrivals
+        bench.turn()
+    link.submit(random_rows(20, 8), 5, 8)
+    forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(ExecutorFailed, match="the device is lost"):  # in a step, or as pages are saved
+        bench.run_dry()
+    expect_all(bench, unfinished=[*EMBEDDED, *TOKENS])
+    link.close()
+    assert (link.exporter.held_bytes, link.num_lent) == (0, 0)
+    expected = {"read by the host": "", "page-locked": "stays page-locked", "on the device": "is not freed"}[kind]
+    assert expected in caplog.text
+    assert ("shared" in caplog.text) == bool(expected)
+    with pytest.raises(ExecutorFailed, match=r"the device is lost|has died"):
+        bench.threads.close()
+    bench.board.close()

@@ -1,0 +1,251 @@
+"""The whole CUDA pass on a machine without a GPU: torch's products on the CPU, the kernels' own source emulated."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.backend.forward_pass import SamplingParams
+from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda.graphs import DecodeGraphs
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
+from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
+from tests.backend.passes.decoder.cuda.tiny_models import (
+    ARCHITECTURES,
+    checkpoint,
+    generated,
+    greedy_choices,
+    make_driver,
+    make_pass,
+    options,
+    oracle_logits,
+    prompts,
+    run_prompts,
+)
+from tests.backend.passes.decoder.driver import Driver
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DRAWN = SamplingParams(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(architecture: str) -> None:
+    driver = make_driver(architecture)
+    batch = prompts()
+    for prompt, logits in zip(batch, run_prompts(driver, batch, chunk=19), strict=True):
+        np.testing.assert_allclose(logits, oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
+    driver.decode(12)
+    for row in driver.rows:
+        assert generated(row) == greedy_choices(architecture, row)
+
+
+@pytest.mark.parametrize("architecture", ["llama-bias", "mistral", "qwen2", "qwen3"])
+def test_greedy_tokens_are_those_of_transformers_with_deterministic_too(architecture: str) -> None:
+    made = EmulatedCudaPass.load(checkpoint(architecture), replace(options(), deterministic=True))
+    driver = Driver(made, num_pages=32, page_size=16)
+    run_prompts(driver, prompts(), chunk=19)
+    driver.decode(12)
+    for row in driver.rows:
+        assert generated(row) == greedy_choices(architecture, row)
+    assert sum(graph.num_replays for graph in made.device.graphs) == 12
+
+
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_pages_of_any_size_that_the_kernels_have_hold_the_same(page_size: int) -> None:
+    driver = Driver(make_pass("mistral"), num_pages=16, page_size=page_size)
+    run_prompts(driver, prompts((31, 33, 64, 5)), chunk=21)
+    driver.decode(8)
+    for row in driver.rows:
+        assert generated(row) == greedy_choices("mistral", row)
+
+
+@pytest.mark.parametrize("architecture", ["llama3", "qwen3", "mistral"])
+def test_greedy_tokens_are_those_of_the_cpu_pass(architecture: str) -> None:
+    on_cpu = DecoderPass.load(checkpoint(architecture), options())
+    tokens = []
+    for driver in (make_driver(architecture), Driver(on_cpu, num_pages=32, page_size=16)):
+        run_prompts(driver, prompts(seed=1))
+        driver.decode(16)
+        tokens.append([row.tokens for row in driver.rows])
+    assert tokens[0] == tokens[1]
+
+
+def test_hidden_states_are_those_of_the_cpu_pass() -> None:
+    """On the host and on the device; beside rows that are not done with their prompts, and after captured steps."""
+    on_cpu = Driver(DecoderPass.load(checkpoint("llama3"), options()), num_pages=32, page_size=16)
+    on_cpu.read = on_cpu.forward_pass.host_hidden_states
+    driver = make_driver()
+
+    def read_both(logits: torch.Tensor) -> NDArray[np.float32]:
+        on_host: NDArray[np.float32] = driver.forward_pass.host_hidden_states(logits)
+        pointer = driver.forward_pass.device_hidden_states(logits).pointer
+        there = np.frombuffer(ctypes.string_at(pointer, on_host.nbytes), np.float32)
+        np.testing.assert_array_equal(there.reshape(on_host.shape), on_host)
+        return on_host
+
+    driver.read = read_both
+    for each in (on_cpu, driver):
+        for prompt in prompts((1, 17, 40)):
+            each.add(prompt)
+    for counts, num_found in (((1, 17, 5), 2), ((1, 1, 35), 3), ((1, 1, 1), 3), ((1, 1, 1), 3)):
+        expected, found = (each.step(list(zip(each.rows, counts, strict=True))) for each in (on_cpu, driver))
+        assert len(found) == num_found
+        for slot, states in found.items():
+            np.testing.assert_allclose(states, expected[slot], atol=1e-4, rtol=0)
+    assert sum(graph.num_replays for graph in driver.forward_pass.device.graphs) == 2
+
+
+def test_captured_steps_give_what_the_same_steps_give_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = make_driver()
+    run_prompts(captured, prompts())
+    captured.decode(8)
+    replays = [graph.num_replays for graph in captured.forward_pass.device.graphs]
+    assert sum(replays) == 8
+    assert replays[0] == 8, "5 rows are padded to the 6 of the largest graph"
+    monkeypatch.setattr(DecodeGraphs, "size_for", lambda _self, _num_rows: None)
+    eager = make_driver()
+    run_prompts(eager, prompts())
+    eager.decode(8)
+    assert not any(graph.num_replays for graph in eager.forward_pass.device.graphs)
+    assert [row.tokens for row in captured.rows] == [row.tokens for row in eager.rows]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6])
+def test_a_decode_step_of_any_number_of_rows_finds_a_graph(num_rows: int) -> None:
+    driver = make_driver()
+    run_prompts(driver, prompts((3, 20, 33, 5, 18, 2)[:num_rows]))
+    driver.decode(3)
+    assert sum(graph.num_replays for graph in driver.forward_pass.device.graphs) == 3
+    for row in driver.rows:
+        assert generated(row) == greedy_choices("llama3", row)
+
+
+def test_a_step_is_one_copy_to_the_device_and_one_back() -> None:
+    driver = make_driver()
+    run_prompts(driver, prompts())
+    device = driver.forward_pass.device
+    for _ in range(3):
+        before = device.num_events
+        driver.decode(1)
+        assert device.num_events == before + 2
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_a_prompt_in_chunks_gives_what_it_gives_whole(chunk: int) -> None:
+    prompt = prompts((45,))[0]
+    whole = run_prompts(make_driver(), [prompt])[0]
+    np.testing.assert_allclose(run_prompts(make_driver(seed=1), [prompt], chunk)[0], whole, atol=1e-4, rtol=0)
+
+
+def test_a_row_has_the_same_tokens_alone_and_among_strangers() -> None:
+    prompt, *strangers = prompts((37, 1, 9, 30, 16), seed=2)
+    tokens = []
+    for batch in ([prompt], [prompt, *strangers]):
+        driver = make_driver("qwen3")
+        run_prompts(driver, batch)
+        driver.decode(12)
+        tokens.append(driver.rows[0].tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_rows_of_one_token_and_of_many_share_a_step() -> None:
+    driver = make_driver("mistral")
+    first = driver.add(prompts((20,))[0])
+    driver.prefill()
+    second = driver.add(prompts((50,), seed=1)[0])
+    while second.computed < second.num_prompt_tokens:
+        driver.step([(first, 1), (second, min(13, second.num_prompt_tokens - second.computed))])
+    driver.decode(4)
+    for row in (first, second):
+        assert generated(row) == greedy_choices("mistral", row)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "bound"),
+    [
+        ("fp32", "bf16", 0.02),
+        ("fp32", "q8_0", 0.03),
+        ("fp32", "fp8", 0.15),
+        ("bf16", "fp32", 0.06),
+        ("bf16", "bf16", 0.06),
+        ("bf16", "q8_0", 0.06),
+        ("bf16", "fp8", 0.15),
+    ],
+)
+def test_narrower_numbers_stay_near_fp32(dtype: str, kv_dtype: str, bound: float) -> None:
+    """Root mean square of the difference, relative to that of the logits; e4m3 itself rounds to 0.06."""
+    batch = prompts(seed=6)
+    driver = make_driver("qwen3", kv_dtype, dtype)
+    rows = [driver.add(prompt) for prompt in batch]
+    logits = driver.prefill(chunk=23)
+    for _ in range(3):
+        for row in rows:
+            exact = oracle_logits("qwen3", row.tokens[: row.computed])[-1]
+            assert np.sqrt(np.mean((logits[row.slot] - exact) ** 2) / np.mean(exact**2)) < bound
+        logits = driver.step([(row, 1) for row in rows])
+
+
+def test_what_is_not_the_sequences_own_is_never_read() -> None:
+    results = []
+    for poisoned in (False, True):
+        driver = make_driver("mistral", "bf16")
+        if poisoned:
+            with torch.inference_mode():
+                driver.forward_pass._ops.cache.fill_(0xFF)  # NaN in every number
+        logits = run_prompts(driver, prompts(seed=5), chunk=7)
+        driver.decode(18)
+        results.append((logits, [row.tokens for row in driver.rows]))
+    np.testing.assert_array_equal(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1]
+
+
+def test_a_copied_page_holds_what_its_source_held() -> None:
+    driver = make_driver()
+    prompt = prompts((40,))[0]
+    row = driver.add(prompt)
+    expected = driver.prefill()[row.slot]
+    fork = driver.add(prompt)
+    fork.pages = [row.pages[0], driver.free_pages.pop(), driver.free_pages.pop()]
+    fork.computed = 39
+    batch = driver.build([(fork, 1)])
+    copies = tuple(zip(row.pages[1:3], fork.pages[1:3], strict=True))
+    logits = driver.forward_pass.host_logits(driver.forward_pass.forward(replace(batch, page_copies=copies)))[0]
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="pages to copy are 0 … 32; there are 32"):
+        driver.forward_pass.forward(replace(batch, page_copies=((0, 32),)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "deterministic"), [("fp32", "fp32", False), ("bf16", "q8_0", False), ("bf16", "q8_0", True)]
+)
+def test_no_step_races_or_touches_memory_that_is_not_an_argument(
+    dtype: str, kv_dtype: str, deterministic: bool
+) -> None:
+    """Whole steps in the emulator's checking mode, with every kernel of the sampler."""
+    device = EmulatedDevice(mode="check")
+    asked = replace(options(dtype, max_batch_tokens=32), deterministic=deterministic)
+    made = CudaDecoderPass.load(checkpoint("qwen3"), asked, device)
+    driver = Driver(made, num_pages=8, page_size=16, kv_dtype=kv_dtype)
+    everything = replace(
+        DRAWN, typical_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, logit_bias=((3, 1.0),), num_logprobs=2
+    )
+    rows = [driver.add([1, 2, 3, 4, 5], everything), driver.add(range(20))]
+    driver.prefill()
+    driver.decode(2)
+    assert [len(generated(row)) for row in rows] == [3, 3]
+    assert generated(rows[1]) == greedy_choices("qwen3", rows[1]) or dtype == "bf16"
+    prefill = "prefill_attention_fp32" if kv_dtype == "fp32" else "prefill_attention"
+    of_one_token = set() if deterministic else {"plan_decode", "decode_attention"}
+    assert set(device.launcher.launched) - of_one_token == {
+        "embed", "add_rms_norm", "rope_and_store", "silu_mul", prefill, "gather_rows", "change_pages", "take_slots",
+        "scan_rows", "mean_gaps", "filter_level", "draw_rows", "log_probabilities",
+    }  # fmt: skip
+    assert of_one_token <= set(device.launcher.launched)

@@ -1,0 +1,129 @@
+"""A miniature engine: builds StepBatches over a page table of its own, with nothing of the backend's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, SamplingParams, SlotInit, StepBatch
+from penstock.tools.gpu_check.checks.pass_agreement import RowsOnHost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.backend.forward_pass import EmbeddingRows
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Row:
+    """One sequence: its tokens, how many of them are computed, and the pages that hold them."""
+
+    slot: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    announced: bool = False
+    sampling: SamplingParams = GREEDY
+    embeddings: NDArray[np.float32] | None = None
+    """[num_prompt_tokens, hidden], where the prompt is no tokens."""
+
+
+class Driver:
+    """Runs sequences through a pass step by step. Pages are dealt from `free_pages` from its end."""
+
+    def __init__(
+        self, forward_pass: Any, num_pages: int, page_size: int, kv_dtype: str = "fp32", seed: int = 0
+    ) -> None:
+        self.forward_pass = forward_pass
+        self.page_size = page_size
+        self.free_pages = np.random.default_rng(seed).permutation(num_pages).tolist()
+        self.rows: list[Row] = []
+        self.read: Callable[[Any], NDArray[np.float32]] = forward_pass.host_logits
+        """What `step` returns of what it has computed."""
+        self.give: Callable[[NDArray[np.float32]], EmbeddingRows] = RowsOnHost
+        """What the pass is given of embeddings."""
+        forward_pass.create_cache(num_pages, page_size, kv_dtype)
+
+    def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Row:
+        used = {row.slot for row in self.rows}
+        slot = next(slot for slot in range(len(used) + 1) if slot not in used)
+        row = Row(slot, list(prompt), len(prompt), sampling=sampling)
+        self.rows.append(row)
+        return row
+
+    def add_embedded(self, embeddings: NDArray[np.float32], sampling: SamplingParams = GREEDY) -> Row:
+        row = self.add([FROM_EMBEDDINGS] * len(embeddings), sampling)
+        row.embeddings = embeddings
+        return row
+
+    def remove(self, row: Row) -> None:
+        self.rows.remove(row)
+        self.free_pages.extend(row.pages)
+
+    def build(self, parts: Sequence[tuple[Row, int]]) -> StepBatch:
+        """A step that computes so many next tokens of each row; rows of one token come first, as the contract asks."""
+        parts = sorted(parts, key=lambda part: part[1] != 1)
+        inits = []
+        for row, count in parts:
+            while len(row.pages) * self.page_size < row.computed + count:
+                row.pages.append(self.free_pages.pop())
+            if not row.announced:
+                row.announced = True
+                inits.append(SlotInit(row.slot, row.sampling, np.array(row.tokens, np.int32), row.num_prompt_tokens))
+        table = np.zeros((len(parts), max(len(row.pages) for row, _ in parts)), np.int32)
+        for index, (row, _) in enumerate(parts):
+            table[index, : len(row.pages)] = row.pages
+        return StepBatch(
+            input_ids=np.array(
+                [token for row, count in parts for token in row.tokens[row.computed : row.computed + count]], np.int32
+            ),
+            query_starts=np.cumsum([0, *(count for _, count in parts)]).astype(np.int32),
+            context_lens=np.array([row.computed for row, _ in parts], np.int32),
+            page_table=table,
+            slots=np.array([row.slot for row, _ in parts], np.int32),
+            logit_rows=np.array(
+                [i for i, (row, count) in enumerate(parts) if row.computed + count == len(row.tokens)], np.int32
+            ),
+            slot_inits=tuple(inits),
+            embeddings=tuple(self._embeddings(parts)),
+        )
+
+    def _embeddings(self, parts: Sequence[tuple[Row, int]]) -> Iterator[EmbeddedTokens]:
+        first = 0
+        for row, count in parts:
+            if row.embeddings is not None and row.computed < row.num_prompt_tokens:
+                yield EmbeddedTokens(first, self.give(row.embeddings[row.computed : row.computed + count]))
+            first += count
+
+    def step(self, parts: Sequence[tuple[Row, int]]) -> dict[int, NDArray[np.float32]]:
+        """Runs one step; rows that catch up get their sampled token appended. Returns what `read` gave, by slot."""
+        batch = self.build(parts)
+        ordered = sorted(parts, key=lambda part: part[1] != 1)
+        logits = self.forward_pass.forward(batch)
+        host = np.array(self.read(logits))
+        sampled = self.forward_pass.sample(logits, batch).wait().token_ids
+        for row, count in ordered:
+            row.computed += count
+        for index, token in zip(batch.logit_rows.tolist(), sampled.tolist(), strict=True):
+            ordered[index][0].tokens.append(token)
+        return {ordered[index][0].slot: host[i] for i, index in enumerate(batch.logit_rows.tolist())}
+
+    def prefill(self, chunk: int | None = None) -> dict[int, NDArray[np.float32]]:
+        """Computes every row up to its last token, at most chunk tokens of a row a step. Last logits by slot."""
+        logits: dict[int, NDArray[np.float32]] = {}
+        while pending := [row for row in self.rows if row.computed < len(row.tokens) and row.slot not in logits]:
+            parts = [(row, len(row.tokens) - row.computed) for row in pending]
+            logits |= self.step([(row, min(count, chunk or count)) for row, count in parts])
+        return logits
+
+    def decode(self, num_tokens: int) -> None:
+        """Greedy tokens for every row in one batch."""
+        for _ in range(num_tokens):
+            self.step([(row, 1) for row in self.rows])

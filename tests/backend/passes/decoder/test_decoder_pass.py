@@ -1,0 +1,332 @@
+"""DecoderPass against transformers, for every architecture, however prompts are cut and whoever shares the batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.kv_cache.budget import KvBudget, plan_kv
+from penstock.backend.passes.decoder import forward_pass
+from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
+from penstock.backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
+from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
+from tests.backend.passes.decoder.driver import Driver
+from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+Prompt = tuple[int, ...]
+
+# A LongRoPE model has two sets of frequencies; one that may grow past the first uses the second from the start, as
+# transformers does for a prompt that long.
+LENGTHS = {"phi3-longrope": (65, 70, 81)}
+RAGGED = (1, 7, 16, 17, 45, 70)
+KV_DTYPES = ("fp32", "bf16", "q8_0")
+
+
+@cache
+def checkpoint(architecture: str) -> Path:
+    """Of a preset; "mistral/32" has heads of 32, as q8_0 needs them, where the preset's are smaller."""
+    preset, _, head_dim = architecture.partition("/")
+    overrides = {"head_dim": int(head_dim)} if head_dim else {}
+    return make_checkpoint(preset, Path(mkdtemp()), **overrides)
+
+
+@cache
+def oracle(architecture: str) -> Any:
+    return load_oracle(checkpoint(architecture))
+
+
+@cache
+def oracle_logits(architecture: str, tokens: Prompt) -> NDArray[np.float32]:
+    """[n, vocab]"""
+    with torch.inference_mode():
+        logits: NDArray[np.float32] = oracle(architecture)(torch.tensor([tokens])).logits[0].numpy()
+    return logits
+
+
+def make_pass(
+    architecture: str, make_ops: MakeOps, dtype: torch.dtype = torch.float32, max_context_tokens: int | None = None
+) -> DecoderPass:
+    model_dir = checkpoint(architecture)
+    config = read_decoder_config(model_dir, max_context_tokens)
+    with open_weights(model_dir, config) as weights:
+        return DecoderPass(config, weights, make_ops(config, dtype), dtype, max_running=32)
+
+
+def prompts(lengths: tuple[int, ...] = RAGGED, seed: int = 0) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(0, 256, n).tolist()) for n in lengths]
+
+
+def run_prompts(driver: Driver, batch: list[Prompt], chunk: int | None = None) -> list[NDArray[np.float32]]:
+    """The logits of each prompt's last token."""
+    rows = [driver.add(prompt) for prompt in batch]
+    logits = driver.prefill(chunk)
+    return [logits[row.slot] for row in rows]
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, 64])
+@pytest.mark.parametrize("architecture", PRESETS)
+def test_logits_of_ragged_prompts_are_those_of_transformers(
+    architecture: str, chunk: int | None, make_ops: MakeOps
+) -> None:
+    batch = prompts(LENGTHS.get(architecture, RAGGED))
+    driver = Driver(make_pass(architecture, make_ops), num_pages=64, page_size=8)
+    for prompt, logits in zip(batch, run_prompts(driver, batch, chunk), strict=True):
+        np.testing.assert_allclose(logits, oracle_logits(architecture, prompt)[-1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", ["llama3", "qwen3"])
+def test_hidden_states_are_those_that_transformers_makes_its_logits_of(
+    architecture: str, dtype: torch.dtype, make_ops: MakeOps
+) -> None:
+    """Of rows beside others that are not done with their prompts, and of decode."""
+    driver = Driver(make_pass(architecture, make_ops, dtype), num_pages=64, page_size=8)
+    driver.read = driver.forward_pass.host_hidden_states
+    rows = [driver.add(prompt) for prompt in prompts((1, 17, 40))]
+    for counts, num_found in (((1, 17, 5), 2), ((1, 1, 35), 3), ((1, 1, 1), 3)):
+        tokens = {row.slot: list(row.tokens) for row in rows}
+        found = driver.step(list(zip(rows, counts, strict=True)))
+        assert len(found) == num_found
+        for slot, states in found.items():
+            with torch.inference_mode():
+                expected = oracle(architecture).model(torch.tensor([tokens[slot]])).last_hidden_state[0, -1].numpy()
+            assert (states.dtype, states.shape) == (np.float32, (driver.forward_pass.hidden_size,))
+            if dtype is torch.float32:
+                np.testing.assert_allclose(states, expected, atol=1e-4, rtol=0)
+            else:
+                assert np.linalg.norm(states - expected) < 0.05 * np.linalg.norm(expected)
+
+
+def test_without_logits_there_are_no_hidden_states(make_ops: MakeOps) -> None:
+    driver = Driver(make_pass("llama3", make_ops), num_pages=8, page_size=8)
+    logits = driver.forward_pass.forward(driver.build([(driver.add(range(9)), 4)]))
+    assert driver.forward_pass.host_hidden_states(logits).shape == (0, driver.forward_pass.hidden_size)
+
+
+def test_short_longrope_contexts_use_the_short_factors(make_ops: MakeOps) -> None:
+    batch = prompts((1, 17, 64))
+    driver = Driver(make_pass("phi3-longrope", make_ops, max_context_tokens=64), num_pages=32, page_size=8)
+    for prompt, logits in zip(batch, run_prompts(driver, batch), strict=True):
+        np.testing.assert_allclose(logits, oracle_logits("phi3-longrope", prompt)[-1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", PRESETS)
+def test_64_greedy_tokens_are_those_of_transformers(architecture: str, make_ops: MakeOps) -> None:
+    batch = prompts(LENGTHS.get(architecture, (3, 40)), seed=1)
+    driver = Driver(make_pass(architecture, make_ops), num_pages=48, page_size=16)
+    run_prompts(driver, batch)
+    driver.decode(63)
+    for row in driver.rows:
+        generated = row.tokens[row.num_prompt_tokens :]
+        # Greedy by the oracle: each token is its choice after all before it.
+        choices = oracle_logits(architecture, tuple(row.tokens[:-1])).argmax(axis=1)[row.num_prompt_tokens - 1 :]
+        assert generated == choices.tolist()
+        assert len(generated) == 64
+
+
+def bits_kept(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test with weights and caches of every type, for all operations that promise the same bits."""
+    for mark in (
+        pytest.mark.parametrize("kv_dtype", KV_DTYPES),
+        pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"]),
+    ):
+        test = mark(test)
+    return test
+
+
+@bits_kept
+@pytest.mark.parametrize("architecture", ["llama3/32", "mistral/32", "qwen3"])
+def test_a_row_is_the_same_bits_alone_and_among_strangers(
+    architecture: str, dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
+) -> None:
+    """At prefill and at decode, in pages of other numbers."""
+    prompt, *strangers = prompts((37, *range(1, 60, 4)), seed=2)
+    alone, crowd = (
+        Driver(make_pass(architecture, make_deterministic, dtype), 64, 16, kv_dtype, seed=seed) for seed in (0, 9)
+    )
+    expected = run_prompts(alone, [prompt])[0]
+    found = run_prompts(crowd, [*strangers[:7], prompt, *strangers[7:]])[7]
+    np.testing.assert_array_equal(found, expected)
+    for _ in range(8):
+        expected = alone.step([(alone.rows[0], 1)])[0]
+        np.testing.assert_array_equal(crowd.step([(row, 1) for row in crowd.rows])[7], expected)
+
+
+@bits_kept
+def test_logits_are_the_same_bits_in_any_chunks(dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps) -> None:
+    """Prompts together in chunks of 1, 7 and 64, and each whole by itself, in pages of other numbers."""
+    batch = prompts((90, 64, 65, 3), seed=3)
+
+    def driver(num_pages: int, seed: int) -> Driver:
+        return Driver(make_pass("mistral/32", make_deterministic, dtype), num_pages, 16, kv_dtype, seed)
+
+    whole = [run_prompts(driver(8, seed=0), [prompt])[0] for prompt in batch]
+    for chunk in (1, 7, 64):
+        np.testing.assert_array_equal(run_prompts(driver(32, seed=chunk), batch, chunk), whole)
+
+
+@bits_kept
+def test_logits_behind_found_pages_are_the_same_bits(
+    dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
+) -> None:
+    """A prompt whose first pages another sequence has computed in other company gives what it gives alone."""
+    prompt, stranger = prompts((45, 50), seed=8)
+    alone, driver = (
+        Driver(make_pass("qwen3", make_deterministic, dtype), 32, 16, kv_dtype, seed=seed) for seed in (0, 5)
+    )
+    expected = run_prompts(alone, [prompt])[0]
+    first, _ = driver.add(prompt), driver.add(stranger)
+    driver.prefill(chunk=13)
+    second = driver.add(prompt)
+    second.pages, second.computed = first.pages[:2], 32
+    np.testing.assert_array_equal(driver.step([(second, 13)])[second.slot], expected)
+
+
+def test_a_torch_row_has_the_same_tokens_alone_and_among_strangers(make_ops: MakeOps) -> None:
+    prompt, *strangers = prompts((37, *range(1, 60, 4)), seed=2)
+    tokens = []
+    for batch in ([prompt], [prompt, *strangers]):
+        driver = Driver(make_pass("llama3", make_ops), num_pages=128, page_size=16)
+        run_prompts(driver, batch)
+        driver.decode(20)
+        tokens.append(driver.rows[0].tokens)
+    assert tokens[0] == tokens[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_native_logits_are_the_same_bits_however_a_prompt_is_cut(data: st.DataObject) -> None:
+    prompt = prompts((90,), seed=3)[0]
+    page_size = data.draw(st.sampled_from([1, 5, 16, 32, 48, 64]), label="page size")
+    kv_dtype = data.draw(st.sampled_from(KV_DTYPES), label="KV dtype")
+    driver = Driver(make_pass("mistral/32", make_native_ops), 200, page_size, kv_dtype, seed=4)
+    row = driver.add(prompt)
+    logits: dict[int, NDArray[np.float32]] = {}
+    while row.computed < len(prompt):
+        left = len(prompt) - row.computed
+        logits = driver.step([(row, data.draw(st.integers(1, left), label="chunk"))])
+    np.testing.assert_array_equal(logits[row.slot], whole_prompt_logits(prompt, kv_dtype))
+
+
+@cache
+def whole_prompt_logits(prompt: Prompt, kv_dtype: str) -> NDArray[np.float32]:
+    return run_prompts(Driver(make_pass("mistral/32", make_native_ops), 8, 16, kv_dtype), [prompt])[0]
+
+
+@pytest.mark.parametrize("page_size", [8, 16])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_what_is_not_the_sequences_own_is_never_read(page_size: int, kv_dtype: str, make_ops: MakeOps) -> None:
+    """Every place of the cache that no token was written to holds NaN."""
+    batch = prompts((1, 15, 16, 17, 40), seed=5)
+    results = []
+    for poisoned in (False, True):
+        decoder = make_pass("mistral/32", make_ops)
+        driver = Driver(decoder, num_pages=64, page_size=page_size, kv_dtype=kv_dtype)
+        if poisoned:
+            poison(decoder)
+        logits = run_prompts(driver, batch, chunk=7)
+        driver.decode(18)
+        results.append((logits, [row.tokens for row in driver.rows]))
+    np.testing.assert_array_equal(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1]
+
+
+def cache_tensors(decoder: DecoderPass) -> list[torch.Tensor]:
+    ops: Any = decoder._ops
+    if isinstance(ops, TorchOps):
+        return [tensor for heads in (*ops.keys, *ops.values) for tensor in heads.tensors]
+    tensors: list[torch.Tensor] = ops.cache
+    return tensors
+
+
+def poison(decoder: DecoderPass) -> None:
+    """NaN in every number of the cache that can be one: all bits set are a NaN in fp32, bf16 and binary16."""
+    for tensor in cache_tensors(decoder):
+        tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 0xFF if tensor.dtype is torch.uint8 else -1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "bound"),
+    [
+        (torch.float32, "bf16", 0.02),
+        (torch.float32, "q8_0", 0.03),
+        (torch.bfloat16, "fp32", 0.06),
+        (torch.bfloat16, "bf16", 0.06),
+        (torch.bfloat16, "q8_0", 0.06),
+    ],
+)
+def test_narrower_numbers_stay_near_fp32(dtype: torch.dtype, kv_dtype: str, bound: float, make_ops: MakeOps) -> None:
+    """Root mean square of the difference, relative to that of the logits; bf16 itself rounds to 0.004, q8_0 to as
+    much of a block's largest."""
+    batch = prompts(seed=6)
+    driver = Driver(make_pass("qwen3", make_ops, dtype), num_pages=64, page_size=16, kv_dtype=kv_dtype)
+    for prompt, logits in zip(batch, run_prompts(driver, batch), strict=True):
+        exact = oracle_logits("qwen3", prompt)[-1]
+        assert np.sqrt(np.mean((logits - exact) ** 2) / np.mean(exact**2)) < bound
+
+
+def test_a_cache_has_exactly_the_bytes_that_were_announced(make_ops: MakeOps) -> None:
+    for kv_dtype in KV_DTYPES:
+        decoder = make_pass("qwen3", make_ops)
+        decoder.create_cache(num_pages=7, page_size_tokens=16, kv_dtype=kv_dtype)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in cache_tensors(decoder))
+        assert num_bytes == 7 * 16 * decoder.spec.kv_bytes_per_token[kv_dtype]
+        decoder.close()
+
+
+def test_kv_dtypes_are_offered_from_the_weights_own_down_and_wider_ones_last() -> None:
+    def offered(dtype: str) -> dict[str, int]:
+        return dict(DecoderPass.describe(checkpoint("qwen3"), PassOptions(dtype=dtype)).kv_bytes_per_token)
+
+    values = 2 * 3 * 2 * 32
+    sizes = {"fp32": 4 * values, "bf16": 2 * values, "q8_0": values * 34 // 32}
+    assert offered("fp32") == offered("bf16") == sizes
+    assert list(offered("fp32")) == ["fp32", "bf16", "q8_0"]
+    assert list(offered("bf16")) == ["bf16", "q8_0", "fp32"]
+
+
+def test_heads_that_fill_no_blocks_have_no_q8_0() -> None:
+    spec = DecoderPass.describe(checkpoint("llama3"), PassOptions())
+    assert set(spec.kv_bytes_per_token) == {"fp32", "bf16"}
+    settings = {"page_size_tokens": 16, "max_context_tokens": None, "max_running": 4, "budget": KvBudget(1 << 30)}
+    with pytest.raises(StartupError, match="--kv-dtype is q8_0; this forward pass has fp32, bf16"):
+        plan_kv(spec, kv_dtype="q8_0", **settings)
+
+
+def test_a_step_without_logit_rows_gives_none_and_still_writes_its_keys(make_ops: MakeOps) -> None:
+    prompt = prompts((20,))[0]
+    driver = Driver(make_pass("llama3", make_ops), num_pages=8, page_size=16)
+    row = driver.add(prompt)
+    assert driver.step([(row, 19)]) == {}
+    logits = driver.step([(row, 1)])[row.slot]
+    np.testing.assert_allclose(logits, oracle_logits("llama3", prompt)[-1], atol=1e-3, rtol=0)
+
+
+def test_without_a_native_library_the_torch_operations_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_pass, "load_library", lambda: None)
+    config = read_decoder_config(checkpoint("llama3"))
+    assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
+
+
+def test_heads_that_fill_no_vectors_are_served_by_torch() -> None:
+    config = read_decoder_config(make_checkpoint("llama2", Path(mkdtemp()), hidden_size=48))
+    assert config.head_dim == 12
+    assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)

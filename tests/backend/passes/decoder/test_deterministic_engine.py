@@ -1,0 +1,166 @@
+"""Through the whole engine: a request's tokens and log probabilities are the same bits whatever runs beside it and
+whatever is done to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder import forward_pass
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.shm.messages import Sampling
+from tests.backend.harness import Bench, Received
+from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
+from tests.checkpoints import make_checkpoint
+
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0, num_logprobs=3),
+    "seeded": Sampling(temperature=1.3, top_p=0.95, seed=77, num_logprobs=0),
+}
+NUM_TOKENS = 24
+OPTIONS = PassOptions(max_running=8, max_batch_tokens=64, deterministic=True)
+
+MakeBench = Callable[..., Bench]
+Token = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
+"""Its id, log probability and rank, and the likeliest ones in its place."""
+
+
+@cache
+def checkpoint(head_dim: int) -> Path:
+    return make_checkpoint("llama3", Path(mkdtemp()), dtype=torch.bfloat16, head_dim=head_dim)
+
+
+def load_on_cpu() -> DecoderPass:
+    return DecoderPass.load(checkpoint(head_dim=32), OPTIONS)
+
+
+def load_on_emulator() -> EmulatedCudaPass:
+    """In fp32, where the products of a row by itself and of several have different bits on a CPU."""
+    return EmulatedCudaPass.load(checkpoint(head_dim=64), replace(OPTIONS, dtype="fp32"))
+
+
+@pytest.fixture(params=["native bf16", "native q8_0", "torch bf16", "cuda bf16", "cuda q8_0"])
+def make_bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBench]:
+    kind, kv_dtype = request.param.split()
+    load: Callable[[], Any] = load_on_emulator if kind == "cuda" else load_on_cpu
+    if kind == "torch":
+        monkeypatch.setattr(forward_pass, "load_library", lambda: None)
+    elif kind == "native" and forward_pass.load_library() is None:
+        pytest.skip("this machine has no native kernels")
+    benches: list[Bench] = []
+
+    def make(**settings: Any) -> Bench:
+        decoder = load()
+        monkeypatch.setattr(decoder, "create_cache", partial(create_cache, decoder.create_cache, kv_dtype))
+        defaults = {"max_batch_tokens": 64, "num_pages": 128, "page_size": 16, "vocab_size": 256}
+        benches.append(Bench(forward_pass=decoder, **(defaults | settings)))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.close()
+        bench.forward_pass.close()
+
+
+def create_cache(create: Callable[..., None], kv_dtype: str, num_pages: int, page_size: int, _of_bench: str) -> None:
+    create(num_pages, page_size, kv_dtype)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 256, length).tolist()  # type: ignore[no-any-return]
+
+
+PROMPT = prompt(41, seed=0)
+
+
+def submit_all(bench: Bench, first_id: int = 0, **options: Any) -> None:
+    for request_id, sampling in enumerate(SAMPLINGS.values(), first_id):
+        bench.submit(PROMPT, NUM_TOKENS, request_id=request_id, sampling=sampling, **options)
+
+
+def tokens(bench: Bench, first_id: int = 0) -> list[list[Token]]:
+    return [tokens_of(bench.received(first_id + i)) for i in range(len(SAMPLINGS))]
+
+
+def tokens_of(received: Received) -> list[Token]:
+    return [
+        (token_id, told.logprob, told.rank, told.top_ids, told.top_logprobs)
+        for token_id, told in zip(received.token_ids, received.logprobs, strict=True)
+        if told is not None
+    ]
+
+
+def tokens_alone(make_bench: MakeBench) -> list[list[Token]]:
+    """Of each sampling, with nothing else ever in the engine."""
+    found = []
+    for sampling in SAMPLINGS.values():
+        bench = make_bench()
+        bench.submit(PROMPT, NUM_TOKENS, sampling=sampling)
+        bench.run_dry()
+        found.append(tokens_of(bench.received()))
+        assert len(found[-1]) == NUM_TOKENS
+    return found
+
+
+def add_strangers(bench: Bench) -> None:
+    for index, length in enumerate((1, 5, 33, 60, 16, 17)):
+        sampling = Sampling(temperature=1.0, seed=index)
+        bench.submit(prompt(length, seed=index + 1), 5 + 4 * index, request_id=100 + index, sampling=sampling)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3])
+@pytest.mark.parametrize("max_batch_tokens", [1, 7, 64])
+def test_among_strangers_in_any_chunks_with_any_number_of_plans_ahead(
+    max_batch_tokens: int, capacity: int, make_bench: MakeBench
+) -> None:
+    bench = make_bench(max_batch_tokens=max_batch_tokens, capacity=capacity)
+    add_strangers(bench)
+    bench.turn()
+    submit_all(bench)
+    bench.run_dry()
+    assert tokens(bench) == tokens_alone(make_bench)
+
+
+def test_preempted_and_resumed(make_bench: MakeBench) -> None:
+    bench = make_bench(num_pages=9)
+    bench.submit(prompt(40, seed=9), 60, request_id=50)
+    bench.turn()
+    submit_all(bench)
+    bench.run_dry()
+    assert bench.board.preemptions > 0
+    assert tokens(bench) == tokens_alone(make_bench)
+
+
+def test_coalesced(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    add_strangers(bench)
+    submit_all(bench, may_share=True)
+    for _ in range(9):
+        bench.turn()
+    submit_all(bench, first_id=10, may_share=True)
+    bench.run_dry()
+    assert bench.board.requests_coalesced == len(SAMPLINGS)
+    assert tokens(bench) == tokens(bench, first_id=10) == tokens_alone(make_bench)
+
+
+def test_with_prefix_hits(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    add_strangers(bench)
+    bench.submit(PROMPT[:35], 3, request_id=50)
+    bench.run_dry()
+    submit_all(bench)
+    bench.run_dry()
+    started = bench.received().started
+    assert started is not None
+    assert started.cached_tokens == 35  # three of them in a page that was copied
+    assert tokens(bench) == tokens_alone(make_bench)

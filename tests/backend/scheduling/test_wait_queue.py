@@ -1,0 +1,127 @@
+"""The waiting room against a sorted list: order of rank, parking, and those that leave while they wait."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.backend.forward_pass import SamplingParams
+from penstock.backend.scheduling.wait_queue import WaitingRoom
+from penstock.backend.sequences.sequence import Sequence, Subscriber
+
+KEYS = [bytes([number]) * 16 for number in range(3)]
+
+
+class WaitingRoomMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = WaitingRoom()
+        self.num_made = 0
+        self.queue: list[Sequence] = []
+        self.parked: dict[bytes, list[Sequence]] = {}
+        self.running: list[Sequence] = []
+        self.now = 0
+        self.overdue: list[tuple[int, Sequence]] = []
+
+    def make(self, rank: float) -> Sequence:
+        subscriber = Subscriber(1, self.num_made, 10, frozenset(), 1, 0.0)
+        sequence = Sequence(subscriber, bytes(4), 1, SamplingParams(), rank=rank)
+        sequence.order = self.num_made
+        self.num_made += 1
+        return sequence
+
+    def put(self, sequence: Sequence) -> None:
+        self.room.put(sequence)
+        self.queue.append(sequence)
+        self.queue.sort(key=lambda waiting: (waiting.rank, waiting.order))
+
+    @rule(rank=st.sampled_from([0.0, 0.0, -3.0, 2.5]), count=st.sampled_from([1, 1, 3, 90]))
+    def come(self, rank: float, count: int) -> None:
+        for _ in range(count):
+            self.put(self.make(rank))
+
+    @precondition(lambda self: self.queue)
+    @rule()
+    def take(self) -> None:
+        assert self.room.head() is self.queue[0]
+        self.room.take_head()
+        self.running.append(self.queue.pop(0))
+
+    @precondition(lambda self: self.queue)
+    @rule(key=st.sampled_from(KEYS))
+    def park(self, key: bytes) -> None:
+        assert self.room.head() is self.queue[0]
+        self.room.park_head(key, self.now + 3)
+        self.overdue.append((self.now + 3, self.queue[0]))
+        self.parked.setdefault(key, []).append(self.queue.pop(0))
+
+    @rule(steps=st.integers(1, 4))
+    def time_passes(self, steps: int) -> None:
+        """Who was put back and parked anew meanwhile is put back as well, for the sake of the first time."""
+        self.now += steps
+        self.room.unpark_overdue(self.now)
+        due = {sequence for until, sequence in self.overdue if until <= self.now}
+        self.overdue = [entry for entry in self.overdue if entry[0] > self.now]
+        for key, parked in list(self.parked.items()):
+            self.queue += [sequence for sequence in parked if sequence in due]
+            self.parked[key] = [sequence for sequence in parked if sequence not in due]
+            if not self.parked[key]:
+                del self.parked[key]
+        self.queue.sort(key=lambda waiting: (waiting.rank, waiting.order))
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4))
+    def unpark(self, keys: list[bytes]) -> None:
+        self.room.unpark(keys)
+        for key in keys:
+            self.queue += self.parked.pop(key, [])
+        self.queue.sort(key=lambda waiting: (waiting.rank, waiting.order))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.running))
+        self.running.remove(sequence)
+        self.put(sequence)
+
+    @rule(data=st.data(), count=st.sampled_from([1, 1, 2, 80]))
+    def end(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            waiting = self.queue + [sequence for parked in self.parked.values() for sequence in parked]
+            if not waiting:
+                return
+            self.forget(data.draw(st.sampled_from(waiting)) if count == 1 else waiting[len(waiting) // 2])
+
+    def forget(self, sequence: Sequence) -> None:
+        sequence.ended = True
+        self.room.forget(sequence)
+        if sequence in self.queue:
+            self.queue.remove(sequence)
+            return
+        for key, parked in list(self.parked.items()):
+            if sequence in parked:
+                parked.remove(sequence)
+                if not parked:
+                    del self.parked[key]
+
+    @invariant()
+    def everybody_is_there_once(self) -> None:
+        num_parked = sum(len(parked) for parked in self.parked.values())
+        assert len(self.room) == len(self.queue) + num_parked
+        assert self.room.head() is (self.queue[0] if self.queue else None)
+        assert self.room.parked_keys() == self.parked.keys()
+        there = self.room.sequences()
+        assert len(there) == len(self.room)
+        assert set(there) == {*self.queue, *(sequence for parked in self.parked.values() for sequence in parked)}
+
+    def teardown(self) -> None:
+        self.room.unpark(KEYS)
+        left = self.queue + [sequence for parked in self.parked.values() for sequence in parked]
+        for expected in sorted(left, key=lambda waiting: (waiting.rank, waiting.order)):
+            assert self.room.head() is expected
+            self.room.take_head()
+        assert len(self.room) == 0
+
+
+TestWaitingRoomMachine = WaitingRoomMachine.TestCase
+TestWaitingRoomMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

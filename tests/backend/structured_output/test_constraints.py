@@ -1,0 +1,247 @@
+"""Constraints of a sequence, with the demo model's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import wait
+from pathlib import Path
+from unittest.mock import Mock
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+import backend.demo_model
+from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
+from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
+from penstock.shm.messages import Constraints, Grammar
+
+TOKENIZER_JSON = Path(next(iter(backend.demo_model.__path__))) / "tokenizer.json"
+TOKENIZER = Tokenizer.from_file(str(TOKENIZER_JSON))
+VOCAB_SIZE = TOKENIZER.get_vocab_size() + 50  # as models pad it
+EOS = 0
+STOPS = frozenset([EOS])
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+
+
+def compile_now(compiler: GrammarCompiler, grammar: Grammar) -> LLMatcher:
+    future = compiler.compile(grammar)
+    wait([future], timeout=30)
+    return compiler.finished(grammar, future)
+
+
+def constrained(compiler: GrammarCompiler, **wanted: object) -> SequenceConstraints:
+    constraints = Constraints(**wanted)  # type: ignore[arg-type]
+    matcher = None
+    if constraints.grammar is not None:
+        matcher = compiler.compiled(constraints.grammar)
+        if matcher is None:
+            matcher = compile_now(compiler, constraints.grammar)
+    return SequenceConstraints(constraints, matcher, STOPS, VOCAB_SIZE)
+
+
+def allowed(constraints: SequenceConstraints) -> set[int]:
+    row = np.zeros(-(-VOCAB_SIZE // 32), np.uint32)
+    constraints.fill(row)
+    ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    assert ids
+    assert max(ids) < VOCAB_SIZE
+    return set(ids)
+
+
+def walk(constraints: SequenceConstraints, rng: random.Random, most: int = 300) -> list[int]:
+    """Any tokens that are allowed, until the text ends; shorter ones first, as a model that means to end would."""
+    tokens: list[int] = []
+    while len(tokens) < most:
+        choices = sorted(allowed(constraints))
+        token = EOS if EOS in choices else rng.choice(choices)
+        constraints.advance(token)
+        if token == EOS:
+            return tokens
+        tokens.append(token)
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_sampled_matches_the_schema(compiler: GrammarCompiler, seed: int) -> None:
+    constraints = constrained(compiler, grammar=Grammar("json_schema", json.dumps(PERSON)))
+    text = TOKENIZER.decode(walk(constraints, random.Random(seed)))
+    jsonschema.validate(json.loads(text), PERSON)
+
+
+def test_a_regex_and_a_lark_grammar_are_kept_to(compiler: GrammarCompiler) -> None:
+    regex = constrained(compiler, grammar=Grammar("regex", "[ab]{3}"))
+    assert set(TOKENIZER.decode(walk(regex, random.Random(1)))) <= set("ab")
+    lark = constrained(compiler, grammar=Grammar("lark", 'start: "yes" | "no"'))
+    assert TOKENIZER.decode(walk(lark, random.Random(2))) in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "answer"),
+    [
+        (Grammar("regex", r"[a-z]{2,9}(_[a-z]+)*: [^\n]{1,40}"), "some_names: and then It's 42 times"),
+        (Grammar("lark", 'start: NAME (" = " NAME)*\nNAME: /[a-z_]+/'), "this = that = more_of_it"),
+    ],
+)
+def test_tokens_that_are_masked_as_one_are_those_that_are_allowed_one_by_one(
+    compiler: GrammarCompiler, grammar: Grammar, answer: str
+) -> None:
+    plain = LLTokenizer(TOKENIZER_JSON.read_text(encoding="utf-8"), n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
+    compile_from = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}[grammar.kind]
+    oracle = LLMatcher(plain, compile_from(grammar.text))
+    constraints = constrained(compiler, grammar=grammar)
+    for token in plain.tokenize_str(answer):
+        bits = np.frombuffer(oracle.compute_bitmask(), np.uint8)
+        expected = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        assert allowed(constraints) == set(expected)
+        constraints.advance(token)
+        assert oracle.consume_token(token)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.lists(st.integers(0, 6), max_size=4))
+def test_taking_tokens_back_gives_the_masks_of_before(seed: int, rewinds: list[int]) -> None:
+    compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+    rng = random.Random(seed)
+    opening = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
+    wanted = {"grammar": Grammar("regex", "[a-f]{4,9}"), "grammar_after": opening, "thinking_end": opening}
+    constraints = constrained(compiler, thinking_budget_tokens=3, **wanted)
+    tokens: list[int] = []
+    masks = [allowed(constraints)]
+    for rewind in [*rewinds, 0]:
+        while len(tokens) < 8 and masks[-1] != {EOS}:
+            token = rng.choice(sorted(masks[-1] - {EOS}) or [EOS])
+            constraints.advance(token)
+            tokens.append(token)
+            masks.append(allowed(constraints))
+        kept = max(0, len(tokens) - rewind)
+        constraints.rewind(kept)
+        del tokens[kept:], masks[kept + 1 :]
+        assert constraints.num_tokens == kept
+        assert allowed(constraints) == masks[-1]
+    compiler.close()
+
+
+def test_the_grammar_begins_behind_the_reasoning(compiler: GrammarCompiler) -> None:
+    end = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
+    constraints = constrained(compiler, grammar=Grammar("regex", "[0-9]+"), grammar_after=end)
+    assert allowed(constraints) == set(range(VOCAB_SIZE)) - STOPS  # without it there is no answer
+    for token in end:
+        constraints.advance(token)
+    assert all(TOKENIZER.decode([token]).strip().isdigit() for token in allowed(constraints))
+
+
+def test_the_end_of_reasoning_is_forced_when_its_budget_is_spent(compiler: GrammarCompiler) -> None:
+    end = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
+    constraints = constrained(compiler, thinking_budget_tokens=2, thinking_end=end)
+    for token in (5, 6):
+        assert len(allowed(constraints)) == VOCAB_SIZE
+        constraints.advance(token)
+    for token in end:
+        assert allowed(constraints) == {token}
+        constraints.advance(token)
+    assert len(allowed(constraints)) == VOCAB_SIZE
+
+
+def test_reasoning_that_ends_in_time_is_let_be(compiler: GrammarCompiler) -> None:
+    constraints = constrained(compiler, thinking_budget_tokens=2, thinking_end=(7,))
+    for token in (7, 8, 9):
+        constraints.advance(token)
+        assert len(allowed(constraints)) == VOCAB_SIZE
+
+
+def test_lists_of_tokens(compiler: GrammarCompiler) -> None:
+    constraints = constrained(compiler, allowed_token_ids=(EOS, 10, 11, 12), bad_words=((10,), (11, 12)), min_tokens=2)
+    assert allowed(constraints) == {11, 12}
+    constraints.advance(11)
+    assert allowed(constraints) == {11}
+    constraints.advance(11)
+    assert allowed(constraints) == {EOS, 11}
+
+
+def test_what_only_steers_gives_way_where_it_would_leave_nothing(compiler: GrammarCompiler) -> None:
+    constraints = constrained(compiler, grammar=Grammar("regex", "a"), min_tokens=50)
+    constraints.advance(TOKENIZER.encode("a", add_special_tokens=False).ids[0])
+    assert allowed(constraints) == {EOS}
+    assert allowed(constrained(compiler, allowed_token_ids=(9,), bad_words=((9,),))) == {9}
+
+
+def test_contradictory_demands_are_told(compiler: GrammarCompiler) -> None:
+    constraints = constrained(
+        compiler,
+        grammar=Grammar("regex", "[0-9]"),
+        allowed_token_ids=tuple(TOKENIZER.encode("x", add_special_tokens=False).ids),
+    )
+    with pytest.raises(ConstraintFailed, match="leave nothing"):
+        allowed(constraints)
+
+
+def test_what_a_grammar_says_in_the_middle_is_one_short_line() -> None:
+    matcher = Mock(**{"consume_token.return_value": False, "get_error.return_value": "a client's own text\n" * 1000})
+    constraints = SequenceConstraints(Constraints(grammar=Grammar("regex", "a")), matcher, STOPS, VOCAB_SIZE)
+    with pytest.raises(ConstraintFailed) as failure:
+        constraints.advance(1)
+    assert "\n" not in str(failure.value)
+    assert len(str(failure.value)) <= 300
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar("json_schema", '{"type": "nonsense"}'), "nonsense"),
+        (Grammar("json_schema", "[1"), "EOF"),
+        (Grammar("json_schema", '{"type": "string", "minLength": 5, "maxLength": 1}'), "minLength"),
+        (Grammar("regex", "("), "unclosed group"),
+        (Grammar("lark", "start: foo"), "foo"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_bad_or_too_large_grammar_is_refused_in_one_line(
+    compiler: GrammarCompiler, grammar: Grammar, reason: str
+) -> None:
+    with pytest.raises(BadGrammar, match=reason) as refusal:
+        compile_now(compiler, grammar)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) <= 300
+    with pytest.raises(BadGrammar, match=reason):
+        compiler.compiled(grammar)
+
+
+def test_a_grammar_is_compiled_once_for_all_who_ask(compiler: GrammarCompiler) -> None:
+    grammar = Grammar("regex", "[xyz]{2}")
+    first, second = compiler.compile(grammar), compiler.compile(grammar)
+    assert first is second
+    wait([first], timeout=30)
+    one, other = compiler.finished(grammar, first), compiler.finished(grammar, second)
+    assert one is not other
+    assert compiler.compiled(grammar) is not None
+
+
+def test_the_cache_is_bounded_and_drops_what_was_used_least_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+    monkeypatch.setattr("penstock.backend.structured_output.grammar_compiler._CACHE_BYTES", 70 << 10)
+    grammars = [Grammar("regex", letter * 4) for letter in "abc"]
+    for grammar in grammars[:2]:
+        compile_now(compiler, grammar)
+    assert compiler.compiled(grammars[0]) is not None
+    compile_now(compiler, grammars[2])
+    assert [compiler.compiled(grammar) is not None for grammar in grammars] == [True, False, True]
+    compiler.close()

@@ -1,0 +1,122 @@
+"""What browsers are told: as the Fetch standard's CORS protocol has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.frontend.access.admission import Admission
+from penstock.frontend.main import read_access
+from penstock.frontend.options import FrontendOptions
+from tests.frontend.harness import Connection, Response
+
+CHAT = "/v1/chat/completions"
+OURS, THEIRS = "https://chat.example.org", "https://evil.example.org"
+BODY = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def allowed(response: Response) -> dict[str, str]:
+    prefix = "access-control-"
+    return {name.removeprefix(prefix): told for name, told in response.headers.items() if name.startswith(prefix)}
+
+
+def preflight(origin: str, method: str = "POST", **more: str) -> list[tuple[str, str]]:
+    asked = [("origin", origin), ("access-control-request-method", method)]
+    return asked + [(f"access-control-request-{name}", value) for name, value in more.items()]
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_one"),
+    [
+        ("*", True),
+        (OURS, True),
+        ("http://localhost:3000", True),
+        ("https://xn--bcher-kva.example", True),
+        ("http://[::1]:8080", True),
+        ("chrome-extension://nkbihfbeogaeaoehlefnkodbefgpgknn", True),
+        ("null", False),
+        ("chat.example.org", False),
+        (OURS + "/", False),
+        (OURS.upper(), False),
+        ("https://Chat.example.org", False),
+        ("https://a.example,https://b.example", False),
+        ("https://*.example.org", False),
+        ("https://a b", False),
+        ("https://a\r\nx: y", False),
+    ],
+)
+def test_what_no_browser_would_send_is_refused_at_start(
+    origin: str, is_one: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = FrontendOptions(cors_allow_origin=(origin,))
+    if is_one:
+        assert read_access(options, "frontend").cors_origins == (origin,)
+        return
+    with pytest.raises(SystemExit):
+        read_access(options, "frontend")
+    assert "is no origin" in capsys.readouterr().err
+
+
+async def test_unless_asked_no_page_is_told_anything(connect: Callable[..., Connection]) -> None:
+    connection = connect()
+    answer = await connection.request("GET", "/v1/models", headers=[("origin", OURS)])
+    assert (answer.status, allowed(answer), "vary" in answer.headers) == (200, {}, False)
+    refused = await connection.request("OPTIONS", CHAT, headers=preflight(OURS))
+    assert (refused.status, allowed(refused)) == (405, {})
+
+
+async def test_a_page_of_an_allowed_origin_may_read_answers_and_errors(connect: Callable[..., Connection]) -> None:
+    connection = connect(admission=Admission(cors_origins=(OURS, "http://localhost:3000")))
+    for origin in (OURS, "http://localhost:3000"):
+        for path, status in (("/v1/models", 200), ("/none", 404)):
+            answer = await connection.request("GET", path, headers=[("origin", origin)])
+            assert answer.status == status
+            assert allowed(answer)["allow-origin"] == origin
+            assert "x-request-id" in allowed(answer)["expose-headers"]
+            assert "allow-credentials" not in allowed(answer)
+            assert answer.headers["vary"] == "origin"
+    stream = await connection.request("POST", CHAT, {**BODY, "stream": True}, [("origin", OURS)])
+    assert (stream.events()[-1], allowed(stream)["allow-origin"]) == ("[DONE]", OURS)
+
+
+@pytest.mark.parametrize("origin", [THEIRS, "null", OURS + "x", OURS.upper(), "http://chat.example.org", ""])
+async def test_a_page_of_another_origin_may_not(connect: Callable[..., Connection], origin: str) -> None:
+    connection = connect(admission=Admission(cors_origins=(OURS,)))
+    answer = await connection.request("GET", "/v1/models", headers=[("origin", origin)])
+    assert (answer.status, allowed(answer), answer.headers["vary"]) == (200, {}, "origin")
+    assert (await connection.request("OPTIONS", CHAT, headers=preflight(origin))).status == 405
+
+
+async def test_a_preflight_is_answered_before_any_key(connect: Callable[..., Connection]) -> None:
+    connection = connect(admission=Admission(cors_origins=(OURS,)))
+    asked = "authorization,content-type, x-stainless-lang"
+    answer = await connection.request("OPTIONS", CHAT, headers=preflight(OURS, headers=asked))
+    assert (answer.status, answer.body) == (204, b"")
+    assert allowed(answer) == {
+        "allow-origin": OURS,
+        "allow-methods": "POST",
+        "allow-headers": asked,
+        "max-age": "600",
+        "expose-headers": allowed(answer)["expose-headers"],
+    }
+    unknown = await connection.request("OPTIONS", "/none", headers=preflight(OURS))
+    assert (unknown.status, allowed(unknown)["allow-origin"]) == (404, OURS)
+    plain = await connection.request("OPTIONS", CHAT, headers=[("origin", OURS)])
+    assert plain.status == 405
+
+
+@pytest.mark.parametrize("asked", ["x" * 2049, "a:b", "x\x7f"])
+async def test_strange_header_names_are_not_echoed(connect: Callable[..., Connection], asked: str) -> None:
+    connection = connect(admission=Admission(cors_origins=(OURS,)))
+    answer = await connection.request("OPTIONS", CHAT, headers=preflight(OURS, headers=asked))
+    assert answer.status == 400 or "allow-headers" not in allowed(answer)
+
+
+@pytest.mark.parametrize("origin", [THEIRS, "null"])
+async def test_a_star_is_every_origin(connect: Callable[..., Connection], origin: Any) -> None:
+    connection = connect(admission=Admission(cors_origins=("*",)))
+    answer = await connection.request("POST", CHAT, BODY, [("origin", origin)])
+    assert (answer.status, allowed(answer)["allow-origin"]) == (200, "*")
+    assert (await connection.request("OPTIONS", CHAT, headers=preflight(origin))).status == 204

@@ -1,0 +1,121 @@
+"""A server without a key answers to its own names only: a page that rebinds its name gets nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from penstock.frontend.access.admission import Admission
+from penstock.frontend.access.api_keys import ApiKey
+from penstock.frontend.access.hosts import serves_one_machine
+from tests.frontend.harness import Connection, Response
+
+CHAT = "/v1/chat/completions"
+
+
+def connected(connect: Callable[..., Connection], *allowed_hosts: str) -> Connection:
+    return connect(admission=Admission(allowed_hosts=allowed_hosts))
+
+
+async def ask(connection: Connection, host: str, method: str = "GET", path: str = "/v1/models") -> Response:
+    connection.send(f"{method} {path} HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+    return await connection.response()
+
+
+async def status(connection: Connection, *asked: str, path: str = "/v1/models") -> int:
+    return (await ask(connection, *asked, path=path)).status
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "localhost:8000",
+        "LOCALHOST:8000",
+        "localhost.",
+        "app.localhost:3000",
+        "127.0.0.1:8000",
+        "192.168.7.9",
+        "[::1]:8000",
+        "[::1]",
+        "host.docker.internal:8000",
+        "mybox",
+        "mybox.local:8000",
+        "llm.example.org",
+        "LLM.example.org:443",
+    ],
+)
+async def test_a_name_that_no_stranger_can_own_is_answered(connect: Callable[..., Connection], host: str) -> None:
+    assert await status(connected(connect, "llm.example.org"), host) == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example.org",
+        "evil.example.org:8000",
+        "localhost.evil.example.org",
+        "127.0.0.1.evil.example.org",
+        "evil.localhost.example.org:80",
+        "not-llm.example.org",
+        "sub.llm.example.org",
+        "1.2.3",
+        "[::1].evil.example.org",
+    ],
+)
+async def test_a_name_that_a_stranger_can_own_is_refused(connect: Callable[..., Connection], host: str) -> None:
+    assert await status(connected(connect, "llm.example.org"), host) == 403
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("GET", "/metrics"), ("OPTIONS", CHAT), ("GET", "/")])
+async def test_nothing_at_all_is_told_to_a_foreign_page(
+    connect: Callable[..., Connection], method: str, path: str
+) -> None:
+    assert await status(connected(connect), "evil.example.org", method, path=path) == 403
+
+
+async def test_the_refusal_names_the_header_its_value_and_the_way_out(connect: Callable[..., Connection]) -> None:
+    error = (await ask(connected(connect), "evil.example.org:8000")).json()["error"]
+    assert (error["param"], error["code"]) == ("host", "host_not_allowed")
+    assert "evil.example.org" in error["message"]
+    assert "--allowed-host" in error["message"]
+
+
+async def test_with_a_key_or_the_star_every_name_is_answered(connect: Callable[..., Connection]) -> None:
+    assert await status(connected(connect, "*"), "evil.example.org") == 200
+    admission = Admission([ApiKey(b"sk", "one")])
+    keyed = connect(admission=admission)
+    assert await status(keyed, "evil.example.org", path="/health") == 200
+    assert await status(keyed, "evil.example.org") == 401
+
+
+async def test_names_are_looked_at_once_the_last_key_is_gone(connect: Callable[..., Connection]) -> None:
+    admission = Admission([ApiKey(b"sk", "one")], allowed_hosts=())
+    connection = connect(admission=admission)
+    assert await status(connection, "evil.example.org", path="/health") == 200
+    admission.set_keys([])
+    assert await status(connection, "evil.example.org", path="/health") == 403
+
+
+@pytest.mark.parametrize(
+    ("family", "address", "is_one"),
+    [
+        (socket.AF_INET, ("127.0.0.1", 0), True),
+        (socket.AF_INET, ("127.8.9.1", 0), True),
+        (socket.AF_INET, ("0.0.0.0", 0), False),  # noqa: S104
+        (socket.AF_INET6, ("::1", 0), True),
+        (socket.AF_INET6, ("::", 0), False),
+        (socket.AF_UNIX, "", False),
+    ],
+)
+def test_only_who_listens_on_a_loopback_address_serves_one_machine(
+    family: socket.AddressFamily, address: tuple[str, int] | str, is_one: bool
+) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        try:
+            listening.bind(address)
+        except OSError:
+            pytest.skip(f"this machine has no {address}")
+        assert serves_one_machine(listening) == is_one

@@ -1,0 +1,160 @@
+"""What clients send by habits of other servers: other names for a field, longer names of tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.frontend.endpoints.responses.test_responses import talking
+from tests.frontend.harness import Connection, FakeBackend
+from tests.frontend.response_shapes import ALWAYS_THINKING, HERMES, Model
+
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+THINKING = Model(ALWAYS_THINKING)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+LONG_NAME = "mcp__plugin_" + "x" * 116
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {**HI, "tools": [{"type": "function", "function": {"name": LONG_NAME}}]}),
+        ("/v1/messages", {**HI, "max_tokens": 500, "tools": [{"name": LONG_NAME, "input_schema": {"type": "object"}}]}),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", "name": LONG_NAME}]}),
+    ],
+)
+async def test_a_tools_name_may_hold_its_servers(path: str, body: dict[str, Any]) -> None:
+    call = f'<tool_call>\n{{"name": "{LONG_NAME}", "arguments": {{"a": 1}}}}\n</tool_call>'
+    backend = FakeBackend(script=Model(HERMES).says(call))
+    async with talking(backend, Model(HERMES)) as connection:
+        told = await connection.post(path, body)
+        assert told.status == 200
+        assert f'"{LONG_NAME}"'.encode() in told.body
+        too_long = json.loads(json.dumps(body).replace(LONG_NAME, LONG_NAME + "x"))
+        assert (await connection.post(path, too_long)).status == 400
+
+
+def asked_schema(backend: FakeBackend) -> Any:
+    constraints = backend.last.constraints
+    assert constraints is not None
+    assert constraints.grammar is not None
+    assert constraints.grammar.kind == "json_schema"
+    return json.loads(constraints.grammar.text)
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+async def test_a_schema_beside_the_type_of_the_response_format(
+    connection: Connection, backend: FakeBackend, kind: str
+) -> None:
+    form = {"type": kind, "schema": SCHEMA}
+    for path, body in ((CHAT, HI), ("/v1/completions", {"prompt": "hi"})):
+        assert (await connection.post(path, {**body, "response_format": form})).status == 200
+        assert asked_schema(backend) == SCHEMA
+    both = await connection.post(CHAT, {**HI, "response_format": {**form, "json_schema": {"schema": SCHEMA}}})
+    assert (both.status, both.error["param"]) == (400, "response_format.schema")
+
+
+async def test_the_output_format_of_anthropics_beta(connection: Connection, backend: FakeBackend) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    body = {**HI, "max_tokens": 50}
+    assert (await connection.post("/v1/messages", {**body, "output_format": form})).status == 200
+    assert asked_schema(backend) == SCHEMA
+    both = {**body, "output_format": form, "output_config": {"format": form}}
+    assert (await connection.post("/v1/messages", both)).status == 400
+    assert (await connection.post("/v1/messages", {**both, "output_config": {"effort": "low"}})).status == 200
+
+
+async def test_the_budget_of_thinking_by_vllms_name() -> None:
+    backend = FakeBackend(script=THINKING.says("Yes."))
+    async with talking(backend, THINKING) as connection:
+        for name in ("thinking_budget", "thinking_token_budget"):
+            assert (await connection.post(CHAT, {**HI, name: 7})).status == 200
+        first, second = (stream.request for stream in backend.streams)
+        assert first.constraints == second.constraints
+        assert first.constraints is not None
+        assert first.constraints.thinking_budget_tokens == 7
+        both = await connection.post(CHAT, {**HI, "thinking_budget": 7, "thinking_token_budget": 7})
+        assert (both.status, both.error["param"]) == (400, "thinking_token_budget")
+
+
+@pytest.mark.parametrize("field", ["ebnf", "lora", "lora_path", "regex", "stop_regex", "structural_tag"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_what_other_servers_would_do_is_refused_by_name(connection: Connection, field: str, path: str) -> None:
+    body = {**HI, "max_tokens": 5} if path == "/v1/messages" else HI if path == CHAT else {"prompt": "a"}
+    if path == "/v1/responses":
+        body = {"input": "a"}
+    refused = await connection.post(path, {**body, field: "x"})
+    assert refused.status == 400
+    assert refused.json()["error"]["message"].startswith(f"{field}: not supported")
+    assert (await connection.post(path, {**body, field: None})).status == 200
+
+
+async def test_an_editors_completion_has_many_stop_strings(connection: Connection, backend: FakeBackend) -> None:
+    stops = [f"<{number}>" for number in range(15)]
+    for path, body, field in (
+        ("/v1/completions", {"prompt": "hi"}, "stop"),
+        (CHAT, HI, "stop"),
+        ("/v1/responses", {"input": "hi"}, "stop"),
+        ("/v1/messages", {**HI, "max_tokens": 50}, "stop_sequences"),
+    ):
+        told = await connection.post(path, {**body, field: [*stops, "wor"]})
+        assert told.status == 200
+        assert b"Hello, " in told.body
+        assert b"world" not in told.body
+        assert (await connection.post(path, {**body, field: [*stops, "wor", "x"]})).status == 400
+
+
+async def test_a_refusal_is_handed_back_as_the_assistants_words(connection: Connection, backend: FakeBackend) -> None:
+    parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "Ask else."}]
+    messages = [*HI["messages"], {"role": "assistant", "content": parts}, *HI["messages"]]
+    assert (await connection.post(CHAT, {"messages": messages})).status == 200
+    as_text = [*HI["messages"], {"role": "assistant", "content": "No.\nAsk else."}, *HI["messages"]]
+    assert (await connection.post(CHAT, {"messages": as_text})).status == 200
+    assert backend.streams[0].request.token_ids == backend.streams[1].request.token_ids
+    messages[1] = {"role": "assistant", "content": [{"type": "refusal"}]}
+    refused = await connection.post(CHAT, {"messages": messages})
+    assert (refused.status, refused.error["param"]) == (400, "messages[1].content[0].refusal")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "said"),
+    [
+        (CHAT, {"reasoning_effort": "default"}, "reasoning_effort: must be one of high, low, max, medium, minimal, "),
+        (CHAT, {"tool_choice": "any"}, 'tool_choice: must be one of auto, none, required, got "any"'),
+        (
+            CHAT,
+            {"tool_choice": {"type": "auto"}},
+            'tool_choice.type: must be one of allowed_tools, function, got "auto"',
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "function"}]},
+            "messages[0].role: must be one of assistant, developer, system, tool, ",
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "xml"}},
+            "response_format.type: must be one of json_object, json_schema, text, ",
+        ),
+        ("/v1/responses", {"input": "a", "reasoning": {"effort": "x"}}, "reasoning.effort: must be one of high, "),
+        (
+            "/v1/messages",
+            {"max_tokens": 5, "thinking": {"type": "on"}},
+            "thinking.type: must be one of adaptive, disabled, ",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "truncation_side": "up"},
+            "truncation_side: must be one of left, right, got ",
+        ),
+    ],
+)
+async def test_a_value_that_is_none_of_a_few_is_answered_with_those(
+    connection: Connection, path: str, fields: dict[str, Any], said: str
+) -> None:
+    refused = await connection.post(path, {**HI, **fields})
+    assert refused.status == 400
+    assert refused.json()["error"]["message"].startswith(said)

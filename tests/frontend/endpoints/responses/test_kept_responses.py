@@ -1,0 +1,337 @@
+"""Responses that are kept: told again, gone on from, run in the background, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.frontend.schemas.chat import ChatBody
+from penstock.frontend.text.chat_template import ChatTemplate
+from penstock.shm.client.client import Overloaded, TokenBatch
+from penstock.shm.messages import FailureCode, Finish
+from tests.frontend.endpoints.responses.test_responses import HI, MODEL, PATH, TIME, WEATHER, prompt, talking
+from tests.frontend.harness import END_TOKEN, Connection, FakeBackend, make_app, model_card, silent, token_ids
+from tests.frontend.named_events import REASONED_CALLS, named_events, names
+
+
+async def test_a_conversation_goes_on_from_a_response(connection: Connection, backend: FakeBackend) -> None:
+    first = (await connection.post(PATH, {**HI, "instructions": "be brief"})).json()
+    second = (await connection.post(PATH, {"input": "and you?", "previous_response_id": first["id"]})).json()
+    assert second["previous_response_id"] == first["id"]
+    assert prompt(backend) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nHello, world!<|im_end|>\n"
+        "<|im_start|>user\nand you?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (await connection.request("DELETE", f"{PATH}/{first['id']}")).json() == {
+        "id": first["id"],
+        "object": "response",
+        "deleted": True,
+    }
+    third = await connection.post(PATH, {"input": "?", "previous_response_id": second["id"]})
+    assert third.status == 200
+    assert prompt(backend).startswith("<|im_start|>user\nhi<|im_end|>")
+
+
+async def test_a_long_conversation_is_rendered_beside_the_loop_however_short_the_request(
+    connect: Callable[..., Connection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    render = ChatTemplate.render
+
+    def noted(template: ChatTemplate, body: ChatBody) -> str:
+        threads.append(threading.current_thread())
+        return render(template, body)
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    backend.model = model_card(max_context_tokens=1 << 20)
+    connection = connect()
+    first = (await connection.post(PATH, {"input": "x" * 100_000})).json()
+    for _ in range(2):
+        first = (await connection.post(PATH, {"input": "and?", "previous_response_id": first["id"]})).json()
+    assert threading.main_thread() not in threads
+    assert len(threads) == 3
+
+
+async def test_an_input_of_many_empty_parts_counts_for_what_it_takes(
+    connect: Callable[..., Connection], backend: FakeBackend
+) -> None:
+    backend.model = model_card(max_context_tokens=1 << 20)
+    connection = connect(max_stored_response_bytes=400_000)
+    for num_parts, status in ((200, 200), (2000, 404)):
+        content = [{"type": "input_text", "text": ""}] * num_parts
+        told = (await connection.post(PATH, {"input": [{"role": "user", "content": content}] * 5})).json()
+        assert (await connection.request("GET", f"{PATH}/{told['id']}")).status == status
+
+
+async def test_calls_of_a_response_are_answered_in_the_next() -> None:
+    backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
+    async with talking(backend) as connection:
+        first = (await connection.post(PATH, {**HI, "tools": [WEATHER, TIME]})).json()
+        calls = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]
+        outputs = [{"type": "function_call_output", "call_id": call, "output": "fine"} for call in calls]
+        body = {"input": outputs, "previous_response_id": first["id"], "tools": [WEATHER, TIME]}
+        assert (await connection.post(PATH, body)).status == 200
+    said = prompt(backend, MODEL)
+    assert said.count("<tool_response>\nfine") == 2
+    assert '{"name": "get_weather", "arguments": {"city": "été 🐈"}}' in said
+
+
+async def test_an_item_of_a_response_is_referred_to() -> None:
+    backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
+    async with talking(backend) as connection:
+        first = (await connection.post(PATH, {**HI, "tools": [WEATHER, TIME]})).json()
+        references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        copies = [await connection.post(PATH, {"input": items}) for items in (references, first["output"])]
+        assert [copy.status for copy in copies] == [200, 200]
+        assert backend.streams[-2].request.token_ids == backend.streams[-1].request.token_ids
+        assert '{"name": "get_weather", "arguments": {"city": "été 🐈"}}' in prompt(backend, MODEL)
+        for item_id in ("msg_x", f"{first['output'][0]['id']}0", "msg_" + "0" * 32 + "_0"):
+            missing = await connection.post(PATH, {"input": [{"type": "item_reference", "id": item_id}]})
+            assert missing.status in (400, 404)
+            assert missing.error["param"] == "input[0].id"
+
+
+async def test_a_kept_response_is_told_again(connection: Connection) -> None:
+    for stream in (False, True):
+        response = await connection.post(PATH, {**HI, "stream": stream})
+        told = named_events(response)[-1]["response"] if stream else response.json()
+        assert (await connection.request("GET", f"{PATH}/{told['id']}")).json() == told
+
+
+@pytest.mark.parametrize("path", ["", "/cancel", "/input_items"])
+async def test_what_is_not_kept_is_404(connection: Connection, path: str) -> None:
+    told = (await connection.post(PATH, {**HI, "store": False})).json()
+    assert told["store"] is False
+    method = "POST" if path == "/cancel" else "GET"
+    for response_id, reason in ((told["id"], "was not used for"), ("resp_" + "0" * 32, "another process")):
+        missing = await connection.request(method, f"{PATH}/{response_id}{path}")
+        assert (missing.status, missing.error["code"]) == (404, "response_not_found")
+        assert reason in missing.error["message"]
+    previous = await connection.post(PATH, {**HI, "previous_response_id": told["id"]})
+    assert (previous.status, previous.error["param"]) == (404, "previous_response_id")
+    assert (await connection.request("DELETE", f"{PATH}/{told['id']}")).status == 404
+
+
+async def test_another_keys_response_does_not_exist(connect: Callable[..., Connection]) -> None:
+    connection = connect(api_keys=("one", "two"))
+    keys = [[("authorization", f"Bearer {key}")] for key in ("one", "two")]
+    told = (await connection.request("POST", PATH, {**HI, "background": True}, keys[0])).json()
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        refused = await connection.request(method, f"{PATH}/{told['id']}{path}", headers=keys[1])
+        assert refused.status == 404
+    body = {**HI, "previous_response_id": told["id"]}
+    assert (await connection.request("POST", PATH, body, keys[1])).status == 404
+    assert (await connection.request("POST", PATH, body, keys[0])).status == 200
+    assert (await connection.request("GET", f"{PATH}/{told['id']}", headers=keys[0])).status == 200
+
+
+async def test_the_input_is_listed_in_pages(connection: Connection) -> None:
+    items = [{"role": "user", "content": f"{number}"} for number in range(5)]
+    told = (await connection.post(PATH, {"input": items})).json()
+    path = f"{PATH}/{told['id']}/input_items"
+    whole = (await connection.request("GET", f"{path}?order=asc")).json()
+    assert [item["content"] for item in whole["data"]] == [[{"type": "input_text", "text": f"{n}"}] for n in range(5)]
+    assert (whole["object"], whole["has_more"]) == ("list", False)
+    assert (await connection.request("GET", path)).json()["data"] == whole["data"][::-1]
+    page = (await connection.request("GET", f"{path}?order=asc&limit=2&after={whole['data'][1]['id']}")).json()
+    assert (page["data"], page["has_more"]) == (whole["data"][2:4], True)
+    assert (page["first_id"], page["last_id"]) == (whole["data"][2]["id"], whole["data"][3]["id"])
+    for query, field in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=x", "after")):
+        assert (await connection.request("GET", f"{path}?{query}")).error["param"] == field
+
+
+# In the background
+
+
+async def polled(connection: Connection, response_id: str, status: str) -> dict[str, Any]:
+    async with asyncio.timeout(5):
+        while True:
+            told: dict[str, Any] = (await connection.request("GET", f"{PATH}/{response_id}")).json()
+            if told["status"] == status:
+                return told
+            await asyncio.sleep(0)
+
+
+async def test_a_background_response_runs_on_without_its_client(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    first, second = Connection(app), Connection(app)
+    told = (await first.post(PATH, {**HI, "background": True})).json()
+    assert (told["status"], told["output"], told["background"]) == ("queued", [], True)
+    await first.end()
+    backend.streams[0].push(*token_ids("the"))
+    half = await polled(second, told["id"], "in_progress")
+    assert half["output"][0]["content"][0]["text"] == "the"
+    early = await second.post(PATH, {**HI, "previous_response_id": told["id"]})
+    assert (early.status, early.error["param"]) == (400, "previous_response_id")
+    backend.streams[0].push(END_TOKEN, finish=Finish.STOP)
+    whole = await polled(second, told["id"], "completed")
+    assert whole["output"][0]["content"][0]["text"] == "the"
+    assert (await second.request("POST", f"{PATH}/{told['id']}/cancel")).json() == whole
+    assert app.num_open == 0
+    await second.end()
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+async def test_a_background_response_is_cancelled(backend: FakeBackend, method: str) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    connection = Connection(app)
+    told = (await connection.post(PATH, {**HI, "background": True})).json()
+    backend.streams[0].push(*token_ids("the"))
+    path = f"{PATH}/{told['id']}"
+    ended = await connection.request(method, f"{path}/cancel" if method == "POST" else path)
+    assert ended.status == 200
+    assert backend.streams[0].cancelled.is_set()
+    if method == "POST":
+        assert ended.json()["status"] == "cancelled"
+        assert (await connection.request("GET", path)).json() == ended.json()
+    else:
+        assert (await connection.request("GET", path)).status == 404
+    assert app.num_open == 0
+    await connection.end()
+
+
+async def test_a_response_of_the_foreground_cannot_be_cancelled(connection: Connection) -> None:
+    told = (await connection.post(PATH, HI)).json()
+    refused = await connection.request("POST", f"{PATH}/{told['id']}/cancel")
+    assert (refused.status, refused.error["param"]) == (400, "response_id")
+
+
+async def test_a_background_stream_is_taken_up_where_it_broke_off(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    first, second = Connection(app), Connection(app)
+    first.send(_request({**HI, "background": True, "stream": True}))
+    await backend.submitted.wait()
+    backend.streams[0].push(*token_ids("the"))
+    await first.output(b"output_text.delta")
+    response_id = first.transport.output.split(b'"id":"')[1].split(b'"')[0].decode()
+    first.transport.reset()
+    await first.idle()
+    assert not backend.streams[0].cancelled.is_set()
+    path = f"{PATH}/{response_id}?stream=true"
+    resumed = asyncio.ensure_future(second.request("GET", f"{path}&starting_after=3"))
+    await asyncio.sleep(0)
+    backend.streams[0].push(*token_ids(" cat"))
+    backend.streams[0].push(END_TOKEN, finish=Finish.STOP)
+    events = named_events(await resumed)
+    assert [event["sequence_number"] for event in events] == list(range(4, 4 + len(events)))
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "the cat"
+    again = named_events(await second.request("GET", path))
+    assert again[4:] == events
+    assert names(again)[0] == "response.created"
+    await second.end()
+
+
+async def test_only_background_streams_are_streamed_again(connection: Connection) -> None:
+    for body in ({**HI, "background": True}, HI):
+        told = (await connection.post(PATH, body)).json()
+        refused = await connection.request("GET", f"{PATH}/{told['id']}?stream=true")
+        assert (refused.status, refused.error["param"]) == (400, "stream")
+    refused = await connection.request("GET", f"{PATH}/{told['id']}?stream=true&starting_after=-1")
+    assert refused.error["param"] == "starting_after"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_fails_before_a_background_response_runs_is_its_answer(
+    connection: Connection, backend: FakeBackend, stream: bool
+) -> None:
+    backend.refusal = Overloaded(7)
+    body = {**HI, "background": True, "stream": stream}
+    refused = await connection.post(PATH, body)
+    assert (refused.status, refused.headers["retry-after"]) == (429, "7")
+    long = await connection.post(PATH, {**body, "max_output_tokens": 5000})
+    assert (long.status, long.error["param"]) == (400, "max_output_tokens")
+
+
+async def test_a_background_response_that_fails_says_so(connection: Connection, backend: FakeBackend) -> None:
+    backend.script = lambda _: [TokenBatch([], Finish.REJECTED, FailureCode.OVERLOADED)]
+    told = (await connection.post(PATH, {**HI, "background": True})).json()
+    failed = await polled(connection, told["id"], "failed")
+    assert failed["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_shutting_down_ends_what_runs_in_the_background(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    connection = Connection(app)
+    told = (await connection.post(PATH, {**HI, "background": True})).json()
+    assert app.num_open == 1
+    app.end_all()
+    failed = await polled(connection, told["id"], "failed")
+    assert "shutting down" in failed["error"]["message"]
+    assert app.num_open == 0
+    await connection.end()
+
+
+async def test_shutting_down_is_told_to_who_listens(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend)
+    connection = Connection(app)
+    answered = asyncio.ensure_future(connection.post(PATH, {**HI, "background": True, "stream": True}))
+    await backend.submitted.wait()
+    backend.streams[0].push(*token_ids("the"))
+    await connection.output(b"output_text.delta")
+    app.end_all()
+    events = named_events(await answered)
+    assert events[-1]["type"] == "response.failed"
+    await connection.end()
+
+
+async def test_a_client_that_goes_cancels_its_response(connection: Connection, backend: FakeBackend) -> None:
+    backend.script = silent
+    connection.send(_request({**HI, "stream": True}))
+    await backend.submitted.wait()
+    connection.transport.reset()
+    await asyncio.wait_for(backend.streams[0].cancelled.wait(), 5)
+
+
+def _request(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return b"POST /v1/responses HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_many_in_the_background_are_too_many(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(
+        "penstock.frontend.endpoints.responses.endpoint.MAX_STREAMED_IN_BACKGROUND"
+        if stream
+        else "penstock.frontend.endpoints.responses.endpoint.MAX_IN_BACKGROUND",
+        2,
+    )
+    backend.script = silent
+    app = make_app(backend)
+    for _ in range(2):
+        client = Connection(app)
+        backend.submitted.clear()
+        client.send(_request({**HI, "background": True, "stream": stream}))
+        await backend.submitted.wait()
+        client.transport.reset()
+        await client.idle()
+    last = Connection(app)
+    refused = await last.post(PATH, {**HI, "background": True, "stream": stream})
+    assert (refused.status, refused.error["code"]) == (429, "overloaded")
+    assert (await last.post(PATH, {**HI, "background": True, "stream": False})).status == (200 if stream else 429)
+    await last.end()
+
+
+async def test_a_background_stream_that_grows_too_large_fails(
+    connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.frontend.endpoints.responses.background.MAX_LOG_BYTES", 4000)
+    backend.script = silent
+    answered = asyncio.ensure_future(connection.post(PATH, {**HI, "background": True, "stream": True}))
+    await backend.submitted.wait()
+    for token_id in token_ids("the cat " * 30):
+        backend.streams[0].push(token_id)
+    events = named_events(await answered)
+    assert events[-1]["type"] == "response.failed"
+    assert "4000 bytes" in events[-1]["response"]["error"]["message"]

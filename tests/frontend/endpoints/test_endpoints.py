@@ -1,0 +1,403 @@
+"""What a well-behaved client sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.shm.client.client import Overloaded, TokenBatch
+from penstock.shm.messages import FailureCode, Finish, Sampling
+from tests.frontend.harness import (
+    END_TOKEN,
+    TOKENIZER,
+    Connection,
+    FakeBackend,
+    make_app,
+    model_card,
+    says,
+    silent,
+    token_ids,
+)
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_a_chat_is_answered_whole(connection: Connection, backend: FakeBackend) -> None:
+    response = await connection.post(CHAT, {**HI, "model": "test/model"})
+    answer = response.json()
+    assert response.status == 200
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "test/model"
+    assert answer["system_fingerprint"] == "fp_test"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Hello, world!", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert list(backend.last.token_ids) == token_ids(prompt)
+    num_tokens = len(token_ids("Hello, world!")) + 1
+    assert answer["usage"] == {
+        "prompt_tokens": len(token_ids(prompt)),
+        "completion_tokens": num_tokens,
+        "total_tokens": len(token_ids(prompt)) + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+        "penstock": {"coalesced": False},
+    }
+
+
+async def test_a_completion_is_answered_whole(connection: Connection) -> None:
+    answer = (await connection.post(COMPLETIONS, {"prompt": "once"})).json()
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [{"index": 0, "text": "Hello, world!", "logprobs": None, "finish_reason": "stop"}]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
+@pytest.mark.parametrize("text", ["Hello, world!", "été 猫 🐈\n", "x", "猫" * 9])
+async def test_the_stream_is_the_whole_answer_in_pieces(
+    connection: Connection, backend: FakeBackend, text: str, batch_size: int
+) -> None:
+    backend.script = says(text, batch_size=batch_size)
+    chat = await connection.post(CHAT, {**HI, "stream": True})
+    events = chat.events()
+    assert events.pop() == "[DONE]"
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert events[-1]["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+    assert "\ufffd" not in chat.body.decode()
+    assert len({event["id"] for event in events}) == 1
+    assert not any("usage" in event for event in events)
+
+    completion = await connection.post(COMPLETIONS, {"prompt": "x", "stream": True})
+    assert "".join(event["choices"][0]["text"] for event in completion.events()[:-1]) == text
+
+
+async def test_usage_comes_last_when_asked_for(connection: Connection) -> None:
+    body = {**HI, "stream": True, "stream_options": {"include_usage": True}}
+    *events, last, done = (await connection.post(CHAT, body)).events()
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    whole = (await connection.post(CHAT, HI)).json()
+    assert last["usage"] == whole["usage"]
+    assert all(event["usage"] is None for event in events)
+
+
+async def test_tokens_that_arrive_together_are_one_event(connection: Connection, backend: FakeBackend) -> None:
+    backend.script = says("the cat sat on the mat", batch_size=1000)
+    events = (await connection.post(COMPLETIONS, {"prompt": "x", "stream": True})).events()
+    assert [event["choices"][0]["text"] for event in events[:-1]] == ["the cat sat on the mat", ""]
+
+
+async def test_max_tokens_ends_with_length(connection: Connection) -> None:
+    choice = (await connection.post(COMPLETIONS, {"prompt": "x", "max_tokens": 3})).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["text"] == TOKENIZER.decode(token_ids("Hello, world!")[:3])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ("wor", "Hello, "),
+        (["zzz", "ld"], "Hello, wor"),
+        (["!"], "Hello, world"),
+        ("Hello", ""),
+        ("!!", "Hello, world!"),
+    ],
+)
+async def test_a_stop_string_ends_the_text_and_is_never_sent(
+    connection: Connection, backend: FakeBackend, stop: str | list[str], expected: str, batch_size: int, stream: bool
+) -> None:
+    backend.script = says("Hello, world!", batch_size=batch_size, finish=Finish.LENGTH)
+    response = await connection.post(
+        COMPLETIONS,
+        {"prompt": "x", "stop": stop, "stream": stream, "stream_options": {"include_usage": True} if stream else None},
+    )
+    if stream:
+        *events, last, _ = response.events()
+        text = "".join(event["choices"][0]["text"] for event in events)
+        reason, usage = events[-1]["choices"][0]["finish_reason"], last["usage"]
+    else:
+        choice = response.json()["choices"][0]
+        text, reason, usage = choice["text"], choice["finish_reason"], response.json()["usage"]
+    assert text == expected
+    stopped = expected != "Hello, world!"
+    assert reason == ("stop" if stopped else "length")
+    ids = token_ids("Hello, world!")
+    strings = [stop] if isinstance(stop, str) else stop
+    needed = next((n for n in range(1, len(ids) + 1) if any(s in TOKENIZER.decode(ids[:n]) for s in strings)), len(ids))
+    assert usage["completion_tokens"] == needed
+    if batch_size == 1 and needed < len(ids):
+        assert backend.streams[0].cancelled.is_set()
+
+
+async def test_every_parameter_reaches_the_backend(connection: Connection, backend: FakeBackend) -> None:
+    body = {
+        "prompt": "x",
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.25,
+        "logit_bias": {"9": 1.5, "5": -100},
+        "seed": 42,
+        "stop_token_ids": [8],
+        "user": "somebody",
+    }
+    assert (await connection.post(COMPLETIONS, body)).status == 200
+    assert backend.last.max_tokens == 7
+    assert backend.last.stop_token_ids == (END_TOKEN, 8)
+    assert backend.last.sampling == Sampling(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=-1.0,
+        frequency_penalty=0.25,
+        logit_bias=((5, -100.0), (9, 1.5)),
+        seed=42,
+    )
+
+
+async def test_what_is_not_given_is_the_models_default(
+    connect: Callable[..., Connection], backend: FakeBackend
+) -> None:
+    backend.model = model_card(default_sampling=Sampling(temperature=0.7, top_p=0.8, top_k=20))
+    body = {"prompt": "x", "temperature": None, "top_p": None, "top_k": 5, "stop": None, "seed": None, "n": None}
+    assert (await connect().post(COMPLETIONS, body)).status == 200
+    sampling = backend.last.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.8, 5)
+    assert backend.last.max_tokens == 999
+
+
+async def test_ignore_eos_leaves_only_the_requests_own_stop_tokens(
+    connection: Connection, backend: FakeBackend
+) -> None:
+    await connection.post(COMPLETIONS, {"prompt": "x", "ignore_eos": True, "stop_token_ids": [4, 4]})
+    assert backend.last.stop_token_ids == (4,)
+
+
+async def test_greedy_requests_that_differ_in_nothing_that_matters_are_the_same(
+    connection: Connection, backend: FakeBackend
+) -> None:
+    for extra in ({}, {"seed": 5}, {"top_p": 0.5, "top_k": 3, "min_p": 0.2}):
+        await connection.post(COMPLETIONS, {"prompt": "x", "temperature": 0, **extra})
+    assert len({stream.request.sampling for stream in backend.streams}) == 1
+
+
+async def test_without_a_seed_every_request_has_its_own(connection: Connection, backend: FakeBackend) -> None:
+    for _ in range(3):
+        await connection.post(COMPLETIONS, {"prompt": "x"})
+    assert len({stream.request.sampling.seed for stream in backend.streams}) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_with_several_choices_each(
+    connection: Connection, backend: FakeBackend, stream: bool
+) -> None:
+    def script(request: Any) -> list[TokenBatch]:
+        ids = [*request.token_ids, *token_ids(str(request.sampling.seed % 10))]
+        return [TokenBatch([token]) for token in ids] + [TokenBatch([END_TOKEN], Finish.STOP)]
+
+    backend.script = script
+    body = {"prompt": ["ab", "cd"], "n": 3, "seed": 7, "stream": stream}
+    response = await connection.post(COMPLETIONS, body)
+    texts = [""] * 6
+    if stream:
+        for event in response.events()[:-1]:
+            texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    else:
+        choices = response.json()["choices"]
+        assert [choice["index"] for choice in choices] == list(range(6))
+        texts = [choice["text"] for choice in choices]
+        assert response.json()["usage"]["prompt_tokens"] == len(token_ids("ab")) + len(token_ids("cd"))
+        assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 6
+    assert [text[:2] for text in texts] == ["ab"] * 3 + ["cd"] * 3
+    seeds = [stream.request.sampling.seed for stream in backend.streams]
+    assert seeds[0] == 7
+    assert seeds[:3] == seeds[3:]
+    assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]]), (["a", "b"], [token_ids("a"), token_ids("b")])],
+)
+async def test_every_form_of_prompt(
+    connection: Connection, backend: FakeBackend, prompt: Any, expected: list[list[int]]
+) -> None:
+    assert (await connection.post(COMPLETIONS, {"prompt": prompt})).status == 200
+    assert [list(stream.request.token_ids) for stream in backend.streams] == expected
+
+
+async def test_content_parts_and_a_developer_message(connection: Connection, backend: FakeBackend) -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    assert (await connection.post(CHAT, {"messages": messages})).status == 200
+    text = TOKENIZER.decode(list(backend.last.token_ids), skip_special_tokens=False)
+    assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>")
+
+
+async def test_a_prompt_too_long_for_the_loop_is_encoded_all_the_same(
+    connect: Callable[..., Connection], backend: FakeBackend
+) -> None:
+    backend.model = model_card(max_context_tokens=1 << 20)
+    text = "the cat sat on the mat " * 1000
+    assert (await connect().post(COMPLETIONS, {"prompt": text})).status == 200
+    assert list(backend.last.token_ids) == token_ids(text)
+
+
+async def test_models_are_listed_and_described(connection: Connection) -> None:
+    listed = (await connection.request("GET", "/v1/models")).json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert model["id"] == "test/model"
+    assert (await connection.request("GET", "/v1/models/test/model")).json() == model
+    assert (await connection.request("GET", "/v1/models/test%2Fmodel")).json() == model
+    assert (await connection.request("GET", "/v1/models/test%252Fmodel")).status == 404
+    missing = await connection.request("GET", "/v1/models/other")
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+
+
+async def test_ready_follows_the_backend_and_health_does_not(connection: Connection, backend: FakeBackend) -> None:
+    ready = await connection.request("GET", "/ready")
+    assert (ready.status, ready.json()) == (200, {"status": "ready", "running": 2, "pages_used": 5})
+    backend.ready = False
+    not_ready = await connection.request("GET", "/ready")
+    assert not_ready.status == 503
+    assert int(not_ready.headers["retry-after"]) >= 1
+    assert (await connection.request("GET", "/health")).status == 200
+    refused = await connection.post(CHAT, HI)
+    assert (refused.status, refused.error["code"]) == (503, "backend_unavailable")
+
+
+async def test_before_the_model_is_known_only_health_is_green(backend: FakeBackend) -> None:
+    backend.model = None
+    connection = Connection(make_app(backend))
+    assert (await connection.request("GET", "/health")).status == 200
+    for path in ("/ready", "/v1/models", "/v1/models/x"):
+        response = await connection.request("GET", path)
+        assert response.status == 503
+        assert "retry-after" in response.headers
+    assert (await connection.post(CHAT, HI)).status == 503
+    await connection.end()
+
+
+async def test_a_full_queue_is_429_and_says_when_to_come_back(connection: Connection, backend: FakeBackend) -> None:
+    backend.refusal = Overloaded(7)
+    response = await connection.post(CHAT, HI)
+    assert (response.status, response.headers["retry-after"]) == (429, "7")
+    assert response.error["type"] == "rate_limit_error"
+
+
+async def test_all_choices_or_none(connection: Connection, backend: FakeBackend) -> None:
+    def script(request: Any) -> list[TokenBatch]:
+        if len(backend.streams) == 2:
+            raise Overloaded(1)
+        return []
+
+    backend.script = script
+    assert (await connection.post(COMPLETIONS, {"prompt": "x", "n": 4})).status == 429
+    assert [stream.cancelled.is_set() for stream in backend.streams] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "status", "name"),
+    [
+        (FailureCode.INTERNAL, 0, 500, "internal_error"),
+        (FailureCode.OVERLOADED, 0, 429, "overloaded"),
+        (FailureCode.CONTEXT_TOO_LONG, 55, 400, "context_length_exceeded"),
+        (FailureCode.BAD_TOKEN, 55, 400, "invalid_value"),
+        (FailureCode.BAD_DESCRIPTOR, 0, 500, "internal_error"),
+        (FailureCode.SHUTTING_DOWN, 0, 503, "shutting_down"),
+        (FailureCode.UNAVAILABLE, 0, 503, "backend_unavailable"),
+    ],
+)
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_backends_failures_are_told(
+    connection: Connection,
+    backend: FakeBackend,
+    code: FailureCode,
+    limit: int,
+    status: int,
+    name: str,
+    started: bool,
+    stream: bool,
+) -> None:
+    batches = [TokenBatch(token_ids("a"))] if started else []
+    failure = TokenBatch([], Finish.FAILED if started else Finish.REJECTED, code, limit)
+    backend.script = lambda _: [*batches, failure]
+    response = await connection.post(CHAT, {**HI, "stream": stream})
+    if stream and started:
+        assert response.status == 200
+        error = response.events()[-1]["error"]
+    else:
+        assert response.status == status
+        error = response.error
+    assert error["code"] == name
+    assert str(limit) in error["message"] or not limit
+    assert (await connection.request("GET", "/health")).status == 200
+
+
+async def test_the_request_id_is_echoed_if_it_is_sane(connection: Connection) -> None:
+    for value, echoed in (("abc-1.2:3_x", True), ("a b", False), ("x" * 129, False), ('"><script>', False)):
+        response = await connection.request("GET", "/health", headers=[("x-request-id", value)])
+        assert (response.headers["x-request-id"] == value) is echoed
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("Bearer wrong", 401),
+        ("Bearer ", 401),
+        ("Basic one", 401),
+        ("one", 401),
+        ("Bearer one", 200),
+        ("bearer two", 200),
+        ("Bearer onetwo", 401),
+        ("Bearer \u00e9", 401),
+    ],
+)
+async def test_a_key_is_asked_for_where_there_are_keys(
+    connect: Callable[..., Connection], header: str | None, status: int
+) -> None:
+    connection = connect(api_keys=("one", "two"))
+    headers = [] if header is None else [("authorization", header)]
+    response = await connection.request("GET", "/v1/models", headers=headers)
+    assert response.status == status
+    if status == 401:
+        assert response.error["code"] == "invalid_api_key"
+    assert (await connection.request("GET", "/health")).status == 200
+    assert (await connection.request("GET", "/ready")).status == 200
+
+
+async def test_too_many_open_requests_are_refused_before_their_body(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend, max_open_requests=1)
+    first, second = Connection(app), Connection(app)
+    first.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 20\r\n\r\n")
+    await asyncio.sleep(0)
+    second.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2000\r\n\r\n")
+    await second.output(b"429 Too Many Requests")
+    await second.output(b"retry-after")
+    for connection in (first, second):
+        connection.transport.reset()
+        await connection.idle()
+    third = Connection(app)
+    assert (await third.request("GET", "/health")).status == 200
+    await third.end()

@@ -1,0 +1,179 @@
+"""The OpenAPI document is one, is complete, and says what the server does; its page needs nothing from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from penstock.frontend.endpoints.openapi import document
+from penstock.frontend.endpoints.reference import FIELDS, names
+from penstock.frontend.endpoints.routes import Route
+from tests.frontend.harness import Connection, FakeBackend, Response, make_app
+
+PAGE = Path(__file__).parents[3] / "frontend" / "endpoints" / "docs_page"
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {**CHAT, "max_tokens": 5},
+    "/v1/responses/input_tokens": {"input": "x"},
+    "/v1/messages/count_tokens": CHAT,
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+    "/apply-template": CHAT,
+}
+GENERATING = [path for path in BODIES if path in list(BODIES)[:4]]
+
+
+@pytest.fixture
+def routes(backend: FakeBackend) -> dict[str, dict[str, Route]]:
+    return make_app(backend).routes
+
+
+@pytest.fixture
+def told(routes: dict[str, dict[str, Route]]) -> dict[str, Any]:
+    """The document as it goes out."""
+    decoded: dict[str, Any] = json.loads(json.dumps(document(routes, "1.2.3")))
+    return decoded
+
+
+def schema_of(told: dict[str, Any], path: str, method: str, status: int, kind: str = "application/json") -> Any:
+    found = told["paths"][path][method]["responses"][str(status)]["content"][kind]["schema"]
+    return {**found, "components": told["components"]}
+
+
+def check(told: dict[str, Any], response: Response, path: str, method: str = "get") -> None:
+    jsonschema.validate(response.json(), schema_of(told, path, method, response.status))
+
+
+def test_it_is_a_document_of_openapi_3_1(told: dict[str, Any]) -> None:
+    assert told["openapi"].startswith("3.1")
+    OpenAPIV31SpecValidator(told).validate()
+    ids = [operation["operationId"] for methods in told["paths"].values() for operation in methods.values()]
+    assert len(ids) == len(set(ids))
+
+
+def test_every_route_is_in_it_and_nothing_else(told: dict[str, Any], routes: dict[str, dict[str, Route]]) -> None:
+    listed = {(path, method.upper()) for path, methods in told["paths"].items() for method in methods}
+    assert listed == {(path, method) for path, methods in routes.items() for method in methods if method != "HEAD"}
+    for path, methods in routes.items():
+        for method, route in methods.items():
+            operation = told["paths"][path].get(method.lower())
+            if operation is None:
+                continue
+            assert len(operation["summary"]) > 10
+            assert bool(operation["security"]) == route.needs_key
+            assert ("401" in operation["responses"]) == route.needs_key
+            assert ("requestBody" in operation) == (route.doc.body is not None) == (path in BODIES)
+
+
+def test_every_field_that_does_something_is_explained_and_no_other_is_told(
+    told: dict[str, Any], routes: dict[str, dict[str, Route]]
+) -> None:
+    bodies = {route.doc.body for methods in routes.values() for route in methods.values() if route.doc.body is not None}
+    fields = set().union(*(names(body) for body in bodies))
+    assert fields == set(FIELDS)
+    for body in bodies:
+        properties = told["components"]["schemas"][body.__name__]["properties"]
+        assert set(properties) <= names(body)
+        assert all(field["description"] for field in properties.values())
+    temperature = json.dumps(told["components"]["schemas"]["ChatBody"]["properties"]["temperature"])
+    assert '"maximum": 2' in temperature
+    assert "suffix" not in told["components"]["schemas"]["CompletionBody"]["properties"]
+    assert "n" not in told["components"]["schemas"]["MessagesBody"]["properties"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_answers_and_errors_are_as_it_says(connection: Connection, told: dict[str, Any], path: str) -> None:
+    answer = await connection.post(path, BODIES[path])
+    assert answer.status == 200
+    check(told, answer, path, "post")
+    refused = await connection.post(path, b"no JSON")
+    assert refused.status == 400
+    check(told, refused, path, "post")
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_a_streams_events_are_as_it_says(connection: Connection, told: dict[str, Any], path: str) -> None:
+    extras = {} if path in ("/v1/responses", "/v1/messages") else {"return_timings": True}
+    response = await connection.post(path, {**BODIES[path], "stream": True, **extras})
+    data = re.findall(r"^data: (\{.*)$", response.body.decode(), flags=re.MULTILINE)
+    assert len(data) > 5
+    for event in data:
+        jsonschema.validate(json.loads(event), schema_of(told, path, "post", 200, "text/event-stream"))
+
+
+async def test_everything_that_is_asked_for_in_a_chat_is_as_it_says(
+    connection: Connection, told: dict[str, Any]
+) -> None:
+    body = {**CHAT, "return_timings": True, "return_token_ids": True, "stop": "o", "n": 2}
+    answer = await connection.post("/v1/chat/completions", body)
+    assert "timings" in answer.json()
+    assert "stop_reason" in answer.json()["choices"][0]
+    check(told, answer, "/v1/chat/completions", "post")
+
+
+READABLE = [(path, path) for path in ("/v1/models", "/version", "/v1/load", "/health", "/ready")]
+READABLE.append(("/v1/models/test/model", "/v1/models/{model}"))
+
+
+@pytest.mark.parametrize(("asked", "path"), READABLE)
+async def test_what_is_read_is_as_it_says(connection: Connection, told: dict[str, Any], asked: str, path: str) -> None:
+    answer = await connection.request("GET", asked)
+    assert answer.status == 200
+    check(told, answer, path)
+
+
+async def test_a_kept_response_is_as_it_says(connection: Connection, told: dict[str, Any]) -> None:
+    made = (await connection.post("/v1/responses", {"input": "x"})).json()["id"]
+    for suffix in ("", "/input_items"):
+        path = "/v1/responses/{response_id}" + suffix
+        check(told, await connection.request("GET", f"/v1/responses/{made}{suffix}"), path)
+    path = "/v1/responses/{response_id}"
+    check(told, await connection.request("DELETE", f"/v1/responses/{made}"), path, "delete")
+    missing = await connection.request("GET", f"/v1/responses/{made}")
+    assert missing.status == 404
+    check(told, missing, path)
+
+
+async def test_it_needs_no_key_and_tells_where_one_is_needed(connect: Callable[..., Connection]) -> None:
+    connection = connect(api_keys=("secret",))
+    first, second = [await connection.request("GET", "/openapi.json") for _ in range(2)]
+    assert (first.status, first.body) == (200, second.body)
+    refused = await connection.request("GET", "/v1/models")
+    check(first.json(), refused, "/v1/models")
+
+
+# The page
+
+
+async def test_the_page_comes_whole_from_here_and_allows_nothing_else(connection: Connection) -> None:
+    page = await connection.request("GET", "/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    named = re.findall(r'(?:src|href)="([^"]*)"', page.body.decode())
+    assert set(named) == {"/docs/page.css", "/docs/page.js", "/openapi.json"}
+    for path, kind in (("/docs/page.css", "text/css"), ("/docs/page.js", "text/javascript")):
+        answer = await connection.request("GET", path)
+        assert (answer.status, answer.headers["content-type"]) == (200, f"{kind}; charset=utf-8")
+    for path in ("/docs/", "/docs/index.html", "/docs/../app.py"):
+        assert (await connection.request("GET", path)).status == 404
+
+
+def test_the_page_names_no_other_site_and_writes_no_markup() -> None:
+    for path in PAGE.iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"https?://|//[a-z]|@import|url\(", text.replace("// ", "")), path
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function| style=", text)
+        assert not re.search(r"<script(?! src=)|\son\w+=", text)

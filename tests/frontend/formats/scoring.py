@@ -1,0 +1,60 @@
+"""A backend whose tokens come with log probabilities, as the real one tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.shm.client.client import GenerationRequest, TokenBatch
+from penstock.shm.client.stream import TokenLogprobs
+from penstock.shm.messages import Finish
+from tests.frontend.harness import END_TOKEN, VOCAB_SIZE, FakeBackend, FakeStream, token_ids
+
+
+def entry(token_id: int, place: int, width: int) -> TokenLogprobs:
+    """The token is the second likeliest of its place; whoever asks for fewer is told fewer."""
+    top_ids = ((token_id + 1) % VOCAB_SIZE, token_id, *((token_id + 2 + i) % VOCAB_SIZE for i in range(18)))[:width]
+    top_logprobs = tuple(-0.25 - 0.25 * rank - place for rank in range(width))
+    return TokenLogprobs(-0.5 - place, 2, top_ids, top_logprobs)
+
+
+@dataclass
+class ScoringBackend(FakeBackend):
+    """Says one text to all, or of(request) to each, with an end token behind it."""
+
+    text: str = "Hello, world!"
+    of: Callable[[GenerationRequest], list[int]] | None = None
+    batch_size: int = 1
+    offset: float = 0.0
+    """What the log probabilities of each next stream are lower by."""
+
+    def submit(self, request: GenerationRequest) -> FakeStream:
+        ids = token_ids(self.text) if self.of is None else self.of(request)
+        self.script = lambda asked: _batches(asked, [*ids, END_TOKEN], self.batch_size, len(self.streams) * self.offset)
+        stream: Any = super().submit(request)
+        width = request.num_prompt_logprobs
+        stream.prompt_logprobs = (
+            [entry(token, place, width) for place, token in enumerate(request.token_ids[1:], start=1)]
+            if width >= 0
+            else []
+        )
+        return stream  # type: ignore[no-any-return]
+
+
+def _batches(request: GenerationRequest, ids: list[int], size: int, lowered: float) -> list[TokenBatch]:
+    ids = ids[: request.max_tokens]
+    ended = Finish.STOP if ids[-1] in request.stop_token_ids else Finish.LENGTH
+    for place, token in enumerate(ids):
+        if token in request.stop_token_ids:
+            ids, ended = ids[: place + 1], Finish.STOP
+            break
+    width = request.sampling.num_logprobs
+    told = [entry(token, place, max(0, width)) for place, token in enumerate(ids)]
+    told = [TokenLogprobs(t.logprob - lowered, t.rank, t.top_ids, t.top_logprobs) for t in told]
+    batches = [
+        TokenBatch(ids[start : start + size], logprobs=told[start : start + size] if width >= 0 else None)
+        for start in range(0, len(ids), size)
+    ]
+    batches[-1].finish = ended
+    return batches

@@ -1,0 +1,248 @@
+"""Log probabilities as clients get them: of the answer, of the prompt, streamed and not, in all their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS
+from penstock.shm.messages import MAX_LOGPROBS
+from tests.frontend.formats.scoring import ScoringBackend, entry
+from tests.frontend.harness import END_TOKEN, TOKENIZER, Connection, model_card, token_ids
+from tests.frontend.schemas.test_parameters import CHAT, COMPLETIONS, PATHS, STREAMS, ask
+
+TEXTS = ["Hello, world!", "été 猫 🐈", "猫猫"]
+BATCHES = pytest.mark.parametrize("batch_size", [1, 3, 100])
+
+
+@pytest.fixture
+def backend() -> ScoringBackend:
+    return ScoringBackend()
+
+
+def raw(token_id: int) -> bytes:
+    """Of this tokenizer, whose tokens are bytes in GPT-2's alphabet."""
+    alphabet = {chr(byte): byte for byte in [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]}
+    others = (byte for byte in range(256) if byte not in alphabet.values())
+    alphabet |= {chr(256 + place): byte for place, byte in enumerate(list(others))}
+    token = TOKENIZER.id_to_token(token_id)
+    return token.encode() if token.startswith("<|") else bytes(alphabet[character] for character in token)
+
+
+def shown(token_id: int) -> str:
+    return raw(token_id).decode(errors="replace")
+
+
+def legacy(token_id: int) -> str:
+    try:
+        return raw(token_id).decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw(token_id))
+
+
+@STREAMS
+@BATCHES
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("width", [0, 1, 3, 20])
+async def test_of_a_chat(
+    connection: Connection, backend: ScoringBackend, text: str, width: int, batch_size: int, stream: bool
+) -> None:
+    backend.text, backend.batch_size = text, batch_size
+    (choice,) = (await ask(connection, CHAT, stream=stream, logprobs=True, top_logprobs=width))["choices"]
+    ids = token_ids(text)
+    content = choice["logprobs"]["content"]
+    assert choice["logprobs"]["refusal"] is None
+    assert bytes(byte for told in content for byte in told["bytes"]).decode() == text
+    for place, (token, told) in enumerate(zip(ids, content, strict=True)):
+        expected = entry(token, place, width)
+        assert (told["token"], told["logprob"]) == (shown(token), expected.logprob)
+        assert told["top_logprobs"] == [
+            {"token": shown(top), "logprob": logprob, "bytes": list(raw(top))}
+            for top, logprob in zip(expected.top_ids, expected.top_logprobs, strict=True)
+        ]
+        assert len(told["top_logprobs"]) == width
+
+
+@STREAMS
+@BATCHES
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("width", [0, 1, 5])
+async def test_of_a_completion(
+    connection: Connection, backend: ScoringBackend, text: str, width: int, batch_size: int, stream: bool
+) -> None:
+    backend.text, backend.batch_size = text, batch_size
+    (choice,) = (await ask(connection, COMPLETIONS, stream=stream, logprobs=width))["choices"]
+    told, ids = choice["logprobs"], token_ids(text)
+    expected = [entry(token, place, width) for place, token in enumerate(ids)]
+    assert told["tokens"] == [legacy(token) for token in ids]
+    assert told["token_logprobs"] == [one.logprob for one in expected]
+    for token, one, top in zip(ids, expected, told["top_logprobs"], strict=True):
+        likeliest = dict(zip(map(legacy, one.top_ids), one.top_logprobs, strict=True))
+        assert top == {legacy(token): one.logprob} | likeliest | {legacy(token): one.logprob}
+    ends = [len(TOKENIZER.decode(ids[:count]).rstrip("\ufffd")) for count in range(len(ids) + 1)]
+    assert told["text_offset"] == ends[:-1]
+
+
+@STREAMS
+async def test_an_echoed_prompt_comes_first_with_its_own(
+    connection: Connection, backend: ScoringBackend, stream: bool
+) -> None:
+    prompt = "猫 sat"
+    (choice,) = (await ask(connection, COMPLETIONS, stream=stream, prompt=prompt, echo=True, logprobs=2))["choices"]
+    told, ids = choice["logprobs"], [*token_ids(prompt), *token_ids("Hello, world!")]
+    assert choice["text"] == prompt + "Hello, world!"
+    assert told["tokens"] == [legacy(token) for token in ids]
+    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+    assert told["token_logprobs"][1] == entry(ids[1], 1, 2).logprob
+    assert told["token_logprobs"][len(token_ids(prompt))] == entry(0, 0, 2).logprob
+    for token, offset in zip(ids, told["text_offset"], strict=True):
+        if "\ufffd" not in shown(token):
+            assert choice["text"][offset:].startswith(shown(token))
+    assert told["text_offset"] == sorted(told["text_offset"])
+
+
+@STREAMS
+@pytest.mark.parametrize("prompt", ["a cat", token_ids("a cat"), ["a cat", "a cat"]])
+async def test_a_prompt_alone(connection: Connection, backend: ScoringBackend, prompt: Any, stream: bool) -> None:
+    answer = await ask(connection, COMPLETIONS, stream=stream, prompt=prompt, echo=True, max_tokens=0, logprobs=1)
+    num_prompts = 2 if isinstance(prompt, list) and isinstance(prompt[0], str) else 1
+    assert len(answer["choices"]) == num_prompts
+    for choice in answer["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == ("a cat", "length")
+        assert choice["logprobs"]["tokens"] == [shown(token) for token in token_ids("a cat")]
+        assert len(choice["logprobs"]["top_logprobs"][1]) == 2
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["prompt_tokens"] == num_prompts * len(token_ids("a cat"))
+
+
+async def test_a_prompt_that_begins_with_a_token_of_the_tokenizers_is_echoed_as_it_was_sent(
+    connection: Connection, backend: ScoringBackend
+) -> None:
+    """As ids it is what the model sees, as a text what the client wrote."""
+    ids = [END_TOKEN, *token_ids("a cat")]
+    (choice,) = (await ask(connection, COMPLETIONS, prompt=ids, echo=True, max_tokens=0, logprobs=0))["choices"]
+    assert choice["text"] == "<|end|>a cat"
+    assert choice["logprobs"]["text_offset"][:2] == [0, len("<|end|>")]
+    (choice,) = (await ask(connection, COMPLETIONS, prompt="<|end|>a", echo=True, max_tokens=0))["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("<|end|>a", None)
+
+
+@PATHS
+async def test_of_the_prompt_by_token_id(connection: Connection, backend: ScoringBackend, path: str) -> None:
+    answer = await ask(connection, path, prompt_logprobs=2, n=2)
+    prompt = list(backend.last.token_ids)
+    every = [answer["prompt_logprobs"]] if path == CHAT else [one["prompt_logprobs"] for one in answer["choices"]]
+    assert len(every) == (1 if path == CHAT else 2)
+    for told in every:
+        assert len(told) == len(prompt)
+        assert told[0] is None
+        for place, (token, ranked) in enumerate(zip(prompt[1:], told[1:], strict=True), start=1):
+            one = entry(token, place, 2)
+            likeliest = {"logprob": one.top_logprobs[0], "rank": 1, "decoded_token": shown(one.top_ids[0])}
+            own = {"logprob": one.logprob, "rank": 2, "decoded_token": shown(token)}
+            assert ranked == {str(token): own, str(one.top_ids[0]): likeliest}
+    assert answer["choices"][0]["logprobs"] is None
+
+
+@PATHS
+@STREAMS
+async def test_none_are_told_unasked(connection: Connection, backend: ScoringBackend, path: str, stream: bool) -> None:
+    for fields in ({}, {"logprobs": None}, {"n": 2}):
+        answer = await ask(connection, path, stream=stream, **fields)
+        assert all(choice["logprobs"] is None for choice in answer["choices"])
+        assert "prompt_logprobs" not in answer
+
+
+@PATHS
+@STREAMS
+async def test_the_end_is_told_where_token_ids_are(
+    connection: Connection, backend: ScoringBackend, path: str, stream: bool
+) -> None:
+    fields = {"logprobs": True} if path == CHAT else {"logprobs": 0}
+    (choice,) = (await ask(connection, path, stream=stream, return_token_ids=True, **fields))["choices"]
+    told = choice["logprobs"]["content"] if path == CHAT else choice["logprobs"]["tokens"]
+    assert len(told) == len(choice["token_ids"]) == len(token_ids("Hello, world!")) + 1
+    assert choice["text"] == "Hello, world!"
+
+
+@PATHS
+@STREAMS
+async def test_they_end_with_the_stop_string(
+    connection: Connection, backend: ScoringBackend, path: str, stream: bool
+) -> None:
+    """Of all tokens up to the one that completes it."""
+    ids = token_ids("Hello, world!")
+    count = next(count for count in range(len(ids)) if "wor" in TOKENIZER.decode(ids[:count]))
+    fields = {"logprobs": True} if path == CHAT else {"logprobs": 0}
+    for backend.batch_size in (1, 100):
+        (choice,) = (await ask(connection, path, stream=stream, stop="wor", **fields))["choices"]
+        told = choice["logprobs"]
+        tokens = [one["token"] for one in told["content"]] if path == CHAT else told["tokens"]
+        assert tokens == [shown(token) for token in ids[:count]]
+
+
+async def test_minus_infinity_is_a_number(connection: Connection, backend: ScoringBackend) -> None:
+    backend.offset = float("inf")
+    backend.text = "a"
+    await ask(connection, CHAT)
+    (choice,) = (await ask(connection, CHAT, logprobs=True))["choices"]
+    assert choice["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "told"),
+    [
+        (CHAT, {"logprobs": 1}, "logprobs", "got int 1"),
+        (CHAT, {"logprobs": "true"}, "logprobs", "true"),
+        (CHAT, {"top_logprobs": 1}, "top_logprobs", "logprobs"),
+        (CHAT, {"logprobs": False, "top_logprobs": 5}, "top_logprobs", "logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": MAX_LOGPROBS + 1}, "top_logprobs", "20, got 21"),
+        (CHAT, {"logprobs": True, "top_logprobs": -1}, "top_logprobs", "-1"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs", "got bool true"),
+        (COMPLETIONS, {"logprobs": MAX_LOGPROBS + 1}, "logprobs", "20, got 21"),
+        (COMPLETIONS, {"logprobs": -1}, "logprobs", "-1"),
+        (COMPLETIONS, {"prompt_logprobs": MAX_LOGPROBS + 1}, "prompt_logprobs", "20, got 21"),
+        (CHAT, {"prompt_logprobs": -1}, "prompt_logprobs", "-1"),
+        (CHAT, {"prompt_logprobs": True}, "prompt_logprobs", "true"),
+        (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+        (CHAT, {"prompt_logprobs": 1, "presence_penalty": 0.5}, "presence_penalty", "prompt_logprobs, got 0.5"),
+        (COMPLETIONS, {"prompt_logprobs": 1, "frequency_penalty": -1}, "frequency_penalty", "prompt_logprobs, got -1"),
+        (COMPLETIONS, {"echo": True, "logprobs": 0, "presence_penalty": 1}, "presence_penalty", "echo and logprobs"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+async def test_what_cannot_be_told_is_refused(
+    connection: Connection, path: str, fields: Any, param: str, told: str
+) -> None:
+    response = await connection.post(path, {"messages": [{"role": "user", "content": "hi"}], "prompt": "x", **fields})
+    assert (response.status, response.error["param"]) == (400, param)
+    assert response.error["message"].startswith(f"{param}: ")
+    assert told in response.error["message"]
+
+
+async def test_penalties_do_not_matter_to_a_prompt_alone(connection: Connection, backend: ScoringBackend) -> None:
+    await ask(connection, COMPLETIONS, echo=True, logprobs=0, max_tokens=0, presence_penalty=1, frequency_penalty=1)
+    sampling = backend.last.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 20, "n": 16, "max_tokens": 20_000}, "logprobs"),
+        (COMPLETIONS, {"logprobs": 20, "n": 16, "prompt": [[5]] * 8, "max_tokens": 2000}, "logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": 20, "n": 16, "prompt": [5] * 2000, "max_tokens": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"echo": True, "logprobs": 20, "prompt": [5] * 30_000, "max_tokens": 0}, "logprobs"),
+    ],
+)
+async def test_an_answer_that_would_be_too_large_is_refused(
+    connect: Callable[..., Connection], backend: ScoringBackend, path: str, fields: Any, param: str
+) -> None:
+    backend.model = model_card(max_context_tokens=1 << 20)
+    response = await connect().post(path, {"messages": [{"role": "user", "content": "hi"}], "prompt": "x", **fields})
+    assert (response.status, response.error["param"]) == (400, param)
+    limit = MAX_PROMPT_LOGPROB_CELLS if len(fields.get("prompt", ())) >= 2000 else MAX_LOGPROB_CELLS
+    assert f"the limit is {limit}" in response.error["message"]
+    assert backend.streams == []

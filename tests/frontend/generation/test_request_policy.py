@@ -1,0 +1,273 @@
+"""Which requests may share, whose they are, how urgent, until when; and what clients are told of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from penstock.frontend.generation.request_policy import tenant_salt
+from penstock.shm.client.client import GenerationRequest, TokenBatch
+from penstock.shm.messages import Finish, Sampling
+from tests.frontend.harness import Connection, FakeBackend, make_app, model_card, request_bytes, silent, token_ids
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+COALESCE = "X-Penstock-Coalesce"
+TIMEOUT = "X-Request-Timeout-Ms"
+GREEDY = {"prompt": "x", "temperature": 0}
+DAY_MS = 86_400_000
+
+
+# Sharing
+
+
+@pytest.mark.parametrize(
+    ("fields", "may_share"),
+    [
+        ({}, False),
+        ({"temperature": 0}, True),
+        ({"temperature": 0.5}, False),
+        ({"temperature": 0.5, "seed": None}, False),
+        ({"temperature": 0.5, "seed": 0}, True),
+        ({"temperature": 0.5, "seed": -7}, True),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "prompt"), [(CHAT, {"messages": [{"role": "user", "content": "x"}]}), (COMPLETIONS, {"prompt": "x"})]
+)
+async def test_a_request_may_share_where_its_tokens_are_determined(
+    connection: Connection, backend: FakeBackend, path: str, prompt: Any, fields: Any, may_share: bool
+) -> None:
+    for stream in (False, True):
+        await connection.post(path, {**prompt, **fields, "stream": stream, "max_tokens": 5, "stop": ["y"]})
+        assert backend.last.may_share is may_share
+
+
+async def test_a_model_that_is_greedy_by_default_shares(backend: FakeBackend) -> None:
+    backend.model = model_card(default_sampling=Sampling(temperature=0.0))
+    connection = Connection(make_app(backend))
+    await connection.post(COMPLETIONS, {"prompt": "x"})
+    assert backend.last.may_share
+    await connection.end()
+
+
+async def test_what_a_subscriber_wants_of_the_tokens_leaves_no_trace_in_what_is_compared(
+    connection: Connection, backend: FakeBackend
+) -> None:
+    text = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    messages = {"messages": [{"role": "user", "content": "x"}], "temperature": 0}
+    await connection.post(CHAT, {**messages, "max_tokens": 3, "stop": "a"})
+    await connection.post(CHAT, {**messages, "stream": True, "stop_token_ids": [5], "seed": 9, "top_p": 0.5})
+    await connection.post(COMPLETIONS, {"prompt": token_ids(text), "temperature": 0, "ignore_eos": True})
+
+    def compared(request: GenerationRequest) -> tuple[Any, ...]:
+        return list(request.token_ids), request.sampling, request.salt, request.may_share
+
+    first, *others = [compared(stream.request) for stream in backend.streams]
+    assert first[-1]
+    assert others == [first, first]
+
+
+async def test_choices_share_where_they_are_equal_and_have_seeds_of_their_own_where_not(
+    connection: Connection, backend: FakeBackend
+) -> None:
+    await connection.post(COMPLETIONS, {**GREEDY, "n": 3})
+    assert len({stream.request.sampling for stream in backend.streams}) == 1
+    assert all(stream.request.may_share for stream in backend.streams)
+    backend.streams.clear()
+    await connection.post(COMPLETIONS, {"prompt": "x", "seed": 4, "n": 3})
+    assert len({stream.request.sampling.seed for stream in backend.streams}) == 3
+    assert all(stream.request.may_share for stream in backend.streams)
+
+
+@pytest.mark.parametrize(("value", "may_share"), [("off", False), ("OFF", False), ("on", True), ("On", True)])
+async def test_a_header_opts_out(connection: Connection, backend: FakeBackend, value: str, may_share: bool) -> None:
+    response = await connection.request("POST", COMPLETIONS, GREEDY, [(COALESCE, value)])
+    assert response.status == 200
+    assert backend.last.may_share is may_share
+
+
+@pytest.mark.parametrize("headers", [[(COALESCE, "")], [(COALESCE, "no")], [(COALESCE, "on"), (COALESCE, "off")]])
+async def test_any_other_value_is_refused_by_the_headers_name(
+    connection: Connection, backend: FakeBackend, headers: list[tuple[str, str]]
+) -> None:
+    response = await connection.request("POST", COMPLETIONS, GREEDY, headers)
+    assert (response.status, response.error["param"]) == (400, COALESCE)
+    assert '"on" or "off"' in response.error["message"]
+    assert not backend.streams
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("joins", "told"), [(True, "joined"), (False, "none")])
+async def test_header_usage_and_log_tell_whether_it_joined(
+    connection: Connection,
+    backend: FakeBackend,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+    joins: bool,
+    told: str,
+) -> None:
+    caplog.set_level(logging.INFO, "penstock.request")
+    backend.joins = joins
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    response = await connection.post(COMPLETIONS, {**GREEDY, **options})
+    assert response.headers["x-penstock-coalesced"] == told
+    usage = response.events()[-2]["usage"] if stream else response.json()["usage"]
+    assert usage["penstock"] == {"coalesced": joins}
+    await connection.idle()
+    (line,) = [item.message for item in caplog.records if item.name == "penstock.request"]
+    assert f" coalesced={told} " in line
+
+
+async def test_choices_that_join_their_own_first_are_no_coalescing_with_others(
+    connection: Connection, backend: FakeBackend
+) -> None:
+    backend.script = silent
+    connection.send(request_bytes("POST", COMPLETIONS, {**GREEDY, "n": 2}))
+    await backend.submitted.wait()
+    assert len(backend.streams) == 2
+    backend.streams[1].joins = True
+    for stream in backend.streams:
+        stream.push(*token_ids("a"), finish=Finish.LENGTH)
+    answer = await connection.response()
+    assert answer.headers["x-penstock-coalesced"] == "none"
+    assert answer.json()["usage"]["penstock"] == {"coalesced": False}
+
+
+async def test_a_stream_kept_alive_before_its_first_token_cannot_tell_by_a_header(
+    backend: FakeBackend,
+) -> None:
+    backend.script, backend.joins = silent, True
+    app = make_app(backend)
+    connection = Connection(app)
+    body = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}
+    connection.send(request_bytes("POST", COMPLETIONS, body))
+    await backend.submitted.wait()
+    app.sweep(float("inf"))
+    await connection.output(b": keep-alive")
+    backend.streams[0].push(*token_ids("a"), finish=Finish.LENGTH)
+    response = await connection.response()
+    assert "x-penstock-coalesced" not in response.headers
+    assert response.events()[-2]["usage"]["penstock"] == {"coalesced": True}
+    await connection.end()
+
+
+# Tenants
+
+
+async def salts_of(backend: FakeBackend, *keys: str, served: tuple[str, ...]) -> list[bytes]:
+    connection = Connection(make_app(backend, api_keys=served))
+    backend.streams.clear()
+    for key in keys:
+        headers = [("Authorization", f"Bearer {key}")]
+        assert (await connection.request("POST", COMPLETIONS, GREEDY, headers)).status == 200
+    await connection.end()
+    return [stream.request.salt for stream in backend.streams]
+
+
+async def test_each_key_has_a_salt_of_its_own_the_same_in_every_frontend(backend: FakeBackend) -> None:
+    one, two, again = await salts_of(backend, "one", "two", "one", served=("one", "two"))
+    assert one == again == tenant_salt(b"one")
+    assert one != two
+    assert len(one) == len(two) == 16
+    assert await salts_of(backend, "one", served=("zero", "one")) == [one]
+    assert b"one" not in one
+
+
+async def test_without_keys_there_is_one_tenant_whatever_the_client_sends(backend: FakeBackend) -> None:
+    assert await salts_of(backend, "one", "two", served=()) == [b"", b""]
+    connection = Connection(make_app(backend))
+    await connection.post(COMPLETIONS, {**GREEDY, "salt": "ab", "cache_salt": "ab", "may_share": False})
+    assert (backend.last.salt, backend.last.may_share) == (b"", True)
+    await connection.end()
+
+
+# Priority and deadline
+
+
+@pytest.mark.parametrize(("asked", "priority"), [(None, 0), (-1000, -1000), (1000, 1000)])
+async def test_the_priority_is_passed_on(
+    connection: Connection, backend: FakeBackend, asked: int | None, priority: int
+) -> None:
+    await connection.post(COMPLETIONS, {**GREEDY, "priority": asked})
+    assert backend.last.priority == priority
+
+
+@pytest.mark.parametrize(
+    ("body_ms", "header_ms", "limit_ms"),
+    [
+        (None, None, None),
+        (500, None, 500),
+        (None, "700", 700),
+        (500, "700", 500),
+        (900, "700", 700),
+        (1, None, 1),
+        (DAY_MS, None, DAY_MS),
+        (None, "1", 1),
+        (None, str(DAY_MS), DAY_MS),
+    ],
+)
+async def test_the_smaller_time_limit_counts_from_the_requests_arrival(
+    connection: Connection,
+    backend: FakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    body_ms: int | None,
+    header_ms: str | None,
+    limit_ms: int | None,
+) -> None:
+    monkeypatch.setattr("penstock.frontend.transport.exchange.time.monotonic", lambda: 5000.0)
+    headers = [] if header_ms is None else [(TIMEOUT, header_ms)]
+    response = await connection.request("POST", COMPLETIONS, {**GREEDY, "timeout_ms": body_ms}, headers)
+    assert response.status == 200
+    assert backend.last.deadline_s == (None if limit_ms is None else 5000.0 + limit_ms / 1000)
+
+
+@pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "86400001", "9" * 5000, "1, 2", "+5", "٣"])
+async def test_a_wrong_time_limit_is_refused_by_the_headers_name(connection: Connection, value: str) -> None:
+    response = await connection.request("POST", COMPLETIONS, GREEDY, [(TIMEOUT, value)])
+    assert (response.status, response.error["param"]) == (400, TIMEOUT)
+    assert "from 1 to 86400000" in response.error["message"]
+    assert len(response.error["message"]) < 300
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_expires_before_its_first_token_is_a_499(
+    connection: Connection, backend: FakeBackend, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    caplog.set_level(logging.INFO, "penstock.request")
+    backend.script = lambda _: [TokenBatch([], Finish.EXPIRED)]
+    response = await connection.post(COMPLETIONS, {**GREEDY, "stream": stream})
+    assert (response.status, response.error["type"], response.error["code"]) == (499, "timeout_error", "timeout")
+    assert "retry-after" not in response.headers
+    await connection.idle()
+    (line,) = [item.message for item in caplog.records if item.name == "penstock.request"]
+    assert dict(re.findall(r"(\w+)=(\S+)", line))["finish_reason"] == "timeout"
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_stream_that_expires_keeps_its_tokens_and_ends_with_the_error(
+    connection: Connection, backend: FakeBackend, together: bool
+) -> None:
+    ids = token_ids("the cat")
+    batches = [TokenBatch(ids, Finish.EXPIRED)] if together else [TokenBatch(ids), TokenBatch([], Finish.EXPIRED)]
+    backend.script = lambda _: batches
+    *chunks, last = (await connection.post(COMPLETIONS, {**GREEDY, "stream": True})).events()
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the cat"
+    assert last["error"]["code"] == "timeout"
+    assert f"after {len(ids)} tokens" in last["error"]["message"]
+
+
+async def test_a_stop_string_that_came_with_the_expiry_counts(connection: Connection, backend: FakeBackend) -> None:
+    backend.script = lambda _: [TokenBatch(token_ids("the cat"), Finish.EXPIRED)]
+    response = await connection.post(COMPLETIONS, {**GREEDY, "stop": "cat"})
+    assert response.status == 200
+    assert response.json()["choices"][0] == {
+        "index": 0,
+        "text": "the ",
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": "cat",
+    }

@@ -1,0 +1,112 @@
+"""Structured output in the frontend: which grammar reaches the backend, and what is told of one that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from penstock.frontend.generation.structured_output import of_choices
+from penstock.shm.client.client import TokenBatch
+from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, FailureCode, Finish, Grammar
+from tests.frontend.harness import Connection, FakeBackend, token_ids
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "x"}
+SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"enum": ["é"]}}}
+TEXT = json.dumps(SCHEMA, separators=(",", ":"), ensure_ascii=False)
+LARK = 'start: "a" "b"*'
+
+
+def format_of(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **fields}}}
+
+
+@PATHS
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        (format_of(SCHEMA), Grammar("json_schema", TEXT)),
+        (format_of(SCHEMA, strict=True, description="d"), Grammar("json_schema", TEXT)),
+        ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT)),
+        ({"guided_json": json.dumps(SCHEMA, indent=4)}, Grammar("json_schema", TEXT)),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", TEXT)),
+        ({"structured_outputs": {"json": TEXT}}, Grammar("json_schema", TEXT)),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type":"object"}')),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", '{"type":"object"}')),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"guided_grammar": LARK}, Grammar("lark", LARK)),
+        ({"structured_outputs": {"grammar": LARK}}, Grammar("lark", LARK)),
+        ({"guided_choice": ["a", "b", "a"]}, Grammar("lark", 'start: "a" | "b"')),
+        ({"structured_outputs": {"choice": ["a"]}, "guided_json": None}, Grammar("lark", 'start: "a"')),
+        ({"structured_outputs": {"json_object": False}}, None),
+        ({"response_format": {"type": "text"}, "guided_regex": None}, None),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_what_reaches_the_backend(
+    connection: Connection, backend: FakeBackend, path: str, fields: dict[str, Any], grammar: Grammar | None
+) -> None:
+    for stream in (False, True):
+        assert (await connection.post(path, {**BODY, **fields, "n": 2, "stream": stream})).status == 200
+    told = [one.request.constraints for one in backend.streams]
+    assert told == [None if grammar is None else Constraints(grammar=grammar)] * 4
+
+
+@pytest.mark.parametrize(
+    "choice", ["yes", 'say "no"', "back\\slash", "tab\tnew\nline", "猫🐈", "/x/", "\x00\x1f", "a" * 500]
+)
+def test_any_text_may_be_a_choice(choice: str) -> None:
+    grammar = of_choices([choice, "other"])
+    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.text))
+
+
+@pytest.mark.parametrize("num_characters", [MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_CHARACTERS + 1])
+async def test_the_longest_grammar_there_may_be(connection: Connection, num_characters: int) -> None:
+    response = await connection.post(CHAT, {**BODY, "guided_regex": "x" * num_characters})
+    assert response.status == (200 if num_characters == MAX_GRAMMAR_CHARACTERS else 400)
+    if response.status == 400:
+        assert response.error["param"] == "guided_regex"
+        assert f"{num_characters} characters" in response.error["message"]
+
+
+@PATHS
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (format_of(SCHEMA), "response_format"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_used_is_told_by_its_field(
+    connection: Connection,
+    backend: FakeBackend,
+    path: str,
+    stream: bool,
+    started: bool,
+    fields: dict[str, Any],
+    param: str,
+) -> None:
+    text = 'no "way"\x1b[31m\n' + "x" * 400
+    finish = Finish.FAILED if started else Finish.REJECTED
+    failure = TokenBatch([], finish, FailureCode.BAD_GRAMMAR, failure_text=text)
+    backend.script = lambda _: [*([TokenBatch(token_ids("a"))] if started else []), failure]
+    response = await connection.post(path, {**BODY, **fields, "stream": stream})
+    if stream and started:
+        assert response.status == 200
+        error = response.events()[-1]["error"]
+    else:
+        assert response.status == 400
+        error = response.error
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    assert error["message"].startswith(f'{param}: the grammar cannot be used: "no \\"way\\"')
+    assert error["message"].isprintable()
+    assert len(error["message"]) < 400

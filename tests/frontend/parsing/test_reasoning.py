@@ -1,0 +1,265 @@
+"""Reasoning: told apart from the answer, limited, or left out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.frontend.parsing.answer import AnswerShape
+from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK
+from penstock.frontend.parsing.tool_formats.hermes import Hermes
+from penstock.frontend.settings import ParserNames
+from penstock.shm.messages import Constraints, Finish
+from tests.frontend.harness import Connection, FakeBackend
+from tests.frontend.parsing.test_tool_formats import CUTS, NAMES, cut, read
+from tests.frontend.response_shapes import ALWAYS_THINKING, HERMES, THINKING_HERMES, Model
+
+CHAT = "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+OPENS_ITSELF = Model(THINKING_HERMES)
+OPEN = Model(ALWAYS_THINKING)
+SCHEMA: dict[str, Any] = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+}
+
+
+@contextlib.asynccontextmanager
+async def talking(model: Model, backend: FakeBackend) -> AsyncIterator[Connection]:
+    connection = Connection(model.app(backend))
+    yield connection
+    await connection.end()
+
+
+async def answered(model: Model, text: str, finish: Finish = Finish.STOP, **fields: Any) -> Any:
+    """The whole answer's choice with its usage, after the stream has said the same."""
+    backend = FakeBackend(script=model.says(text, finish=finish))
+    async with talking(model, backend) as connection:
+        response = await connection.post(CHAT, {**HI, **fields})
+        assert response.status == 200, response.body
+        whole = response.json()
+        events = (
+            await connection.post(CHAT, {**HI, **fields, "stream": True, "stream_options": {"include_usage": True}})
+        ).events()
+    assert events.pop() == "[DONE]"
+    assert events.pop()["usage"] == whole["usage"]
+    choice = whole["choices"][0]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    for field in ("content", "reasoning_content"):
+        assert "".join(delta.get(field, "") for delta in deltas) == (choice["message"].get(field) or "")
+    assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    return {**choice["message"], "finish_reason": choice["finish_reason"], **whole["usage"]}
+
+
+async def sent(model: Model, **fields: Any) -> tuple[str, Constraints | None]:
+    """What the backend is asked: prompt and constraints."""
+    backend = FakeBackend(script=model.says("x"))
+    async with talking(model, backend) as connection:
+        response = await connection.post(CHAT, {**HI, **fields})
+    assert response.status == 200, response.body
+    return model.prompt(backend), backend.last.constraints
+
+
+TEXT_MARKS = Model(THINKING_HERMES, added=())
+SPECIAL_MARKS = Model(THINKING_HERMES, added=(), special=("<think>", "</think>"))
+
+
+@pytest.mark.parametrize("model", [OPENS_ITSELF, TEXT_MARKS, SPECIAL_MARKS])
+async def test_what_stands_between_the_marks_is_reasoning(model: Model) -> None:
+    message = await answered(model, "<think>\nLet me see: été 🐈\n</think>\n\nYes.\n")
+    assert message["reasoning_content"] == "Let me see: été 🐈"
+    assert message["content"] == "Yes.\n"
+    assert message["finish_reason"] == "stop"
+    tokens = len(model.tokenizer.encode("<think>\nLet me see: été 🐈\n</think>").ids)
+    # Where the mark is no token, its first characters may still be the answer's.
+    num_unsure = len("<think") if model is TEXT_MARKS else 0
+    assert message["completion_tokens_details"] == {"reasoning_tokens": tokens - num_unsure}
+
+
+async def test_a_prompt_may_open_the_reasoning() -> None:
+    message = await answered(OPEN, "Let me see.</think>Yes.")
+    assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
+    prompt, _ = await sent(OPEN)
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n")
+    message = await answered(OPEN, "<think>Once more.</think>Yes.")
+    assert (message["reasoning_content"], message["content"]) == ("Once more.", "Yes.")
+
+
+async def test_a_mark_in_the_question_opens_nothing() -> None:
+    messages = [{"role": "user", "content": "<think>"}]
+    message = await answered(OPENS_ITSELF, "A tag.", messages=messages)
+    assert (message["content"], message.get("reasoning_content")) == ("A tag.", None)
+
+
+async def test_mistral_has_marks_of_its_own() -> None:
+    model = Model("[THINK][/THINK]", special=("[THINK]", "[/THINK]"), added=())
+    assert model.served().dialect.reasoning is MISTRAL_THINK
+    message = await answered(model, "[THINK]Hm.[/THINK]Yes.")
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+
+
+async def test_an_answer_without_reasoning_has_none() -> None:
+    message = await answered(OPENS_ITSELF, "  A <think> tag opens, </think> closes.")
+    assert message["content"] == "  A <think> tag opens, </think> closes."
+    assert "reasoning_content" not in message
+    assert message["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
+async def test_reasoning_that_never_ends_is_all_there_is(finish: Finish) -> None:
+    message = await answered(OPEN, "on and on </thi", finish)
+    assert message["reasoning_content"] == "on and on </thi"
+    assert not message["content"]
+    assert message["finish_reason"] == ("stop" if finish is Finish.STOP else "length")
+
+
+async def test_reasoning_may_be_left_out() -> None:
+    message = await answered(OPEN, "Hm.</think>Yes.", include_reasoning=False)
+    assert "reasoning_content" not in message
+    assert message["content"] == "Yes."
+    assert message["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_stop_strings_count_in_the_answer_only() -> None:
+    message = await answered(OPEN, "Is it END? Hm.</think>Yes. END of it", stop=["END"])
+    assert (message["reasoning_content"], message["content"]) == ("Is it END? Hm.", "Yes. ")
+    assert message["finish_reason"] == "stop"
+
+
+async def test_the_operator_may_leave_reasoning_in_the_text() -> None:
+    message = await answered(Model(THINKING_HERMES, parsers=ParserNames(reasoning="none")), "<think>a</think>b")
+    assert message["content"] == "<think>a</think>b"
+
+
+@pytest.mark.parametrize(
+    ("fields", "closed"),
+    [
+        ({}, False),
+        ({"enable_thinking": True}, False),
+        ({"enable_thinking": False}, True),
+        ({"reasoning_effort": "none"}, True),
+        ({"reasoning_effort": "low"}, False),
+        ({"thinking_budget": 0}, True),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, True),
+    ],
+)
+async def test_the_template_hears_whether_to_think(fields: dict[str, Any], closed: bool) -> None:
+    prompt, constraints = await sent(OPENS_ITSELF, **fields)
+    assert prompt.endswith("assistant\n<think>\n\n</think>\n\n" if closed else "assistant\n")
+    assert constraints is None
+
+
+async def test_the_template_hears_the_effort() -> None:
+    prompt, _ = await sent(Model("{{ reasoning_effort }}"), reasoning_effort="high")
+    assert prompt == "high"
+
+
+async def test_no_budget_ends_the_reasoning_at_once() -> None:
+    prompt, constraints = await sent(OPEN, thinking_budget=0)
+    assert prompt.endswith("assistant\n<think>\n</think>\n\n")
+    assert constraints is None
+    prompt, _ = await sent(Model(HERMES), thinking_budget=0)
+    assert prompt.endswith("assistant\n<think>\n\n</think>\n\n")
+    message = await answered(OPEN, "Yes.", thinking_budget=0)
+    assert (message["content"], message["completion_tokens_details"]["reasoning_tokens"]) == ("Yes.", 0)
+
+
+@pytest.mark.parametrize("model", [OPEN, OPENS_ITSELF])
+async def test_a_budget_is_the_backends_to_keep(model: Model) -> None:
+    end = (model.tokenizer.token_to_id("</think>"),)
+    prompt, constraints = await sent(model, thinking_budget=50)
+    assert prompt.endswith("<think>\n")
+    assert constraints == Constraints(thinking_budget_tokens=50, thinking_end=end)
+
+
+async def test_a_budget_that_cannot_be_kept_is_refused() -> None:
+    backend = FakeBackend()
+    async with talking(Model(ALWAYS_THINKING, added=()), backend) as connection:
+        response = await connection.post(CHAT, {**HI, "thinking_budget": 5})
+        assert (response.status, response.error["param"]) == (400, "thinking_budget")
+    prompt, constraints = await sent(Model(added=()), thinking_budget=5)
+    assert (prompt.endswith("assistant\n"), constraints) == (True, None)  # it does not reason
+
+
+async def test_a_grammar_begins_behind_the_reasoning() -> None:
+    end = (OPEN.tokenizer.token_to_id("</think>"),)
+    prompt, constraints = await sent(OPEN, **SCHEMA)
+    assert prompt.endswith("<think>\n")
+    assert constraints is not None
+    assert constraints.grammar_after == end
+    assert constraints.grammar is not None
+    assert constraints.grammar.text.startswith("start: GAP? answer\n")
+    prompt, constraints = await sent(OPENS_ITSELF, **SCHEMA, enable_thinking=True)
+    assert prompt.endswith("<think>\n")
+    assert constraints is not None
+    assert constraints.grammar_after == end
+
+
+async def test_a_grammar_allows_the_reasoning_that_a_model_may_begin_with() -> None:
+    _, constraints = await sent(OPENS_ITSELF, **SCHEMA)
+    assert constraints is not None
+    assert constraints.grammar is not None
+    opening, closing = (OPENS_ITSELF.tokenizer.token_to_id(mark) for mark in ("<think>", "</think>"))
+    assert constraints.grammar.text.startswith(f"start: (<[{opening}]> TEXT <[{closing}]> GAP?)? answer")
+    assert constraints.grammar_after == ()
+    prompt, constraints = await sent(OPENS_ITSELF, **SCHEMA, enable_thinking=False)
+    assert prompt.endswith("</think>\n\n")
+    assert constraints is not None
+    assert constraints.grammar is not None
+    assert (constraints.grammar.kind, constraints.grammar_after) == ("json_schema", ())
+
+
+async def test_reasoning_whose_end_is_no_token_is_left_out_before_a_grammar() -> None:
+    model = Model(ALWAYS_THINKING, added=())
+    prompt, constraints = await sent(model, **SCHEMA)
+    assert prompt.endswith("<think>\n</think>\n\n")
+    assert constraints is not None
+    assert constraints.grammar_after == ()
+
+
+@pytest.mark.parametrize(("said", "reasoning"), [("<think>\nWell", ", hm."), ("<think>a</think>Well", "")])
+async def test_a_message_to_be_continued_may_end_in_its_reasoning(said: str, reasoning: str) -> None:
+    messages = [*HI["messages"], {"role": "assistant", "content": said}]
+    message = await answered(OPENS_ITSELF, ", hm.</think>Yes.", messages=messages, continue_final_message=True)
+    assert (message.get("reasoning_content") or "") == reasoning
+    assert message["content"] == ("Yes." if reasoning else ", hm.</think>Yes.")
+
+
+async def test_each_of_several_choices_has_its_own() -> None:
+    backend = FakeBackend(script=OPEN.says("Hm.</think>Yes."))
+    async with talking(OPEN, backend) as connection:
+        whole = (await connection.post(CHAT, {**HI, "n": 3})).json()
+    assert [choice["message"]["reasoning_content"] for choice in whole["choices"]] == ["Hm."] * 3
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] % 3 == 0
+
+
+PARTS = ["<think>", "</think>", "<thi", "nk>", "hm", " ", "\n", "<tool_call>", '{"name": "f"}', "</tool_call>", "é"]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), CUTS, st.booleans())
+def test_reasoning_and_calls_are_read_alike_however_they_are_cut(text: str, cuts: list[int], is_open: bool) -> None:
+    shape = AnswerShape(THINK, is_reasoning_open=is_open, tools=Hermes(), function_names=NAMES)
+    assert read(shape, cut(text, cuts)) == read(shape, [text])
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), st.sampled_from([2, 3, 50]))
+def test_how_tokens_are_batched_changes_nothing(text: str, batch_size: int) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    async def run(batch_size: int) -> Any:
+        backend = FakeBackend(script=OPENS_ITSELF.says(text, batch_size=batch_size))
+        async with talking(OPENS_ITSELF, backend) as connection:
+            whole = (await connection.post(CHAT, {**HI, "tools": tools, "stop": ["hm", "éé"]})).json()
+        for call in whole["choices"][0]["message"].get("tool_calls", ()):
+            del call["id"]
+        return whole["choices"], whole["usage"]
+
+    assert asyncio.run(run(1)) == asyncio.run(run(batch_size))

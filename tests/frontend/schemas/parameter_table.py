@@ -1,0 +1,59 @@
+"""docs/api.md's table of what each endpoint does with each parameter, made from the bodies' types."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Raw, Struct
+
+from penstock.frontend.schemas import messages, responses
+from penstock.frontend.schemas.chat import ChatBody
+from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.messages import MessagesBody
+from penstock.frontend.schemas.responses import ResponsesBody
+
+BODIES: dict[str, type[Struct]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+}
+_REFUSED_HERE = {ResponsesBody: responses.NOT_HERE, MessagesBody: messages.NOT_HERE}
+_OF_NO_EFFECT = {
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+    "metadata",
+    "service_tier",
+    "store",
+    "spaces_between_special_tokens",
+}
+_OF_NO_EFFECT_HERE = {
+    ResponsesBody: {"max_tool_calls", "prompt_cache_options", "prompt_cache_retention"},
+    MessagesBody: {"cache_control", "context_management", "inference_geo", "speed"},
+}
+_TOLD_AGAIN = {ResponsesBody: {"metadata", "store", "user", "safety_identifier", "prompt_cache_key"}}
+"""Taken by others without effect; a response has them."""
+
+
+def cell(body: type[Struct], field: str) -> str:
+    declared = {each.name: each.type for each in msgspec.structs.fields(body)}
+    if field not in declared:
+        return "–"
+    if declared[field] is Raw or field in _REFUSED_HERE.get(body, {}):
+        return "refused"
+    ignored = (_OF_NO_EFFECT | _OF_NO_EFFECT_HERE.get(body, set())) - _TOLD_AGAIN.get(body, set())
+    return "ignored" if field in ignored else "yes"
+
+
+def table() -> str:
+    fields = sorted({field.name for body in BODIES.values() for field in msgspec.structs.fields(body)})
+    heads = "".join(f" `{path}` |" for path in BODIES)
+    lines = [f"| parameter |{heads}", "|---|" + "---|" * len(BODIES)]
+    for field in fields:
+        cells = "".join(f" {cell(body, field)} |" for body in BODIES.values())
+        lines.append(f"| `{field}` |{cells}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

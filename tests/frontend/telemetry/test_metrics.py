@@ -1,0 +1,197 @@
+"""GET /metrics, read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.frontend.telemetry import metrics
+from penstock.frontend.telemetry.metrics import render
+from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard, Histogram
+from tests.frontend.harness import Connection, FakeBackend, make_app, says
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+NOTHING = dict.fromkeys(FrontendBoard.fields, 0)
+DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "penstock.json"
+
+
+def parse(page: bytes) -> Samples:
+    """Every sample, having checked what the parser lets pass: each family and sample once, and named as it should."""
+    text = page.decode()
+    assert text.endswith("\n")
+    samples: Samples = {}
+    seen: set[str] = set()
+    for family in text_string_to_metric_families(text):
+        assert family.name not in seen
+        assert family.type in ("gauge", "counter", "histogram")
+        assert len(family.documentation) > 5
+        seen.add(family.name)
+        for sample in family.samples:
+            suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+            assert sample.name in {family.name + suffix for suffix in suffixes}
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in samples
+            samples[key] = sample.value
+    assert len(seen) == text.count("# TYPE ") == text.count("# HELP ")
+    return samples
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[f"penstock_{name}", frozenset(labels.items())]
+
+
+@pytest.fixture
+def board() -> Iterator[BackendBoard]:
+    board = BackendBoard.create()
+    yield board
+    board.close()
+
+
+async def test_it_is_prometheus_text_and_needs_no_key(backend: FakeBackend, board: BackendBoard) -> None:
+    backend.backend_counters = board.values()
+    connection = Connection(make_app(backend, api_keys=("secret",)))
+    assert (await connection.request("GET", "/v1/models")).status == 401
+    for _ in range(2):
+        response = await connection.request("GET", "/metrics")
+        assert response.status == 200
+        assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    samples = parse(response.body)
+    assert value(samples, "backend_up") == 1
+    worker = str(os.getpid())
+    assert value(samples, "worker_http_responses_total", worker=worker, status="200") == 1
+    assert value(samples, "worker_http_responses_total", worker=worker, status="401") == 1
+    await connection.end()
+
+
+async def test_without_a_backend_the_workers_own_numbers_are_told(backend: FakeBackend) -> None:
+    backend.backend_counters, backend.ready, backend.model = None, False, None
+    backend.board.tokens_streamed = 7
+    connection = Connection(make_app(backend))
+    samples = parse((await connection.request("GET", "/metrics")).body)
+    assert value(samples, "backend_up") == 0
+    assert value(samples, "worker_tokens_streamed_total", worker=str(os.getpid())) == 7
+    assert all(name == "penstock_backend_up" or name.startswith("penstock_worker_") for name, _ in samples)
+    await connection.end()
+
+
+def test_every_number_of_the_boards_is_told_as_it_stands(board: BackendBoard) -> None:
+    for number, name in enumerate(BackendBoard.fields, start=1000):
+        setattr(board, name, number)
+    board.pages_used, board.pages_idle, board.pages_total = 11, 22, 100
+    worker = {name: number for number, name in enumerate(FrontendBoard.fields, start=2000)}
+    samples = parse(render(1, worker, board.values()))
+    told = set(samples.values())
+    in_histograms = histogram_words()
+    for name, number in board.values().items():
+        if name == "pages_total":
+            assert sum(value(samples, "kv_pages", state=state) for state in ("used", "idle", "free")) == number
+        elif name not in ("pid", "heartbeat_ns", *in_histograms):
+            assert number in told, f"{name} is nowhere in /metrics"
+    for name, number in worker.items():
+        assert name == "pid" or name in in_histograms or number in told, f"{name} is nowhere in /metrics"
+
+
+def histogram_words() -> set[str]:
+    """On either board."""
+    own = [item for kind in (BackendBoard, FrontendBoard) for item in vars(kind).values()]
+    words = {word for item in own if isinstance(item, Histogram) for word in item.words}
+    return words | {Board.TOTALS + word for word in words}
+
+
+@pytest.mark.parametrize(
+    ("histogram", "name", "unit"),
+    [
+        (BackendBoard.cancel_to_free_us, "cancel_to_free_seconds", 1e6),
+        (BackendBoard.step_us, "step_duration_seconds", 1e6),
+        (BackendBoard.step_rows, "step_rows", 1),
+        (BackendBoard.step_tokens, "step_tokens", 1),
+        (FrontendBoard.ttft_us, "time_to_first_token_seconds", 1e6),
+        (FrontendBoard.itl_us, "inter_token_latency_seconds", 1e6),
+        (FrontendBoard.queue_us, "request_queue_time_seconds", 1e6),
+        (FrontendBoard.latency_us, "e2e_request_latency_seconds", 1e6),
+    ],
+)
+def test_a_histogram_is_cumulative_and_ends_with_its_count(histogram: Histogram, name: str, unit: float) -> None:
+    observed = [0, 1, histogram.bounds[0], histogram.bounds[0] + 1, histogram.bounds[-1], histogram.bounds[-1] + 9]
+    of_backend = histogram in vars(BackendBoard).values()
+    written: Any = BackendBoard.private() if of_backend else FrontendBoard.private()
+    field = next(key for key, item in vars(type(written)).items() if item is histogram)
+    for number in observed:
+        getattr(written, field).observe(number)
+    backend = dict.fromkeys(BackendBoard.fields, 0)
+    backend |= {word if of_backend else Board.TOTALS + word: written.values()[word] for word in histogram.words}
+    samples = parse(render(1, NOTHING, backend))
+    buckets = {
+        dict(labels)["le"]: count for (sample, labels), count in samples.items() if sample == f"penstock_{name}_bucket"
+    }
+    assert list(buckets) == [*(f"{bound / unit:g}" for bound in histogram.bounds), "+Inf"]
+    for bound, count in buckets.items():
+        assert count == sum(number / unit <= float(bound) for number in observed)
+    assert value(samples, f"{name}_count") == len(observed)
+    assert value(samples, f"{name}_sum") == pytest.approx(sum(observed) / unit)
+
+
+def test_the_engine_tells_its_steps(board: BackendBoard) -> None:
+    for duration_us, num_rows, num_tokens in ((400, 1, 1), (30_000, 64, 190), (9_000_000, 2, 8000)):
+        board.observe_step(duration_us, num_rows, num_tokens)
+    samples = parse(render(1, NOTHING, board.values()))
+    assert value(samples, "step_duration_seconds_bucket", le="0.04") == 2
+    assert value(samples, "step_duration_seconds_sum") == pytest.approx(9.0304)
+    assert value(samples, "step_rows_bucket", le="2") == 2
+    assert value(samples, "step_tokens_sum") == 8191
+
+
+async def test_a_requests_times_are_counted_by_what_became_of_it(connection: Connection, backend: FakeBackend) -> None:
+    backend.script = says("Hello", batch_size=1)
+    for body in ({"prompt": "x", "max_tokens": 5}, {"prompt": "x", "stream": True}):
+        assert (await connection.request("POST", "/v1/completions", body)).status == 200
+    assert (await connection.request("POST", "/v1/completions", {"prompt": "x" * 2000})).status == 400
+    backend.ready = False
+    assert (await connection.request("POST", "/v1/completions", {"prompt": "x"})).status == 503
+    counts = backend.counters
+    for histogram in (FrontendBoard.ttft_us, FrontendBoard.latency_us):
+        buckets, _ = histogram.read(counts)
+        assert sum(buckets) == 2
+    assert {name: counts[name] for name in RESPONSE_FIELDS if counts[name]} == {
+        "responses_200": 2,
+        "responses_400": 1,
+        "responses_503": 1,
+    }
+
+
+def test_labels_are_bounded(board: BackendBoard) -> None:
+    """However many requests came, the page has the same samples."""
+    empty = render(1, NOTHING, board.values())
+    for name in BackendBoard.fields:
+        setattr(board, name, 1 << 62)
+    full = render(1, dict.fromkeys(FrontendBoard.fields, 1 << 62), board.values())
+    assert set(parse(empty)) == set(parse(full))
+    assert metrics.CONTENT_TYPE.startswith(b"text/plain")
+
+
+def test_the_dashboard_uses_metrics_that_exist_and_labels_that_they_have(board: BackendBoard) -> None:
+    labels: dict[str, set[str]] = {}
+    for name, pairs in parse(render(1, NOTHING, board.values())):
+        labels.setdefault(name, set()).update(key for key, _ in pairs)
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert len(queries) >= 15
+    used: set[str] = set()
+    for query in queries:
+        for name, selector in re.findall(r"\b(penstock_\w+)(?:\{([^}]*)\})?", query):
+            used.add(name)
+            assert name in labels, f"{name} of {query}"
+            assert set(re.findall(r"(\w+)=~?\"", selector)) - {"job", "instance"} <= labels[name], query
+        for named in re.findall(r"by \(([^)]*)\)", query):
+            assert set(re.split(r",\s*", named)) - {"job", "instance"} <= set().union(*labels.values()), query
+    told = {re.sub(r"_(bucket|sum|count)$", "", name) for name in labels if not name.startswith("penstock_worker_")}
+    assert {"penstock_steps_total", "penstock_step_rows"} <= told
+    panels = [panel["gridPos"] for panel in dashboard["panels"]]
+    assert all(place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in panels)

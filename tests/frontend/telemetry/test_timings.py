@@ -1,0 +1,137 @@
+"""Where a request's time went: in the body for who asks, and in the Server-Timing header."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from penstock.frontend.telemetry.timings import Timings
+from penstock.shm.client.client import GenerationRequest, TokenBatch
+from penstock.shm.messages import Finish
+from tests.frontend.harness import Connection, FakeBackend, token_ids
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PROMPTS = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS: {"prompt": "the cat"}}
+LLAMA_CPP = {
+    "cache_n",
+    "prompt_n",
+    "prompt_ms",
+    "prompt_per_token_ms",
+    "prompt_per_second",
+    "predicted_n",
+    "predicted_ms",
+    "predicted_per_token_ms",
+    "predicted_per_second",
+}
+
+
+def server_timing(value: str) -> dict[str, float]:
+    """As browsers read the header."""
+    entries = [re.fullmatch(r'(\w+);(?:dur=([\d.]+)|desc="([\d.]+)")', entry) for entry in value.split(", ")]
+    return {entry[1]: float(entry[2] or entry[3]) for entry in entries if entry is not None}
+
+
+def test_each_part_of_the_time_is_told_once() -> None:
+    timings = Timings(
+        received_s=10.0,
+        submitted_s=10.1,
+        first_token_s=11.0,
+        now_s=13.0,
+        queue_s=0.4,
+        prompt_tokens=60,
+        cached_tokens=10,
+        completion_tokens=21,
+        num_preemptions=2,
+    )
+    assert timings.as_dict() == {
+        "cache_n": 10,
+        "prompt_n": 50,
+        "prompt_ms": 500.0,
+        "prompt_per_token_ms": 10.0,
+        "prompt_per_second": 100.0,
+        "predicted_n": 21,
+        "predicted_ms": 2000.0,
+        "predicted_per_token_ms": 95.238,
+        "predicted_per_second": 10.0,
+        "queue_ms": 400.0,
+        "ttft_ms": 1000.0,
+        "total_ms": 3000.0,
+        "preemptions": 2,
+    }
+    told = server_timing(timings.server_timing(is_whole=True).decode())
+    assert told["prepare"] + told["queue"] + told["prefill"] == told["ttft"] == 1000.0
+    assert told["ttft"] + told["decode"] == told["total"] == 3000.0
+    assert (told["tps"], told["preemptions"]) == (10.0, 2.0)
+    begun = server_timing(timings.server_timing(is_whole=False).decode())
+    assert begun == {name: told[name] for name in ("prepare", "queue", "prefill", "ttft")}
+
+
+@pytest.mark.parametrize(("completion_tokens", "first_token_s"), [(0, None), (1, 11.0), (0, 10.0)])
+def test_what_cannot_be_said_is_null(completion_tokens: int, first_token_s: float | None) -> None:
+    timings = Timings(10.0, 10.0, first_token_s, 11.0, 0.0, 5, 5, completion_tokens, 0)
+    told = timings.as_dict()
+    assert told["predicted_per_second"] is None
+    assert told["prompt_per_second"] is None
+    assert "tps" not in server_timing(timings.server_timing(is_whole=True).decode())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_timings_are_in_the_body_for_who_asks_and_in_the_header_for_all(
+    connection: Connection, backend: FakeBackend, path: str
+) -> None:
+    plain = await connection.post(path, PROMPTS[path])
+    assert "timings" not in plain.json()
+    assert set(server_timing(plain.headers["server-timing"])) >= {"queue", "prefill", "ttft", "decode", "preemptions"}
+    asked = await connection.post(path, {**PROMPTS[path], "return_timings": True})
+    timings, usage = asked.json()["timings"], asked.json()["usage"]
+    assert set(timings) == LLAMA_CPP | {"queue_ms", "ttft_ms", "total_ms", "preemptions"}
+    assert timings["predicted_n"] == usage["completion_tokens"]
+    assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
+    del (body := asked.json())["timings"]
+    assert set(body) == set(plain.json())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("with_usage", [False, True])
+async def test_a_stream_has_them_in_its_last_chunk(connection: Connection, path: str, with_usage: bool) -> None:
+    body: dict[str, Any] = {**PROMPTS[path], "stream": True, "return_timings": True}
+    if with_usage:
+        body["stream_options"] = {"include_usage": True}
+    response = await connection.post(path, body)
+    *chunks, last, done = response.events()
+    assert done == "[DONE]"
+    assert (last["choices"], "usage" in last) == ([], with_usage)
+    assert last["timings"]["predicted_n"] == 14
+    assert not any("timings" in chunk for chunk in chunks)
+    assert all(("usage" in chunk) == with_usage for chunk in chunks)
+    told = server_timing(response.headers["server-timing"])
+    assert set(told) == {"prepare", "queue", "prefill", "ttft"}
+
+
+async def test_timings_per_token_are_in_every_chunk(connection: Connection) -> None:
+    body = {**PROMPTS[CHAT], "stream": True, "timings_per_token": True}
+    *chunks, done = (await connection.post(CHAT, body)).events()
+    counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1], done) == (1, 14, "[DONE]")
+
+
+async def test_queue_and_preemptions_are_the_backends_word(connection: Connection, backend: FakeBackend) -> None:
+    def script(request: GenerationRequest) -> list[TokenBatch]:
+        return [TokenBatch(token_ids("ab")), TokenBatch(token_ids("c"), Finish.LENGTH)]
+
+    backend.script = script
+    backend.queue_s, backend.num_preemptions = 0.25, 3
+    response = await connection.post(COMPLETIONS, {"prompt": "x", "n": 2, "return_timings": True})
+    assert response.json()["timings"]["queue_ms"] == 250.0
+    assert response.json()["timings"]["preemptions"] == 6
+    assert server_timing(response.headers["server-timing"])["queue"] == 250.0
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("field", ["return_timings", "timings_per_token"])
+async def test_other_endpoints_refuse_the_fields(connection: Connection, path: str, field: str) -> None:
+    prompt = {"input": "x"} if path == "/v1/responses" else {"messages": [], "max_tokens": 1}
+    assert (await connection.post(path, {**prompt, field: True})).status == 400

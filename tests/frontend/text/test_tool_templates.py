@@ -1,0 +1,95 @@
+"""Tools, calls and their results in chat templates, against transformers' own rendering."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jinja2
+import msgspec
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from penstock.frontend.schemas.chat import ChatBody, check_chat
+from penstock.frontend.text.chat_template import ChatTemplate, TemplateRefusedError
+from tests.frontend.harness import byte_level_tokenizer
+from tests.frontend.response_shapes import ALWAYS_THINKING, HERMES, LLAMA3, MISTRAL, PYTHONIC, THINKING_HERMES
+
+TEMPLATES = {
+    "hermes": HERMES,
+    "thinking": THINKING_HERMES,
+    "always thinking": ALWAYS_THINKING,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "pythonic": PYTHONIC,
+}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": 'The weather <of> a "city" & été',
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer", "default": None}},
+                "required": ["city"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "get_time",
+            "description": "The time.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
+]
+ARGUMENTS = {"city": "Mâcon & <co>", "days": 3, "more": [True, None, {"a": 1.5}]}
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "abcDEF123", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "a question": [USER],
+    "a call": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+    "a call with a text": [USER, {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}, USER],
+    "a call and its result": [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "abcDEF123", "content": '{"sky": "blue"}'},
+    ],
+    "two calls": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL, {**CALL, "id": "0123456789"}]}, USER],
+}
+
+
+def as_clients_send(message: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI has arguments as a text, and no content beside calls."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_rendered_as_transformers_renders(template: str, conversation: str, tools: list[dict[str, Any]] | None) -> None:
+    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())
+    oracle.chat_template = TEMPLATES[template]
+    messages = CONVERSATIONS[conversation]
+    sent = {"messages": [as_clients_send(message) for message in messages], "tools": tools, "enable_thinking": False}
+    body = msgspec.convert(sent, ChatBody)
+    check_chat(body)
+    ours = ChatTemplate(TEMPLATES[template], {})
+    try:
+        expected = oracle.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+    except jinja2.TemplateError:
+        with pytest.raises(TemplateRefusedError):
+            ours.render(body)
+    else:
+        assert ours.render(body) == expected
+        assert ("get_time" in expected) == (tools is not None) or conversation != "a question"

@@ -1,0 +1,88 @@
+"""What several choices say at once goes to their one connection in one piece, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from penstock.shm.messages import Finish
+from tests.frontend.harness import Connection, FakeBackend, request_bytes, silent, token_ids
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": 4, "max_tokens": 9}
+
+
+async def opened(connection: Connection, backend: FakeBackend) -> list[bytes]:
+    """The writes to come."""
+    backend.script = silent
+    connection.send(request_bytes("POST", CHAT, BODY))
+    await backend.submitted.wait()
+    writes: list[bytes] = []
+    write = connection.transport.write
+
+    def note(data: Any) -> None:
+        writes.append(bytes(data))
+        write(data)
+
+    connection.transport.write = note  # type: ignore[method-assign]
+    return writes
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_what_choices_say_in_one_turn_is_written_once(connection: Connection, backend: FakeBackend) -> None:
+    writes = await opened(connection, backend)
+    for stream in backend.streams:
+        stream.push(*token_ids("a"))
+    await settled()
+    assert len(writes) == 2  # the headers, and all choices' first words
+    for stream in backend.streams[:3]:
+        stream.push(*token_ids("b"))
+    await settled()
+    assert len(writes) == 3
+    assert writes[2].count(b"data: ") == 3
+    for stream in backend.streams:
+        stream.push(*token_ids("c"), finish=Finish.LENGTH)
+    response = await connection.response()
+    texts = dict.fromkeys(range(4), "")
+    for event in response.events()[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == {0: "abc", 1: "abc", 2: "abc", 3: "ac"}
+
+
+async def test_what_was_said_before_a_failure_comes_before_it(connection: Connection, backend: FakeBackend) -> None:
+    await opened(connection, backend)
+    for stream in backend.streams:
+        stream.push(*token_ids("a"))
+    await connection.output(b'"content":"a"')
+    for stream in backend.streams[:3]:
+        stream.push(*token_ids("b"))
+    backend.streams[3].push(finish=Finish.FAILED)
+    response = await connection.response()
+    *chunks, error = response.events()
+    said = [choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"]]
+    assert said.count("a") == 4
+    assert said.count("b") == 3
+    assert error["error"]["code"] == "internal_error"
+    assert all(stream.cancelled.is_set() for stream in backend.streams[:3])
+
+
+async def test_a_client_that_does_not_read_holds_all_choices(connection: Connection, backend: FakeBackend) -> None:
+    writes = await opened(connection, backend)
+    for stream in backend.streams:
+        stream.push(*token_ids("a"))
+    await settled()
+    connection.transport.block()
+    num_writes = len(writes)
+    for text in "bcd":
+        for stream in backend.streams:
+            stream.push(*token_ids(text))
+        await settled()
+    assert len(writes) <= num_writes + 1
+    connection.transport.reset()
+    await connection.idle()
+    assert all(stream.cancelled.is_set() for stream in backend.streams)

@@ -1,0 +1,242 @@
+"""A BackendLink with shared buffers, turned by hand, and clients of it in this process or another.
+
+`python -m tests.shm.buffers.buffer_backend SOCKET DEVICE_DIRECTORY` is one: it opens the device's buffers, says
+`holding`, and does what the lines on its standard input say, answering each with `done`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.shm.buffers.buffer_export import BufferExporter
+from penstock.shm.buffers.device_api import DeviceApi
+from penstock.shm.buffers.shared_buffers import BufferSlice
+from penstock.shm.client.session import Session
+from penstock.shm.link.link import BackendLink, Cancellation, FrontendDeath, Submission
+from penstock.shm.link.rendezvous import Invitation
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.memory.ledger import Ledger
+from penstock.shm.messages import (
+    PROTOCOL_VERSION,
+    BufferContent,
+    BufferKind,
+    BufferWish,
+    ContentSpec,
+    Goodbye,
+    Hello,
+    Sampling,
+    StepOutputs,
+    Submit,
+    decode_welcome,
+    encode,
+)
+from tests.shm.buffers.fake_device import FakeDevice
+from tests.shm.scripted_backend import model_card
+
+ROOT = Path(__file__).parents[3]
+VOCAB = 1000
+HIDDEN = 8
+CONTENTS = (
+    ContentSpec(BufferContent.TOKENS, 1, "<i4"),
+    ContentSpec(BufferContent.LOGITS, VOCAB, "<f4"),
+    ContentSpec(BufferContent.PROMPT_EMBEDDINGS, HIDDEN, "<f4"),
+)
+BOTH = (BufferKind.CUDA, BufferKind.HOST)
+BLOCK = 2 << 20
+
+
+class Refusal(Exception):
+    """The backend has said Goodbye."""
+
+
+class TurnedBackend:
+    """One turn of its loop is one call."""
+
+    def __init__(
+        self,
+        socket_path: Path,
+        device: DeviceApi | None = None,
+        kinds: tuple[BufferKind, ...] | None = None,
+        budget_bytes: int = 1 << 30,
+    ) -> None:
+        kinds = kinds or (BOTH if device is not None else (BufferKind.HOST,))
+        self.exporter = BufferExporter(kinds, CONTENTS, budget_bytes, device)
+        self.board = BackendBoard.create()
+        self.link = BackendLink(socket_path, model_card(), self.board, exporter=self.exporter)
+        self._path = socket_path
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.events: list[Submission | Cancellation | FrontendDeath] = []
+
+    def turn(self, timeout_s: float = 0.0) -> None:
+        self.link.wait(timeout_s, self._wake_fd)
+        self.events += self.link.receive()
+        self.link.flush()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        end_s = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end_s
+            self.turn(0.02)
+
+    def submission(self) -> Submission:
+        """The next one."""
+        self.until(lambda: any(isinstance(event, Submission) for event in self.events))
+        event = next(event for event in self.events if isinstance(event, Submission))
+        self.events.remove(event)
+        return event
+
+    def invite(self, wish: BufferWish | None) -> Invitation:
+        """Raises Refusal."""
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            control.connect(str(self._path))
+            control.send(encode(Hello(PROTOCOL_VERSION, wish)))
+            self.until(lambda: select.select([control], [], [], 0)[0])
+            data, fds, _, _ = socket.recv_fds(control, 1 << 16, 5)
+            control.setblocking(False)
+            answer = decode_welcome(data)
+            if isinstance(answer, Goodbye):
+                raise Refusal(answer.reason)
+        except BaseException:
+            control.close()
+            raise
+        arena_fd, backend_board_fd, frontend_board_fd, *buffer_fds = fds
+        return Invitation(control, answer, arena_fd, backend_board_fd, frontend_board_fd, tuple(buffer_fds))
+
+    @contextmanager
+    def visit(self, wish: BufferWish) -> Iterator[Invitation]:
+        """A client that opens nothing of what it is given, and goes without a word."""
+        invitation = self.invite(wish)
+        try:
+            yield invitation
+        finally:
+            invitation.control.close()
+            invitation.close_fds()
+
+    @contextmanager
+    def client(self, wish: BufferWish | None, device: DeviceApi | None = None) -> Iterator[TurnedClient]:
+        session = Session(self.invite(wish), Ledger(), None if device is None else lambda _uuid: device)
+        try:
+            yield TurnedClient(session, self)
+        finally:
+            session.close()
+
+    def close(self) -> None:
+        self.link.close()
+        self.board.close()
+        os.close(self._wake_fd)
+
+
+class TurnedClient:
+    """A session and what has come over it."""
+
+    def __init__(self, session: Session, backend: TurnedBackend) -> None:
+        self.session = session
+        self._backend = backend
+        self.outputs: list[StepOutputs] = []
+
+    def send(self, submit: Submit) -> None:
+        assert self.session.send_as_lent(submit, 0)
+
+    def submit(
+        self, request_id: int, prompt: BufferSlice | None = None, output: BufferSlice | None = None, **changes: object
+    ) -> None:
+        buffers = self.session.buffers
+        assert buffers is not None
+        self.send(buffers.lend_with(make_submit(request_id, **changes), prompt, output))
+
+    def receive_until(self, condition: Callable[[], object]) -> None:
+        """Takes what comes, returned buffers too."""
+
+        def received() -> object:
+            for outputs in self.session.receive():
+                self.outputs.append(outputs)
+                if self.session.buffers is not None:
+                    self.session.buffers.accept(outputs.returned)
+            return condition()
+
+        self._backend.until(received)
+
+
+def make_submit(request_id: int, **changes: object) -> Submit:
+    fields: dict[str, object] = {
+        "request_id": request_id,
+        "tokens": b"\x05\0\0\0",
+        "num_prompt_tokens": 1,
+        "max_tokens": 4,
+        "sampling": Sampling(temperature=0.0),
+    }
+    return Submit(**(fields | changes))  # type: ignore[arg-type]
+
+
+class ClientProcess:
+    """A process that has a backend's device memory open; a context manager that ends it."""
+
+    def __init__(self, backend: TurnedBackend, socket_path: Path, directory: Path) -> None:
+        argv = [sys.executable, "-m", "tests.shm.buffers.buffer_backend", str(socket_path), str(directory)]
+        self._process = subprocess.Popen(argv, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._backend = backend
+        self.pid = self._process.pid
+        self.expect("holding")
+
+    def expect(self, line: str) -> None:
+        """Turns the backend until the process has said this."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        self._backend.until(lambda: select.select([stdout], [], [], 0)[0])
+        assert stdout.readline() == line + "\n"
+
+    def do(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        self.expect("done")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    def __enter__(self) -> ClientProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+async def _be_client(socket_path: Path, directory: Path) -> None:
+    device = FakeDevice(directory)
+    wish = BufferWish(2, BLOCK, (BufferKind.CUDA,))
+    session = await Session.open(socket_path, Ledger(), wish, lambda _uuid: device)
+    buffers = session.buffers
+    assert buffers is not None
+    held = buffers.take()
+    pointer = buffers.device_array(held, (1,), "|u1", 0).__cuda_array_interface__["data"][0]
+    print("holding", flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["write", value]:
+                device.poke(pointer, value.encode())
+            case ["desert"]:  # the connection ends, and the memory stays open
+                os.close(session.control_fd)
+            case ["close"]:  # lives on, holding a buffer that it has taken
+                session.close()
+            case ["release"]:
+                held.release()
+                held.release()
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_be_client(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,142 @@
+"""The ctypes side of the driver's API, against a driver library that needs no GPU, in two processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.shm.buffers.cuda_driver import DriverDevice, open_device
+from penstock.shm.buffers.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, ImportedDeviceMemory
+from penstock.shm.buffers.device_api import HANDLE_BYTES, UUID_BYTES, DeviceApi, DeviceError, DeviceRow
+from penstock.shm.buffers.host_memory import PageLock
+from penstock.shm.messages import BufferGrant, BufferKind
+
+ROOT = Path(__file__).parents[3]
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
+BUSY_STREAM = 0xB5
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="the stub driver needs a C compiler")
+
+OTHER_PROCESS = """
+import sys
+from penstock.shm.buffers.cuda_driver import open_device
+from penstock.shm.buffers.cuda_ipc import ImportedDeviceMemory
+from penstock.shm.messages import BufferGrant, BufferKind
+uuid, memory, event = map(bytes.fromhex, sys.argv[2:5])
+grant = BufferGrant(BufferKind.CUDA, 1, 2 << 20, (), uuid, (memory,), (event,))
+imported = ImportedDeviceMemory(grant, lambda uuid: open_device(uuid, sys.argv[1]))
+device, pointer = imported.device, imported.pointers[0]
+assert device.read(pointer + 8, 8) == b"from the"
+device.copy(pointer + 64, pointer + 8, 8, 0)
+device.record(imported.events[0], int(sys.argv[5]))
+imported.close(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("stub") / "libcuda-stub.so"
+    assert COMPILER is not None
+    source = Path(__file__).with_name("stub_cuda.c")
+    subprocess.run([COMPILER, "-x", "c", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    return str(path)
+
+
+@pytest.fixture
+def device(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DriverDevice:
+    monkeypatch.setenv("STUB_CUDA_DIR", str(tmp_path))
+    return DriverDevice(1, library)
+
+
+def test_a_device_is_found_by_its_uuid_wherever_it_stands(device: DriverDevice, library: str) -> None:
+    api: DeviceApi = device
+    assert api.uuid == bytes([41]) * UUID_BYTES
+    assert open_device(api.uuid, library).uuid == api.uuid
+    with pytest.raises(DeviceError, match="none of the 2 that this process sees"):
+        open_device(bytes(UUID_BYTES), library)
+    with pytest.raises(DeviceError, match="device 2 of 2"):
+        DriverDevice(2, library)
+
+
+def test_an_allocation_begins_as_zeroes_and_ends_once(device: DriverDevice) -> None:
+    pointer = device.allocate(BLOCK_BYTES)
+    assert device.read(pointer, BLOCK_BYTES) == bytes(BLOCK_BYTES)
+    device.free(pointer)
+    with pytest.raises(DeviceError, match=r"cuMemFree_v2: CUDA_ERROR_INVALID_VALUE \(1\)"):
+        device.free(pointer)
+    with pytest.raises(DeviceError, match="cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY"):
+        device.allocate(1 << 30)
+
+
+@pytest.mark.parametrize("stream", [0, BUSY_STREAM])
+def test_another_process_reads_and_writes_and_its_event_is_seen(
+    device: DriverDevice, library: str, tmp_path: Path, stream: int
+) -> None:
+    exported = ExportedDeviceMemory(device, 1, BLOCK_BYTES)
+    source = device.allocate(BLOCK_BYTES)
+    ctypes.memmove(source, b"from the", 8)  # here device memory is the host's
+    exported.write(0, 8, 8, DeviceRow(source, 0))
+    handles = device.uuid.hex(), exported.memory_handles[0].hex(), exported.event_handles[0].hex()
+    argv = [sys.executable, "-c", OTHER_PROCESS, library, *handles, str(stream)]
+    subprocess.run(argv, check=True, cwd=ROOT, timeout=60)
+    if stream:
+        assert not exported.is_written(0)
+        device.synchronize(exported._events[0])
+    assert exported.is_written(0)
+    assert exported.read(0, 0, 72) == bytes(8) + b"from the" + bytes(48) + b"from the"
+    device.wait(exported._events[0], BUSY_STREAM)
+    device.free(source)
+    exported.free()
+    assert os.listdir(tmp_path) == []
+
+
+def test_handles_that_are_none_open_nothing(device: DriverDevice) -> None:
+    pointer, event = device.allocate(BLOCK_BYTES), device.create_event()
+    for bad in (b"short", bytes(HANDLE_BYTES), device.export_event(event)):
+        with pytest.raises(DeviceError):
+            device.open_memory(bad)
+    for bad in (b"short", bytes(HANDLE_BYTES), device.export_memory(pointer)):
+        with pytest.raises(DeviceError):
+            device.open_event(bad)
+    handles = (bytes(HANDLE_BYTES),)
+    grant = BufferGrant(BufferKind.CUDA, 1, BLOCK_BYTES, (), device.uuid, handles, handles)
+    with pytest.raises(DeviceError, match="cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_HANDLE"):
+        ImportedDeviceMemory(grant, lambda _uuid: device)
+    device.destroy_event(event)
+    device.free(pointer)
+
+
+def test_a_mapping_is_page_locked_read_in_place_and_unlocked(device: DriverDevice) -> None:
+    with contextlib.closing(mmap.mmap(-1, 4 * mmap.PAGESIZE)) as mapping:
+        lock = PageLock(device, mapping)
+        with pytest.raises(DeviceError, match="cuMemHostRegister_v2"):
+            PageLock(device, mapping)
+        pointer = device.allocate(4096)
+        mapping[5000:5004] = b"read"
+        lock.copy(5000, 4, DeviceRow(pointer + 8, 0))
+        assert device.read(pointer + 8, 4) == b"read"
+        for offset_bytes, num_bytes in ((-1, 4), (4 * mmap.PAGESIZE - 3, 4), (0, -1)):
+            with pytest.raises(ValueError, match=f"{num_bytes} bytes at {offset_bytes} are wanted"):
+                lock.copy(offset_bytes, num_bytes, DeviceRow(pointer, 0))
+        device.free(pointer)
+        lock.close()
+        PageLock(device, mapping).close()
+
+
+def test_memory_of_the_host_is_allocated_and_freed_once(device: DriverDevice) -> None:
+    address = device.allocate_host(5000)
+    ctypes.memmove(address, bytes(range(250)) * 20, 5000)
+    assert ctypes.string_at(address + 4990, 10) == bytes(range(240, 250))
+    device.free_host(address)
+    with pytest.raises(DeviceError, match=r"cuMemFreeHost: CUDA_ERROR_INVALID_VALUE \(1\)"):
+        device.free_host(address)
+    with pytest.raises(DeviceError, match="cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
+        device.allocate_host(1 << 30)

@@ -1,0 +1,295 @@
+"""Who may meet the backend, and what becomes of those who do not behave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.shm.link.rendezvous import (
+    AddressInUse,
+    CannotListen,
+    Invitation,
+    Refused,
+    Rendezvous,
+    UnsafeDirectory,
+    join,
+)
+from penstock.shm.messages import PROTOCOL_VERSION, Cancel, Goodbye, Hello, Welcome, decode_welcome, encode
+from tests.shm.scripted_backend import BackendProcess, ScriptedBackend, model_card
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def rendezvous(socket_path: Path) -> Iterator[Rendezvous]:
+    rendezvous = Rendezvous(socket_path, max_connections=4, handshake_timeout_s=0.1)
+    yield rendezvous
+    rendezvous.close()
+    assert not socket_path.exists()
+
+
+def connect(socket_path: Path) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(5)
+    peer.connect(str(socket_path))
+    return peer
+
+
+def welcome() -> Welcome:
+    return Welcome(1, b"i" * 16, "ipc:///nowhere", os.getpid(), 1, 4096, 8, model_card())
+
+
+def settle(rendezvous: Rendezvous) -> None:
+    """Turns until nothing is readable at this instant."""
+    while select.select([rendezvous], [], [], 0)[0]:
+        rendezvous.turn()
+
+
+def reason(peer: socket.socket) -> str:
+    """The backend's last word, after which it has closed the connection."""
+    answer = decode_welcome(peer.recv(4096))
+    assert isinstance(answer, Goodbye)
+    assert peer.recv(1) == b""
+    return answer.reason
+
+
+def test_a_proper_hello_is_welcomed_with_fds_and_its_end_is_a_death(rendezvous: Rendezvous, socket_path: Path) -> None:
+    with connect(socket_path) as peer:
+        peer.send(encode(Hello(PROTOCOL_VERSION)))
+        settle_arrived, died = rendezvous.turn()
+        assert not settle_arrived  # accepted only
+        (connection,), died = rendezvous.turn()
+        assert not died
+        assert connection.pid == os.getpid()
+        fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+        assert rendezvous.welcome(connection, welcome(), fds)
+        data, received, _, _ = socket.recv_fds(peer, 65536, 4)
+        assert decode_welcome(data) == welcome()
+        assert len(received) == 3
+        for fd in (*fds, *received):
+            os.close(fd)
+        assert rendezvous.turn() == ([], [])
+    assert rendezvous.turn() == ([], [connection])
+    assert rendezvous.turn() == ([], [])
+
+
+def test_a_frontend_that_speaks_after_its_hello_is_dropped(rendezvous: Rendezvous, socket_path: Path) -> None:
+    with connect(socket_path) as peer:
+        peer.send(encode(Hello(PROTOCOL_VERSION)))
+        rendezvous.turn()
+        (connection,), _ = rendezvous.turn()
+        assert rendezvous.welcome(connection, welcome(), [])
+        peer.send(b"more")
+        assert rendezvous.turn() == ([], [connection])
+
+
+def test_another_protocol_version_is_told_both_versions(rendezvous: Rendezvous, socket_path: Path) -> None:
+    with connect(socket_path) as peer:
+        peer.send(encode(Hello(PROTOCOL_VERSION + 6)))
+        settle(rendezvous)
+        assert reason(peer) == (
+            f"the backend speaks protocol version {PROTOCOL_VERSION}, the frontend {PROTOCOL_VERSION + 6}"
+        )
+    assert rendezvous.refused == 1
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xdd\xff\xff\xff\xff", b"x" * 5000, encode(Cancel(1))]
+)
+def test_garbage_is_refused(rendezvous: Rendezvous, socket_path: Path, garbage: bytes) -> None:
+    with connect(socket_path) as peer:
+        peer.send(garbage)
+        settle(rendezvous)
+        assert reason(peer) == "not a Hello"
+
+
+def test_a_half_handshake_times_out_and_keeps_nobody_else_out(rendezvous: Rendezvous, socket_path: Path) -> None:
+    with connect(socket_path) as silent, connect(socket_path) as honest:
+        honest.send(encode(Hello(PROTOCOL_VERSION)))
+        rendezvous.turn()
+        (connection,), _ = rendezvous.turn()
+        assert rendezvous.welcome(connection, welcome(), [])
+        due_s = rendezvous.deadline_s()
+        assert due_s is not None
+        select.select([], [], [], max(0.0, due_s - time.monotonic()) + 0.001)
+        assert rendezvous.turn() == ([], [])
+        assert reason(silent) == "no Hello in time"
+        assert rendezvous.deadline_s() is None
+
+
+def test_a_peer_that_leaves_during_the_handshake_is_forgotten(rendezvous: Rendezvous, socket_path: Path) -> None:
+    connect(socket_path).close()
+    with connect(socket_path) as peer:
+        peer.send(encode(Hello(PROTOCOL_VERSION)))
+    rendezvous.turn()
+    (connection,), died = rendezvous.turn()
+    assert not died
+    assert not rendezvous.welcome(connection, welcome(), [])
+    settle(rendezvous)
+    assert rendezvous.deadline_s() is None
+
+
+def test_connections_are_bounded(rendezvous: Rendezvous, socket_path: Path) -> None:
+    peers = [connect(socket_path) for _ in range(6)]
+    settle(rendezvous)
+    assert [reason(peer) for peer in peers[4:]] == ["4 frontends are connected already"] * 2
+    for peer in peers:
+        peer.close()
+    settle(rendezvous)
+    with connect(socket_path) as peer:
+        peer.send(encode(Hello(PROTOCOL_VERSION)))
+        rendezvous.turn()
+        assert len(rendezvous.turn()[0]) == 1
+
+
+def test_without_free_fds_accepting_pauses_and_goes_on_after(rendezvous: Rendezvous, socket_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connect(socket_path) as peer:
+        peer.send(encode(Hello(PROTOCOL_VERSION)))
+        lowest_free = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            assert rendezvous.turn() == ([], [])
+            # It looks away from the listener, which stays readable.
+            assert not select.select([rendezvous], [], [], 0)[0]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        due_s = rendezvous.deadline_s()
+        assert due_s is not None
+        select.select([], [], [], max(0.0, due_s - time.monotonic()) + 0.001)
+        arrived = [connection for _ in range(3) for connection in rendezvous.turn()[0]]
+        assert len(arrived) == 1
+
+
+def test_a_second_backend_on_the_socket_gets_one_clear_line(rendezvous: Rendezvous, socket_path: Path) -> None:
+    with pytest.raises(AddressInUse, match=rf"another backend \(pid {os.getpid()}\) serves {socket_path}$"):
+        Rendezvous(socket_path)
+    with connect(socket_path):
+        pass
+
+
+def test_a_killed_backends_socket_is_taken_over(socket_path: Path) -> None:
+    with BackendProcess(socket_path) as backend:
+        backend.signal(signal.SIGKILL)
+        backend.kill()
+        assert socket_path.is_socket()
+        Rendezvous(socket_path).close()
+
+
+def test_what_is_not_a_socket_is_never_removed(socket_path: Path) -> None:
+    socket_path.write_text("precious")
+    with pytest.raises(UnsafeDirectory, match="not a socket"):
+        Rendezvous(socket_path)
+    assert socket_path.read_text() == "precious"
+
+
+def test_directory_and_sockets_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    previous = os.umask(0)
+    try:
+        path = tmp_path / "a" / "b" / "s"
+        with ScriptedBackend(path):
+            for made in (path.parent, path.parent.parent, path, path.with_name("s.zmq"), path.with_name("s.lock")):
+                assert stat.S_IMODE(made.stat().st_mode) & 0o077 == 0, made
+    finally:
+        os.umask(previous)
+
+
+def test_a_directory_that_others_may_enter_is_refused(socket_path: Path) -> None:
+    socket_path.parent.chmod(0o755)
+    with pytest.raises(UnsafeDirectory, match="has mode 755"):
+        Rendezvous(socket_path)
+
+
+def test_a_directory_that_cannot_be_made_is_named(socket_path: Path) -> None:
+    socket_path.write_text("a file")
+    with pytest.raises(CannotListen, match=f"^{socket_path} cannot be made or entered: "):
+        Rendezvous(socket_path / "s")
+
+
+def test_a_path_too_long_for_a_socket_is_refused(socket_path: Path) -> None:
+    with pytest.raises(UnsafeDirectory, match="longer than 103 bytes"):
+        Rendezvous(socket_path.with_name("x" * 100))
+
+
+OTHER_USER = """
+import os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+try:
+    peer.connect(sys.argv[1])
+except PermissionError:
+    print("no permission")
+else:
+    peer.settimeout(10)
+    print(peer.recv(4096))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_kept_out_by_the_modes_and_by_its_credentials(
+    rendezvous: Rendezvous, socket_path: Path
+) -> None:
+    def visit() -> str:
+        with subprocess.Popen(
+            [sys.executable, "-c", OTHER_USER, str(socket_path)], stdout=subprocess.PIPE, text=True, cwd="/"
+        ) as child:
+            while child.poll() is None:
+                select.select([rendezvous], [], [], 0.05)
+                rendezvous.turn()
+            assert child.stdout is not None
+            return child.stdout.read()
+
+    assert visit() == "no permission\n"
+    socket_path.parent.chmod(0o755)
+    socket_path.chmod(0o777)
+    assert "belongs to another user" in visit()
+
+
+async def test_fifty_frontends_at_once_are_all_welcomed(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path) as backend:
+
+        async def persist() -> Invitation:
+            while True:
+                try:
+                    return await join(socket_path)
+                except BlockingIOError:  # the backlog is full for the moment
+                    await asyncio.sleep(0.005)
+
+        invitations = await asyncio.gather(*(persist() for _ in range(50)))
+        assert len({invitation.welcome.epoch for invitation in invitations}) == 50
+        assert len({invitation.welcome.identity for invitation in invitations}) == 50
+        for invitation in invitations:
+            invitation.control.close()
+            invitation.close_fds()
+        async with asyncio.timeout(10):
+            while len(backend.engine.deaths) < 50:  # noqa: ASYNC110 - another thread brings it about
+                await asyncio.sleep(0.002)
+        assert backend.engine.link.balance() == {}
+
+
+async def test_join_tells_no_backend_from_a_refusal(rendezvous: Rendezvous, socket_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        await join(socket_path.with_name("none"))
+    peers = [connect(socket_path) for _ in range(4)]
+    loop = asyncio.get_running_loop()
+    loop.add_reader(rendezvous.fileno(), rendezvous.turn)
+    for _ in range(20):
+        with pytest.raises(Refused, match="4 frontends are connected already"):
+            await join(socket_path)
+    loop.remove_reader(rendezvous.fileno())
+    for peer in peers:
+        peer.close()

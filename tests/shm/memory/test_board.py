@@ -1,0 +1,64 @@
+"""Boards beyond their words: histograms, boards added up, and totals of boards."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.shm.memory.board import BackendBoard, Board, FrontendBoard, FrontendTotals
+
+
+def test_a_histogram_puts_each_value_below_the_first_bound_that_is_not_less() -> None:
+    board = FrontendBoard.private()
+    first, second = FrontendBoard.itl_us.bounds[:2]
+    for value in (0, first, first + 1, second, FrontendBoard.itl_us.bounds[-1] + 1):
+        board.itl_us.observe(value)
+    board.itl_us.observe(3, 10)
+    buckets, total = FrontendBoard.itl_us.read(board.values())
+    assert (buckets[0], buckets[1], buckets[-1], sum(buckets)) == (12, 2, 1, 15)
+    assert total == 2 * first + 1 + second + FrontendBoard.itl_us.bounds[-1] + 1 + 30
+
+
+def test_a_backends_board_has_every_field_of_its_frontends_but_the_pid() -> None:
+    totals = [name.removeprefix(Board.TOTALS) for name in BackendBoard.fields if name.startswith(Board.TOTALS)]
+    assert totals == [name for name in FrontendBoard.fields if name != "pid"]
+
+
+def test_totals_keep_what_the_gone_counted_but_not_what_they_held() -> None:
+    totals, backend = FrontendTotals(), BackendBoard.create()
+    stays, goes = FrontendBoard.private(), FrontendBoard.private()
+    for board, number in ((stays, 5), (goes, 70)):
+        board.pid = 1000
+        board.requests_open = board.tokens_streamed = number
+        board.ttft_us.observe(number)
+    backend.show_totals(2, totals.sums([stays, goes]))
+    assert (backend.frontends, backend.values()["frontends_tokens_streamed"]) == (2, 75)
+    assert backend.values()["frontends_requests_open"] == 75
+    totals.retire(goes)
+    stays.tokens_streamed = 6
+    backend.show_totals(1, totals.sums([stays]))
+    values = backend.values()
+    assert (values["frontends_tokens_streamed"], values["frontends_requests_open"]) == (76, 5)
+    assert FrontendBoard.ttft_us.read(values, Board.TOTALS)[1] == 75
+    assert (backend.pid, backend.heartbeat_ns, backend.steps) == (0, 0, 0)
+    backend.close()
+
+
+@pytest.mark.parametrize("number", [0, 1, (1 << 64) - 1])
+def test_what_a_frontend_writes_cannot_stop_the_sum(number: int) -> None:
+    totals, backend = FrontendTotals(), BackendBoard.create()
+    boards = [FrontendBoard.private() for _ in range(3)]
+    for board in boards:
+        for name in FrontendBoard.fields:
+            setattr(board, name, number)
+    totals.retire(boards[0])
+    backend.show_totals(2, totals.sums(boards[1:]))
+    assert backend.values()["frontends_tokens_streamed"] == 3 * number % (1 << 64)
+    backend.close()
+
+
+def test_adding_a_board_adds_each_number() -> None:
+    total, more = FrontendBoard.private(), FrontendBoard.private()
+    total.tokens_streamed, more.tokens_streamed, more.pid = 3, 4, 9
+    more.count_response(418)
+    total.add(more)
+    assert (total.tokens_streamed, total.pid, total.responses_other) == (7, 9, 1)

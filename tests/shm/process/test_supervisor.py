@@ -1,0 +1,231 @@
+"""The supervisor in a process of its own, over small children that say on a pipe what happens to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.shm.process.supervisor import describe_end, exit_status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SUPERVISE = """
+import sys
+from penstock.shm.process.supervisor import ChildSpec, Supervisor
+children = [
+    ChildSpec(name, (sys.executable, "-c", code), stage=stage, reloads={reloads})
+    for name, code, stage in {children!r}
+]
+log = lambda line: print(line, file=sys.stderr, flush=True)
+sys.exit(Supervisor(children, log=log, stop_timeout_s={stop_timeout_s}, settle_s={settle_s},
+    first_pause_s=0.001, is_up={is_up}).run())
+"""
+# os.write and not print: a signal handler that prints while a print is flushing is refused as a reentrant call.
+SAY = "import os, signal, sys, time\nsay = lambda text: os.write(1, (text + ' ' + str(os.getpid()) + '\\n').encode())\n"
+LIVE = SAY + "say('up')\nsignal.pause()"
+OBEY = SAY + "signal.signal(signal.SIGTERM, lambda *_: (say('term'), sys.exit({status})))\nsay('up')\nsignal.pause()"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(
+        *children: tuple[str, str, int],
+        stop_timeout_s: float = 60.0,
+        settle_s: float = 5.0,
+        is_up: str = "None",
+        reloads: bool = False,
+    ) -> subprocess.Popen[str]:
+        code = SUPERVISE.format(
+            children=children, stop_timeout_s=stop_timeout_s, settle_s=settle_s, is_up=is_up, reloads=reloads
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def read(process: subprocess.Popen[str]) -> tuple[str, int]:
+    assert process.stdout is not None
+    word, pid = process.stdout.readline().split()
+    return word, int(pid)
+
+
+def test_a_killed_child_is_started_again(start: Callable[..., subprocess.Popen[str]]) -> None:
+    supervisor = start(("worker", LIVE, 0))
+    _, first = read(supervisor)
+    os.kill(first, signal.SIGKILL)
+    word, second = read(supervisor)
+    assert word == "up"
+    assert second != first
+    supervisor.terminate()
+    _, errors = supervisor.communicate()
+    assert supervisor.returncode == 0
+    assert "worker died by SIGKILL; restarting" in errors
+
+
+def test_a_child_that_fails_at_once_is_not_retried_and_its_status_is_passed_on(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    supervisor = start(("backend", "import sys; sys.exit('no such model')", 0), ("frontend", LIVE, 1))
+    _, errors = supervisor.communicate()
+    assert supervisor.returncode == 1
+    assert errors.count("no such model") == 1
+    assert "backend exited with status 1 as it started; stopping" in errors
+
+
+def test_a_child_that_keeps_dying_is_given_up_with_a_truthful_status(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    supervisor = start(("worker", SAY + "say('up'); os.kill(os.getpid(), signal.SIGSEGV)", 0))
+    output, errors = supervisor.communicate()
+    assert supervisor.returncode == 128 + signal.SIGSEGV
+    assert output.count("up") == 6
+    assert "6 times in a row" in errors
+
+
+def test_the_higher_stage_has_ended_before_the_lower_is_asked(start: Callable[..., subprocess.Popen[str]]) -> None:
+    last_words = SAY + (
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.05), say('{name}-ends'), sys.exit(0)))\n"
+        "say('up')\nsignal.pause()"
+    )
+    supervisor = start(
+        ("backend", last_words.format(name="backend"), 0), ("frontend", last_words.format(name="frontend"), 1)
+    )
+    assert [read(supervisor)[0], read(supervisor)[0]] == ["up", "up"]
+    supervisor.terminate()
+    assert [read(supervisor)[0], read(supervisor)[0]] == ["frontend-ends", "backend-ends"]
+    supervisor.communicate()
+    assert supervisor.returncode == 0
+
+
+def test_a_child_that_ends_badly_while_stopping_is_told(start: Callable[..., subprocess.Popen[str]]) -> None:
+    supervisor = start(("worker", OBEY.format(status=7), 0))
+    read(supervisor)
+    supervisor.terminate()
+    _, errors = supervisor.communicate()
+    assert supervisor.returncode == 7
+    assert "worker exited with status 7 while stopping" in errors
+
+
+STUBBORN = SAY + "signal.signal(signal.SIGTERM, lambda *_: say('term'))\nsay('up')\nwhile True: signal.pause()"
+
+
+def test_a_child_that_does_not_end_is_killed_and_the_status_says_so(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    supervisor = start(("worker", STUBBORN, 0), stop_timeout_s=0.2)
+    read(supervisor)
+    supervisor.terminate()
+    supervisor.communicate()
+    assert supervisor.returncode == 128 + signal.SIGKILL
+
+
+def test_a_second_signal_is_passed_on(start: Callable[..., subprocess.Popen[str]]) -> None:
+    twice = SAY + (
+        "count = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (count.append(1), say('term'), len(count) == 2 and sys.exit(0)))\n"
+        "say('up')\nwhile True: signal.pause()"
+    )
+    supervisor = start(("worker", twice, 0))
+    read(supervisor)
+    supervisor.terminate()
+    assert read(supervisor)[0] == "term"
+    supervisor.send_signal(signal.SIGINT)
+    assert read(supervisor)[0] == "term"
+    supervisor.communicate()
+    assert supervisor.returncode == 0
+
+
+def test_a_hangup_reloads_at_any_time_and_never_hastens_a_stop(start: Callable[..., subprocess.Popen[str]]) -> None:
+    patient = SAY + (
+        "for name in ('SIGTERM', 'SIGHUP'):\n"
+        "    signal.signal(getattr(signal, name), lambda number, _: say(signal.Signals(number).name))\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nimport sys\n"
+        "say('up')\nwhile True: signal.pause()"
+    )
+    supervisor = start(("worker", patient, 0), reloads=True)
+    _, worker = read(supervisor)
+    supervisor.send_signal(signal.SIGHUP)
+    assert read(supervisor)[0] == "SIGHUP"
+    supervisor.terminate()
+    assert read(supervisor)[0] == "SIGTERM"
+    supervisor.send_signal(signal.SIGHUP)
+    assert read(supervisor)[0] == "SIGHUP"
+    os.kill(worker, signal.SIGUSR1)
+    said, _ = supervisor.communicate()
+    assert said == ""  # no second SIGTERM
+    assert supervisor.returncode == 0
+
+
+def test_children_die_with_the_supervisor(start: Callable[..., subprocess.Popen[str]]) -> None:
+    supervisor = start(("worker", STUBBORN, 0))
+    read(supervisor)
+    supervisor.kill()
+    # The pipe's end of file comes when its last writer, the child, is gone.
+    assert supervisor.stdout is not None
+    assert supervisor.stdout.read() == ""
+
+
+def test_children_have_the_signals_and_the_terminal_of_a_fresh_process(
+    start: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+) -> None:
+    code = SAY + (
+        "say('mask-' + str(len(signal.pthread_sigmask(signal.SIG_BLOCK, []))))\n"
+        "say('group-' + str(os.getpgid(0) == os.getpid()))\nsignal.pause()"
+    )
+    supervisor = start(("worker", code, 0))
+    assert [read(supervisor)[0], read(supervisor)[0]] == ["mask-0", "group-True"]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "status", "words"),
+    [(0, 0, "exited with status 0"), (3, 3, "exited with status 3"), (-9, 137, "died by SIGKILL"), (-63, 191, "63")],
+)
+def test_an_end_in_words_and_as_a_status(returncode: int, status: int, words: str) -> None:
+    assert exit_status(returncode) == status
+    assert words in describe_end(returncode)
+
+
+def test_an_exit_before_all_is_up_is_final_however_late(start: Callable[..., subprocess.Popen[str]]) -> None:
+    supervisor = start(("backend", SAY + "say('up')\nsys.exit(4)", 0), settle_s=0.0, is_up="lambda: False")
+    read(supervisor)
+    _, errors = supervisor.communicate()
+    assert supervisor.returncode == 4
+    assert "backend exited with status 4 as it started; stopping" in errors
+
+
+def test_once_all_is_up_an_exit_is_followed_by_a_restart(start: Callable[..., subprocess.Popen[str]]) -> None:
+    wait_then_exit = SAY + "say('up')\nsys.stdin.read()\nsys.exit(4)"
+    supervisor = start(("backend", wait_then_exit, 0), settle_s=0.0, is_up="lambda: True")
+    assert read(supervisor)[0] == "up"
+    assert read(supervisor)[0] == "up"
+
+
+def test_once_all_is_up_even_an_exit_right_after_it_is_followed_by_a_restart(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    exit_when_told = SAY + "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(4))\nsay('up')\nsignal.pause()"
+    supervisor = start(
+        ("backend", exit_when_told, 0), settle_s=1000.0, is_up="lambda: print('asked', 0, flush=True) or True"
+    )
+    said = dict(read(supervisor) for _ in range(2))
+    os.kill(said["up"], signal.SIGUSR1)
+    word, again = read(supervisor)
+    assert word == "up"
+    assert again != said["up"]

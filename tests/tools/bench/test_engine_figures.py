@@ -1,0 +1,103 @@
+"""What the engine's measurements make of what they saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.tools.bench.engine.channel_sweep import Figure, Variant, VariantRound, VariantRow, against_default
+from penstock.tools.bench.engine.simulated_load import Load
+from penstock.tools.bench.load_generator.load import BenchError
+from penstock.tools.bench.load_generator.stats import RequestRecord
+from penstock.tools.bench.load_generator.workload import Lengths, Workload
+from penstock.tools.bench.serving.coalescing import Coalescing, Side
+from penstock.tools.bench.serving.interference import Interference, InterferenceRound, gaps_s
+from penstock.tools.bench.serving.shared_prefix import PrefixLoad
+
+
+def test_the_gaps_of_a_span_are_those_that_reach_into_it() -> None:
+    record = RequestRecord(0.0, [1.0, 2.0, 4.0, 4.5, 7.0, 7.25])
+    assert gaps_s(record, 3.0, 5.0) == [2.0, 0.5, 2.5]
+    assert gaps_s(record, 2.0, 4.0) == [2.0]
+
+
+def test_interference_is_the_median_of_the_rounds_ratios() -> None:
+    rounds = [
+        InterferenceRound(1.0, full, 5.0, p99, p99, 9.0) for full, p99 in ((10.0, 30.0), (10.0, 11.0), (8.0, 12.0))
+    ]
+    aim = Interference(8, 2048, 512, rounds).aim()
+    assert aim.value == pytest.approx(1.5)
+    assert aim.reached
+
+
+def test_eight_streams_are_compared_with_one_round_by_round() -> None:
+    alone = [Side(wall_s, 64, 64, 191, 0) for wall_s in (1.0, 2.0, 4.0)]
+    identical = [Side(wall_s, 512, 64, 191, 7) for wall_s in (1.5, 2.0, 4.4)]
+    found = Coalescing(8, alone, identical)
+    assert found.wall_ratio == pytest.approx(1.1)
+    assert found.computed_ratio == 1.0
+    assert [aim.reached for aim in found.aims()] == [False, True]
+
+
+def test_distinct_tokens_are_the_prefix_once_and_every_suffix() -> None:
+    load = PrefixLoad(64, prefix_tokens=1000, suffix_tokens=32)
+    assert load.distinct_tokens == 1000 + 64 * 32
+    assert load.sent_tokens == 64 * 1032
+
+
+def test_prompts_with_one_prefix_have_it_in_common_and_no_more() -> None:
+    load = PrefixLoad(6, prefix_tokens=20, suffix_tokens=12)
+    workload = Workload(Lengths(1, 1), Lengths(4, 4), vocab_size=4096)
+    requests, others = load.draw(workload, seed=1), load.draw(workload, seed=2)
+    prompts = [request.prompt for request in requests]
+    assert {len(prompt) for prompt in prompts} == {32}
+    assert len({prompt[:20] for prompt in prompts}) == 1
+    assert len({prompt[20:] for prompt in prompts}) == 6
+    assert prompts[0][:20] != others[0].prompt[:20]
+    with pytest.raises(BenchError, match="token ids"):
+        load.draw(replace(workload, vocab_size=None), seed=1)
+
+
+def variant_round(output_tokens: int, wasted: int, first_steps: int) -> VariantRound:
+    load = Load(
+        duration_s=2.0,
+        steps=100,
+        idle_s=0.01,
+        output_tokens=output_tokens,
+        computed_tokens=1000,
+        wasted_tokens=wasted,
+        saved_tokens=7,
+        ttfts_ms=[4.0, 8.0, 6.0],
+        burst_steps=[[first_steps, 30], [first_steps + 2, 40]],
+    )
+    return VariantRound(load, load, load)
+
+
+def test_a_variant_is_the_medians_of_its_rounds_with_their_spread() -> None:
+    row = VariantRow.of(Variant(2), [variant_round(90, 10, 3), variant_round(100, 40, 1), variant_round(300, 20, 2)])
+    assert row.name == "2"
+    assert row.output_tokens_per_s == Figure(50, 45, 150)
+    assert row.idle_us.median == pytest.approx(100)
+    assert row.tokens_per_step == Figure(1.0, 0.9, 3.0)
+    assert row.ttft_p50_ms == Figure(6, 6, 6)
+    assert row.wasted_tokens == Figure(20, 10, 40)
+    assert row.burst_first_steps == Figure(3, 2, 4)
+    assert row.burst_last_steps == Figure(35, 35, 35)
+
+
+def test_a_figure_shows_its_spread_where_one_can_be_seen() -> None:
+    assert Figure(2.0, 1.0, 3.0).show(".1f") == "2.0 (1.0–3.0)"
+    assert Figure(2.0, 1.99, 2.01).show(".1f") == "2.0"
+
+
+def test_variants_are_told_against_the_default() -> None:
+    rows = [
+        VariantRow.of(Variant(capacity), [variant_round(100 + 50 * capacity, 0, capacity)]) for capacity in (0, 1, 4)
+    ]
+    none_ahead, four_ahead = against_default(rows)
+    assert none_ahead == (
+        "Capacity 0 against 1: 0.667 × the throughput, TTFT p50 +0.0 ms, a burst's first token -1.0 steps."
+    )
+    assert four_ahead.startswith("Capacity 4 against 1: 2.000 × the throughput")
+    assert four_ahead.endswith("+3.0 steps.")

@@ -1,0 +1,336 @@
+"""The generator against a small server whose every write the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from penstock.tools.bench.load_generator.client import ConnectionBroken, HttpClient
+from penstock.tools.bench.load_generator.load import (
+    BenchError,
+    Target,
+    measure,
+    run_all,
+    run_closed_loop,
+    run_open_loop,
+    send_one,
+    warm_up,
+)
+from penstock.tools.bench.load_generator.stats import Outcome, RequestRecord
+from penstock.tools.bench.load_generator.workload import Drop, Lengths, PlannedRequest, Workload
+from penstock.tools.bench.serving.interference import running_streams
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
+DONE = b"data: [DONE]\n\n"
+ONE_TOKEN = PlannedRequest("hello", 3)
+
+
+def token(text: str) -> bytes:
+    return b'data: {"choices":[{"index":0,"text":"%s","finish_reason":null}],"usage":null}\n\n' % text.encode()
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def whole(status: int, body: bytes, content_type: str = "application/json") -> bytes:
+    head = f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Request line and body."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = 0
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            length = int(line.split(b":")[1])
+    return head.split(b"\r\n")[0], await reader.readexactly(length)
+
+
+@asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[Target]:
+    """handler answers each POST; GETs are answered as a Penstock server would."""
+    gone: list[asyncio.Task[None]] = []
+
+    async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        gone.append(asyncio.current_task())  # type: ignore[arg-type]
+        try:
+            while True:
+                line, body = await read_request(reader)
+                if line.startswith(b"GET /v1/models"):
+                    writer.write(whole(200, b'{"data":[{"id":"m","vocab_size":64}]}'))
+                else:
+                    await handler(reader, writer, body)
+        except (asyncio.IncompleteReadError, ConnectionResetError):
+            writer.close()
+
+    server = await asyncio.start_server(on_connect, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    target = Target(HttpClient(f"http://127.0.0.1:{port}/v1"), "completions", "m", 64)
+    try:
+        yield target
+    finally:
+        target.http.close()
+        server.close()
+        await asyncio.gather(*gone)
+
+
+async def send(target: Target, drop: Drop | None = None) -> RequestRecord:
+    return await send_one(target.http, target.encode(ONE_TOKEN), asyncio.get_running_loop().time(), drop)
+
+
+def streams(*events: bytes) -> Handler:
+    async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        writer.write(STREAM_HEAD + b"".join(chunk(event) for event in events) + b"0\r\n\r\n")
+
+    return handler
+
+
+async def test_events_are_stamped_when_they_arrive() -> None:
+    arrived_s: list[float] = []
+    next_event = asyncio.Event()
+    sent = asyncio.Semaphore(0)
+
+    async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        writer.write(STREAM_HEAD)
+        for text in "abc":
+            # The clock is read between the moment the last event was seen and this one's departure.
+            arrived_s.append(asyncio.get_running_loop().time())
+            writer.write(chunk(token(text)))
+            sent.release()
+            await next_event.wait()
+            next_event.clear()
+        writer.write(chunk(USAGE) + chunk(DONE) + b"0\r\n\r\n")
+
+    async with serving(handler) as target:
+        task = asyncio.create_task(send(target))
+        for count in (1, 2, 3):
+            await sent.acquire()
+            assert len(arrived_s) == count
+            for _ in range(20):  # the event has crossed the loopback interface and is seen
+                await asyncio.sleep(0)
+            next_event.set()
+        record = await task
+    assert record.outcome is Outcome.COMPLETED
+    assert (record.prompt_tokens, record.output_tokens) == (7, 3)
+    first, second, third = record.event_times_s
+    assert (
+        record.started_s <= arrived_s[0] <= first <= arrived_s[1] <= second <= arrived_s[2] <= third <= record.ended_s
+    )
+
+
+@pytest.mark.parametrize("separator", [b"\n\n", b"\r\n\r\n"])
+async def test_events_may_be_cut_anywhere(separator: bytes) -> None:
+    events = (token("a") + token("é") + USAGE + DONE).replace(b"\n\n", separator)
+    async with serving(streams(*(events[i : i + 1] for i in range(len(events))))) as target:
+        record = await send(target)
+    assert record.outcome is Outcome.COMPLETED
+    assert len(record.event_times_s) == 2
+
+
+async def test_events_without_text_are_no_tokens() -> None:
+    chat_role = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+    chat_text = b'data: {"choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
+    async with serving(streams(b": keep-alive\n\n", chat_role, chat_text, token(""), DONE)) as target:
+        record = await send(target)
+    assert len(record.event_times_s) == 1
+    assert record.output_tokens == 1  # no usage was sent
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ((token("a"),), "without [DONE]"),
+        ((token("a"), b'data: {"error":{"message":"backend gone"}}\n\n', DONE), "backend gone"),
+        ((b"data: nonsense\n\n", DONE), "nonsense"),
+    ],
+)
+async def test_a_stream_that_does_not_end_well_is_a_failure(events: tuple[bytes, ...], reason: str) -> None:
+    async with serving(streams(*events)) as target:
+        record = await send(target)
+    assert record.outcome is Outcome.FAILED
+    assert reason in record.error
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (whole(429, b'{"error":{"message":"full"}}'), "status 429"),
+        (whole(200, b"{}"), "not an event stream"),
+        (b"SSH-2.0-x\r\n", "not an HTTP answer"),
+    ],
+)
+async def test_another_answer_is_a_failure_that_says_why(answer: bytes, reason: str) -> None:
+    async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        writer.write(answer)
+
+    async with serving(handler) as target:
+        record = await send(target)
+    assert record.outcome is Outcome.FAILED
+    assert reason in record.error
+
+
+async def test_a_connection_closed_early_is_a_failure() -> None:
+    async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        writer.write(STREAM_HEAD + chunk(token("a")))
+        await writer.drain()
+        writer.close()
+
+    async with serving(handler) as target:
+        record = await send(target)
+    assert record.outcome is Outcome.FAILED
+    assert len(record.event_times_s) == 1
+
+
+@pytest.mark.parametrize(("after_events", "sent"), [(0, 0), (2, 2), (2, 3)])
+async def test_a_dropped_request_closes_its_connection_in_the_middle(after_events: int, sent: int) -> None:
+    noticed = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        writer.write(STREAM_HEAD + b"".join(chunk(token("a")) for _ in range(sent)))
+        try:
+            await reader.readexactly(1)
+        finally:
+            noticed.set()
+
+    async with serving(handler) as target:
+        # Long after the last event, but for the event that comes first.
+        delay_s = 0.0 if sent <= after_events else 1e6
+        record = await send(target, Drop(after_events, delay_s))
+        await noticed.wait()
+    assert record.outcome is Outcome.DROPPED
+    assert record.output_tokens == sent
+
+
+async def test_a_cancelled_client_hangs_up() -> None:
+    noticed = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        writer.write(STREAM_HEAD + chunk(token("a")))
+        try:
+            await reader.readexactly(1)
+        finally:
+            noticed.set()
+
+    async with serving(handler) as target:
+        async with running_streams(target, [ONE_TOKEN] * 2) as records:
+            assert [len(record.event_times_s) for record in records] == [1, 1]
+        await noticed.wait()
+
+
+async def test_running_streams_must_run() -> None:
+    async with serving(streams(USAGE, DONE)) as target:
+        with pytest.raises(BenchError, match="ended too soon"):
+            async with running_streams(target, [ONE_TOKEN]):
+                pytest.fail("no stream runs")
+
+
+async def test_all_must_be_answered_in_full_length() -> None:
+    async with serving(streams(token("a"), USAGE, DONE)) as target:
+        await run_all(target, [ONE_TOKEN])
+        with pytest.raises(BenchError, match="3 tokens instead of 4"):
+            await run_all(target, [PlannedRequest("hello", 4)])
+
+
+async def test_a_stream_that_ends_before_its_client_would_go_still_counts_as_dropped() -> None:
+    async with serving(streams(token("a"), USAGE, DONE)) as target:
+        record = await send(target, Drop(5, 0.0))
+    assert record.outcome is Outcome.DROPPED
+
+
+async def test_a_closed_loop_keeps_its_clients_busy_and_reuses_their_connections() -> None:
+    running, most, ports = 0, 0, set()
+
+    async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        nonlocal running, most
+        ports.add(writer.get_extra_info("peername"))
+        running += 1
+        most = max(most, running)
+        for _ in range(20):  # the other clients' requests come in
+            await asyncio.sleep(0)
+        running -= 1
+        writer.write(STREAM_HEAD + chunk(token("a") + DONE) + b"0\r\n\r\n")
+
+    async with serving(handler) as target:
+        records = await run_closed_loop(target, [ONE_TOKEN] * 12, 3)
+    assert [record.outcome for record in records] == [Outcome.COMPLETED] * 12
+    assert most == len(ports) == 3
+
+
+async def test_an_open_loop_sends_when_due_whatever_still_runs() -> None:
+    release = asyncio.Event()
+    seen = 0
+
+    async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 4:
+            release.set()
+        await release.wait()
+        writer.write(STREAM_HEAD + chunk(token("a") + DONE) + b"0\r\n\r\n")
+
+    async with serving(handler) as target:
+        requests = [PlannedRequest("x", 1, due_s) for due_s in (0.0, 0.001, 0.001, 0.004)]
+        records = await run_open_loop(target, requests)
+    starts_s = [record.started_s - records[0].started_s for record in records]
+    assert starts_s == pytest.approx([0.0, 0.001, 0.001, 0.004])
+    assert all(record.outcome is Outcome.COMPLETED for record in records)
+
+
+async def test_a_request_asks_for_what_was_planned() -> None:
+    bodies: list[bytes] = []
+
+    async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes) -> None:
+        bodies.append(body)
+        writer.write(STREAM_HEAD + chunk(token("a") + USAGE + DONE) + b"0\r\n\r\n")
+
+    async with serving(handler) as target:
+        summary = await measure(target, Workload(Lengths(5, 5), Lengths(9, 9), vocab_size=64), 2, 1, seed=3)
+    assert summary.load == "c=1"
+    assert summary.output_tokens == 6
+    body = msgspec.json.decode(bodies[0])
+    assert len(body["prompt"]) == 5
+    assert {key: body[key] for key in ("model", "max_tokens", "temperature", "ignore_eos", "stream")} == {
+        "model": "m",
+        "max_tokens": 9,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+async def test_the_model_is_asked_for_and_checked() -> None:
+    async with serving(streams(DONE)) as target:
+        found = await Target.discover(target.http, "chat", None)
+        assert (found.model, found.vocab_size) == ("m", 64)
+        with pytest.raises(BenchError, match=r"offers \[m\], not other"):
+            await Target.discover(target.http, "chat", "other")
+
+
+async def test_a_server_that_is_not_there_is_named() -> None:
+    http = HttpClient("http://127.0.0.1:1")
+    with pytest.raises(ConnectionBroken, match=r"127\.0\.0\.1:1"):
+        await http.connect()
+
+
+async def test_a_warm_up_of_failures_ends_the_run() -> None:
+    async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
+        writer.write(whole(503, b"{}"))
+
+    async with serving(handler) as target:
+        with pytest.raises(BenchError, match="status 503"):
+            await warm_up(target, Workload(Lengths(1, 1), Lengths(1, 1)), 2, 2, seed=0)
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "https://x", "ftp://x", "http://"])
+def test_an_address_that_is_not_http_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        HttpClient(url)

@@ -1,0 +1,64 @@
+"""A `Lab` on a machine without a GPU: the emulated device, the host's clock, and no memory to speak of."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from penstock.tools.gpu_check.devices.device_context import Lab
+from penstock.tools.gpu_check.reporting.results import Finding, Results, read_findings
+from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+
+class HostClock:
+    """Each work once, and as often again as a graph's replay would be seen to repeat it."""
+
+    def work_us(self, variants: Sequence[Callable[[], object]]) -> float:
+        started_s = time.perf_counter()
+        for variant in variants:
+            variant()
+            variant()
+        return (time.perf_counter() - started_s) * 1e6 / (2 * len(variants))
+
+    def once_us(self, work: Callable[[], object]) -> float:
+        started_s = time.perf_counter()
+        work()
+        return (time.perf_counter() - started_s) * 1e6
+
+
+class NoMemory:
+    def begin(self) -> None:
+        return
+
+    def allocated(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 1
+
+    def free(self) -> int:
+        return 0
+
+
+def make_lab() -> Lab:
+    return Lab(EmulatedDevice(), HostClock(), NoMemory(), EmulatedDevice)
+
+
+class Record:
+    """A section's results, and what was found in the end."""
+
+    def __init__(self, directory: Path, budget_s: float = 600.0) -> None:
+        self._path = directory / "findings.jsonl"
+        self.results = Results(self._path, budget_s)
+
+    def findings(self) -> dict[str, Finding]:
+        """By name. None of them failed."""
+        found = read_findings(self._path)
+        failed = [(finding.name, finding.detail) for finding in found if finding.passed is False]
+        if failed:
+            raise AssertionError(failed)
+        return {finding.name: finding for finding in found}

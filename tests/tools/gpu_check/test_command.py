@@ -1,0 +1,205 @@
+"""gpu-check's command lines as they are typed on a machine with a GPU, through to the sections' processes.
+
+`sitecustomize` puts the emulated device, a clock that tells what a test says, and small sizes into those processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock.tools.gpu_check
+from penstock.tools.gpu_check.reporting.baseline import load_baseline
+from penstock.tools.gpu_check.reporting.goals import GOALS
+
+ROOT = Path(penstock.tools.gpu_check.__file__).parents[3]
+DEADLINE_S = 60.0
+IN_SECTIONS = """
+import os, sys
+if "--section" in sys.orig_argv:
+    from dataclasses import replace
+    from functools import partial
+    from penstock.backend.passes.decoder.cuda import manifest
+    from penstock.backend.passes.decoder.ops import HeadShape
+    from tests.cuda_emulator import EmulatedLauncher
+    from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
+    from tests.tools.gpu_check.device_context import NoMemory
+    from penstock.tools.gpu_check import attention_peers, kernel_cases, lab, mirror_launcher
+    from penstock.tools.gpu_check.cases import catalogue
+
+    class ToldClock:
+        def work_us(self, variants):
+            for variant in variants:
+                variant()
+            return float(os.environ["TOLD_US"])
+        def once_us(self, work):
+            work()
+            return float(os.environ["TOLD_US"])
+
+    class Mirror(EmulatedLauncher):
+        shared_bytes_per_sm = catalogue.decode.H200_SHARED_BYTES
+
+    lab.open_lab = lambda: lab.Lab(EmulatedDevice(), ToldClock(), NoMemory(), EmulatedDevice)
+    mirror_launcher.MirrorLauncher = Mirror
+    kernels = [kernel for kernel in manifest.kernels() if kernel.source == "norms.cu"]
+    manifest.kernels = lambda: iter(kernels)
+    quick = catalogue.quick_checks
+    catalogue.quick_checks = lambda *_: (check for check in quick() if check.family in ("ptx", "norm"))
+    attention_peers.measure = partial(attention_peers.measure, decode=(("d", 2, 64),), prefill=(("p", 32),))
+    kernel_cases.Sizes = partial(
+        kernel_cases.Sizes, heads=HeadShape(4, 2, 64), decode=(("64x1k", 2, 40, "bf16"), ("1x1k", 1, 40, "q8_0")),
+        prefill=(("4k", 0, 40, "bf16"),), sampling_rows=2, vocab_size=300, elementwise_tokens=(5,), hidden=64,
+        intermediate=64, cold_bytes=1,
+    )
+"""
+STUBS = """
+import sys
+from penstock.tools.gpu_check import runner
+runner._LOOK_S, runner._GRACE_S = 0.05, 0.5
+runner.SECTIONS = tuple(runner.Section(name, f"stub_{name}", 1) for name in ("first", "endless", "last"))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where modules are found before all others, and an nvidia-smi that knows the GPU's name."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    return tmp_path
+
+
+def command(place: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "penstock.tools.gpu_check", "--out", str(place / "out"), "--commit", "abc", *options]
+
+
+def run(place: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(place, *options), capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S
+    )
+
+
+def read_report(place: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((place / "out" / "report.json").read_text())
+    return report
+
+
+def test_a_quick_run_checks_measures_and_is_compared(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "sitecustomize.py").write_text(IN_SECTIONS)
+    kept = place / "kept.json"
+    monkeypatch.setenv("TOLD_US", "100")
+    done = run(place, "--quick", "--save-baseline", str(kept))
+    assert (done.returncode, done.stderr) == (0, "")
+    report = read_report(place)
+    assert [(section["name"], section["outcome"]) for section in report["sections"]] == [
+        ("compile", "done"), ("correctness", "done"), ("kernels", "done"),
+    ]  # fmt: skip
+    names = {finding["name"] for section in report["sections"] for finding in section["findings"]}
+    assert {"compile.sm_90.no_spills", "correctness.norm", "attention.decode.1x1k", "sampling.256x128k.plain"} <= names
+    assert report["environment"]["gpu"] == "NVIDIA H200"
+    assert {row["finding"] for row in report["goals"] if row["met"] is not None} == {
+        "attention.decode.64x1k", "attention.decode.1x1k", "attention.prefill.4k", "sampling.256x128k.plain",
+        "sampling.256x128k.filtered",
+    }  # fmt: skip
+    assert f"of {len(GOALS)} not measured" in done.stdout
+    assert load_baseline(kept).figures["attention.decode.1x1k"].value == 100
+    assert sorted(path.name for path in (place / "out").iterdir()) == ["report.json", "report.md"]
+
+    monkeypatch.setenv("TOLD_US", "120")
+    done = run(place, "--quick", "--only", "kernels", "--baseline", str(kept), "--budget", "60")
+    assert done.returncode == 1
+    assert "FAILED baseline: baseline.attention.decode.1x1k 20.0 % worse than 100" in done.stdout
+    assert all(row["verdict"] == "fail" for row in read_report(place)["compared"])
+
+
+def test_sections_of_a_whole_run_are_chosen_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "sitecustomize.py").write_text(IN_SECTIONS)
+    monkeypatch.setenv("TOLD_US", "100")
+    done = run(place, "--only", "kernels,nano-vllm", "--peers", str(place), "--budget", "60")
+    assert done.returncode == 0
+    kernels, nano_vllm = read_report(place)["sections"]
+    assert "peer.fa3" in {finding["name"] for finding in kernels["findings"]}
+    assert nano_vllm["findings"][0]["detail"] == "not measured: nanovllm is not installed, nor in --peers"
+
+
+def test_a_quick_run_has_no_other_sections(place: Path) -> None:
+    done = run(place, "--quick", "--only", "peers")
+    assert done.returncode == 2
+    assert "--only names peers; there are compile, correctness, kernels" in done.stderr
+
+
+def write_stubs(place: Path) -> None:
+    (place / "sitecustomize.py").write_text(STUBS)
+    (place / "stub_first.py").write_text("def run(results):\n    results.fact('early', 1)\n")
+    (place / "stub_last.py").write_text("def run(results):\n    results.fact('late', 1)\n")
+    (place / "stub_endless.py").write_text(
+        "import os, threading\ndef run(results):\n    results.fact('pid', os.getpid())\n    threading.Event().wait()\n"
+    )
+
+
+def wait_for_pid(place: Path) -> int:
+    """Of the endless section, from the report that is written while it runs."""
+    for _ in range(int(DEADLINE_S / 0.05)):
+        if (place / "out" / "report.json").exists():
+            for section in read_report(place)["sections"]:
+                for finding in section["findings"]:
+                    if finding["name"] == "pid":
+                        return int(finding["value"])
+        threading.Event().wait(0.05)
+    raise AssertionError("the section never began")
+
+
+def has_ended(pid: int) -> bool:
+    """Waits for it. What nobody has reaped yet has ended too."""
+    ends_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < ends_s:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        threading.Event().wait(0.02)
+    return False
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, -2)])
+def test_a_run_that_is_killed_leaves_its_report_and_no_process(place: Path, number: int, status: int) -> None:
+    write_stubs(place)
+    child = subprocess.Popen(command(place, "--budget", "600"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=-3)
+    try:
+        pid = wait_for_pid(place)
+        child.send_signal(number)
+        assert child.wait(DEADLINE_S) == status
+    finally:
+        child.kill()
+        child.wait()
+    assert has_ended(pid)
+    sections = read_report(place)["sections"]
+    assert [(section["name"], section["outcome"]) for section in sections] == [
+        ("first", "done"),
+        ("endless", "running"),
+    ]
+    assert sections[1]["findings"][0]["name"] == "pid"
+    assert not sections[1]["passed"]
+    assert "endless: running" in (place / "out" / "report.md").read_text()
+
+
+def test_a_section_that_never_ends_takes_only_its_own_time(place: Path) -> None:
+    write_stubs(place)
+    done = run(place, "--budget", "10")
+    assert done.returncode == 1
+    outcomes = {section["name"]: section["outcome"] for section in read_report(place)["sections"]}
+    assert outcomes == {"first": "done", "endless": "timed out", "last": "done"}
+    assert done.stdout.endswith("failed: endless\n")

@@ -1,0 +1,173 @@
+"""The bare work of a decode step on the CPU: its linears and its attention, timed inside whole steps of the decoder.
+
+Each implementation of the decoder's operations that this machine offers is measured, and of each part the least
+counts: a floor is not to be raised by an implementation of ours that is slow. Runs as a child of the benchmark, so that
+the load generator holds no model, and prints JSON.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import numpy as np
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
+from penstock.backend.main import locate_model
+from penstock.backend.options import BackendOptions
+from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
+from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
+from penstock.backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
+from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.shm.process.options import fail, make_app
+from penstock.tools.bench.engine.floor import BareStep
+from penstock.tools.bench.options import Counts
+
+if TYPE_CHECKING:
+    from penstock.backend.passes.decoder.ops import HostOps
+
+_WARM_UP_STEPS = 5
+_STEPS = 40
+
+_PART_OF = {
+    "linear": "linears",
+    "linear_add": "linears",
+    "gated_linear": "linears",
+    "logits": "linears",
+    "attention": "attention",
+}
+
+app = make_app("bare_step", "Prints the bare work of a decode step, as JSON.")
+
+
+class TimedOps:
+    """Operations that add up the seconds they take, by part. Each returns when its work is done."""
+
+    def __init__(self, ops: HostOps) -> None:
+        self._ops = ops
+        self.seconds = {"linears": 0.0, "attention": 0.0}
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._ops, name)
+        part = _PART_OF.get(name)
+        return operation if part is None else self._timed(operation, part)
+
+    def _timed(self, operation: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            started_s = time.perf_counter()
+            result = operation(*arguments)
+            self.seconds[part] += time.perf_counter() - started_s
+            return result
+
+        return timed
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """One implementation with its model."""
+
+    forward_pass: DecoderPass
+    ops: TimedOps
+
+    def step(self, batch: StepBatch) -> tuple[float, float, float]:
+        """Seconds of linears, attention and the whole step with its sampling."""
+        self.ops.seconds = {"linears": 0.0, "attention": 0.0}
+        started_s = time.perf_counter()
+        self.forward_pass.sample(self.forward_pass.forward(batch), batch).wait()
+        return self.ops.seconds["linears"], self.ops.seconds["attention"], time.perf_counter() - started_s
+
+    def measure(
+        self, batch_size: int, context_tokens: int, page_size_tokens: int, num_steps: int
+    ) -> tuple[float, float, float]:
+        """Medians over steps of batch_size sequences at this context, in seconds as `step` gives them."""
+        steps = decode_steps(batch_size, context_tokens, page_size_tokens, _WARM_UP_STEPS + num_steps)
+        times = [self.step(batch) for batch in steps][_WARM_UP_STEPS:]
+        linears, attention, whole = (statistics.median(column) for column in zip(*times, strict=True))
+        return linears, attention, whole
+
+
+def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int, num_steps: int) -> Iterator[StepBatch]:
+    """The same step again and again: row r owns the pages from r * pages_per_row, whatever they hold."""
+    pages_per_row = -(-(context_tokens + 1) // page_size_tokens)
+    rows = np.arange(batch_size, dtype=np.int32)
+    page_table = (rows[:, None] * pages_per_row + np.arange(pages_per_row)).astype(np.int32)
+    prompt = np.ones(context_tokens, np.int32)
+    greedy = SamplingParams(temperature=0.0)
+    inits = tuple(SlotInit(slot, greedy, prompt, context_tokens) for slot in range(batch_size))
+    for index in range(num_steps):
+        yield StepBatch(
+            input_ids=rows + 1,
+            query_starts=np.arange(batch_size + 1, dtype=np.int32),
+            context_lens=np.full(batch_size, context_tokens, np.int32),
+            page_table=page_table,
+            slots=rows,
+            logit_rows=rows,
+            slot_inits=inits if index == 0 else (),
+        )
+
+
+def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> list[Decoder]:
+    """What the backend would run first, then plain torch where that is another. Raises StartupError."""
+    if choose_device(options.gpu) != "cpu":
+        raise StartupError("the bare work is measured on the CPU: give --gpu none")
+    model_dir = locate_model(options)
+    config = read_decoder_config(model_dir)
+    decoders = []
+    with open_weights(model_dir, config) as weights:
+        dtype = weights.choose_dtype(options.dtype)
+        heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        offered = [
+            make_cpu_ops(config, dtype, options.step_tokens("cpu")),
+            TorchOps(heads, config.rope, config.rms_norm_eps, dtype),
+        ]
+        if isinstance(offered[0], TorchOps):
+            del offered[1]
+        for ops in offered:
+            timed = TimedOps(ops)
+            forward_pass = DecoderPass(config, weights, cast("HostOps", timed), dtype, max_batch)
+            kv_dtype = (
+                next(iter(forward_pass.spec.kv_bytes_per_token)) if options.kv_dtype == "auto" else options.kv_dtype
+            )
+            forward_pass.create_cache(num_pages, options.page_size, kv_dtype)
+            decoders.append(Decoder(forward_pass, timed))
+    return decoders
+
+
+def measure_floor(
+    options: BackendOptions, batch_sizes: tuple[int, ...], context_tokens: int, num_steps: int = _STEPS
+) -> list[BareStep]:
+    """Raises StartupError."""
+    pages_per_row = -(-(context_tokens + 1) // options.page_size)
+    decoders = load_decoders(options, max(batch_sizes), max(batch_sizes) * pages_per_row)
+    found = []
+    for batch_size in batch_sizes:
+        times = [decoder.measure(batch_size, context_tokens, options.page_size, num_steps) for decoder in decoders]
+        linear_ms = 1000 * min(linears for linears, _, _ in times)
+        attention_ms = 1000 * min(attention for _, attention, _ in times)
+        found.append(BareStep(batch_size, linear_ms, attention_ms, linear_ms + attention_ms, 1000 * times[0][2]))
+    return found
+
+
+@app.default
+def run(
+    *,
+    batch_sizes: Counts,
+    context: int,
+    options: BackendOptions = BackendOptions(),  # noqa: B008 - frozen; cyclopts reads the defaults from it
+) -> None:
+    try:
+        steps = measure_floor(options, batch_sizes, context)
+    except StartupError as error:
+        fail("bare step", str(error))
+    print(msgspec.json.encode(steps).decode())
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,227 @@
+"""The same load for each capacity of the batch channel: why one plan ahead is enough, none too few, and late best.
+
+The backend's loop is the real one; device, clients and clock are simulated, see `simulated_load`. In each
+round every capacity has the same three loads, and rounds take turns:
+
+* steady: a closed loop of the last --concurrency, for throughput, and for how long the device waits between steps;
+* drops: the same, but a share of the clients hangs up at random moments; tokens that were computed for nobody count;
+* spike: the steady load again, and in the midst of it ten bursts of 16 requests of one token each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.backend.engine.step_timing import Pace
+from penstock.tools.bench.engine.simulated_load import STEP_S, VOCAB_SIZE, Burst, Load, SimulatedLoad
+from penstock.tools.bench.harness.report import make_table
+from penstock.tools.bench.load_generator.stats import percentile
+from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.tools.bench.harness.context import Bench
+
+
+class Variant(NamedTuple):
+    """How many plans may be ahead, and whether each is made as late as it can be, as the engine does, or at once."""
+
+    capacity: int
+    is_late: bool = True
+
+    def __str__(self) -> str:
+        return str(self.capacity) if self.is_late else f"{self.capacity}, at once"
+
+
+class _AtOnce(Pace):
+    def spare_s(self, running_s: float) -> float:  # noqa: ARG002 - whatever runs
+        return 0.0
+
+
+DEFAULT = Variant(1)
+VARIANTS = (
+    Variant(0),
+    DEFAULT,
+    Variant(4),
+    Variant(1, is_late=False),
+    Variant(2, is_late=False),
+    Variant(4, is_late=False),
+)
+SPIKE_REQUESTS = 16
+_SPIKES = 10
+_REQUESTS_PER_CLIENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class VariantRound:
+    steady: Load
+    drops: Load
+    spike: Load
+
+    def burst_steps(self, place: int) -> float:
+        """To the first token of the bursts' answer at that place, 0 the first and -1 the last; their mean."""
+        return statistics.mean(burst[place] for burst in self.spike.burst_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def show(self, form: str) -> str:
+        """With the spread, where one can be seen."""
+        median, low, high = (format(value, form) for value in (self.median, self.low, self.high))
+        return median if low == high else f"{median} ({low}–{high})"
+
+
+@dataclass(frozen=True, slots=True)
+class VariantRow:
+    """One variant over the rounds."""
+
+    name: str
+    output_tokens_per_s: Figure
+    idle_us: Figure
+    tokens_per_step: Figure
+    ttft_p50_ms: Figure
+    ttft_p99_ms: Figure
+    wasted_tokens: Figure
+    saved_tokens: Figure
+    burst_first_steps: Figure
+    burst_last_steps: Figure
+
+    @classmethod
+    def of(cls, variant: Variant, rounds: Sequence[VariantRound]) -> VariantRow:
+        def figure(value: Callable[[VariantRound], float | None]) -> Figure:
+            return Figure.of([value(entry) or 0.0 for entry in rounds])
+
+        return cls(
+            name=str(variant),
+            output_tokens_per_s=figure(lambda entry: entry.steady.output_tokens_per_s),
+            idle_us=figure(lambda entry: entry.steady.idle_us),
+            tokens_per_step=figure(lambda entry: entry.steady.tokens_per_step),
+            ttft_p50_ms=figure(lambda entry: percentile(entry.steady.ttfts_ms, 50)),
+            ttft_p99_ms=figure(lambda entry: percentile(entry.steady.ttfts_ms, 99)),
+            wasted_tokens=figure(lambda entry: entry.drops.wasted_tokens),
+            saved_tokens=figure(lambda entry: entry.drops.saved_tokens),
+            burst_first_steps=figure(lambda entry: entry.burst_steps(0)),
+            burst_last_steps=figure(lambda entry: entry.burst_steps(-1)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSweep:
+    concurrency: int
+    step_ms: float
+    rows: list[VariantRow]
+    rounds: dict[str, list[VariantRound]]
+    """By the variant's name."""
+
+
+def run_channel_sweep(bench: Bench, console: Console) -> bool:
+    bench.refuse_url()
+    rounds: dict[str, list[VariantRound]] = {str(variant): [] for variant in VARIANTS}
+    with _no_collection():
+        for index in range(bench.num_rounds):
+            for variant in VARIANTS:
+                with bench.progress.status(f"capacity {variant}, round {index + 1} of {bench.num_rounds}"):
+                    rounds[str(variant)].append(measure_variant(bench, variant, index))
+    rows = [VariantRow.of(variant, rounds[str(variant)]) for variant in VARIANTS]
+    sweep = ChannelSweep(bench.options.concurrency[-1], 1000 * STEP_S, rows, rounds)
+    bench.report.sections["channel_sweep"] = sweep
+    console.print(sweep_table(sweep))
+    for line in against_default(sweep.rows):
+        console.print(line, highlight=False)
+    return True
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """As in the backend, whose start-up objects the collector need not walk."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def measure_variant(bench: Bench, variant: Variant, index: int) -> VariantRound:
+    """Each variant has the same requests in the same round."""
+    options, server = bench.options, bench.server
+    concurrency = options.concurrency[-1]
+    num_requests = options.requests or _REQUESTS_PER_CLIENT * concurrency
+    seed = options.seed + 10_000 * index
+    plain = Workload(options.prompt_tokens, options.output_tokens, VOCAB_SIZE)
+    dropping = replace(plain, drop=bench.drop_or(0.5))
+
+    def load(requests: Sequence[PlannedRequest], bursts: Sequence[Burst] = ()) -> Load:
+        pace = Pace() if variant.is_late else _AtOnce()
+        sizes = variant.capacity, server.max_running, server.step_tokens("cpu")
+        simulated = SimulatedLoad(*sizes, pace=pace)
+        try:
+            return simulated.run(requests, concurrency, bursts)
+        finally:
+            simulated.close()
+
+    steady = load(plain.draw(num_requests, seed))
+    drops = load(dropping.draw(num_requests, seed + 1))
+    return VariantRound(
+        steady, drops, load(plain.draw(num_requests, seed + 2), _bursts(plain, concurrency, num_requests, seed))
+    )
+
+
+def _bursts(workload: Workload, concurrency: int, num_requests: int, seed: int) -> list[Burst]:
+    """Of one token each: what is asked is when it comes. Spread over the load, and over a step's length."""
+    one_token = replace(workload, output_tokens=Lengths(1, 1))
+    lasts_s = STEP_S * workload.output_tokens.low * num_requests / concurrency
+    return [
+        Burst(lasts_s * (number + 1) / (_SPIKES + 1) + STEP_S * number / _SPIKES, requests)
+        for number in range(_SPIKES)
+        for requests in [one_token.draw(SPIKE_REQUESTS, seed + 100 * (number + 1))]
+    ]
+
+
+def sweep_table(sweep: ChannelSweep) -> Table:
+    num_rounds = len(sweep.rounds[sweep.rows[0].name])
+    title = f"Plans prepared ahead, {sweep.concurrency} clients, {sweep.step_ms:g} ms a step"
+    columns = ["capa-\ncity", "output\ntok/s", "device\nwaits µs", "tokens\n/ step", "TTFT ms\np50 / p99"]
+    columns += ["drops: tokens\nwasted", "bound late,\nnot wasted", "burst: steps\nto first / last"]
+    table = make_table(f"{title}: medians of {num_rounds} rounds (least–most)", *columns)
+    for row in sweep.rows:
+        table.add_row(
+            row.name,
+            row.output_tokens_per_s.show(",.0f"),
+            row.idle_us.show(".0f"),
+            f"{row.tokens_per_step.median:.2f}",
+            f"{row.ttft_p50_ms.median:.1f} / {row.ttft_p99_ms.median:.0f}",
+            row.wasted_tokens.show(",.0f"),
+            f"{row.saved_tokens.median:,.0f}",
+            f"{row.burst_first_steps.median:.1f} / {row.burst_last_steps.median:.1f}",
+        )
+    return table
+
+
+def against_default(rows: Sequence[VariantRow]) -> list[str]:
+    """What each other variant gives beside capacity 1, planned late."""
+    by_name = {row.name: row for row in rows}
+    one = by_name.pop(str(DEFAULT))
+    return [
+        f"Capacity {name} against 1: {row.output_tokens_per_s.median / one.output_tokens_per_s.median:.3f} × the "
+        f"throughput, TTFT p50 {row.ttft_p50_ms.median - one.ttft_p50_ms.median:+.1f} ms, a burst's first token "
+        f"{row.burst_first_steps.median - one.burst_first_steps.median:+.1f} steps."
+        for name, row in by_name.items()
+    ]

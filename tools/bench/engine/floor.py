@@ -1,0 +1,101 @@
+"""The engine's decode step beside the bare work of that step, measured in the same run.
+
+The bare work is measured by the decoder pass's own module, in a process of its own: its linears and its attention at
+the benchmark's context, and nothing else. The engine's step is seen from outside, over HTTP: all requests arrive at
+once, and the step is the mean time between two tokens of a stream while every one of them decodes, from the moment the
+last has its first token to the moment the first has its last.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.backend.options import BackendOptions
+from penstock.shm.process.options import to_argv
+from penstock.shm.process.supervisor import module_argv
+from penstock.tools.bench.harness.report import make_table
+from penstock.tools.bench.load_generator.load import BenchError, Target, run_open_loop
+from penstock.tools.bench.load_generator.stats import Aim, Outcome, RequestRecord
+from penstock.tools.bench.load_generator.workload import Workload
+from penstock.tools.serve import ServeOptions, part
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class BareStep(msgspec.Struct, frozen=True):
+    """One decode step of batch_size rows on the bare pass, in ms: its parts, their sum, and the pass's whole step."""
+
+    batch_size: int
+    linear_ms: float
+    attention_ms: float
+    bare_ms: float
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """The same step through the whole server."""
+
+    bare: BareStep
+    engine_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.engine_ms / self.bare.bare_ms
+
+    def aim(self) -> Aim:
+        return Aim(f"decode step, engine / bare work, batch {self.bare.batch_size}", self.ratio, "at most", 1.5)
+
+
+def decode_step_s(records: Sequence[RequestRecord]) -> float:
+    """Seconds of one step while all records decode. Raises BenchError where they never did so together."""
+    for record in records:
+        if record.outcome is not Outcome.COMPLETED or not record.event_times_s:
+            raise BenchError(f"a request of the measurement failed: {record.error}")
+    from_s = max(record.event_times_s[0] for record in records)
+    to_s = min(record.event_times_s[-1] for record in records)
+    steps_s = []
+    for record in records:
+        inside = [at_s for at_s in record.event_times_s if from_s <= at_s <= to_s]
+        if len(inside) < 2:
+            raise BenchError("the requests did not decode together: raise --output-tokens")
+        tokens_per_event = record.output_tokens / len(record.event_times_s)
+        steps_s.append((inside[-1] - inside[0]) / (len(inside) - 1) / tokens_per_event)
+    return sum(steps_s) / len(steps_s)
+
+
+def measure_bare_steps(options: ServeOptions, batch_sizes: Sequence[int], context_tokens: int) -> list[BareStep]:
+    """Raises BenchError; its reason is on standard error."""
+    sizes = ["--batch-sizes", ",".join(map(str, batch_sizes)), "--context", str(context_tokens)]
+    child = subprocess.run(
+        module_argv("penstock.tools.bench.engine.bare_step", [*sizes, *to_argv(part(options, BackendOptions))]),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    if child.returncode != 0:
+        raise BenchError("the bare work of a step could not be measured")
+    return msgspec.json.decode(child.stdout, type=list[BareStep])
+
+
+async def measure_engine_step_ms(target: Target, workload: Workload, batch_size: int, seeds: Sequence[int]) -> float:
+    """The median of several runs, each of prompts of its own."""
+    steps_s = [decode_step_s(await run_open_loop(target, workload.draw(batch_size, seed))) for seed in seeds]
+    return 1000 * statistics.median(steps_s)
+
+
+def floor_table(steps: Sequence[EngineStep], context_tokens: int) -> Table:
+    columns = ("batch", "linears ms", "attention ms", "bare work ms", "bare pass ms", "engine ms", "engine / bare work")
+    table = make_table(f"One decode step at a context of {context_tokens} tokens", *columns)
+    for step in steps:
+        bare = step.bare
+        parts = (bare.linear_ms, bare.attention_ms, bare.bare_ms, bare.step_ms, step.engine_ms)
+        table.add_row(str(bare.batch_size), *(f"{value:.2f}" for value in parts), f"{step.ratio:.2f} ×")
+    return table

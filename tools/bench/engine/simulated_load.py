@@ -1,0 +1,320 @@
+"""The backend's real loop under a load, with a device, clients and a clock that are simulated.
+
+Requests, pages, plans and messages are real and take the CPU time that they take, which is measured as the thread's own
+and added to the clock. A step of the device lasts STEP_S, whatever is in it, and a client hears and is heard after
+WIRE_S. So steps and tokens are exact counts, and no other process of a busy machine can disturb them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.executor import StepResult
+from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.requests import Limits, Requests
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.shm.link.link import Cancellation, Submission
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.messages import Finish, Sampling, Submit
+from penstock.tools.bench.engine.scheduling import UnsentLink
+
+if TYPE_CHECKING:
+    from penstock.backend.engine.step_timing import Pace
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.scheduling.step_plan import Plan
+    from penstock.tools.bench.load_generator.workload import PlannedRequest
+
+STEP_S = 0.005
+"""About what a decode step of a model of 8 billion parameters takes a large GPU."""
+WIRE_S = 0.001
+"""From the backend to a client, or back."""
+VOCAB_SIZE = 32_000
+_PAGE_SIZE_TOKENS = 32
+_CONTEXT_TOKENS = 1 << 13
+_NUM_FRONTENDS = 4
+
+
+class _Device:
+    """Stands where Executor stands: steps begin and end by the simulated clock, and rows are bound as a step begins."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._plans: deque[Plan] = deque()
+        self._unready: list[Plan] = []
+        """Launched in the turn that is going on."""
+        self._running: Plan | None = None
+        self._results: list[StepResult] = []
+        self._num_in_flight = 0
+        self._token_ids = itertools.cycle(range(1, VOCAB_SIZE))
+        self._ends_s = 0.0
+        """Of an idle device, when its last step did."""
+        self.now_s = 0.0
+        """When the turn that is going on began."""
+        self.idle_s = 0.0
+        """Between its first step and its last."""
+        self.num_steps = 0
+        self.saved_tokens = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self._num_in_flight <= self._capacity
+
+    def running_s(self) -> float:
+        """As of `now_s`."""
+        return 0.0 if self._running is None else STEP_S - (self._ends_s - self.now_s)
+
+    def clear_wake(self) -> None:
+        pass
+
+    def launch(self, plan: Plan, _batch: StepBatch, _saves: object) -> None:
+        self._num_in_flight += 1
+        self._unready.append(plan)
+
+    def results(self) -> list[StepResult]:
+        results, self._results = self._results, []
+        self._num_in_flight -= len(results)
+        return results
+
+    def next_due_s(self, now_s: float) -> float | None:
+        """When the loop is wanted; None where nothing runs."""
+        if self._results:
+            return now_s
+        return None if self._running is None else self._ends_s
+
+    def advance(self, until_s: float) -> None:
+        """Steps end, and planned ones begin behind them, up to then."""
+        self.now_s = until_s
+        while self._running is not None and self._ends_s <= until_s:
+            plan, self._running = self._running, None
+            self.num_steps += 1
+            self._results.append(StepResult(plan, [next(self._token_ids) for _ in plan.logit_rows], STEP_S))
+            self._begin(self._ends_s)
+
+    def take_plans(self, now_s: float) -> None:
+        """What the turn that ends now has launched is there."""
+        self._plans += self._unready
+        self._unready.clear()
+        self._begin(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        while self._running is None and self._plans:
+            planned = self._plans.popleft()
+            plan = planned.keep(planned.live_rows())
+            self.saved_tokens += sum(planned.lengths) - sum(plan.lengths)
+            if not plan:
+                self._results.append(StepResult(plan, [], 0.0))
+                continue
+            self.idle_s += now_s - self._ends_s if self.num_steps else 0.0
+            self._running, self._ends_s = plan, now_s + STEP_S
+
+
+class _Link(UnsentLink):
+    """Remembers what was pushed: (request id, it has a token, it is the request's end)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pushed: list[tuple[int, bool, bool]] = []
+
+    def push(
+        self, frontend: int, request_id: int, token_id: int, finish: Finish = Finish.NONE, *rest: Any, **named: Any
+    ) -> None:
+        super().push(frontend, request_id, token_id, finish, *rest, **named)
+        self.pushed.append((request_id, token_id >= 0, finish is not Finish.NONE))
+
+    def note_preemption(self, frontend: int, request_id: int) -> None:
+        pass
+
+    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
+        super().push_tokens(frontend, request_ids, token_ids)
+        self.pushed += [(request_id, True, False) for request_id in request_ids]
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request as its client sees it."""
+
+    planned: PlannedRequest
+    sent_s: float
+    sent_at_step: int
+    is_burst: bool
+    num_tokens: int = 0
+    first_s: float = 0.0
+    first_at_step: int = 0
+    has_left: bool = False
+    """It has been answered, or has hung up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What became of a load. Steps and tokens are counts, times are the simulated clock's."""
+
+    duration_s: float
+    steps: int
+    idle_s: float
+    """In which the device waited for the host, between its first step and its last."""
+    output_tokens: int
+    """That reached a client who was still there."""
+    computed_tokens: int
+    wasted_tokens: int
+    """Computed in rows whose sequence had ended when the step's result was there."""
+    saved_tokens: int
+    """Planned and not computed, since their sequence had ended when the step began."""
+    ttfts_ms: list[float]
+    """Of the closed loop's requests."""
+    burst_steps: list[list[int]]
+    """Of each burst's requests, rising: steps that ended between the sending and the first token."""
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.duration_s
+
+    @property
+    def idle_us(self) -> float:
+        """The mean, over all steps."""
+        return 1e6 * self.idle_s / self.steps
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.output_tokens / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Requests that are all sent at once, whoever else runs."""
+
+    at_s: float
+    requests: Sequence[PlannedRequest]
+
+
+class SimulatedLoad:
+    """One backend and its clients, who each send their next request when their last has ended. Used once."""
+
+    def __init__(self, capacity: int, max_running: int, max_batch_tokens: int, *, pace: Pace | None = None) -> None:
+        self._device, self._link, self._board = _Device(capacity), _Link(), BackendBoard.create()
+        pages_per_sequence = _CONTEXT_TOKENS // _PAGE_SIZE_TOKENS
+        pool = PagePool(max_running * pages_per_sequence)
+        scheduler = Scheduler(pool, _PAGE_SIZE_TOKENS, max_running, max_batch_tokens, num_plans_ahead=capacity)
+        link, executor = cast("Any", self._link), cast("Any", self._device)
+        requests = Requests(link, scheduler, self._board, Limits(VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 20))
+        builder = BatchBuilder(max_running, pages_per_sequence)
+        self._engine = Engine(link, executor, scheduler, builder, requests, self._board, pace=pace)
+        self._now_s = 0.0
+        self._due: list[tuple[float, int, Callable[[float], None]]] = []
+        """When, in which order, what."""
+        self._order = itertools.count()
+        self._requests: list[_Request] = []
+        self._unsent: deque[PlannedRequest] = deque()
+
+    def run(self, requests: Sequence[PlannedRequest], concurrency: int, bursts: Sequence[Burst] = ()) -> Load:
+        """requests have prompts of token ids."""
+        self._unsent.extend(requests)
+        for _ in range(concurrency):
+            self._at(0.0, self._send_next)
+        burst_of: list[list[_Request]] = [[] for _ in bursts]
+        for burst, sent in zip(bursts, burst_of, strict=True):
+            self._at(burst.at_s, partial(self._send_burst, burst, sent))
+        while (due_s := self._next_due_s()) is not None:
+            self._turn(max(self._now_s, due_s))
+        device, board = self._device, self._board
+        return Load(
+            duration_s=self._now_s,
+            steps=device.num_steps,
+            idle_s=device.idle_s,
+            output_tokens=sum(request.num_tokens for request in self._requests),
+            computed_tokens=board.computed_tokens,
+            wasted_tokens=board.wasted_tokens,
+            saved_tokens=device.saved_tokens,
+            ttfts_ms=[
+                1000 * (request.first_s - request.sent_s)
+                for request in self._requests
+                if request.num_tokens and not request.is_burst
+            ],
+            burst_steps=[sorted(request.first_at_step - request.sent_at_step for request in sent) for sent in burst_of],
+        )
+
+    def close(self) -> None:
+        self._link.close()
+        self._board.close()
+
+    def _next_due_s(self) -> float | None:
+        due_s = [self._due[0][0]] if self._due else []
+        if (device_s := self._device.next_due_s(self._now_s)) is not None:
+            due_s.append(device_s)
+            if (plan_due_s := self._engine.plan_due_s) is not None:
+                due_s.append(self._now_s + plan_due_s)
+        return min(due_s, default=None)
+
+    def _at(self, at_s: float, action: Callable[[float], None]) -> None:
+        heapq.heappush(self._due, (at_s, next(self._order), action))
+
+    def _turn(self, now_s: float) -> None:
+        """All that is due by now, then one turn of the loop, which takes its time."""
+        self._device.advance(now_s)
+        while self._due and self._due[0][0] <= now_s:
+            at_s, _, action = heapq.heappop(self._due)
+            action(at_s)
+        started_ns = time.thread_time_ns()
+        self._engine.turn()
+        self._now_s = now_s = now_s + (time.thread_time_ns() - started_ns) / 1e9
+        self._device.advance(now_s)
+        self._device.take_plans(now_s)
+        pushed, self._link.pushed = self._link.pushed, []
+        for request_id, has_token, is_end in pushed:
+            self._hear(request_id, has_token, is_end, now_s + WIRE_S)
+
+    def _send_next(self, now_s: float) -> None:
+        if self._unsent:
+            self._send(self._unsent.popleft(), now_s, is_burst=False)
+
+    def _send_burst(self, burst: Burst, sent: list[_Request], now_s: float) -> None:
+        sent += [self._send(planned, now_s, is_burst=True) for planned in burst.requests]
+
+    def _send(self, planned: PlannedRequest, now_s: float, *, is_burst: bool) -> _Request:
+        request_id = len(self._requests)
+        request = _Request(planned, now_s, self._device.num_steps, is_burst)
+        self._requests.append(request)
+        tokens = array("i", cast("tuple[int, ...]", planned.prompt))
+        packed, sampling = tokens.tobytes(), Sampling(temperature=0.0)
+        submit = Submit(request_id, packed, len(tokens), planned.output_tokens, sampling)
+        submission = Submission(request_id % _NUM_FRONTENDS, submit, packed)
+        self._at(now_s + WIRE_S, lambda _now_s: self._link.arrivals.append(submission))
+        if planned.drop is not None and planned.drop.after_events == 0:
+            self._at(now_s + planned.drop.delay_s, lambda now_s: self._hang_up(request_id, now_s))
+        return request
+
+    def _hang_up(self, request_id: int, now_s: float) -> None:
+        if self._requests[request_id].has_left:
+            return
+        self._leave(request_id, now_s)
+        cancellation = Cancellation(request_id % _NUM_FRONTENDS, request_id, 0)
+        self._at(now_s + WIRE_S, lambda _now_s: self._link.arrivals.append(cancellation))
+
+    def _hear(self, request_id: int, has_token: bool, is_end: bool, at_s: float) -> None:
+        request = self._requests[request_id]
+        if request.has_left:
+            return
+        if has_token:
+            request.num_tokens += 1
+            if request.num_tokens == 1:
+                request.first_s, request.first_at_step = at_s, self._device.num_steps
+            drop = request.planned.drop
+            if drop is not None and request.num_tokens == drop.after_events:
+                self._at(at_s + drop.delay_s, lambda now_s: self._hang_up(request_id, now_s))
+        if is_end:
+            self._leave(request_id, at_s)
+
+    def _leave(self, request_id: int, at_s: float) -> None:
+        request = self._requests[request_id]
+        request.has_left = True
+        if not request.is_burst:
+            self._at(at_s, self._send_next)

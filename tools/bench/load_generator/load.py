@@ -1,0 +1,282 @@
+"""Sends a workload to an OpenAI endpoint and records what each client sees."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from penstock.tools.bench.load_generator.client import ConnectionBroken, HttpClient, HungUp, Reply
+from penstock.tools.bench.load_generator.stats import Outcome, RequestRecord, Summary, summarize
+from penstock.tools.bench.load_generator.workload import Drop, PlannedRequest, Workload
+
+Endpoint = Literal["completions", "chat"]
+
+
+class BenchError(Exception):
+    """The run cannot go on; said in one line."""
+
+
+class _Delta(Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(Struct):
+    text: str = ""
+    delta: _Delta | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.text or (self.delta and (self.delta.content or self.delta.reasoning_content)))
+
+
+class _Usage(Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Whole(Struct):
+    """An answer that is not streamed."""
+
+    usage: _Usage
+
+
+class _Model(Struct):
+    id: str
+    owned_by: str = ""
+    vocab_size: int | None = None
+
+
+class _Models(Struct):
+    data: list[_Model]
+
+
+class ReadyState(Struct):
+    """The body of Penstock's /ready; None where another server does not say."""
+
+    running: int | None = None
+    waiting: int | None = None
+    pages_used: int | None = None
+
+
+_chunk = msgspec.json.Decoder(_Chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server under load. vocab_size is known of Penstock only, and prompts may then be token ids."""
+
+    http: HttpClient
+    endpoint: Endpoint
+    model: str
+    vocab_size: int | None
+
+    @classmethod
+    async def discover(cls, http: HttpClient, endpoint: Endpoint, model: str | None) -> Target:
+        """Asks /v1/models. Raises BenchError."""
+        try:
+            reply = await http.get("/v1/models")
+            models = msgspec.json.decode(reply.body, type=_Models).data if reply.status == 200 else []
+        except (ConnectionBroken, msgspec.MsgspecError) as error:
+            raise BenchError(f"/v1/models: {error}") from None
+        chosen = next((entry for entry in models if model in (None, entry.id)), None)
+        if chosen is None:
+            names = ", ".join(entry.id for entry in models)
+            raise BenchError(f"/v1/models (status {reply.status}) offers [{names}], not {model or 'a model'}")
+        return cls(http, endpoint, chosen.id, chosen.vocab_size)
+
+    async def ready_state(self) -> ReadyState:
+        """Raises BenchError where /ready is not Penstock's."""
+        try:
+            return msgspec.json.decode((await self.http.get("/ready")).body, type=ReadyState)
+        except (ConnectionBroken, msgspec.MsgspecError) as error:
+            raise BenchError(f"/ready: {error}") from None
+
+    def encode(self, request: PlannedRequest, *, is_stream: bool = True) -> bytes:
+        """The whole HTTP request. Greedy, and of exactly output_tokens where the server knows ignore_eos."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        if is_stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self.endpoint == "completions":
+            body["prompt"] = request.prompt
+            return self.http.encode_post("/v1/completions", msgspec.json.encode(body))
+        body["messages"] = [{"role": "user", "content": request.prompt}]
+        return self.http.encode_post("/v1/chat/completions", msgspec.json.encode(body))
+
+
+async def send_one(http: HttpClient, request: bytes, started_s: float, drop: Drop | None = None) -> RequestRecord:
+    """The record of one request: listened to until its end, or hung up on as drop says."""
+    record = RequestRecord(started_s)
+    await follow(http, request, record, drop)
+    return record
+
+
+async def follow(http: HttpClient, request: bytes, record: RequestRecord, drop: Drop | None = None) -> None:
+    """Sends, and writes down what comes as it comes. A fault of the server is in the record, never raised.
+
+    A cancelled task hangs up.
+    """
+    try:
+        reply = await _stream(http, request, record, drop)
+    except HungUp:
+        record.outcome, record.output_tokens = Outcome.DROPPED, len(record.event_times_s)
+    except ConnectionBroken as error:
+        record.error = str(error)
+    else:
+        if reply.status != 200:
+            record.error = f"status {reply.status}: {reply.body[:300].decode(errors='replace')}"
+        elif not record.error:
+            record.outcome = Outcome.COMPLETED
+    record.ended_s = time.perf_counter()
+    record.output_tokens = record.output_tokens or len(record.event_times_s)
+
+
+async def _stream(http: HttpClient, request: bytes, record: RequestRecord, drop: Drop | None) -> Reply:
+    connection = await http.connect()
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+    record.error = "the stream ended without [DONE]"
+
+    def go_away_after(num_events: int) -> None:
+        """A stream faster than its drop's delay is left at its next event, so that what should be dropped is."""
+        nonlocal timer
+        if drop is None or num_events < drop.after_events:
+            return
+        if num_events == drop.after_events:
+            timer = loop.call_later(drop.delay_s, connection.hang_up)
+        else:
+            connection.hang_up()
+
+    def on_event(at_s: float, data: bytes) -> None:
+        if data == b"[DONE]":
+            record.error = record.error if record.error.startswith("error event") else ""
+            if drop is not None:
+                connection.hang_up()
+            return
+        try:
+            chunk = _chunk.decode(data)
+        except msgspec.MsgspecError:
+            chunk = _Chunk(error="not a completion chunk")
+        if chunk.error is not None:
+            record.error = f"error event: {data[:300].decode(errors='replace')}"
+        if chunk.usage is not None:
+            record.prompt_tokens, record.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            if choice.has_text:
+                record.event_times_s.append(at_s)
+                go_away_after(len(record.event_times_s))
+
+    go_away_after(0)
+    try:
+        reply = await connection.exchange(request, on_event)
+        if reply.status == 200 and not reply.headers.get("content-type", "").startswith("text/event-stream"):
+            record.error = "the answer is not an event stream"
+    except asyncio.CancelledError:
+        connection.close()
+        raise
+    finally:
+        if timer is not None:
+            timer.cancel()
+    http.give_back(connection)
+    return reply
+
+
+async def run_closed_loop(target: Target, requests: Sequence[PlannedRequest], concurrency: int) -> list[RequestRecord]:
+    """concurrency clients, each of which sends its next request when its last has ended."""
+    remaining = iter([(target.encode(request), request.drop) for request in requests])
+    records: list[RequestRecord] = []
+
+    async def client() -> None:
+        for encoded, drop in remaining:
+            records.append(await send_one(target.http, encoded, time.perf_counter(), drop))
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return records
+
+
+async def run_all(target: Target, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
+    """All of them when due, each to its end. Raises BenchError where one is not answered in full length."""
+    records = await run_open_loop(target, requests)
+    for record, request in zip(records, requests, strict=True):
+        if record.outcome is not Outcome.COMPLETED or record.output_tokens != request.output_tokens:
+            reason = record.error or f"{record.output_tokens} tokens instead of {request.output_tokens}"
+            raise BenchError(f"a request did not run as planned: {reason}")
+    return records
+
+
+async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float:
+    """All of them at once, their answers not streamed. Returns output tokens a second; raises BenchError."""
+    encoded = [target.encode(request, is_stream=False) for request in requests]
+
+    async def ask(data: bytes) -> int:
+        connection = await target.http.connect()
+        try:
+            reply = await connection.exchange(data)
+        except ConnectionBroken as error:
+            raise BenchError(str(error)) from None
+        target.http.give_back(connection)
+        if reply.status != 200:
+            raise BenchError(f"status {reply.status}: {reply.body[:300].decode(errors='replace')}")
+        return msgspec.json.decode(reply.body, type=_Whole).usage.completion_tokens
+
+    started_s = time.perf_counter()
+    counts = await asyncio.gather(*map(ask, encoded))
+    lasted_s = time.perf_counter() - started_s
+    if counts != [request.output_tokens for request in requests]:
+        raise BenchError(f"answers of {counts} tokens")
+    return sum(counts) / lasted_s
+
+
+async def run_open_loop(target: Target, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
+    """Each request is sent when due, however many are still running."""
+    encoded = [target.encode(request) for request in requests]
+    start_s = time.perf_counter()
+
+    async def send_when_due(request: PlannedRequest, data: bytes) -> RequestRecord:
+        due_s = start_s + request.due_s
+        await asyncio.sleep(due_s - time.perf_counter())
+        return await send_one(target.http, data, due_s, request.drop)
+
+    return await asyncio.gather(*(send_when_due(*pair) for pair in zip(requests, encoded, strict=True)))
+
+
+async def warm_up(target: Target, workload: Workload, num_requests: int, concurrency: int, seed: int) -> None:
+    """Requests that are not measured, of prompts that the run does not repeat. Raises BenchError if none succeeds."""
+    if num_requests == 0:
+        return
+    requests = [
+        PlannedRequest(planned.prompt, planned.output_tokens) for planned in workload.draw(num_requests, seed ^ 0x5EED)
+    ]
+    records = await run_closed_loop(target, requests, concurrency)
+    if all(record.outcome is Outcome.FAILED for record in records):
+        raise BenchError(f"the first requests failed: {records[0].error}")
+
+
+async def measure(target: Target, workload: Workload, num_requests: int, concurrency: int, seed: int) -> Summary:
+    """One row of the table: an open loop where the workload has a rate, else a closed loop."""
+    requests = workload.draw(num_requests, seed)
+    cpu_before_s = time.process_time()
+    if workload.rate_per_s is None:
+        records = await run_closed_loop(target, requests, concurrency)
+        load = f"c={concurrency}"
+    else:
+        records = await run_open_loop(target, requests)
+        load = f"{workload.rate_per_s:g}/s"
+    return summarize(load, records, time.process_time() - cpu_before_s)

@@ -1,0 +1,146 @@
+"""Requests that share a long prefix and arrive together: how often is the prefix computed?
+
+Distinct tokens are the prefix once and each request's own suffix: the least that can be computed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from penstock.tools.bench.harness.counters import Counters, backend_counters
+from penstock.tools.bench.harness.report import make_table
+from penstock.tools.bench.load_generator.load import BenchError, Target, run_all, warm_up
+from penstock.tools.bench.load_generator.stats import Aim, duration_s, percentile, ttfts_s
+from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.tools.bench.harness.context import Bench
+    from penstock.tools.bench.harness.server import OwnServer
+
+_NUM_REQUESTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLoad:
+    """num_requests prompts of one prefix and suffixes of their own."""
+
+    num_requests: int
+    prefix_tokens: int
+    suffix_tokens: int
+
+    @property
+    def distinct_tokens(self) -> int:
+        return self.prefix_tokens + self.num_requests * self.suffix_tokens
+
+    @property
+    def sent_tokens(self) -> int:
+        return self.num_requests * (self.prefix_tokens + self.suffix_tokens)
+
+    def draw(self, workload: Workload, seed: int) -> list[PlannedRequest]:
+        """All due at once, and nothing in common with another seed's. Raises BenchError."""
+        length = self.prefix_tokens + self.suffix_tokens
+        drawn = replace(workload, prompt_tokens=Lengths(length, length)).draw(self.num_requests, seed)
+        prompts = [request.prompt for request in drawn if not isinstance(request.prompt, str)]
+        if len(prompts) != len(drawn):
+            raise BenchError("a shared prefix wants prompts of token ids")
+        prefix = prompts[0][: self.prefix_tokens]
+        return [
+            replace(request, prompt=prefix + prompt[self.prefix_tokens :])
+            for request, prompt in zip(drawn, prompts, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRound:
+    prefill_tokens: int
+    """Prompt tokens computed."""
+    cached_tokens: int
+    """Prompt tokens that requests got from others' pages, as the server counts them."""
+    wall_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    load: PrefixLoad
+    distinct_tokens: int
+    rounds: list[PrefixRound]
+
+    @property
+    def prefill_tokens(self) -> float:
+        return statistics.median(entry.prefill_tokens for entry in self.rounds)
+
+    def aims(self) -> list[Aim]:
+        return [
+            Aim("prompt tokens, computed / distinct", self.prefill_tokens / self.distinct_tokens, "at most", 1.05),
+        ]
+
+
+def run_shared_prefix(bench: Bench, console: Console) -> bool:
+    options = bench.options
+    load = PrefixLoad(options.requests or _NUM_REQUESTS, options.prefix_tokens, options.suffix_tokens)
+    with bench.own_server() as own:
+        found = uvloop.run(_on(bench, own, load))
+    bench.report.sections["shared_prefix"] = found
+    bench.report.aims += found.aims()
+    console.print(shared_prefix_table(found))
+    return True
+
+
+async def _on(bench: Bench, own: OwnServer, load: PrefixLoad) -> SharedPrefix:
+    found = SharedPrefix(load, load.distinct_tokens, [])
+    async with bench.target(own.url) as target, backend_counters(own) as counters:
+        workload = bench.plain_workload(target)
+        await warm_up(target, workload, bench.options.warmup, load.num_requests, bench.options.seed)
+        for index in range(bench.num_rounds):
+            with bench.progress.status(f"{load.num_requests} requests with one prefix, round {index + 1}"):
+                requests = load.draw(workload, bench.options.seed + index)
+                found.rounds.append(await measure_round(target, requests, counters))
+    return found
+
+
+async def measure_round(target: Target, requests: list[PlannedRequest], counters: Counters) -> PrefixRound:
+    """Raises BenchError where a request fails."""
+    before = counters.read()
+    records = await run_all(target, requests)
+    did = counters.since(before)
+    # Of each answer all tokens but the last were computed as well, to get the next.
+    decoded_tokens = did["generated_tokens"] - len(requests)
+    return PrefixRound(
+        prefill_tokens=did["computed_tokens"] - decoded_tokens,
+        cached_tokens=did["cached_tokens"],
+        wall_s=duration_s(records),
+        ttft_p50_s=percentile(ttfts_s(records), 50) or 0.0,
+        ttft_p99_s=percentile(ttfts_s(records), 99) or 0.0,
+    )
+
+
+def shared_prefix_table(found: SharedPrefix) -> Table:
+    load = found.load
+    title = (
+        f"{load.num_requests} requests at once: {load.prefix_tokens:,} tokens in common, {load.suffix_tokens} of each "
+        "one's own"
+    )
+    table = make_table(title, "prompt tokens", "", "by distinct", "wall ms", "TTFT ms p50 / p99")
+    table.add_row("sent", f"{load.sent_tokens:,}", f"{load.sent_tokens / found.distinct_tokens:.2f} ×")
+    rounds = found.rounds
+    wall_s, p50_s, p99_s = (
+        statistics.median(getattr(entry, field) for entry in rounds) for field in ("wall_s", "ttft_p50_s", "ttft_p99_s")
+    )
+    table.add_row(
+        f"computed, median of {len(rounds)} rounds",
+        f"{found.prefill_tokens:,.0f}",
+        f"{found.prefill_tokens / found.distinct_tokens:.3f} ×",
+        f"{1000 * wall_s:.0f}",
+        f"{1000 * p50_s:.0f} / {1000 * p99_s:.0f}",
+    )
+    table.add_row("distinct", f"{found.distinct_tokens:,}", "1 ×")
+    return table

@@ -1,0 +1,192 @@
+"""Continuous against static batching: the same requests, the same machine, the same minute.
+
+Continuous is the whole server over HTTP. Static is `serving.static_batch`: the bare forward pass, in its favour.
+Throughput is compared on requests that all arrive at once, whose answers come whole, as the static side's do, and once
+more streamed. Time to first token is compared on arrivals stagger_s apart: a static batch starts when the last request
+has come. What its clients then see first, and when, has two answers, and both are reported: `ttft_static_s` counts to
+the batch's end, when a server that returns whole batches shows a first token; `ttft_static_streaming_s` counts to the
+end of the batch's prefill, for one that streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.backend.options import BackendOptions
+from penstock.shm.process.options import to_argv
+from penstock.shm.process.supervisor import module_argv
+from penstock.tools.bench.load_generator.load import BenchError, Target, run_all, run_whole
+from penstock.tools.bench.load_generator.stats import Aim, duration_s, ttfts_s
+from penstock.tools.bench.load_generator.workload import PlannedRequest, Workload
+from penstock.tools.bench.serving.static_batch import StaticJob, StaticTiming
+from penstock.tools.serve import ServeOptions, part
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NUM_REQUESTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of both. Rates in output tokens a second; TTFT is the median over the requests, in seconds."""
+
+    continuous_tokens_per_s: float
+    continuous_whole_tokens_per_s: float
+    static_tokens_per_s: float
+    ttft_continuous_s: float
+    ttft_static_s: float
+    ttft_static_streaming_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ratios above 1 favour continuous batching; each is the median of the rounds' ratios."""
+
+    requests: int
+    stagger_s: float
+    rounds: list[Round]
+    throughput_ratio: float
+    whole_throughput_ratio: float
+    ttft_ratio: float
+    ttft_streaming_ratio: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round], num_requests: int, stagger_s: float) -> Comparison:
+        return cls(
+            requests=num_requests,
+            stagger_s=stagger_s,
+            rounds=list(rounds),
+            throughput_ratio=statistics.median(r.continuous_tokens_per_s / r.static_tokens_per_s for r in rounds),
+            whole_throughput_ratio=statistics.median(
+                r.continuous_whole_tokens_per_s / r.static_tokens_per_s for r in rounds
+            ),
+            ttft_ratio=statistics.median(r.ttft_static_s / r.ttft_continuous_s for r in rounds),
+            ttft_streaming_ratio=statistics.median(r.ttft_static_streaming_s / r.ttft_continuous_s for r in rounds),
+        )
+
+    def aims(self) -> list[Aim]:
+        return [
+            Aim(
+                f"throughput, continuous / static, {self.requests} at once",
+                self.whole_throughput_ratio,
+                "at least",
+                1.0,
+            ),
+            Aim("the same with answers streamed over HTTP", self.throughput_ratio, "at least", 0.95),
+            Aim(f"TTFT, static / continuous, {self.stagger_s:g} s apart", self.ttft_ratio, "at least", 4.0),
+        ]
+
+
+class StaticChild:
+    """The static batch's process."""
+
+    def __init__(self, options: ServeOptions, num_rows: int, workload: Workload) -> None:
+        """Raises BenchError where the model does not load; its reason is on standard error."""
+        longest_prompt = workload.prompt_tokens.high
+        sizes = ["--rows", num_rows, "--longest-prompt", longest_prompt]
+        sizes += ["--longest-context", longest_prompt + workload.output_tokens.high]
+        arguments = [*map(str, sizes), *to_argv(part(options, BackendOptions))]
+        self._process = subprocess.Popen(
+            module_argv("penstock.tools.bench.serving.static_batch", arguments),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        if self._read_line() != b"loaded\n":
+            raise BenchError("the static batch did not start")
+
+    def run(self, requests: Sequence[PlannedRequest]) -> StaticTiming:
+        """Raises BenchError."""
+        prompts = [list(request.prompt) for request in requests if not isinstance(request.prompt, str)]
+        job = StaticJob(prompts, [request.output_tokens for request in requests])
+        if self._process.stdin is None or len(prompts) != len(requests):
+            raise BenchError("a static batch wants prompts of token ids")
+        self._process.stdin.write(msgspec.json.encode(job) + b"\n")
+        self._process.stdin.flush()
+        try:
+            return msgspec.json.decode(self._read_line(), type=StaticTiming)
+        except msgspec.MsgspecError:
+            raise BenchError("the static batch failed") from None
+
+    def _read_line(self) -> bytes:
+        return self._process.stdout.readline() if self._process.stdout is not None else b""
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def static_child(options: ServeOptions, num_rows: int, workload: Workload) -> Iterator[StaticChild]:
+    child = StaticChild(options, num_rows, workload)
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+async def compare_static(
+    target: Target, child: StaticChild, workload: Workload, *, num_rounds: int, stagger_s: float, seed: int
+) -> Comparison:
+    """Rounds alternate, so that a noisy minute hits both. Raises BenchError where a request fails."""
+    rounds = []
+    for index in range(-1, num_rounds):  # the first is for warming up
+        burst = workload.draw(NUM_REQUESTS, seed + 2 * index + 2)
+        staggered = [
+            replace(request, due_s=position * stagger_s)
+            for position, request in enumerate(workload.draw(NUM_REQUESTS, seed + 2 * index + 3))
+        ]
+        static_burst, static_late = child.run(burst), child.run(staggered)
+        at_once = await run_all(target, burst)
+        whole = await run_whole(target, workload.draw(NUM_REQUESTS, seed + 2 * index + 1_000_003))
+        apart = await run_all(target, staggered)
+        # From an arrival to the last one, which is when the batch starts.
+        waits_s = [staggered[-1].due_s - request.due_s for request in staggered]
+        tokens = sum(request.output_tokens for request in burst)
+        found = Round(
+            continuous_tokens_per_s=sum(record.output_tokens for record in at_once) / duration_s(at_once),
+            continuous_whole_tokens_per_s=whole,
+            static_tokens_per_s=tokens / static_burst.total_s,
+            ttft_continuous_s=statistics.median(ttfts_s(apart)),
+            ttft_static_s=statistics.median(waits_s) + static_late.total_s,
+            ttft_static_streaming_s=statistics.median(waits_s) + static_late.prefill_s,
+        )
+        if index >= 0:
+            rounds.append(found)
+    return Comparison.of(rounds, NUM_REQUESTS, stagger_s)
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    from penstock.tools.bench.harness.report import make_table
+
+    title = f"{comparison.requests} requests: at once for throughput, {comparison.stagger_s:g} s apart for TTFT"
+    table = make_table(
+        title, "round", "batching", "output tok/s, streamed", "whole", "TTFT ms", "TTFT ms, if prefill streams"
+    )
+    for number, entry in enumerate(comparison.rounds, start=1):
+        continuous_ms = f"{1000 * entry.ttft_continuous_s:.0f}"
+        table.add_row(
+            str(number),
+            "continuous",
+            f"{entry.continuous_tokens_per_s:.0f}",
+            f"{entry.continuous_whole_tokens_per_s:.0f}",
+            continuous_ms,
+            continuous_ms,
+        )
+        static_ms = [f"{1000 * value:.0f}" for value in (entry.ttft_static_s, entry.ttft_static_streaming_s)]
+        table.add_row("", "static", "", f"{entry.static_tokens_per_s:.0f}", *static_ms)
+    ratios = [
+        comparison.throughput_ratio,
+        comparison.whole_throughput_ratio,
+        comparison.ttft_ratio,
+        comparison.ttft_streaming_ratio,
+    ]
+    table.add_row("median", "for continuous", *(f"{ratio:.2f} ×" for ratio in ratios))
+    return table

@@ -1,0 +1,289 @@
+"""What a grammar costs for each row and step: its mask, taking the sampled token in, and hiding the other tokens.
+
+Grammars are compiled, copied and asked as the backend does, with its own classes; the answers are made up, and match.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from llguidance import LLTokenizer
+
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
+from penstock.backend.sampling.sampler import HostSampling
+from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints, fill_masks
+from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
+from penstock.shm.messages import Constraints, Grammar
+from penstock.tools.bench.harness.report import make_table
+from penstock.tools.bench.load_generator.load import BenchError
+from penstock.tools.bench.load_generator.stats import Aim, percentile
+from penstock.tools.bench.structured_output.grammar_cases import CASES
+from penstock.tools.bench.structured_output.made_up_tokenizer import write_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.backend.forward_pass import TokenMasks
+    from penstock.backend.options import BackendOptions
+    from penstock.tools.bench.harness.context import Bench
+    from penstock.tools.bench.structured_output.grammar_cases import Case
+
+NUM_ROWS = 32
+LARGE_VOCAB_SIZE = 128_000
+NUM_SAMPLINGS = 100
+LIMIT_US = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of a row, in the thread's own CPU time: what other processes take does not count."""
+
+    p50_us: float
+    p99_us: float
+    mean_us: float
+
+    @classmethod
+    def of(cls, times_us: Sequence[float]) -> Cost:
+        """times_us are one or more."""
+        return cls(percentile(times_us, 50) or 0.0, percentile(times_us, 99) or 0.0, statistics.mean(times_us))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskCost:
+    """Of one grammar over one vocabulary. A row's cost is its mask and the token that is then taken in."""
+
+    vocab_size: int
+    grammar: str
+    rows: int
+    """Measured, of each kind: rows of a step times steps."""
+    compile_ms: float
+    """Median."""
+    first: Cost
+    """The first row after each compilation."""
+    cold: Cost
+    """All rows of the first answer after each compilation."""
+    warm: Cost
+    """Rows of answers to come, whose grammar was at hand."""
+    warm_advance: Cost
+    """Of that, what taking the token in costs."""
+    applied: Cost
+    """What sampling on the host takes longer with masks than without, for each masked row."""
+
+    def total_us(self, row: Cost) -> float:
+        return row.p50_us + self.applied.p50_us
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer.json and what the backend knows of it besides."""
+
+    tokenizer_json: Path
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def run_mask_cost(bench: Bench, console: Console) -> bool:
+    bench.refuse_url()
+    with tempfile.TemporaryDirectory(prefix="penstock-masks-") as directory:
+        path = Path(directory) / "tokenizer.json"
+        with bench.progress.status(f"a tokenizer of {LARGE_VOCAB_SIZE:,} tokens"):
+            large = Vocabulary(path, LARGE_VOCAB_SIZE, (write_tokenizer(path, LARGE_VOCAB_SIZE, bench.options.seed),))
+        costs = []
+        for vocabulary in (_served_vocabulary(bench.server), large):
+            with bench.progress.status(f"masks over {vocabulary.vocab_size:,} tokens"):
+                costs += measure_masks(vocabulary, bench.num_rounds, bench.options.seed)
+    bench.report.sections["mask_cost"] = costs
+    bench.report.aims += mask_aims(costs)
+    console.print(mask_table(costs))
+    return True
+
+
+def _served_vocabulary(options: BackendOptions) -> Vocabulary:
+    """Raises BenchError."""
+    from penstock.backend.checkpoint.generation_config import read_generation_defaults
+    from penstock.backend.main import locate_model, pass_options
+    from penstock.backend.plugins import find_forward_pass
+
+    try:
+        model_dir = locate_model(options)
+        spec = find_forward_pass(options.forward_pass).describe(model_dir, pass_options(options))
+        eos_token_ids = read_generation_defaults(model_dir).eos_token_ids
+    except StartupError as error:
+        raise BenchError(str(error)) from None
+    tokenizer_json = model_dir / "tokenizer.json"
+    if not tokenizer_json.is_file():
+        raise BenchError(f"{model_dir} has no tokenizer.json: its grammars cannot be compiled")
+    return Vocabulary(tokenizer_json, spec.vocab_size, eos_token_ids)
+
+
+def measure_masks(vocabulary: Vocabulary, num_rounds: int, seed: int) -> list[MaskCost]:
+    """Each grammar, over num_rounds times NUM_ROWS answers cold and as many warm. Raises BenchError."""
+    compiler = GrammarCompiler(vocabulary.tokenizer_json, vocabulary.vocab_size, vocabulary.eos_token_ids)
+    try:
+        text = vocabulary.tokenizer_json.read_text(encoding="utf-8")
+        tokenizer = LLTokenizer(text, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids))
+        measurement = _Measurement(compiler, tokenizer, vocabulary)
+        # The first compilation reads the tokenizer.
+        measurement.compile(Grammar("regex", "a"))
+        return [measurement.cost(case, num_rounds, random.Random(seed)) for case in CASES]  # noqa: S311
+    except (BadGrammar, ConstraintFailed) as error:
+        raise BenchError(f"a grammar of the benchmark fails with {vocabulary.tokenizer_json}: {error}") from None
+    finally:
+        compiler.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _RowTimes:
+    """Microseconds, step by step and row by row."""
+
+    fill_us: list[float]
+    advance_us: list[float]
+
+    @property
+    def rows_us(self) -> list[float]:
+        return [fill + advance for fill, advance in zip(self.fill_us, self.advance_us, strict=True)]
+
+
+class _Measurement:
+    """One vocabulary's."""
+
+    def __init__(self, compiler: GrammarCompiler, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> None:
+        self._compiler, self._tokenizer, self._vocab_size = compiler, tokenizer, vocabulary.vocab_size
+        self._stop_ids = frozenset(vocabulary.eos_token_ids)
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Anew, though it may be at hand. Raises BadGrammar."""
+        future = self._compiler.compile(grammar)
+        future.exception()  # waits; `finished` raises what is to be raised
+        return self._compiler.finished(grammar, future)
+
+    def cost(self, case: Case, num_rounds: int, rng: random.Random) -> MaskCost:
+        compile_ms: list[float] = []
+        first_us: list[float] = []
+        cold, warm = _RowTimes([], []), _RowTimes([], [])
+        for _ in range(num_rounds):
+            fresh = []
+            for _ in range(NUM_ROWS):
+                started_s = time.perf_counter()
+                fresh.append(self.compile(case.grammar))
+                compile_ms.append(1000 * (time.perf_counter() - started_s))
+            num_before = len(cold.fill_us)
+            self._answer(self._sequences(case, fresh), self._answers(case, rng), cold)
+            first_us += cold.rows_us[num_before : num_before + NUM_ROWS]
+            self._answer(self._sequences(case), self._answers(case, rng), warm)
+        return MaskCost(
+            vocab_size=self._vocab_size,
+            grammar=case.grammar.kind,
+            rows=len(warm.fill_us),
+            compile_ms=statistics.median(compile_ms),
+            first=Cost.of(first_us),
+            cold=Cost.of(cold.rows_us),
+            warm=Cost.of(warm.rows_us),
+            warm_advance=Cost.of(warm.advance_us),
+            applied=Cost.of(self._applied_us(self._masks(case, rng), rng)),
+        )
+
+    def _sequences(self, case: Case, matchers: Sequence[LLMatcher] = ()) -> list[SequenceConstraints]:
+        """With these matchers, or copies of the one that is at hand, as later requests get them."""
+        copies: list[LLMatcher | None] = list(matchers)
+        copies = copies or [self._compiler.compiled(case.grammar) for _ in range(NUM_ROWS)]
+        wanted = Constraints(grammar=case.grammar)
+        return [SequenceConstraints(wanted, matcher, self._stop_ids, self._vocab_size) for matcher in copies]
+
+    def _answers(self, case: Case, rng: random.Random) -> list[list[int]]:
+        return [self._tokenizer.greedy_tokenize(case.answer(rng)) for _ in range(NUM_ROWS)]
+
+    def _answer(self, sequences: list[SequenceConstraints], answers: list[list[int]], times: _RowTimes) -> None:
+        """All of them in turns, a row of each in a step, until the shortest ends. Each row counts as a step of one."""
+        for step, tokens in enumerate(zip(*answers, strict=False)):
+            for constraints, token_id in zip(sequences, tokens, strict=True):
+                started_ns = time.thread_time_ns()
+                _, faults = fill_masks([(0, step, constraints)], self._vocab_size)
+                filled_ns = time.thread_time_ns()
+                constraints.advance(token_id)
+                times.advance_us.append((time.thread_time_ns() - filled_ns) / 1000)
+                times.fill_us.append((filled_ns - started_ns) / 1000)
+                if faults:
+                    raise BenchError(f"a grammar of the benchmark: {faults[0]}")
+
+    def _masks(self, case: Case, rng: random.Random) -> TokenMasks:
+        """Of a step whose rows are at different places of their answers. Raises BenchError."""
+        sequences = self._sequences(case)
+        rows = []
+        for place, (constraints, answer) in enumerate(zip(sequences, self._answers(case, rng), strict=True)):
+            num_tokens = place * len(answer) // NUM_ROWS
+            for token_id in answer[:num_tokens]:
+                constraints.advance(token_id)
+            rows.append((place, num_tokens, constraints))
+        masks, faults = fill_masks(rows, self._vocab_size)
+        if masks is None or faults:
+            raise BenchError(f"a grammar of the benchmark: {next(iter(faults.values()))}")
+        return masks
+
+    def _applied_us(self, masks: TokenMasks, rng: random.Random) -> list[float]:
+        """What masks add to a greedy step in which every row has one, for each row; with and without in turns."""
+        sampler = HostSampling(self._vocab_size, NUM_ROWS)
+        batch = _greedy_batch()
+        sampler.begin_step(batch)
+        logits = np.random.default_rng(rng.getrandbits(32)).random((NUM_ROWS, self._vocab_size), np.float32)
+
+        def sample_ns(given: TokenMasks | None) -> int:
+            started_ns = time.thread_time_ns()
+            sampler.sample(logits, batch, given)
+            return time.thread_time_ns() - started_ns
+
+        pairs = [(sample_ns(None), sample_ns(masks)) for _ in range(NUM_SAMPLINGS)]
+        return [(masked - free) / 1000 / NUM_ROWS for free, masked in pairs]
+
+
+def _greedy_batch() -> StepBatch:
+    """One decode step of NUM_ROWS rows that have just got their slots."""
+    rows = np.arange(NUM_ROWS, dtype=np.int32)
+    prompt = np.ones(1, np.int32)
+    greedy = SamplingParams(temperature=0.0)
+    return StepBatch(
+        input_ids=rows,
+        query_starts=np.arange(NUM_ROWS + 1, dtype=np.int32),
+        context_lens=np.ones(NUM_ROWS, np.int32),
+        page_table=rows[:, None],
+        slots=rows,
+        logit_rows=rows,
+        slot_inits=tuple(SlotInit(slot, greedy, prompt, 1) for slot in range(NUM_ROWS)),
+    )
+
+
+def mask_aims(costs: Sequence[MaskCost]) -> list[Aim]:
+    """For each vocabulary, of its dearest grammar: mask, token and application together, medians."""
+    aims = []
+    for vocab_size in dict.fromkeys(cost.vocab_size for cost in costs):
+        those = [cost for cost in costs if cost.vocab_size == vocab_size]
+        for name, worst_us in (
+            ("cold", max(cost.total_us(cost.cold) for cost in those)),
+            ("warm", max(cost.total_us(cost.warm) for cost in those)),
+        ):
+            aims.append(Aim(f"a mask over {vocab_size:,} tokens, {name}, µs a row", worst_us, "at most", LIMIT_US))
+    return aims
+
+
+def mask_table(costs: Sequence[MaskCost]) -> Table:
+    columns = ["vocabulary", "grammar", "compile\nms"]
+    columns += [f"{name}\np50 / p99" for name in ("first row", "cold row", "warm row", "of it advance", "applied")]
+    columns.insert(6, "warm\nmean")
+    table = make_table("A grammar's mask, µs a row and step", *columns)
+    for cost in costs:
+        shown = (cost.first, cost.cold, cost.warm, cost.warm_advance, cost.applied)
+        spreads = [f"{entry.p50_us:.0f} / {entry.p99_us:.0f}" for entry in shown]
+        spreads.insert(3, f"{cost.warm.mean_us:.0f}")
+        table.add_row(f"{cost.vocab_size:,}", cost.grammar, f"{cost.compile_ms:.2f}", *spreads)
+    return table

@@ -1,0 +1,67 @@
+"""Every kernel against its reference, each wrapper of PTX against its emulation, whole passes against the CPU's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.tools.gpu_check.cases.catalogue import quick_checks, wide_checks
+from penstock.tools.gpu_check.checks.pass_agreement import check_passes
+from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.tools.gpu_check.cases.catalogue import Check
+    from penstock.tools.gpu_check.reporting.results import Results
+
+_FOR_PASSES_S = 20.0
+
+
+def run(results: Results) -> None:
+    launcher = MirrorLauncher()
+    run_checks(results, launcher, wide_checks(launcher.shared_bytes_per_sm), keeps_s=_FOR_PASSES_S)
+    check_passes(results, open_lab())
+
+
+def run_quick(results: Results) -> None:
+    """Kernels by themselves."""
+    launcher = MirrorLauncher()
+    run_checks(results, launcher, quick_checks(launcher.shared_bytes_per_sm))
+
+
+def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], keeps_s: float = 0.0) -> None:
+    """One finding a family: how many passed, and the largest error; and one for each that failed. Ends while keeps_s
+    seconds are left."""
+    families: defaultdict[str, list[Check]] = defaultdict(list)
+    for check in checks:
+        families[check.family].append(check)
+    for family, members in families.items():
+        _run_family(results, launcher, family, members, keeps_s)
+
+
+def _run_family(results: Results, launcher: Launcher, family: str, checks: list[Check], keeps_s: float) -> None:
+    num_passed = num_run = 0
+    worst, worst_name = 0.0, ""
+    for check in checks:
+        if results.remaining_s <= keeps_s:
+            break
+        num_run += 1
+        errors: list[float] = []
+        if results.attempt(f"{family}.{check.name}", partial(_run, check, launcher, errors)):
+            num_passed += 1
+            if errors and errors[0] >= worst:
+                worst, worst_name = errors[0], check.name
+    detail = f"{num_passed} of {len(checks)} passed" + (f", the largest error in {worst_name}" if worst_name else "")
+    if num_run < len(checks):
+        results.skipped(f"correctness.{family}.rest", f"{len(checks) - num_run} checks had no time left")
+    results.check(f"correctness.{family}", num_run > 0 and num_passed == num_run, detail, worst)
+
+
+def _run(check: Check, launcher: Launcher, errors: list[float]) -> None:
+    error = check.run(launcher)
+    if error is not None:
+        errors.append(error)

@@ -1,0 +1,229 @@
+"""Whole passes with `--deterministic`: whether a row keeps its bits, which is a gate, and what it costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.decoder.cuda.coverage import StepSizes, make_layout
+from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda.products import BLOCK_ROWS, CudaLinear, ProductsInBlocks
+from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
+from penstock.tools.gpu_check.devices.random_caches import fill_cache
+from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.reporting.results import Results
+
+    Ids = NDArray[np.int32]
+
+_PAGE_TOKENS = 32
+_WHOLE = 1 << 30
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Company:
+    """The sequence that is looked at is row `row` of num_rows. A step brings so many tokens of its prompt, and of
+    the others'.
+    """
+
+    name: str
+    num_rows: int = 1
+    row: int = 0
+    chunk: int = _WHOLE
+    others_chunk: int = _WHOLE
+
+
+ALONE = Company("alone")
+COMPANIES = (
+    Company("few", 17, 3),
+    Company("blocks", BLOCK_ROWS + 20, BLOCK_ROWS + 9),
+    Company("chunks", 5, 2, 7, 7),
+    Company("tokens", 5, 2, 1, 1),
+    Company("beside_decodes", 9, 8, 7, 1),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    config: DecoderConfig = QWEN3_06B
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtypes: tuple[str, ...] = ("bf16", "q8_0")
+    companies: tuple[Company, ...] = COMPANIES
+    prompt_tokens: int = 37
+    new_tokens: int = 16
+
+
+@dataclass(frozen=True)
+class CostSizes:
+    config: DecoderConfig = LLAMA_8B
+    dtype: torch.dtype = torch.bfloat16
+    decode_rows: tuple[int, ...] = (1, 8, 64)
+    context_tokens: int = 1024
+    prefill_tokens: int = 2048
+
+
+# ---- Whether it holds ----
+
+
+@torch.inference_mode()
+def check_products(results: Results, lab: Lab, shapes: dict[str, tuple[int, int, int]], dtype: torch.dtype) -> None:
+    """Of each weight, outputs and inputs first: a row's bits in every place of a block, and beside other rows."""
+    for name, (outputs, inputs, _) in shapes.items():
+        work = partial(_check_product, results, lab, name, outputs, inputs, dtype)
+        results.attempt(f"invariance.blocks.{name}", work)
+
+
+def _check_product(results: Results, lab: Lab, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(outputs, inputs, device=lab.at, dtype=dtype).mul_(inputs**-0.5)
+    linear, products = CudaLinear(weight, weight.t(), None), ProductsInBlocks()
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return products.multiply(x, linear, torch.empty(len(x), outputs, device=lab.at, dtype=dtype))
+
+    rows, others = (torch.randn(BLOCK_ROWS, inputs, device=lab.at, dtype=dtype) for _ in range(2))
+    expected = multiply(rows)
+    differing = [
+        f"{shift} places on"
+        for shift in range(1, BLOCK_ROWS)
+        if not torch.equal(multiply(rows.roll(shift, 0)), expected.roll(shift, 0))
+    ]
+    # Half of the rows beside other ones, and in the second block of two.
+    mixed = torch.cat([others, rows[: BLOCK_ROWS // 2], others[: BLOCK_ROWS // 2]])
+    if not torch.equal(multiply(mixed)[BLOCK_ROWS : BLOCK_ROWS * 3 // 2], expected[: BLOCK_ROWS // 2]):
+        differing.append("beside others")
+    detail = f"other bits {', '.join(differing[:8])}" if differing else f"the same in all {BLOCK_ROWS} places"
+    results.check(f"invariance.blocks.{name}", not differing, detail)
+
+
+@torch.inference_mode()
+def check_passes(results: Results, lab: Lab, sizes: Sizes, keeps_s: float = 0.0) -> None:
+    """Ends while keeps_s seconds of the section's time are left."""
+    weights = RandomWeights(sizes.config, sizes.dtype, lab.at)
+    for kv_dtype in sizes.kv_dtypes:
+        name = f"invariance.deterministic.{kv_dtype}"
+        results.attempt(name, partial(_check_pass, results, lab, sizes, weights, kv_dtype, name), keeps_s)
+
+
+def _check_pass(results: Results, lab: Lab, sizes: Sizes, weights: RandomWeights, kv_dtype: str, name: str) -> None:
+    num_rows = max(company.num_rows for company in sizes.companies)
+    rng = np.random.default_rng(0)
+    mine, *others = rng.integers(0, sizes.config.vocab_size, (num_rows, sizes.prompt_tokens)).astype(np.int32)
+    pages = _pages(sizes.prompt_tokens + sizes.new_tokens)
+    steps = StepSizes(num_rows, num_rows * sizes.prompt_tokens, pages * _PAGE_TOKENS, deterministic=True)
+    forward_pass = CudaDecoderPass(sizes.config, weights, lab.device, sizes.dtype, steps)
+    forward_pass.create_cache(num_rows * pages, _PAGE_TOKENS, kv_dtype)
+    try:
+        expected = _logits(forward_pass, mine, others, ALONE, sizes.new_tokens, pages)
+        found = {
+            company.name: _logits(forward_pass, mine, others, company, sizes.new_tokens, pages)
+            for company in sizes.companies
+        }
+        # As after a preemption: what was decoded is part of a chunk.
+        whole = np.concatenate([mine, expected.argmax(axis=1)[:-1].astype(np.int32)])
+        last = _logits(forward_pass, whole, others, ALONE, 1, pages)
+    finally:
+        forward_pass.close()
+    _tell(results, f"{name}.recomputed", last, expected[-1:])
+    for company_name, logits in found.items():
+        _tell(results, f"{name}.{company_name}", logits, expected)
+
+
+def _tell(results: Results, name: str, found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    same = (found.view(np.int32) == expected.view(np.int32)).all(axis=1)
+    results.check(name, bool(same.all()), f"{int(same.sum())} of {len(same)} tokens have the same logits as alone")
+
+
+def _logits(
+    forward_pass: CudaDecoderPass, mine: Ids, others: Sequence[Ids], company: Company, num_tokens: int, pages: int
+) -> NDArray[np.float32]:
+    """[num_tokens, vocab] of the sequence's greedy tokens."""
+    row = company.row
+    prompts = [*others[:row], mine, *others[row : company.num_rows - 1]]
+    chunks = [company.others_chunk] * company.num_rows
+    chunks[row] = company.chunk
+    steps, found = Steps(company.num_rows, pages), []
+    num_steps = -(-len(mine) // company.chunk)
+    for step in range(num_steps + num_tokens - 1):
+        if step < num_steps:
+            parts = [prompt[step * n : (step + 1) * n] for prompt, n in zip(prompts, chunks, strict=True)]
+            batch = steps.prefill(parts, samples=step == num_steps - 1)
+        else:
+            batch = steps.decode()
+        logits = forward_pass.forward(batch)
+        if len(batch.logit_rows):
+            found.append(forward_pass.host_logits(logits[row : row + 1])[0])
+        forward_pass.sample(logits, batch).wait()
+    return np.stack(found)
+
+
+# ---- What it costs ----
+
+
+@torch.inference_mode()
+def measure_cost(results: Results, lab: Lab, sizes: CostSizes, keeps_s: float = 0.0) -> None:
+    """Steps with and without. Ends while keeps_s seconds of the section's time are left."""
+    lab.memory.begin()
+    weights = RandomWeights(sizes.config, sizes.dtype, lab.at)
+    found: dict[bool, dict[str, float]] = {}
+    for deterministic in (False, True):
+        work = partial(_time_steps, lab, sizes, weights, deterministic, found)
+        results.attempt("invariance.deterministic.cost", work, keeps_s)
+    del weights
+    lab.memory.begin()
+    if len(found) < 2:
+        return
+    for name, without_ms in found[False].items():
+        with_ms = found[True][name]
+        detail = f"of a step: {with_ms:.3f} ms with --deterministic, {without_ms:.3f} ms without"
+        results.fact(f"invariance.deterministic.cost.{name}", 100 * (with_ms / without_ms - 1), "%", detail)
+
+
+def _time_steps(
+    lab: Lab, sizes: CostSizes, weights: RandomWeights, deterministic: bool, found: dict[bool, dict[str, float]]
+) -> None:
+    """Milliseconds: decode by the device's clock, prefill by the host's."""
+    most, spare = max(sizes.decode_rows), 2 * _REPEATS
+    longest = _pages(max(sizes.context_tokens + spare, sizes.prefill_tokens)) * _PAGE_TOKENS
+    pages = _pages(sizes.context_tokens + spare)
+    num_pages = max(most * pages, longest // _PAGE_TOKENS)
+    steps = StepSizes(most, sizes.prefill_tokens, longest, deterministic)
+    forward_pass = CudaDecoderPass(sizes.config, weights, lab.device, sizes.dtype, steps)
+    forward_pass.create_cache(num_pages, _PAGE_TOKENS, "bf16")
+    try:
+        fill_cache(forward_pass._ops.cache.view(-1), make_layout(sizes.config, num_pages, _PAGE_TOKENS, "bf16"))
+        step_ms = {}
+        for rows in sizes.decode_rows:
+            decoding = Steps(rows, pages)
+            decoding.context_lens[:] = sizes.context_tokens - 1
+            us = [step_us(lab.clock, forward_pass, decoding.decode()) for _ in range(_REPEATS)]
+            step_ms[f"decode.{rows}x{sizes.context_tokens}"] = statistics.median(us) / 1e3
+        step_ms[f"prefill.{sizes.prefill_tokens}"] = min(_prefill_ms(forward_pass, sizes) for _ in range(3))
+        found[deterministic] = step_ms
+    finally:
+        forward_pass.close()
+
+
+def _prefill_ms(forward_pass: CudaDecoderPass, sizes: CostSizes) -> float:
+    prompt = np.random.default_rng(0).integers(0, sizes.config.vocab_size, sizes.prefill_tokens).astype(np.int32)
+    batch = Steps(1, _pages(sizes.prefill_tokens)).prefill([prompt])
+    started_s = time.perf_counter()
+    launch(forward_pass, batch).wait()
+    return (time.perf_counter() - started_s) * 1e3
+
+
+def _pages(num_tokens: int) -> int:
+    return -(-num_tokens // _PAGE_TOKENS)

@@ -1,0 +1,136 @@
+"""One setting of the libraries, in a process of its own, for they read it once: `MODE SECONDS`, and JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.decoder.cuda.coverage import StepSizes
+from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
+from penstock.tools.gpu_check.devices.steps import generate
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.tools.gpu_check.devices.device_context import Lab
+
+_PAGE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    shapes: dict[str, tuple[int, int, int]]
+    compared_rows: tuple[int, ...] = (2, 7, 8, 16, 17, 33, 64, 128, 256, 512, 2048)
+    timed_rows: tuple[int, ...] = (1, 64, 256)
+    cold_bytes: int = 192 << 20
+    config: DecoderConfig = QWEN3_06B
+    dtype: torch.dtype = torch.bfloat16
+    prompt_tokens: int = 37
+    new_tokens: int = 64
+    batches: tuple[int, ...] = (1, 17, 64)
+
+
+def main(argv: list[str]) -> int:
+    mode, until_s = argv[0], time.monotonic() + float(argv[1]) - 5.0
+    lab = open_lab()
+    if mode == "invariant":
+        forbid_splits()
+    measure(lab, Sizes(weight_shapes(LLAMA_8B)), until_s)
+    return 0
+
+
+def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
+    """Outputs, inputs, and how often a step multiplies by it."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return {
+        "qkv": (heads * config.head_dim, config.hidden_size, config.num_layers),
+        "o": (config.hidden_size, config.num_heads * config.head_dim, config.num_layers),
+        "gate_up": (2 * config.intermediate_size, config.hidden_size, config.num_layers),
+        "down": (config.hidden_size, config.intermediate_size, config.num_layers),
+        "lm_head": (config.vocab_size, config.hidden_size, 1),
+    }
+
+
+def forbid_splits() -> None:
+    """After `CudaDevice`, which sets one of these itself."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul: Any = torch.backends.cuda.matmul
+    try:
+        # Neither sums in 16 bits, nor split sums at all: from torch 2.10 on.
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    except (TypeError, RuntimeError):
+        matmul.allow_bf16_reduced_precision_reduction = False
+
+
+@torch.inference_mode()
+def measure(lab: Lab, sizes: Sizes, until_s: float) -> None:
+    """Prints what is known so far after each part: whoever kills this has the last line."""
+    told: dict[str, Any] = {"differing": {}, "step_us": dict.fromkeys(map(str, sizes.timed_rows), 0.0)}
+    try:
+        for name, (outputs, inputs, count) in sizes.shapes.items():
+            told["differing"][name] = _differing(lab, sizes, outputs, inputs)
+            for rows, us in _timed(lab, sizes, outputs, inputs).items():
+                told["step_us"][rows] += count * us
+        print(json.dumps(told), flush=True)
+        if time.monotonic() < until_s:
+            told["tokens"] = _compare_tokens(lab, sizes)
+    except Exception as error:  # noqa: BLE001 - told to the parent, which records it
+        told["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+    print(json.dumps(told), flush=True)
+
+
+def _differing(lab: Lab, sizes: Sizes, outputs: int, inputs: int) -> list[int]:
+    """The numbers of rows at which some row has other bits than alone."""
+    weight = torch.randn(outputs, inputs, device=lab.at, dtype=sizes.dtype).mul_(inputs**-0.5)
+    x = torch.randn(max(sizes.compared_rows), inputs, device=lab.at, dtype=sizes.dtype)
+    looked_at = sorted({0, *(rows - 1 for rows in sizes.compared_rows)})
+    alone = {row: torch.mm(x[row : row + 1], weight.t())[0] for row in looked_at}
+    differing = []
+    for rows in sizes.compared_rows:
+        together = torch.mm(x[:rows], weight.t())
+        if not all(torch.equal(together[row], alone[row]) for row in looked_at if row < rows):
+            differing.append(rows)
+    return differing
+
+
+def _timed(lab: Lab, sizes: Sizes, outputs: int, inputs: int) -> dict[str, float]:
+    count = max(1, sizes.cold_bytes // (2 * outputs * inputs))
+    weights = [torch.randn(outputs, inputs, device=lab.at, dtype=sizes.dtype) for _ in range(count)]
+    timed = {}
+    for rows in sizes.timed_rows:
+        x = torch.randn(rows, inputs, device=lab.at, dtype=sizes.dtype)
+        y = torch.empty(rows, outputs, device=lab.at, dtype=sizes.dtype)
+        timed[str(rows)] = lab.clock.work_us([partial(torch.mm, x, weight.t(), out=y) for weight in weights])
+    return timed
+
+
+def _compare_tokens(lab: Lab, sizes: Sizes) -> dict[str, Any]:
+    """Greedy tokens of the same prompts, in batches of several sizes."""
+    rng = np.random.default_rng(0)
+    most = max(sizes.batches)
+    pages = -(-(sizes.prompt_tokens + sizes.new_tokens) // _PAGE_TOKENS)
+    prompts = [rng.integers(0, sizes.config.vocab_size, sizes.prompt_tokens).astype(np.int32) for _ in range(most)]
+    weights = RandomWeights(sizes.config, sizes.dtype, lab.at)
+    steps = StepSizes(most, most * sizes.prompt_tokens, pages * _PAGE_TOKENS)
+    forward_pass = CudaDecoderPass(sizes.config, weights, lab.device, sizes.dtype, steps)
+    forward_pass.create_cache(most * pages, _PAGE_TOKENS, "bf16")
+    tokens = {size: generate(forward_pass, prompts[:size], sizes.new_tokens, pages) for size in sizes.batches}
+    forward_pass.close()
+    parts = []
+    for size in sizes.batches[:-1]:
+        same = (tokens[size] == tokens[most][:size]).all(axis=1)
+        parts.append(f"{int(same.sum())} of {size} rows alike in batches of {size} and {most}")
+    all_same = all(np.array_equal(tokens[size], tokens[most][:size]) for size in sizes.batches)
+    return {"same": all_same, "detail": "; ".join(parts)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,137 @@
+"""The CUDA pass's tokens and logits beside the CPU pass's, for what distinguishes the architectures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens
+from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
+from penstock.backend.passes.decoder.cuda.coverage import StepSizes
+from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.tools.gpu_check.cases.comparing import require, require_within
+from penstock.tools.gpu_check.devices.models import TINY_FAMILY, RandomWeights
+from penstock.tools.gpu_check.devices.steps import Steps, generate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.forward_pass import DeviceRows
+    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.reporting.results import Results
+
+_ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 24, 16, 5
+_SIZES = StepSizes(max_rows=_ROWS, max_tokens=256, max_context_tokens=_PAGE_TOKENS * _PAGES)
+_LOGIT_ERROR = {"bf16": 3e-2, "fp16": 1e-2}
+"""Of the CUDA pass's logits to fp32 ones of the same weights, relative to their norm; of KV in bf16."""
+
+
+@dataclass
+class RowsOnHost:
+    """See `EmbeddingRows`."""
+
+    values: NDArray[np.float32]
+    device_reads = False
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
+
+    def read(self) -> NDArray[np.float32]:
+        return self.values.copy()
+
+    def copy_to(self, there: DeviceRows) -> None:
+        raise TypeError(f"rows on the host are to be copied on the device, to {there}")
+
+
+def check_passes(results: Results, lab: Lab, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:
+    for name in names:
+        results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, lab, name))
+    results.attempt(f"pass.{names[0]}.embeddings", partial(_compare_embeddings, results, lab, names[0]))
+    for dtype in _LOGIT_ERROR:
+        results.attempt(f"pass.{names[0]}.{dtype}", partial(_compare_logits, results, lab, names[0], dtype))
+
+
+def _compare_tokens(results: Results, lab: Lab, name: str) -> None:
+    """In fp32, where greedy choices of different kernels agree but for ties; whole prompts and chunks of 7."""
+    config = TINY_FAMILY[name]
+    expected = _tokens(_on_cpu(config), config)
+    for chunk in (1 << 30, 7):
+        found = _tokens(_on_gpu(lab, config, torch.float32, "fp32"), config, chunk)
+        num_same = int((found == expected).all(axis=1).sum())
+        require(f"{num_same} of {_ROWS} rows have the CPU pass's tokens", num_same == _ROWS)
+    results.check(f"pass.{name}.tokens", True, f"{_ROWS} rows of {_NEW_TOKENS} tokens are the CPU pass's")
+
+
+def _compare_logits(results: Results, lab: Lab, name: str, dtype_name: str) -> None:
+    config, dtype = TINY_FAMILY[name], {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
+    expected = _last_logits(_on_cpu(config, dtype), config)
+    found = _last_logits(_on_gpu(lab, config, dtype, "bf16"), config)
+    error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    require_within("of the logits", error, _LOGIT_ERROR[dtype_name])
+    results.check(f"pass.{name}.{dtype_name}", True, "relative error of the logits", error)
+
+
+def _compare_embeddings(results: Results, lab: Lab, name: str) -> None:
+    """Rows of the table in the place of the tokens, from the host, in two steps behind each other: bit for bit."""
+    config = TINY_FAMILY[name]
+    prompts = _prompts(config)
+    table = RandomWeights(config, torch.float32, torch.device("cpu")).embedding(torch.float32).numpy()
+    forward_pass = _on_gpu(lab, config, torch.float32, "fp32")
+    found = []
+    for is_embedded in (False, True):
+        steps = Steps(_ROWS, _PAGES)
+        for part in ([tokens[:20] for tokens in prompts], [tokens[20:] for tokens in prompts]):
+            batch = steps.prefill(part)
+            if is_embedded:
+                rows = RowsOnHost(table[batch.input_ids])
+                ids = np.full_like(batch.input_ids, FROM_EMBEDDINGS)
+                batch = replace(batch, input_ids=ids, embeddings=(EmbeddedTokens(0, rows),))
+            logits = forward_pass.forward(batch)
+        found.append(forward_pass.host_logits(logits))
+    forward_pass.close()
+    require("the logits differ", np.array_equal(found[0], found[1]))
+    results.check(f"pass.{name}.embeddings", True, f"{_ROWS} rows of embeddings give the logits of their tokens")
+
+
+def _tokens(forward_pass: Any, config: DecoderConfig, chunk: int = 1 << 30) -> NDArray[np.int32]:
+    tokens = generate(forward_pass, _prompts(config), _NEW_TOKENS, _PAGES, chunk)
+    forward_pass.close()
+    return tokens
+
+
+def _last_logits(forward_pass: Any, config: DecoderConfig) -> NDArray[np.float64]:
+    batch = Steps(_ROWS, _PAGES).prefill(_prompts(config))
+    logits = forward_pass.host_logits(forward_pass.forward(batch)).astype(np.float64)
+    forward_pass.close()
+    return np.asarray(logits)
+
+
+def _prompts(config: DecoderConfig) -> list[NDArray[np.int32]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, config.vocab_size, _PROMPT_TOKENS).astype(np.int32) for _ in range(_ROWS)]
+
+
+def _on_cpu(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> DecoderPass:
+    """In fp32 throughout, of weights that were rounded to dtype."""
+    weights = RandomWeights(config, dtype, torch.device("cpu"))
+    # By torch alone: nothing is compiled for it, and it shares no code with our kernels.
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    ops = TorchOps(heads, config.rope, config.rms_norm_eps, torch.float32)
+    made = DecoderPass(config, weights, ops, torch.float32, _ROWS)
+    made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, "fp32")
+    return made
+
+
+def _on_gpu(lab: Lab, config: DecoderConfig, dtype: torch.dtype, kv_dtype: str) -> CudaDecoderPass:
+    weights = RandomWeights(config, dtype, torch.device("cpu"))
+    made = CudaDecoderPass(config, weights, lab.device, dtype, _SIZES)
+    made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, kv_dtype)
+    return made

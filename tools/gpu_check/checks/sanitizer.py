@@ -1,0 +1,101 @@
+"""compute-sanitizer over every kernel: accesses out of bounds, races, barriers, and reads of what nothing wrote."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from glob import glob
+from typing import TYPE_CHECKING
+
+from penstock.tools.gpu_check.runner import UNTIL_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.tools.gpu_check.reporting.results import Results
+
+_PLACES = (
+    "/usr/local/cuda/bin/compute-sanitizer",
+    "/usr/local/cuda*/bin/compute-sanitizer",
+    "/usr/local/cuda*/compute-sanitizer/compute-sanitizer",
+    "/opt/nvidia/*/compute-sanitizer",
+)
+_FOUND_ERRORS = 97
+"""The exit status asked for where the tool finds something."""
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*")
+_DONE = re.compile(r"checked (\d+) of (\d+)")
+_LEAST_S = 8.0
+_STOP_EARLY_S = 5.0
+"""The child ends so long before it would be killed: a killed one tells nothing."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """share: of what is left of the section's time."""
+
+    name: str
+    share: float
+    options: tuple[str, ...] = ()
+
+
+TOOLS = (
+    # What the libraries' calls return is theirs to judge: torch and CuPy ask for what may not be there.
+    Tool("memcheck", 0.35, ("--report-api-errors", "no")),
+    Tool("racecheck", 0.55, ("--racecheck-report", "analysis")),
+    Tool("synccheck", 0.6),
+    # The child's poisoned outputs are left unwritten on the device; what is copied back of them is no error.
+    Tool("initcheck", 1.0, ("--check-api-memory-access", "no")),
+)
+
+
+def run(results: Results) -> None:
+    path = find_sanitizer()
+    if path is None:
+        results.skipped("sanitizer", "compute-sanitizer is not installed")
+        return
+    results.fact("sanitizer.path", path)
+    command = [sys.executable, "-m", "penstock.tools.gpu_check.checks.sanitizer_child"]
+    for tool in TOOLS:
+        results.attempt(f"sanitizer.{tool.name}", partial(run_tool, results, path, tool, command), _LEAST_S)
+
+
+def find_sanitizer() -> str | None:
+    found = shutil.which("compute-sanitizer")
+    return found or next((path for place in _PLACES for path in sorted(glob(place)) if os.access(path, os.X_OK)), None)
+
+
+def run_tool(results: Results, path: str, tool: Tool, command: Sequence[str]) -> None:
+    """One finding: passed where the tool saw kernels and found nothing; a tool that does not run here is skipped."""
+    name = f"sanitizer.{tool.name}"
+    budget_s = max(results.remaining_s * tool.share, _LEAST_S)
+    argv = [path, "--tool", tool.name, "--error-exitcode", str(_FOUND_ERRORS), "--print-limit", "3", *tool.options]
+    until_s = time.monotonic() + budget_s - _STOP_EARLY_S
+    environment = os.environ | {UNTIL_VARIABLE: str(until_s)}
+    leaves_unwritten = ["--leave-poison"] if tool.name == "initcheck" else []
+    try:
+        done = subprocess.run(
+            [*argv, *command, *leaves_unwritten],
+            capture_output=True, text=True, check=False, timeout=budget_s + _STOP_EARLY_S, env=environment,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        results.skipped(name, f"not done after {budget_s:.0f} s")
+        return
+    said = done.stdout + done.stderr
+    summary, checked = _SUMMARY.search(said), _DONE.search(said)
+    lines = [line.strip("= ") for line in said.splitlines() if line.startswith("=========")]
+    if done.returncode == 0 and summary and checked and int(checked[1]):
+        results.check(name, True, f"{checked[0]}; {summary[0]}")
+    elif done.returncode == 0 and checked and not int(checked[1]):
+        results.skipped(name, f"no check was begun in {budget_s:.0f} s")
+    elif done.returncode == _FOUND_ERRORS:
+        results.check(name, False, "; ".join(lines)[:1500] or said[-500:])
+    elif summary is None:
+        results.skipped(name, f"the tool does not run here: {'; '.join(lines)[:300] or said.strip()[-300:]}")
+    else:
+        results.check(name, False, f"status {done.returncode}: {said.strip()[-500:]}")

@@ -1,0 +1,49 @@
+"""What compute-sanitizer watches: every kernel on small shapes, each tensor an allocation of its own.
+
+torch makes the references on the CPU and uses no GPU here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from penstock.tools.gpu_check.cases.catalogue import small_checks
+from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
+from penstock.tools.gpu_check.runner import UNTIL_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.tools.gpu_check.cases.catalogue import Check
+
+
+def main(argv: list[str]) -> int:
+    leaves_poison = "--leave-poison" in argv
+    launcher = MirrorLauncher(pooled=False, leaves_poison=leaves_poison)
+    until_s = float(os.environ.get(UNTIL_VARIABLE, "inf"))
+    status = run_small_checks(launcher, small_checks(launcher.shared_bytes_per_sm), until_s)
+    return 0 if leaves_poison else status  # then outputs are compared that were never poisoned
+
+
+def run_small_checks(launcher: Launcher, checks: Iterable[Check], until_s: float) -> int:
+    """The exit status: 1 where a check failed. Ends by the monotonic clock."""
+    checks = list(checks)
+    failed, num_run = [], 0
+    for check in checks:
+        if time.monotonic() > until_s:
+            break
+        num_run += 1
+        try:
+            check.run(launcher)
+        except Exception as error:  # noqa: BLE001 - the tool's own findings count for more; go on
+            failed.append(f"{check.family}.{check.name}: {str(error)[:200]}")
+    print(f"checked {num_run} of {len(checks)}; failed: {'; '.join(failed) or 'none'}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""What a section measures with. Sections never name a device: so tests rehearse each on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
+from penstock.tools.gpu_check.devices.timing import Clock, GpuClock
+
+if TYPE_CHECKING:
+    from penstock.backend.passes.decoder.cuda.device.device import Device
+
+
+class Memory(Protocol):
+    """The device's, in bytes."""
+
+    def begin(self) -> None:
+        """Frees what nobody holds, and counts the peak from now on."""
+        ...
+
+    def allocated(self) -> int:
+        """What torch's tensors take now."""
+        ...
+
+    def peak(self) -> int:
+        """What they took at most since `begin`."""
+        ...
+
+    def free(self) -> int:
+        """Of the whole device, whoever takes the rest."""
+        ...
+
+
+class GpuMemory:
+    def begin(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info()[0]
+
+
+@dataclass(frozen=True)
+class Lab:
+    device: Device
+    clock: Clock
+    memory: Memory
+    make_device: Callable[[], Device]
+    """Another `Device` on the same GPU, with a stream of its own, for the thread that calls it."""
+
+    @property
+    def at(self) -> torch.device:
+        return self.device.torch_device
+
+
+def open_lab() -> Lab:
+    """On the first GPU, for the thread that calls it."""
+    return Lab(CudaDevice(0), GpuClock(), GpuMemory(), lambda: CudaDevice(0))

@@ -1,0 +1,99 @@
+"""A `Launcher` on a GPU for tensors on the CPU: each launch takes them there and back again.
+
+Each tensor's bytes, from its first element to its last, are an allocation of their own, so that a sanitizer sees an
+access just beyond them. Of torch nothing runs on the GPU, which a sanitizer would have to watch as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from penstock.backend.passes.decoder.cuda.launch.cupy_launcher import CupyLauncher
+from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
+
+if TYPE_CHECKING:
+    from penstock.backend.passes.decoder.cuda.launch.launcher import Argument, Grid, Kernel
+
+_TO_DEVICE, _TO_HOST = 1, 2
+"""cudaMemcpyKind."""
+
+
+@dataclass
+class _Mirror:
+    """A range of the host's addresses and its allocation on the device."""
+
+    start: int
+    end: int
+    is_poison: bool
+    memory: Any = None
+
+    def pointer(self, address: int) -> int:
+        return int(self.memory.ptr) + address - self.start
+
+
+class MirrorLauncher(CupyLauncher):
+    """Launches one by one, on the default stream, and waits. Kernels are loaded as they come."""
+
+    def __init__(self, device_index: int = 0, *, pooled: bool = True, leaves_poison: bool = False) -> None:
+        """Without a pool each tensor is a cudaMalloc. leaves_poison: what is NaN throughout is not written on the
+        device, so that a sanitizer sees reads of it."""
+        super().__init__(device_index)
+        self._leaves_poison = leaves_poison
+        if not pooled:
+            self._cupy.cuda.set_allocator(None)
+
+    @property
+    def shared_bytes_per_sm(self) -> int:
+        properties = self._cupy.cuda.runtime.getDeviceProperties(self._device_index)
+        return int(properties["sharedMemPerMultiprocessor"])
+
+    def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
+        if 0 in grid:
+            return
+        if kernel not in self._functions:
+            self.prepare([kernel])
+        self.last_launch = f"{kernel} {grid}"
+        runtime = self._cupy.cuda.runtime
+        mirrors = mirrors_of(arguments)
+        try:
+            for mirror in mirrors:
+                mirror.memory = self._cupy.cuda.alloc(mirror.end - mirror.start)
+                if not (self._leaves_poison and mirror.is_poison):
+                    runtime.memcpy(mirror.memory.ptr, mirror.start, mirror.end - mirror.start, _TO_DEVICE)
+            pointers = tuple(_pointer(x, mirrors) if isinstance(x, Tensor) else x for x in arguments)
+            self._functions[kernel](grid, (kernel.num_threads,), pointers, kernel.shared_bytes)
+            runtime.deviceSynchronize()
+            for mirror in mirrors:
+                runtime.memcpy(mirror.start, mirror.memory.ptr, mirror.end - mirror.start, _TO_HOST)
+        except self._faults as error:
+            raise KernelFailed(f"{self.last_launch}: {error}") from error
+
+
+def mirrors_of(arguments: tuple[Argument, ...]) -> list[_Mirror]:
+    """The ranges that the tensors take, those that overlap as one. Raises KernelFailed for a tensor elsewhere."""
+    ranges = []
+    for tensor in (argument for argument in arguments if isinstance(argument, Tensor)):
+        if tensor.device.type != "cpu":
+            raise KernelFailed(f"a tensor on {tensor.device} cannot be mirrored")
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            is_poison = tensor.is_floating_point() and bool(tensor.isnan().all())
+            ranges.append((start, start + (last + 1) * tensor.element_size(), is_poison))
+    mirrors: list[_Mirror] = []
+    for start, end, is_poison in sorted(ranges):
+        if mirrors and start < mirrors[-1].end:
+            mirrors[-1].end = max(mirrors[-1].end, end)
+            mirrors[-1].is_poison &= is_poison
+        else:
+            mirrors.append(_Mirror(start, end, is_poison))
+    return mirrors
+
+
+def _pointer(tensor: Tensor, mirrors: list[_Mirror]) -> int:
+    """0 for a tensor without elements."""
+    address = tensor.data_ptr()
+    return next((mirror.pointer(address) for mirror in mirrors if mirror.start <= address < mirror.end), 0)

@@ -1,0 +1,38 @@
+"""KV caches full of numbers such as models have: zeros would draw less power, and any bits at all may be NaN."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.backend.passes.decoder.ops import KV_BLOCK_VALUES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
+
+_PIECE_BLOCKS = 1 << 14
+_SCALE = 0.02
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+@torch.inference_mode()
+def fill_cache(cache: Tensor, layout: CacheLayout) -> None:
+    """cache: uint8, any number of whole blocks; see `CacheLayout`. A piece is drawn, and repeated."""
+    blocks = cache.view(-1, layout.block_bytes)
+    piece = _draw_blocks(min(len(blocks), _PIECE_BLOCKS), layout, cache.device)
+    for start in range(0, len(blocks), len(piece)):
+        part = blocks[start : start + len(piece)]
+        part.copy_(piece[: len(part)])
+
+
+def _draw_blocks(count: int, layout: CacheLayout, device: torch.device) -> Tensor:
+    """uint8 [count, block_bytes]"""
+    values = layout.page_size_tokens * layout.head_dim
+    if layout.kv_dtype != "q8_0":
+        return torch.randn(count, values, device=device).to(_DTYPES[layout.kv_dtype]).view(torch.uint8)
+    numbers = torch.randint(-127, 128, (count, values), device=device, dtype=torch.int8).view(torch.uint8)
+    scales = torch.rand(count, values // KV_BLOCK_VALUES, device=device).mul_(_SCALE).half().view(torch.uint8)
+    return torch.cat([numbers, scales], dim=1)

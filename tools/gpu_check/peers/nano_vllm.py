@@ -1,0 +1,192 @@
+"""nano-vllm beside ours, where --peers holds it: the workload of its own benchmark on a 0.6B model of the same weights.
+
+Its attention is FlashAttention's. Where FlashAttention 3 alone is there, its two functions are given under the names
+and with the arguments that nano-vllm knows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.devices.models import QWEN3_06B, RandomWeights, theta_of
+from penstock.tools.gpu_check.peers.offline_requests import draw_requests
+from penstock.tools.gpu_check.peers.transformers_batching import MARGIN_S, first_line, state_of, within
+from penstock.tools.gpu_check.speed.engine_runs import QWEN_ENGINE, EnginePlan, time_offline
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.reporting.results import Results
+
+_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True)
+class Sizes:
+    config: DecoderConfig = QWEN3_06B
+    dtype: torch.dtype = torch.bfloat16
+    plan: EnginePlan = QWEN_ENGINE
+
+    def describe(self) -> str:
+        return f"{self.plan.requests} requests of {self.plan.shortest} to {self.plan.longest} tokens in and out"
+
+
+def run(results: Results) -> None:
+    if (missing := missing_package()) is not None:
+        results.skipped("peers.nano_vllm_ratio", missing)
+        return
+    measure(results, open_lab(), Sizes())
+    # What it leaves behind, threads and process groups, is not ours to end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def missing_package() -> str | None:
+    if importlib.util.find_spec("nanovllm") is None:
+        return "nanovllm is not installed, nor in --peers"
+    if not any(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn_interface")):
+        return "nano-vllm needs flash_attn, or flash_attn_interface in its place, and neither is there"
+    return None
+
+
+def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
+    weights, ours = RandomWeights(sizes.config, sizes.dtype, lab.at), [0.0]
+    if not results.attempt("peers.nano_vllm.ours", partial(_measure_ours, results, lab, weights, sizes, ours)):
+        return
+    lab.memory.begin()
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
+            write_checkpoint(Path(directory), sizes.config, weights, sizes.dtype)
+            rate = within(results.remaining_s - MARGIN_S, partial(_measure_theirs, Path(directory), sizes))
+    except Exception as error:  # noqa: BLE001 - a peer's fault is not ours
+        results.skipped("peers.nano_vllm_ratio", first_line(error))
+        return
+    results.fact("peers.nano_vllm", rate, "tok/s", sizes.describe())
+    results.fact("peers.nano_vllm_ratio", ours[0] / rate, "x")
+
+
+def _measure_ours(results: Results, lab: Lab, weights: RandomWeights, sizes: Sizes, rate: list[float]) -> None:
+    num_tokens, wall_s = time_offline(results, lab, sizes.config, weights, sizes.dtype, sizes.plan)
+    rate[0] = num_tokens / wall_s
+    results.fact("peers.nano_vllm.ours", rate[0], "tok/s")
+
+
+def _measure_theirs(directory: Path, sizes: Sizes) -> float:
+    """Generated tokens a second, from the first request's submission to the last one's end, as its benchmark counts."""
+    offer_flash_attention()
+    nanovllm: Any = importlib.import_module("nanovllm")
+    _without_scaling(importlib.import_module("nanovllm.models.qwen3"))
+    plan = sizes.plan
+    requests = draw_requests(plan.requests, plan.shortest, plan.longest, sizes.config.vocab_size)
+    llm = nanovllm.LLM(str(directory), enforce_eager=False, max_model_len=_MAX_MODEL_LEN)
+    sampling = partial(nanovllm.SamplingParams, temperature=0.6, ignore_eos=True)
+    llm.generate([[1] * 16], sampling(max_tokens=16), use_tqdm=False)
+    started_s = time.perf_counter()
+    llm.generate(
+        [request.prompt for request in requests],
+        [sampling(max_tokens=request.num_new_tokens) for request in requests],
+        use_tqdm=False,
+    )
+    return sum(request.num_new_tokens for request in requests) / (time.perf_counter() - started_s)
+
+
+def offer_flash_attention() -> None:
+    """As the module `flash_attn`, where only FlashAttention 3 is there."""
+    if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
+        return
+    fa3: Any = importlib.import_module("flash_attn_interface")
+    module: Any = ModuleType("flash_attn")
+
+    def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, **named: Any
+    ) -> Tensor:
+        return _output(fa3.flash_attn_with_kvcache(q, k_cache, v_cache, page_table=block_table, **named))
+
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        block_table: Tensor | None = None,
+        **named: Any,
+    ) -> Tensor:
+        """With a block table k and v are the pages."""
+        if block_table is None:
+            lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            return _output(fa3.flash_attn_varlen_func(q, k, v, *lengths, **named))
+        lengths_of_keys = cu_seqlens_k.diff().int()
+        paged = {"cache_seqlens": lengths_of_keys, "page_table": block_table}
+        packed = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        return _output(fa3.flash_attn_with_kvcache(q, k, v, **paged, **packed, **named))
+
+    module.flash_attn_with_kvcache, module.flash_attn_varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
+    sys.modules["flash_attn"] = module
+
+
+def _output(returned: Any) -> Tensor:
+    """Early versions return the sums' logarithms as well."""
+    output: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    return output
+
+
+def _without_scaling(qwen3: Any) -> None:
+    """transformers 5 describes plain rotary embeddings in a dictionary, where nano-vllm expects None. The frequency it
+    misses there it takes to be Qwen3's."""
+    get_rope = qwen3.get_rope
+    qwen3.get_rope = lambda *args, **named: get_rope(*args, **(named | {"rope_scaling": None}))
+
+
+def write_checkpoint(directory: Path, config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> None:
+    """A Qwen3 checkpoint with a tokenizer of one word: what nano-vllm decodes in the end is not looked at."""
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in state_of(config, weights, dtype).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    end = "<|endoftext|>"
+    document = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_context_tokens,
+        "rope_theta": theta_of(config),
+        "attention_bias": False,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "eos_token_id": 0,
+    }
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {end: 0}, "unk_token": end},
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "unk_token": end}
+    for name, content in (("config", document), ("tokenizer", tokenizer), ("tokenizer_config", settings)):
+        (directory / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")

@@ -1,0 +1,236 @@
+"""transformers' continuous batching on the same weights, in the same run: its decode rate beside ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import inspect
+import os
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.decoder.cuda.coverage import StepSizes
+from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.devices.models import LLAMA_8B, RandomWeights, theta_of
+from penstock.tools.gpu_check.devices.steps import Steps
+from penstock.tools.gpu_check.speed.end_to_end import time_decode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.reporting.results import Results
+
+_PAGE_TOKENS = 32
+_PEER_PAGE_TOKENS = 256
+MARGIN_S = 3.0
+"""Kept for telling of a peer that takes too long."""
+KINDS = {"sdpa": "sdpa", "fa3": "flash_attention_3"}
+"""Finding → transformers' name of the attention."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    config: DecoderConfig = LLAMA_8B
+    dtype: torch.dtype = torch.bfloat16
+    rows: int = 64
+    prompt_tokens: int = 1024
+    new_tokens: int = 32
+    batch_tokens: int = 8192
+    """Of a peer's step: what transformers takes by itself, where the number of blocks is left to it too."""
+    kinds: tuple[str, ...] = tuple(KINDS)
+
+
+def run(results: Results) -> None:
+    measure(results, open_lab(), Sizes())
+    if threading.active_count() > 1:
+        # A peer that did not end in its time would keep the process.
+        os._exit(0)
+
+
+def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
+    results.sizes("peers", f"{sizes.rows} rows of {sizes.prompt_tokens} tokens, {sizes.new_tokens} more, {sizes.dtype}")
+    weights = RandomWeights(sizes.config, sizes.dtype, lab.at)
+    ours = [0.0]
+    if not results.attempt("peers.ours", partial(_measure_ours, results, lab, weights, sizes, ours)):
+        return
+    # Of a pass no graph may live on: what all graphs of a process share would belong to inference mode, in which
+    # transformers captures none (torch issue 166792).
+    gc.collect()
+    lab.memory.begin()
+    try:
+        transformers = importlib.import_module("transformers")
+        model = make_model(transformers, sizes.config, weights, sizes.dtype, lab.at)
+    except Exception as error:  # noqa: BLE001 - a peer's fault is not ours
+        results.skipped("peers.transformers", first_line(error))
+        return
+    results.fact("peers.transformers.version", str(transformers.__version__))
+    for kind in sizes.kinds:
+        name = f"peers.transformers_{kind}_ratio"
+        if results.remaining_s <= 0:
+            results.skipped(name, "no time was left")
+            continue
+        try:
+            rate = within(
+                results.remaining_s - MARGIN_S,
+                partial(measure_transformers, transformers, model, sizes, KINDS[kind]),
+            )
+        except Exception as error:  # noqa: BLE001
+            results.skipped(name, first_line(error))
+            continue
+        results.fact(f"peers.transformers_{kind}", rate, "tok/s", f"{sizes.rows} rows of {sizes.prompt_tokens} tokens")
+        results.fact(name, ours[0] / rate, "x")
+
+
+def _measure_ours(results: Results, lab: Lab, weights: RandomWeights, sizes: Sizes, rate: list[float]) -> None:
+    pages = -(-(sizes.prompt_tokens + 64) // _PAGE_TOKENS)
+    steps = StepSizes(sizes.rows, max(sizes.rows, 256), pages * _PAGE_TOKENS)
+    forward_pass = CudaDecoderPass(sizes.config, weights, lab.device, sizes.dtype, steps)
+    forward_pass.create_cache(sizes.rows * pages, _PAGE_TOKENS, "bf16")
+    rows = Steps(sizes.rows, pages)
+    rows.context_lens[:] = sizes.prompt_tokens
+    step_s, _ = time_decode(forward_pass, rows, sizes.new_tokens)
+    forward_pass.close()
+    rate[0] = sizes.rows / step_s
+    results.fact("peers.ours", rate[0], "tok/s")
+
+
+def make_model(
+    transformers: Any, config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A LlamaForCausalLM over the very same tensors."""
+    if config.tie_embeddings or config.qk_norm:
+        raise ValueError("the model's embedding is tied, or its heads are normed; this one is for Llama")
+    settings = transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_context_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": theta_of(config)},
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        dtype=dtype,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(settings)
+    model.load_state_dict(state_of(config, weights, dtype), assign=True)
+    # Its frequencies are no parameters, and so still nowhere.
+    with device:
+        model.model.rotary_emb = type(model.model.rotary_emb)(settings)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def state_of(config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """By the names that checkpoints of Llama and Qwen3 have. Without the logits' matrix where the embedding is it."""
+    state = {"model.embed_tokens.weight": weights.embedding(dtype), "model.norm.weight": weights.final_norm(dtype)}
+    if (lm_head := weights.lm_head(dtype)) is not None:
+        state["lm_head.weight"] = lm_head
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for index in range(config.num_layers):
+        layer = weights.layer(index, dtype)
+        q, k, v = torch.split(layer.qkv, [q_rows, kv_rows, kv_rows])
+        gate, up = layer.gate_up.chunk(2)
+        tensors = {
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.o_proj": layer.o,
+            "self_attn.q_norm": layer.q_norm,
+            "self_attn.k_norm": layer.k_norm,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": layer.down,
+            "input_layernorm": layer.input_norm,
+            "post_attention_layernorm": layer.post_attention_norm,
+        }
+        state |= {f"model.layers.{index}.{name}.weight": x for name, x in tensors.items() if x is not None}
+    return state
+
+
+def measure_transformers(transformers: Any, model: Any, sizes: Sizes, attention: str) -> float:
+    """Tokens a second while all rows decode: by the times at which it says it had each token."""
+    known = known_options()
+    # To 5.17 SDPA is whatever FlashAttention it finds, unless it is called paged; later ones want to be told otherwise.
+    model.set_attn_implementation(attention if "auto_switch_to_flash" in known else f"paged|{attention}")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, sizes.config.vocab_size, sizes.prompt_tokens).tolist() for _ in range(sizes.rows)]
+    generation = transformers.GenerationConfig(
+        max_new_tokens=sizes.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    blocks_per_row = -(-(sizes.prompt_tokens + sizes.new_tokens) // _PEER_PAGE_TOKENS) + 1
+    wanted: dict[str, Any] = {
+        "auto_switch_to_flash": False,
+        "allow_block_sharing": False,
+        "safety_margin": 0.0,  # there is room for all, so none need wait for it
+        "max_batch_tokens": sizes.batch_tokens,
+        "num_blocks": sizes.rows * blocks_per_row,
+        "page_size": _PEER_PAGE_TOKENS,
+    }
+    options = {
+        "continuous_batching_config": batching_options(wanted, known),
+        "record_timestamps": True,
+        "progress_bar": False,
+    }
+    taken = inspect.signature(model.generate_batch).parameters
+    options = {name: value for name, value in options.items() if name in taken}
+    outputs = model.generate_batch(inputs=prompts, generation_config=generation, **options)
+    times = [output.timestamps for output in outputs.values() if output.timestamps and not output.error]
+    if len(times) < sizes.rows:
+        raise RuntimeError(f"{len(times)} of {sizes.rows} requests were done")
+    all_decode_s, first_ends_s = max(row[0] for row in times), min(row[-1] for row in times)
+    counted = sum(all_decode_s < at_s <= first_ends_s for row in times for at_s in row)
+    if first_ends_s <= all_decode_s or not counted:
+        raise RuntimeError("the rows never decoded all together")
+    return float(counted / (first_ends_s - all_decode_s))
+
+
+def within(seconds: float, work: Callable[[], float]) -> float:
+    """What work returns or raises, or TimeoutError: then its thread is left behind."""
+    done: Future[float] = Future()
+
+    def run_it() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is taken
+            done.set_exception(error)
+
+    threading.Thread(target=run_it, daemon=True).start()
+    try:
+        return done.result(max(seconds, 0.0))
+    except TimeoutError as error:
+        raise TimeoutError(f"not done after {seconds:.0f} s") from error
+
+
+def known_options() -> frozenset[str]:
+    """Of continuous batching in the version that is installed."""
+    return frozenset(field.name for field in dataclasses.fields(_options_class()))
+
+
+def batching_options(wanted: dict[str, Any], known: frozenset[str]) -> Any:
+    """As far as they are known. A page was called a block up to 5.17."""
+    if "page_size" not in known:
+        wanted = wanted | {"block_size": wanted["page_size"]}
+    return _options_class()(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _options_class() -> Any:
+    return importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:250]}"

@@ -1,0 +1,177 @@
+"""report.json and report.md: every goal with what was measured, what became worse, each section's findings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.tools.gpu_check.reporting.goals import GOALS, Goal
+from penstock.tools.gpu_check.reporting.results import SIZES_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from penstock.tools.gpu_check.reporting.baseline import Comparison
+    from penstock.tools.gpu_check.reporting.results import Finding
+
+NOT_MEASURED = "not measured"
+_MOST_FAILED, _MOST_OTHERS, _MOST_COMPARED = 12, 80, 40
+"""Lines of one section, and of the comparison: report.md is for reading, report.json has everything."""
+
+
+CEILINGS = {"TB/s": "ceiling.copy", "TFLOP/s": "ceiling.product"}
+"""By unit, the finding that figures are a share of, where the same run has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SectionOutcome:
+    """How a section ended: "done", "timed out", "failed" with its exit status, or "skipped", and what it found."""
+
+    name: str
+    outcome: str
+    wall_s: float
+    findings: list[Finding]
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome in ("done", "skipped") and all(finding.passed is not False for finding in self.findings)
+
+
+def write_report(
+    directory: Path,
+    outcomes: list[SectionOutcome],
+    environment: dict[str, str],
+    compared: Sequence[Comparison] = (),
+) -> None:
+    """Writes both files anew; called again and again, so that what was measured survives any end."""
+    measured = _measured(outcomes)
+    document: dict[str, Any] = {
+        "environment": environment,
+        "goals": [_goal_row(goal, measured) for goal in GOALS],
+        "ceilings": {unit: measured[name] for unit, name in CEILINGS.items() if measured.get(name, 0) > 0},
+        "compared": [{**asdict(each), "verdict": each.verdict} for each in compared],
+        "sections": [{**asdict(outcome), "passed": outcome.passed} for outcome in outcomes],
+    }
+    _replace(directory / "report.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    _replace(directory / "report.md", _markdown(document))
+
+
+def summary_lines(outcomes: list[SectionOutcome]) -> list[str]:
+    """For the end of the output: every goal that was measured, and every check that failed."""
+    measured = _measured(outcomes)
+    lines = ["", "goals"]
+    for row in (_goal_row(goal, measured) for goal in GOALS):
+        if row["met"] is not None:
+            mark = "pass" if row["met"] else "FAIL"
+            lines.append(f"  {mark} {row['title']}: {row['measured']:,.4g} {row['unit']} (goal {row['goal']})")
+    lines.append(f"  {sum(goal.finding not in measured for goal in GOALS)} of {len(GOALS)} {NOT_MEASURED}")
+    lines += _at_most(
+        _MOST_FAILED,
+        [
+            f"FAILED {outcome.name}: {finding.name} {finding.detail}"
+            for outcome in outcomes
+            for finding in outcome.findings
+            if finding.passed is False
+        ],
+    )
+    lines += [f"{outcome.name}: {outcome.outcome}, {outcome.wall_s:.0f} s" for outcome in outcomes]
+    return lines
+
+
+def _measured(outcomes: list[SectionOutcome]) -> dict[str, float]:
+    return {
+        finding.name: float(finding.value)
+        for outcome in outcomes
+        for finding in outcome.findings
+        if isinstance(finding.value, int | float)
+    }
+
+
+def _goal_row(goal: Goal, measured: dict[str, float]) -> dict[str, Any]:
+    value = measured.get(goal.finding)
+    return {
+        "finding": goal.finding,
+        "title": goal.title,
+        "unit": goal.unit,
+        "goal": f"{'≥' if goal.at_least else '≤'} {goal.goal:,g}",
+        "limit": goal.limit,
+        "measured": NOT_MEASURED if value is None else value,
+        "met": None if value is None else goal.is_met(value),
+    }
+
+
+def _markdown(document: dict[str, Any]) -> str:
+    lines = ["# GPU check", ""]
+    lines += [f"* {name}: {value}" for name, value in document["environment"].items()]
+    lines += ["", "| goal | unit | limit | goal | measured | |", "|---|---|---|---|---|---|"]
+    for row in document["goals"]:
+        shown = row["measured"] if isinstance(row["measured"], str) else f"{row['measured']:,.4g}"
+        mark = {True: "pass", False: "fail", None: ""}[row["met"]]
+        lines.append(f"| {row['title']} | {row['unit']} | {row['limit']} | {row['goal']} | {shown} | {mark} |")
+    lines += _comparison_lines(document["compared"])
+    for section in document["sections"]:
+        lines += ["", f"## {section['name']}: {section['outcome']}, {section['wall_s']:.0f} s", ""]
+        failed = [_shown(finding, {}) for finding in section["findings"] if finding["passed"] is False]
+        lines += _at_most(_MOST_FAILED, failed)
+        lines += _at_most(_MOST_OTHERS, _lines_of_others(section["findings"], document["ceilings"]))
+    return "\n".join(lines) + "\n"
+
+
+def _comparison_lines(compared: list[dict[str, Any]]) -> list[str]:
+    """The worst first; what is as before is not told."""
+    changed = [each for each in compared if each["verdict"] != "ok"]
+    if not compared:
+        return []
+    lines = ["", f"## Worse than the baseline: {len(changed)} of {len(compared)} figures", ""]
+    if changed:
+        lines += ["| figure | unit | before | now | worse by | |", "|---|---|---|---|---|---|"]
+    rows = [
+        f"| {each['name']} | {each['unit']} | {each['before']:,.5g} | {each['now']:,.5g} "
+        f"| {each['worse_percent']:.1f} % | {each['verdict']} |"
+        for each in changed
+    ]
+    return lines + _at_most(_MOST_COMPARED, rows)
+
+
+def _lines_of_others(findings: list[dict[str, Any]], ceilings: dict[str, float]) -> list[str]:
+    """Of those that did not fail. A fact that is named after another finding is on its line, unless it has the same
+    unit: then it is of another case."""
+    shown = [each for each in findings if each["passed"] is not False and not each["name"].startswith(SIZES_PREFIX)]
+    units = {each["name"]: each["unit"] for each in shown}
+
+    def line_of(finding: dict[str, Any]) -> str:
+        name = str(finding["name"])
+        about = name.rpartition(".")[0]
+        return about if finding["passed"] is None and units.get(about, finding["unit"]) != finding["unit"] else name
+
+    lines: dict[str, str] = dict.fromkeys(map(line_of, shown), "")
+    for finding in shown:
+        name, line = finding["name"], line_of(finding)
+        if line == name:
+            lines[line] = _shown(finding, ceilings) + lines[line]
+        else:
+            lines[line] += f"; {_shown(finding, ceilings, name[len(line) + 1 :])[2:]}"
+    return [line if line.startswith("* ") else f"* {name}{line}" for name, line in lines.items()]
+
+
+def _shown(finding: dict[str, Any], ceilings: dict[str, float], name: str = "") -> str:
+    value, unit = finding["value"], finding["unit"]
+    shown = "" if value is None else f"{value:,.5g}" if isinstance(value, float) else str(value)
+    has_share = unit in ceilings and shown and finding["name"] != CEILINGS[unit]
+    share = f"{100 * value / ceilings[unit]:.0f} % of {CEILINGS[unit]}" if has_share else ""
+    mark = {True: "pass", False: "**FAIL**", None: ""}[finding["passed"]]
+    parts = (f"{shown} {unit}".strip(), share, mark, finding["detail"])
+    return f"* {name or finding['name']}: {' · '.join(part for part in parts if part)}"
+
+
+def _at_most(count: int, lines: list[str]) -> list[str]:
+    return lines if len(lines) <= count else [*lines[:count], f"* … {len(lines) - count} more in report.json"]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    draft = path.with_suffix(path.suffix + ".new")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,223 @@
+"""Whole models of random weights through the CUDA pass: steps of set lengths, then the engine's own loop."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.decoder.cuda.coverage import StepSizes, make_layout, plan_spec
+from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
+from penstock.tools.gpu_check.devices.random_caches import fill_cache
+from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
+from penstock.tools.gpu_check.speed.engine_runs import LLAMA_ENGINE, QWEN_ENGINE, EnginePlan, measure_engine
+from penstock.tools.gpu_check.speed.host_pages import tell_choice
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.reporting.results import Results
+
+PAGE_TOKENS = 32
+_SPARE_TOKENS = 64
+"""A sequence's room beyond its set length: for the steps that are timed."""
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is measured of one model."""
+
+    name: str
+    config: DecoderConfig
+    decode: tuple[tuple[str, str, int, int], ...]
+    """KV dtype, name, rows and tokens of each."""
+    prefill: tuple[tuple[str, int], ...]
+    engine: EnginePlan
+    ttft_tokens: int = 1024
+    num_steps: int = 24
+    dtype: torch.dtype = torch.bfloat16
+    host_kv_bytes: int = 1 << 30
+
+    def describe(self) -> str:
+        """What the cases' names do not say."""
+        config = self.config
+        heads = f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}"
+        layers = f"{config.num_layers} layers of {config.hidden_size}, {heads}, vocabulary {config.vocab_size}"
+        return f"{layers}, {self.dtype}, pages of {PAGE_TOKENS}, ttft of {self.ttft_tokens}; {self.engine}"
+
+
+LLAMA_PLAN = ModelPlan(
+    "llama8b",
+    LLAMA_8B,
+    (
+        *(("bf16", f"{rows}x1k", rows, 1024) for rows in (1, 8, 32, 64, 128, 256)),
+        ("bf16", "64x8k", 64, 8192),
+        ("bf16", "8x8k", 8, 8192),
+        ("q8_0", "64x8k.q8_0", 64, 8192),
+        ("q8_0", "256x1k.q8_0", 256, 1024),
+        ("fp8", "64x8k.fp8", 64, 8192),
+    ),
+    (("1k", 1024), ("2k", 2048), ("8k", 8192)),
+    LLAMA_ENGINE,
+)
+QWEN_PLAN = ModelPlan(
+    "qwen06b",
+    QWEN3_06B,
+    tuple(("bf16", f"{rows}x1k", rows, 1024) for rows in (1, 8, 64, 256)),
+    (("1k", 1024),),
+    QWEN_ENGINE,
+)
+
+
+def run(results: Results) -> None:
+    lab = open_lab()
+    for plan, keeps_s in ((LLAMA_PLAN, 0.35 * results.remaining_s), (QWEN_PLAN, 0.0)):
+        results.attempt(plan.name, partial(measure_model, results, lab, plan, keeps_s))
+
+
+def measure_model(results: Results, lab: Lab, plan: ModelPlan, keeps_s: float = 0.0) -> None:
+    """Ends while keeps_s seconds of the section's time are left."""
+    results.sizes(plan.name, plan.describe())
+    lab.memory.begin()
+    weights = RandomWeights(plan.config, plan.dtype, lab.at)
+    for kv_dtype in dict.fromkeys(kv_dtype for kv_dtype, *_ in plan.decode):
+        results.attempt(
+            f"{plan.name}.{kv_dtype}", partial(_measure_cache, results, lab, plan, weights, kv_dtype), keeps_s
+        )
+    results.attempt(f"{plan.name}.kv", partial(_count_tokens, results, plan))
+    measure_engine(results, lab, plan.name, plan.config, weights, plan.dtype, plan.engine, keeps_s)
+    del weights
+    lab.memory.begin()
+
+
+def _measure_cache(results: Results, lab: Lab, plan: ModelPlan, weights: RandomWeights, kv_dtype: str) -> None:
+    """One pass, for the largest of the steps in this KV dtype."""
+    cases = [(name, rows, tokens) for dtype, name, rows, tokens in plan.decode if dtype == kv_dtype]
+    longest = max(max(tokens for _, _, tokens in cases) + _SPARE_TOKENS, *(tokens for _, tokens in plan.prefill))
+    sizes = StepSizes(
+        max(rows for _, rows, _ in cases), max(max(tokens for _, tokens in plan.prefill), 256), _whole_pages(longest)
+    )
+    num_pages = max(rows * _pages(tokens + _SPARE_TOKENS) for _, rows, tokens in cases)
+    num_pages = max(num_pages, _pages(longest))
+    started_s = time.perf_counter()
+    forward_pass = CudaDecoderPass(plan.config, weights, lab.device, plan.dtype, sizes, plan.host_kv_bytes)
+    forward_pass.create_cache(num_pages, PAGE_TOKENS, kv_dtype)
+    results.fact(f"{plan.name}.{kv_dtype}.ready", time.perf_counter() - started_s, "s")
+    try:
+        tell_choice(results, f"{plan.name}.{kv_dtype}", forward_pass)
+        layout = make_layout(plan.config, num_pages, PAGE_TOKENS, kv_dtype)
+        peak_bytes = lab.memory.peak()
+        fill_cache(forward_pass._ops.cache.view(-1), layout)
+        lab.memory.begin()  # what filling took is not the pass's
+        for name, rows, tokens in cases:
+            work = partial(_decode, results, lab, plan, forward_pass, name, rows, tokens)
+            results.attempt(f"{plan.name}.decode.{name}", work)
+        if kv_dtype == plan.decode[0][0]:
+            _measure_prefill(results, plan, forward_pass)
+            peak_bytes = max(peak_bytes, lab.memory.peak())
+            _check_memory(results, lab, plan, sizes, layout.num_bytes, peak_bytes)
+    finally:
+        forward_pass.close()
+
+
+def _decode(
+    results: Results, lab: Lab, plan: ModelPlan, forward_pass: CudaDecoderPass, name: str, rows: int, tokens: int
+) -> None:
+    steps = Steps(rows, _pages(tokens + _SPARE_TOKENS))
+    steps.context_lens[:] = tokens - 1
+    wall_s, host_s = time_decode(forward_pass, steps, plan.num_steps)
+    results.fact(f"{plan.name}.decode.{name}", rows / wall_s, "tok/s")
+    results.fact(f"{plan.name}.decode.{name}.step", wall_s * 1e3, "ms")
+    device_ms = step_us(lab.clock, forward_pass, steps.decode()) / 1e3
+    results.fact(f"{plan.name}.decode.{name}.device", device_ms, "ms")
+    results.fact(f"{plan.name}.decode.{name}.launch_p50", statistics.median(host_s) * 1e3, "ms")
+
+
+def time_decode(forward_pass: CudaDecoderPass, steps: Steps, num_steps: int) -> tuple[float, list[float]]:
+    """Seconds a step, and the host's of each: launched one ahead of what is waited for, as the executor does."""
+    for _ in range(3):
+        launch(forward_pass, steps.decode()).wait()
+    host_s, pending = [], launch(forward_pass, steps.decode())
+    started_s = time.perf_counter()
+    for _ in range(num_steps):
+        batch = steps.decode()
+        before_s = time.perf_counter()
+        following = launch(forward_pass, batch)
+        host_s.append(time.perf_counter() - before_s)
+        pending.wait()
+        pending = following
+    wall_s = (time.perf_counter() - started_s) / num_steps
+    pending.wait()
+    return wall_s, host_s
+
+
+def _measure_prefill(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass) -> None:
+    for name, tokens in plan.prefill:
+        results.attempt(f"{plan.name}.prefill.{name}", partial(_prefill, results, plan, forward_pass, name, tokens))
+    results.attempt(f"{plan.name}.ttft.1k", partial(_ttft, results, plan, forward_pass))
+
+
+def _prefill(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass, name: str, tokens: int) -> None:
+    """One prompt a step, one step ahead."""
+    prompt = _prompt(plan.config, tokens)
+    launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt])).wait()
+    repeats = 3
+    started_s = time.perf_counter()
+    pending = launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt]))
+    for _ in range(repeats - 1):
+        following = launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt]))
+        pending.wait()
+        pending = following
+    pending.wait()
+    wall_s = (time.perf_counter() - started_s) / repeats
+    results.fact(f"{plan.name}.prefill.{name}", tokens / wall_s, "tok/s")
+    results.fact(f"{plan.name}.prefill.{name}.time", wall_s * 1e3, "ms")
+
+
+def _ttft(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass) -> None:
+    prompt, seconds = _prompt(plan.config, plan.ttft_tokens), []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        launch(forward_pass, Steps(1, _pages(plan.ttft_tokens)).prefill([prompt])).wait()
+        seconds.append(time.perf_counter() - started_s)
+    results.fact(f"{plan.name}.ttft.1k", statistics.median(seconds) * 1e3, "ms")
+
+
+def _check_memory(results: Results, lab: Lab, plan: ModelPlan, sizes: StepSizes, cache_bytes: int, peak: int) -> None:
+    """What torch's tensors took at most is within what is planned before anything is loaded."""
+    spec = plan_spec(plan.config, plan.dtype, sizes)
+    planned = spec.weight_bytes + spec.workspace_bytes + cache_bytes
+    results.fact(f"{plan.name}.memory.planned", planned / 1e9, "GB")
+    results.fact(f"{plan.name}.memory.free", lab.memory.free() / 1e9, "GB", "left of the device")
+    results.check(f"{plan.name}.memory", peak <= planned, f"GB at most, of {planned / 1e9:.2f} planned", peak / 1e9)
+
+
+def _count_tokens(results: Results, plan: ModelPlan, budget_bytes: int = 20_000_000_000) -> None:
+    tokens = {}
+    for kv_dtype in ("bf16", "q8_0", "fp8"):
+        layout = make_layout(plan.config, 1, PAGE_TOKENS, kv_dtype)
+        tokens[kv_dtype] = budget_bytes // layout.num_bytes * PAGE_TOKENS
+        results.fact(f"{plan.name}.kv.{kv_dtype}_tokens", tokens[kv_dtype], "", f"in {budget_bytes / 1e9:g} GB")
+    if plan.name == LLAMA_PLAN.name:
+        results.fact("kv.q8_0_tokens_ratio", tokens["q8_0"] / tokens["bf16"], "x")
+
+
+def _prompt(config: DecoderConfig, num_tokens: int) -> NDArray[np.int32]:
+    return np.random.default_rng(num_tokens).integers(0, config.vocab_size, num_tokens).astype(np.int32)
+
+
+def _pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_TOKENS)
+
+
+def _whole_pages(num_tokens: int) -> int:
+    return _pages(num_tokens) * PAGE_TOKENS

@@ -1,0 +1,161 @@
+"""The engine without its link: the real scheduler, batch builder and executor, and streams that are counted here."""
+
+from __future__ import annotations
+
+import select
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.executor import Executor
+from penstock.backend.engine.step_timing import Pace
+from penstock.backend.forward_pass import NOT_FINITE, SamplingParams
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.sequences.sequence import Sequence, Subscriber
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.backend.engine.executor import StepResult
+    from penstock.backend.forward_pass import IBatchedForwardPass
+
+_GREEDY = SamplingParams(temperature=0.0)
+_WAIT_S = 5.0
+"""For the next result; far more than a step takes."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One request, and when what happened to it. Times by the monotonic clock."""
+
+    num_new_tokens: int
+    submitted_s: float
+    token_times_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times_s[0] - self.submitted_s
+
+
+@dataclass(frozen=True)
+class LoopSizes:
+    num_pages: int
+    page_tokens: int
+    max_running: int
+    max_batch_tokens: int
+    max_context_tokens: int
+
+
+class EngineLoop:
+    """Used by one thread; the pass belongs to the executor's."""
+
+    def __init__(self, make_pass: Callable[[], IBatchedForwardPass], sizes: LoopSizes) -> None:
+        """make_pass runs on the executor's thread and makes the cache as well."""
+        self._scheduler = Scheduler(
+            PagePool(sizes.num_pages), sizes.page_tokens, sizes.max_running, sizes.max_batch_tokens
+        )
+        self._builder = BatchBuilder(sizes.max_running, -(-sizes.max_context_tokens // sizes.page_tokens))
+        self._executor = Executor(1)
+        self._executor.start(make_pass)
+        self._pace = Pace()
+        self._streams: dict[Sequence, Stream] = {}
+        self.on_end: Callable[[Stream], None] = lambda _stream: None
+        """Told of each stream that ends, between steps; it may submit more."""
+        self.turn_s: list[float] = []
+        """Host time up to each turn that planned a step, since the one before: applying, planning, building, handing
+        over."""
+        self._unplanned_s = 0.0
+        self.num_steps = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    def submit(self, prompt: NDArray[np.int32], num_new_tokens: int) -> Stream:
+        now_s = time.monotonic()
+        total = len(prompt) + num_new_tokens
+        subscriber = Subscriber(0, len(self._streams), total, frozenset(), len(prompt), now_s, is_started=True)
+        sequence = Sequence(subscriber, prompt.tobytes(), len(prompt), _GREEDY)
+        stream = self._streams[sequence] = Stream(num_new_tokens, now_s)
+        self._scheduler.add(sequence)
+        return stream
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Until that holds or nothing is open. Raises what a step raises, and TimeoutError for one that never ends."""
+        while self._streams and not until():
+            plan_due_s = self._turn()
+            wait_s = _WAIT_S if plan_due_s is None else plan_due_s
+            has_result = not self._executor.is_busy or select.select([self._executor.wake_fd], [], [], wait_s)[0]
+            if not has_result and plan_due_s is None:
+                raise TimeoutError(f"no step has ended in {_WAIT_S:g} s")
+
+    def close(self) -> None:
+        """Ends the executor, and with it the pass. Open streams end where they are."""
+        for sequence in list(self._streams):
+            self._scheduler.remove(sequence)
+        self._streams.clear()
+        self._executor.close()
+
+    def _turn(self) -> float | None:
+        """Returns when the next step is to be planned, in seconds; None where that is when something happens."""
+        started_s = time.perf_counter()
+        self._executor.clear_wake()
+        ended: list[Stream] = []
+        for result in self._executor.results():
+            self._apply(result, ended)
+        num_planned, plan_due_s = self._plan_steps()
+        self._unplanned_s += time.perf_counter() - started_s
+        if num_planned:
+            self.turn_s.append(self._unplanned_s)
+            self._unplanned_s = 0.0
+        for stream in ended:
+            self.on_end(stream)
+        return plan_due_s
+
+    def _plan_steps(self) -> tuple[int, float | None]:
+        """As late as the device allows, as the engine does."""
+        num_planned = 0
+        while self._executor.has_room:
+            if (spare_s := self._pace.spare_s(self._executor.running_s())) > 0:
+                return num_planned, spare_s
+            started_ns = time.thread_time_ns()
+            if not (plan := self._scheduler.plan()):
+                break
+            self._executor.launch(plan, self._builder.build(plan), self._scheduler.take_saves())
+            self._pace.note_plan(sum(plan.lengths), (time.thread_time_ns() - started_ns) / 1e9)
+            num_planned += 1
+        return num_planned, None
+
+    def _apply(self, result: StepResult, ended: list[Stream]) -> None:
+        """As the engine does: most rows bring a mere token."""
+        if result.error is not None:
+            raise result.error
+        plan, now_s = result.plan, time.monotonic()
+        self._pace.note_result(sum(plan.lengths), result.step_s, result.launch_s)
+        self.num_steps += 1
+        tokens = dict(zip(plan.logit_rows, result.token_ids, strict=True))
+        rows = zip(plan.sequences, plan.generations, plan.ends, strict=True)
+        for index, (sequence, generation, end) in enumerate(rows):
+            if sequence.generation != generation:
+                continue
+            token = tokens.get(index)
+            if token == NOT_FINITE:
+                raise ArithmeticError("a row's logits are no numbers")
+            if end >= sequence.plain_until:
+                self._scheduler.note_computed(sequence, end)
+            if token is None:
+                continue
+            sequence.tokens.append(token)
+            stream = self._streams[sequence]
+            stream.token_times_s.append(now_s)
+            if len(sequence.tokens) >= sequence.max_total_tokens:
+                self._scheduler.remove(sequence)
+                del self._streams[sequence]
+                ended.append(stream)
+            elif end >= sequence.plain_until:
+                sequence.settle()

@@ -1,0 +1,212 @@
+"""What the engine makes of a model: arrivals among decodes, a batch of offline requests, the host's time, idle gaps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from penstock.backend.passes.decoder.cuda.coverage import StepSizes
+from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
+from penstock.tools.gpu_check.peers.offline_requests import draw_requests
+from penstock.tools.gpu_check.speed.engine_loop import EngineLoop, LoopSizes, Stream
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.forward_pass import IBatchedForwardPass
+    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.models import RandomWeights
+    from penstock.tools.gpu_check.reporting.results import Results
+
+PAGE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Of the loads that are run on one model; 0 users or requests leave one out."""
+
+    users: int = 0
+    """Each submits a prompt, waits for its answer, and submits the next."""
+    user_prompt: int = 1024
+    user_tokens: int = 128
+    user_batch_tokens: int = 512
+    user_s: float = 9.0
+    requests: int = 0
+    """Of random lengths, submitted at once."""
+    shortest: int = 100
+    longest: int = 1024
+    batch_tokens: int = 8192
+    crowd: int = 256
+    """Sequences that decode together while the host's time is taken."""
+    crowd_prompt: int = 256
+    crowd_tokens: int = 160
+    is_judged: bool = False
+    """The crowd's figures are the goals'."""
+
+
+LLAMA_ENGINE = EnginePlan(users=32, is_judged=True)
+QWEN_ENGINE = EnginePlan(requests=256)
+
+
+def measure_engine(
+    results: Results,
+    lab: Lab,
+    name: str,
+    config: DecoderConfig,
+    weights: RandomWeights,
+    dtype: torch.dtype,
+    plan: EnginePlan,
+    keeps_s: float = 0.0,
+) -> None:
+    runs = _Runs(results, lab, name, config, weights, dtype, plan)
+    if plan.crowd:
+        results.attempt(f"{name}.crowd", runs.crowd, keeps_s)
+    if plan.users:
+        results.attempt(f"{name}.mixed", runs.mixed, keeps_s + plan.user_s)
+    if plan.requests:
+        results.attempt(f"{name}.offline", runs.offline, keeps_s)
+
+
+def time_offline(
+    results: Results,
+    lab: Lab,
+    config: DecoderConfig,
+    weights: RandomWeights,
+    dtype: torch.dtype,
+    plan: EnginePlan,
+) -> tuple[int, float]:
+    """The plan's requests alone: see `offline_requests`. Tokens generated, and seconds."""
+    return _Runs(results, lab, "offline", config, weights, dtype, plan).time_offline()
+
+
+@dataclass(frozen=True)
+class _Runs:
+    results: Results
+    lab: Lab
+    name: str
+    config: DecoderConfig
+    weights: RandomWeights
+    dtype: torch.dtype
+    plan: EnginePlan
+
+    def crowd(self) -> None:
+        """All decode at once: the host's time a turn, and how long the device waits for it."""
+        plan = self.plan
+        total = plan.crowd_prompt + plan.crowd_tokens
+        sizes = _sizes(plan.crowd, plan.batch_tokens, total)
+        device_us: list[float] = []
+        loop = self._open(sizes, partial(self._time_step, plan.crowd, total - plan.crowd_tokens // 2, device_us))
+        rng = np.random.default_rng(1)
+        try:
+            streams = [loop.submit(self._prompt(rng, plan.crowd_prompt), plan.crowd_tokens) for _ in range(plan.crowd)]
+            loop.run(lambda: all(len(stream.token_times_s) > plan.crowd_tokens // 4 for stream in streams))
+            loop.turn_s.clear()
+            first_step, started_s = loop.num_steps, time.monotonic()
+            loop.run(lambda: any(len(stream.token_times_s) > plan.crowd_tokens * 3 // 4 for stream in streams))
+            step_us = (time.monotonic() - started_s) * 1e6 / max(loop.num_steps - first_step, 1)
+        finally:
+            loop.close()
+        p50, p99 = (float(np.quantile(loop.turn_s, q)) * 1e3 for q in (0.5, 0.99))
+        idle = max(0.0, 100 * (1 - device_us[0] / step_us))
+        prefix = "engine" if plan.is_judged else f"{self.name}.engine"
+        self.results.fact(f"{prefix}.plan_p50", p50, "ms", f"{plan.crowd} rows")
+        self.results.fact(f"{prefix}.plan_p99", p99, "ms")
+        self.results.fact(
+            f"{prefix}.gpu_idle", idle, "%", f"a step takes {step_us:.0f} us, {device_us[0]:.0f} computing"
+        )
+
+    def mixed(self) -> None:
+        """Closed loops of users, who come one after the other."""
+        plan = self.plan
+        total = plan.user_prompt + plan.user_tokens
+        loop = self._open(_sizes(plan.users, plan.user_batch_tokens, total))
+        rng, ends_s = np.random.default_rng(2), time.monotonic() + min(plan.user_s, self.results.remaining_s)
+        streams: list[Stream] = []
+
+        def submit(_ended: Stream | None = None) -> None:
+            # Lengths differ, or all would come back together for ever.
+            new_tokens = int(rng.integers(plan.user_tokens // 2, plan.user_tokens + 1))
+            streams.append(loop.submit(self._prompt(rng, plan.user_prompt), new_tokens))
+
+        try:
+            for number in range(plan.users):
+                submit()
+                loop.run(partial(_has_begun, streams[number]))
+            num_first = len(streams)
+            loop.on_end = submit
+            loop.run(lambda: time.monotonic() > ends_s)
+        finally:
+            loop.close()
+        # With those that were there first everything was still quiet.
+        counted = [stream for stream in streams[num_first:] if len(stream.token_times_s) > 1]
+        if not counted:
+            raise RuntimeError(f"no request came and went in {plan.user_s:g} s")
+        gaps_s = np.concatenate([np.diff(stream.token_times_s) for stream in streams if len(stream.token_times_s) > 1])
+        median_s, p99_s = (float(np.quantile(gaps_s, q)) for q in (0.5, 0.99))
+        name = f"{self.name}.mixed"
+        self.results.fact(f"{name}.ttft_p50", statistics.median(stream.ttft_s for stream in counted) * 1e3, "ms")
+        self.results.fact(f"{name}.itl_p50", median_s * 1e3, "ms")
+        self.results.fact(f"{name}.itl_p99", p99_s * 1e3, "ms")
+        self.results.fact(f"{name}.itl_p99_ratio", p99_s / median_s, "x", f"{len(streams)} requests")
+
+    def offline(self) -> None:
+        num_tokens, wall_s = self.time_offline()
+        self.results.fact(f"{self.name}.offline", num_tokens / wall_s, "tok/s", f"{num_tokens} tokens, {wall_s:.2f} s")
+
+    def time_offline(self) -> tuple[int, float]:
+        """The tokens that were generated, and the seconds from the first request to the last one's end."""
+        plan = self.plan
+        requests = draw_requests(plan.requests, plan.shortest, plan.longest, self.config.vocab_size)
+        loop = self._open(_sizes(plan.requests, plan.batch_tokens, 2 * plan.longest))
+        try:
+            started_s = time.monotonic()
+            for request in requests:
+                loop.submit(np.array(request.prompt, np.int32), request.num_new_tokens)
+            loop.run(lambda: self.results.remaining_s <= 0)
+            wall_s = time.monotonic() - started_s
+            if loop.num_open:
+                raise TimeoutError(f"{loop.num_open} of {plan.requests} requests were not done after {wall_s:.0f} s")
+        finally:
+            loop.close()
+        return sum(request.num_new_tokens for request in requests), wall_s
+
+    def _open(self, sizes: LoopSizes, first: partial[None] | None = None) -> EngineLoop:
+        """first is run with the pass, on its thread, before the loop begins."""
+
+        def make() -> IBatchedForwardPass:
+            steps = StepSizes(sizes.max_running, sizes.max_batch_tokens, sizes.max_context_tokens)
+            made = CudaDecoderPass(self.config, self.weights, self.lab.make_device(), self.dtype, steps)
+            made.create_cache(sizes.num_pages, sizes.page_tokens, "bf16")
+            if first is not None:
+                first(made)
+            return cast("IBatchedForwardPass", made)
+
+        self.lab.device.synchronize()  # the weights were made in another stream
+        return EngineLoop(make, sizes)
+
+    def _time_step(self, rows: int, tokens: int, device_us: list[float], forward_pass: CudaDecoderPass) -> None:
+        """How long such a step computes where nothing keeps it waiting."""
+        steps = Steps(rows, -(-(tokens + PAGE_TOKENS) // PAGE_TOKENS))
+        steps.context_lens[:] = tokens - 1
+        launch(forward_pass, steps.decode()).wait()
+        device_us.append(min(step_us(self.lab.clock, forward_pass, steps.decode()) for _ in range(3)))
+
+    def _prompt(self, rng: np.random.Generator, num_tokens: int) -> NDArray[np.int32]:
+        return rng.integers(0, self.config.vocab_size, num_tokens).astype(np.int32)
+
+
+def _has_begun(stream: Stream) -> bool:
+    return len(stream.token_times_s) > 0
+
+
+def _sizes(max_running: int, max_batch_tokens: int, max_context_tokens: int) -> LoopSizes:
+    pages = -(-(max_context_tokens + PAGE_TOKENS) // PAGE_TOKENS)
+    return LoopSizes(max_running * pages, PAGE_TOKENS, max_running, max_batch_tokens, pages * PAGE_TOKENS)

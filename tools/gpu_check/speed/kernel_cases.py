@@ -1,0 +1,277 @@
+"""The cases of kernels that are timed and profiled, by name: what each launches, and what it moves or computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.forward_pass import SamplingParams, SlotInit
+from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.elementwise import Elementwise
+from penstock.backend.passes.decoder.cuda.sampling import DeviceSampler, SlotArrays
+from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays
+from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.tools.gpu_check.devices.random_caches import fill_cache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.tools.gpu_check.devices.device_context import Lab
+
+PAGE_TOKENS = 32
+LLAMA_HEADS = HeadShape(32, 8, 128)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: of the 8B's heads unless a test wants less."""
+
+    heads: HeadShape = LLAMA_HEADS
+    decode: tuple[tuple[str, int, int, str], ...] = (
+        ("64x1k", 64, 1024, "bf16"),
+        ("8x4k", 8, 4096, "bf16"),
+        ("1x1k", 1, 1024, "bf16"),
+        ("64x1k.q8_0", 64, 1024, "q8_0"),
+        ("64x1k.fp8", 64, 1024, "fp8"),
+        ("64x1k.fp32", 64, 1024, "fp32"),
+        ("256x1k", 256, 1024, "bf16"),
+        ("64x8k", 64, 8192, "bf16"),
+        ("1x32k", 1, 32768, "bf16"),
+        ("8x1k", 8, 1024, "bf16"),
+        ("64x8k.q8_0", 64, 8192, "q8_0"),
+    )
+    """Name, rows, tokens of each, KV dtype."""
+    prefill: tuple[tuple[str, int, int, str], ...] = (
+        ("4k", 0, 4096, "bf16"),
+        ("8k", 0, 8192, "bf16"),
+        ("1k", 0, 1024, "bf16"),
+        ("1k_after_8k", 8192, 1024, "bf16"),
+        ("4k.q8_0", 0, 4096, "q8_0"),
+        ("4k.fp8", 0, 4096, "fp8"),
+    )
+    """Name, history, new tokens, KV dtype."""
+    sampling_rows: int = 256
+    vocab_size: int = 128_256
+    elementwise_tokens: tuple[int, ...] = (64, 8192)
+    hidden: int = 4096
+    intermediate: int = 14_336
+    cold_bytes: int = 256 << 20
+    """What is read in turn, so that nothing of it is left in the cache."""
+    with_peers: bool = True
+
+    def describe(self) -> str:
+        """What the cases' names do not say."""
+        heads = f"{self.heads.num_heads}/{self.heads.num_kv_heads} heads of {self.heads.head_dim}"
+        return (
+            f"{heads}, hidden {self.hidden}, intermediate {self.intermediate}, pages of {PAGE_TOKENS}, "
+            f"sampling {self.sampling_rows} x {self.vocab_size}"
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """works do the same on different memory: together more than a cache holds. amount is in bytes, or in
+    floating-point operations where unit is TFLOP/s, of each."""
+
+    works: list[Callable[[], object]]
+    amount: float = 0.0
+    unit: str = ""
+    """Of the rate: TB/s or TFLOP/s, or "" where the time says it all."""
+    leads_with_time: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    name: str
+    prepare: Callable[[Lab], Prepared]
+    """Draws the buffers and loads the kernels."""
+
+
+def kernel_cases(sizes: Sizes) -> list[KernelCase]:
+    """In the order of what is wanted most."""
+    cases = [
+        KernelCase(f"attention.decode.{name}", partial(_decode, sizes, rows, tokens, kv_dtype))
+        for name, rows, tokens, kv_dtype in sizes.decode
+    ]
+    _, rows, tokens, kv_dtype = sizes.decode[0]
+    cases.append(KernelCase("attention.decode.plan", partial(_plan, sizes, rows, tokens, kv_dtype)))
+    cases += [
+        KernelCase(f"attention.prefill.{name}", partial(_prefill, sizes, history, tokens, kv_dtype))
+        for name, history, tokens, kv_dtype in sizes.prefill
+    ]
+    cases += [
+        KernelCase(f"sampling.256x128k.{kind}", partial(_sampling, sizes, params)) for kind, params in _SAMPLING.items()
+    ]
+    for num_tokens in sizes.elementwise_tokens:
+        cases += [
+            KernelCase(
+                f"elementwise.rope_and_store.{kv_dtype}.{num_tokens}",
+                partial(_rope_and_store, sizes, num_tokens, kv_dtype),
+            )
+            for kv_dtype in ("bf16", "q8_0")
+        ]
+        cases.append(KernelCase(f"elementwise.norm.{num_tokens}", partial(_norm, sizes, num_tokens)))
+        cases.append(KernelCase(f"elementwise.silu_mul.{num_tokens}", partial(_silu_mul, sizes, num_tokens)))
+    return cases
+
+
+_SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0),
+    "plain": SamplingParams(temperature=0.8),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.9),
+    "penalties": SamplingParams(temperature=0.8, frequency_penalty=0.1, repetition_penalty=1.1),
+    "filtered": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, typical_p=0.95, min_p=0.02),
+}
+
+
+@dataclass(frozen=True)
+class _DecodeStep:
+    """A planned step, but for the caches that it reads."""
+
+    layout: CacheLayout
+    plan: Callable[[], object]
+    attend: Callable[[Tensor], object]
+
+
+def _decode(sizes: Sizes, num_rows: int, num_tokens: int, kv_dtype: str, lab: Lab) -> Prepared:
+    """Of its own bytes: each key and value once, scales included. The plan, once a step, is not in it."""
+    step = _decode_step(sizes, num_rows, num_tokens, kv_dtype, lab)
+    num_bytes = num_rows * num_tokens * 2 * sizes.heads.num_kv_heads * step.layout.row_bytes
+    caches = _caches(lab, step.layout, -(-sizes.cold_bytes // num_bytes))
+    step.plan()
+    return Prepared([partial(step.attend, cache) for cache in caches], num_bytes, "TB/s", num_rows == 1)
+
+
+def _plan(sizes: Sizes, num_rows: int, num_tokens: int, kv_dtype: str, lab: Lab) -> Prepared:
+    return Prepared([_decode_step(sizes, num_rows, num_tokens, kv_dtype, lab).plan])
+
+
+def _decode_step(sizes: Sizes, num_rows: int, num_tokens: int, kv_dtype: str, lab: Lab) -> _DecodeStep:
+    heads, device = sizes.heads, lab.device
+    pages_per_row = -(-num_tokens // PAGE_TOKENS)
+    layout = CacheLayout(1, num_rows * pages_per_row, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
+    attention = DecodeAttention(
+        layout,
+        heads.num_heads,
+        heads.head_dim**-0.5,
+        max_rows=num_rows,
+        max_context_tokens=num_tokens,
+        num_sms=device.num_sms,
+        shared_bytes_per_sm=device.shared_bytes_per_sm,
+    )
+    device.launcher.prepare(attention.kernels())
+    workspace = attention.make_workspace(lab.at)
+    act = torch.float32 if kv_dtype == "fp32" else torch.bfloat16
+    qkv = torch.randn(num_rows, heads.qkv_size, device=lab.at).to(act)
+    out = torch.empty(num_rows, heads.output_size, device=lab.at, dtype=act)
+    page_table = _shuffled_pages(lab, num_rows, pages_per_row)
+    contexts = torch.full((num_rows,), num_tokens - 1, dtype=torch.int32, device=lab.at)
+    slots = torch.arange(num_rows, dtype=torch.int32, device=lab.at)
+
+    def attend(cache: Tensor) -> None:
+        attention.attend(device.launcher, workspace, qkv, cache, page_table, out)
+
+    return _DecodeStep(layout, partial(attention.plan, device.launcher, workspace, contexts, slots, num_rows), attend)
+
+
+def _prefill(sizes: Sizes, history: int, num_tokens: int, kv_dtype: str, lab: Lab) -> Prepared:
+    heads, device = sizes.heads, lab.device
+    num_pages = -(-(history + num_tokens) // PAGE_TOKENS)
+    layout = CacheLayout(1, num_pages, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
+    attention = PrefillAttention(layout, heads.num_heads, heads.head_dim**-0.5)
+    device.launcher.prepare(attention.kernels())
+    qkv = torch.randn(num_tokens, heads.qkv_size, device=lab.at).bfloat16()
+    out = torch.empty(num_tokens, heads.output_size, device=lab.at, dtype=torch.bfloat16)
+    starts, contexts = np.array([0, num_tokens], np.int32), np.array([history], np.int32)
+    tiles = torch.from_numpy(attention.tiles(starts, contexts)).to(lab.at)
+    rows = RowArrays(
+        torch.from_numpy(starts).to(lab.at),
+        torch.from_numpy(contexts).to(lab.at),
+        torch.zeros(1, dtype=torch.int32, device=lab.at),
+    )
+    page_table = _shuffled_pages(lab, 1, num_pages)
+    (cache,) = _caches(lab, layout, 1)
+    pairs = num_tokens * history + num_tokens * (num_tokens + 1) / 2
+    attend = partial(attention.attend, device.launcher, qkv, cache, page_table, rows, tiles, out)
+    return Prepared([attend], 4 * pairs * heads.output_size, "TFLOP/s")
+
+
+def _sampling(sizes: Sizes, params: SamplingParams, lab: Lab) -> Prepared:
+    rows, vocab = sizes.sampling_rows, sizes.vocab_size
+    arrays = SlotArrays(rows, vocab, lab.at)
+    sampler = DeviceSampler(lab.device.launcher, arrays, torch.bfloat16)
+    lab.device.launcher.prepare(sampler.kernels)
+    logits = [(torch.randn(rows, vocab, device=lab.at) * 3).bfloat16() for _ in range(4)]
+    slots = torch.arange(rows, dtype=torch.int32, device=lab.at)
+    contexts = torch.full((rows,), 100, dtype=torch.int32, device=lab.at)
+    tokens = torch.empty(rows, dtype=torch.int32, device=lab.at)
+    prompt = np.arange(100, dtype=np.int32)
+    packed = sampler.pack([SlotInit(slot, params, prompt, len(prompt)) for slot in range(rows)])
+    sampler.take_slots(torch.from_numpy(packed).to(lab.at), rows)
+    selection = sampler.selection(np.arange(rows, dtype=np.int32))
+    works: list[Callable[[], object]] = [partial(sampler.sample, x, slots, contexts, selection, tokens) for x in logits]
+    return Prepared(works, detail=f"{rows} rows of {vocab}")
+
+
+def _rope_and_store(sizes: Sizes, num_tokens: int, kv_dtype: str, lab: Lab) -> Prepared:
+    heads, elementwise = sizes.heads, _elementwise(sizes, kv_dtype, lab)
+    num_pages = -(-num_tokens // PAGE_TOKENS)
+    layout = CacheLayout(1, num_pages, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
+    rows = RowArrays(*(torch.tensor(x, dtype=torch.int32, device=lab.at) for x in ([0, num_tokens], [0], [0])))
+    qkv = torch.randn(num_tokens, heads.qkv_size, device=lab.at).bfloat16()
+    rope = torch.rand(num_tokens, heads.head_dim, device=lab.at)
+    (cache,) = _caches(lab, layout, 1)
+    page_table = _shuffled_pages(lab, 1, num_pages)
+    moved = 2 * (heads.qkv_size + heads.output_size) + 2 * heads.num_kv_heads * layout.row_bytes + heads.head_dim * 4
+    work = partial(elementwise.rope_and_store, qkv, cache, page_table, rows, rope, None)
+    return _traffic(work, num_tokens * moved)
+
+
+def _norm(sizes: Sizes, num_tokens: int, lab: Lab) -> Prepared:
+    elementwise = _elementwise(sizes, "bf16", lab)
+    residual = torch.randn(num_tokens, sizes.hidden, device=lab.at)
+    delta, out = (torch.randn(num_tokens, sizes.hidden, device=lab.at).bfloat16() for _ in range(2))
+    work = partial(elementwise.add_rms_norm, residual, delta, torch.ones(sizes.hidden, device=lab.at), out)
+    return _traffic(work, num_tokens * sizes.hidden * (4 + 4 + 2 + 2))
+
+
+def _silu_mul(sizes: Sizes, num_tokens: int, lab: Lab) -> Prepared:
+    elementwise = _elementwise(sizes, "bf16", lab)
+    gate_up = torch.randn(num_tokens, 2 * sizes.intermediate, device=lab.at).bfloat16()
+    gated = torch.empty(num_tokens, sizes.intermediate, device=lab.at, dtype=torch.bfloat16)
+    return _traffic(partial(elementwise.silu_mul, gate_up, gated), num_tokens * sizes.intermediate * 6)
+
+
+def _elementwise(sizes: Sizes, kv_dtype: str, lab: Lab) -> Elementwise:
+    made = Elementwise(
+        lab.device.launcher, sizes.heads, sizes.hidden, sizes.heads.head_dim, 1e-5, torch.bfloat16, kv_dtype,
+        PAGE_TOKENS, lab.at,
+    )  # fmt: skip
+    lab.device.launcher.prepare(made.kernels)
+    return made
+
+
+def _traffic(work: Callable[[], object], num_bytes: float) -> Prepared:
+    """What a kernel must read and write, once."""
+    return Prepared([work], num_bytes, "TB/s", leads_with_time=True)
+
+
+def _caches(lab: Lab, layout: CacheLayout, count: int) -> list[Tensor]:
+    caches = [torch.empty(layout.num_bytes, dtype=torch.uint8, device=lab.at) for _ in range(count)]
+    for cache in caches:
+        fill_cache(cache, layout)
+    return caches
+
+
+def _shuffled_pages(lab: Lab, num_rows: int, pages_per_row: int) -> Tensor:
+    """int32 [rows, pages]: no two alike."""
+    pages = np.random.default_rng(0).permutation(num_rows * pages_per_row).astype(np.int32)
+    return torch.from_numpy(pages.reshape(num_rows, pages_per_row)).to(lab.at)

@@ -1,0 +1,47 @@
+"""How fast each kernel is, replayed from a graph over more memory than a cache holds, beside what torch has for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.peers import attention as attention_peers
+from penstock.tools.gpu_check.speed.kernel_cases import Sizes, kernel_cases
+
+if TYPE_CHECKING:
+    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.reporting.results import Results
+    from penstock.tools.gpu_check.speed.kernel_cases import KernelCase
+
+
+def run(results: Results) -> None:
+    measure(results, open_lab(), Sizes())
+
+
+def run_quick(results: Results) -> None:
+    """Ours alone."""
+    measure(results, open_lab(), Sizes(with_peers=False))
+
+
+def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
+    results.sizes("kernels", sizes.describe())
+    for case in kernel_cases(sizes):
+        results.attempt(case.name, partial(_time, results, lab, case))
+    if sizes.with_peers:
+        attention_peers.measure(results, lab, sizes.heads)
+
+
+def _time(results: Results, lab: Lab, case: KernelCase) -> None:
+    prepared = case.prepare(lab)
+    us = lab.clock.work_us(prepared.works)
+    if not prepared.unit:
+        results.fact(case.name, us, "us", prepared.detail)
+        return
+    rate = prepared.amount / us / 1e6
+    if prepared.leads_with_time:
+        results.fact(case.name, us, "us", prepared.detail)
+        results.fact(f"{case.name}.bandwidth", rate, prepared.unit)
+    else:
+        results.fact(case.name, rate, prepared.unit, prepared.detail)
+        results.fact(f"{case.name}.time", us, "us")

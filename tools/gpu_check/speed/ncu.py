@@ -1,0 +1,187 @@
+"""One kernel case under Nsight Compute: its text to read, its report for the viewer, and the few numbers that matter.
+
+The clocks are left as they are. ncu replays each launch once a group of counters, with cold caches.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from glob import glob
+from typing import TYPE_CHECKING
+
+from penstock.tools.gpu_check.checks.environment import describe_environment
+from penstock.tools.gpu_check.reporting.report import SectionOutcome, summary_lines, write_report
+from penstock.tools.gpu_check.reporting.results import Results, read_findings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+_SCALES = {
+    "ns": 1e-3,
+    "us": 1.0,
+    "ms": 1e3,
+    "s": 1e6,
+    "byte/s": 1e-12,
+    "Kbyte/s": 1e-9,
+    "Mbyte/s": 1e-6,
+    "Gbyte/s": 1e-3,
+    "Tbyte/s": 1.0,
+}
+"""ncu's unit → how many of ours it is: microseconds and TB/s. What is not listed is taken as it is. Older ones
+write nsecond and byte/second."""
+_STALL = re.compile(r"smsp__average_warps_issue_stalled_(?!selected_)(\w+)(?<!_not_issued)_per_issue_active\.ratio")
+_TOP_STALLS = 4
+
+
+@dataclass(frozen=True)
+class Metric:
+    """columns: ncu's names for it, of which the first that is there counts."""
+
+    name: str
+    unit: str
+    columns: tuple[str, ...]
+
+
+METRICS = (
+    Metric("duration", "us", ("gpu__time_duration.sum",)),
+    Metric("dram", "TB/s", ("dram__bytes.sum.per_second",)),
+    Metric(
+        "dram_of_peak",
+        "%",
+        (
+            "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+            "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+        ),
+    ),
+    Metric("sm_of_peak", "%", ("sm__throughput.avg.pct_of_peak_sustained_elapsed",)),
+    Metric("registers", "", ("launch__registers_per_thread",)),
+    Metric("occupancy", "%", ("sm__warps_active.avg.pct_of_peak_sustained_active",)),
+)
+
+
+class NcuFailed(Exception):
+    """What ncu said for itself."""
+
+
+def find_ncu() -> str | None:
+    found = shutil.which("ncu")
+    return found or next((path for place in _PLACES for path in sorted(glob(place)) if os.access(path, os.X_OK)), None)
+
+
+def profile_case(out: Path, case: str, budget_s: float, commit: str = "") -> int:
+    """Writes ncu-CASE.txt and ncu-CASE.ncu-rep beside the report; the exit status is 1 where there is no ncu, or it
+    fails."""
+    path = find_ncu()
+    if path is None:
+        print(f"--ncu: Nsight Compute is not installed: no ncu on PATH nor as {' or '.join(_PLACES)}", file=sys.stderr)
+        return 1
+    started_s = time.monotonic()
+    scratch = out / f"ncu-{case}.jsonl"
+    results = Results(scratch, budget_s)
+    command = [sys.executable, "-m", "penstock.tools.gpu_check.speed.ncu_child", case]
+    results.attempt(f"ncu.{case}", lambda: profile(results, path, out, case, command))
+    outcome = SectionOutcome("ncu", "done", time.monotonic() - started_s, read_findings(scratch))
+    scratch.unlink()
+    write_report(out, [outcome], describe_environment(commit))
+    print("\n".join(summary_lines([outcome])))
+    return 0 if outcome.passed else 1
+
+
+def profile(results: Results, path: str, out: Path, case: str, command: Sequence[str]) -> None:
+    """Raises NcuFailed."""
+    base = out / f"ncu-{case}"
+    recorded = base.with_name(f"{base.name}.ncu-rep")
+    options = ["--clock-control", "none", "--profile-from-start", "off", "--set", "full", "--force-overwrite"]
+    _run([path, *options, "--export", str(recorded), *command], results.remaining_s)
+    shown = [path, "--import", str(recorded), "--page"]
+    base.with_name(f"{base.name}.txt").write_text(_run([*shown, "details"], results.remaining_s), encoding="utf-8")
+    told = _run([*shown, "raw", "--csv", "--print-units", "base"], results.remaining_s)
+    kernels = parse_raw(told)
+    if not kernels:
+        raise NcuFailed("ncu profiled no kernel")
+    for kernel, launches in kernels.items():
+        _record(results, f"ncu.{case}.{kernel}", launches)
+
+
+Launch = dict[str, tuple[str, str]]
+"""A column's name → value and unit."""
+
+
+def parse_raw(text: str) -> dict[str, list[Launch]]:
+    """Each kernel's launches, of `--page raw --csv`: names, then units, then a line a launch; other lines before."""
+    lines = text.splitlines()
+    start = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        return {}
+    names, units, *rows = csv.reader(io.StringIO("\n".join(lines[start:])))
+    kernels: defaultdict[str, list[Launch]] = defaultdict(list)
+    for row in rows:
+        if len(row) == len(names):
+            launch = dict(zip(names, zip(row, units, strict=True), strict=True))
+            kernels[launch["Kernel Name"][0].partition("(")[0]].append(launch)
+    return dict(kernels)
+
+
+def _record(results: Results, name: str, launches: list[Launch]) -> None:
+    for metric in METRICS:
+        values = [value for launch in launches if (value := _first_value(launch, metric.columns)) is not None]
+        if values:
+            detail = f"of {len(values)} launches" if metric.name == "duration" else ""
+            results.fact(f"{name}.{metric.name}", statistics.median(values), metric.unit, detail)
+        else:
+            results.skipped(f"{name}.{metric.name}", f"ncu has no {metric.columns[0]}")
+    stalls = _stalls(launches[-1])
+    if stalls:
+        total = sum(stalls.values()) or 1.0
+        most = sorted(stalls, key=lambda reason: -stalls[reason])[:_TOP_STALLS]
+        results.fact(f"{name}.stalls", ", ".join(f"{reason} {100 * stalls[reason] / total:.0f} %" for reason in most))
+    else:
+        results.skipped(f"{name}.stalls", "ncu has no stall reasons")
+
+
+def _first_value(launch: Launch, columns: Sequence[str]) -> float | None:
+    return next((value for column in columns if (value := _value(launch, column)) is not None), None)
+
+
+def _value(launch: Launch, column: str) -> float | None:
+    """In our unit. None where there is no such column, or no number in it."""
+    text, unit = launch.get(column, ("", ""))
+    try:
+        return float(text.replace(",", "")) * _SCALES.get(unit.replace("second", "s"), 1.0)
+    except ValueError:  # n/a, or nan in words
+        return None
+
+
+def _stalls(launch: Launch) -> dict[str, float]:
+    """Of an issued instruction's wait, by reason."""
+    found = {match[1]: _value(launch, column) for column in launch if (match := _STALL.fullmatch(column))}
+    return {reason: value for reason, value in found.items() if value is not None}
+
+
+def _run(argv: list[str], timeout_s: float) -> str:
+    """What it prints. Raises NcuFailed for any error, of which ncu's exit status does not tell all."""
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+    try:
+        said, _ = child.communicate(timeout=max(timeout_s, 1.0))
+    except subprocess.TimeoutExpired as error:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise NcuFailed(f"ncu was not done after {max(timeout_s, 1.0):.0f} s") from error
+    errors = [line for line in said.splitlines() if line.startswith("==ERROR==")]
+    if errors or child.returncode != 0:
+        last = "; ".join(errors) or next((line for line in reversed(said.splitlines()) if line.strip()), "no word")
+        raise NcuFailed(f"status {child.returncode}: {last.strip()[:400]}")
+    return said
