@@ -17,7 +17,7 @@ from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import Executor, ExecutorFailed
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Limits, Requests
+from penstock.backend.engine.requests import EngineLimits, Requests
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IHostPages, PassOptions
 from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
@@ -114,7 +114,7 @@ def serve(options: BackendOptions) -> None:
         settings.max_batch_tokens,
         num_plans_ahead=options.batch_channel_capacity,
     )
-    limits = Limits(
+    limits = EngineLimits(
         card.vocab_size,
         plan.max_context_tokens,
         options.max_waiting,

@@ -25,7 +25,7 @@ class BatchBuilder:
 
     def build(self, plan: Plan) -> StepBatch:
         """Arrays of the plan's rows; later steps do not change them."""
-        for sequence in plan.slot_takers:
+        for sequence in plan.slot_init_sequences:
             self._clear(sequence)  # a former owner's pages
             self._note_pages(sequence)
         for sequence in plan.grown:
@@ -50,7 +50,7 @@ class BatchBuilder:
             page_table=self._page_table[slots, : self._num_pages[slots].max()],
             slots=slots,
             logit_rows=np.array(plan.logit_rows, np.int32),
-            slot_inits=tuple(map(_slot_init, plan.slot_takers)),
+            slot_inits=tuple(map(_slot_init, plan.slot_init_sequences)),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
             embeddings=tuple(embeddings),

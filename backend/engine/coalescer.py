@@ -22,7 +22,7 @@ class ShareKey:
     prompt: bytes
     sampling: SamplingParams
     constraints: Constraints | None
-    kept_out: tuple[int, ...]
+    excluded_stop_ids: tuple[int, ...]
     """Stop ids that may not be sampled at first."""
 
     @classmethod
@@ -48,8 +48,8 @@ class ShareKey:
                 num_logprobs=sampling.num_logprobs,
             )
         keeps_out = constraints is not None and (constraints.min_tokens or constraints.grammar_after)
-        kept_out = tuple(sorted(stop_ids)) if keeps_out else ()
-        return cls(salt, prompt, sampling, constraints, kept_out)
+        excluded_stop_ids = tuple(sorted(stop_ids)) if keeps_out else ()
+        return cls(salt, prompt, sampling, constraints, excluded_stop_ids)
 
 
 class Coalescer:

@@ -92,7 +92,7 @@ class Executor:
         return self._pass
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """One more plan may be launched: one step running and `capacity` plans behind it are not yet reached."""
         return self._num_in_flight <= self._capacity
 

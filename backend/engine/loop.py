@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, ParamSpec
 
 from penstock.backend.engine.executor import ExecutorFailed
-from penstock.backend.engine.step_timing import Pace
+from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
 from penstock.backend.scheduling.step_plan import NO_SAMPLE
 from penstock.shm.link.link import Cancellation, FrontendDeath, Submission
@@ -52,7 +52,7 @@ class Engine:
         board: BackendBoard,
         clock: Callable[[], float] = time.monotonic,
         *,
-        pace: Pace | None = None,
+        step_timing: StepTiming | None = None,
     ) -> None:
         self._link = link
         self._executor = executor
@@ -64,7 +64,7 @@ class Engine:
         self._drain_deadline_s: float | None = None
         self._num_failed_steps = 0
         """In a row."""
-        self._pace = pace or Pace()
+        self._step_timing = step_timing or StepTiming()
         self.plan_due_s: float | None = None
         """From the end of the last turn; None where nothing is to be planned before something happens."""
 
@@ -125,8 +125,8 @@ class Engine:
 
     def _plan_steps(self) -> float | None:
         """As many as the device will want before long. Returns when the next one is to be planned."""
-        while self._executor.has_room:
-            if (spare_s := self._pace.spare_s(self._executor.running_s())) > 0:
+        while self._executor.has_capacity:
+            if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
                 return spare_s
             started_ns = time.thread_time_ns()
             if not (plan := self._scheduler.plan()):
@@ -143,11 +143,11 @@ class Engine:
             self._apply_failure(plan, error)
         else:
             self._executor.launch(plan, batch, self._scheduler.take_saves())
-            self._pace.note_plan(batch.num_tokens, (time.thread_time_ns() - started_ns) / 1e9)
+            self._step_timing.note_plan(batch.num_tokens, (time.thread_time_ns() - started_ns) / 1e9)
 
     def _note_starts(self, plan: Plan) -> None:
         now_s = self._clock()
-        for sequence in plan.slot_takers:
+        for sequence in plan.slot_init_sequences:
             if sequence.queue_s is None:
                 sequence.queue_s = now_s - next(iter(sequence.subscribers)).arrived_s
 
@@ -158,14 +158,14 @@ class Engine:
         board.steps += 1
         board.computed_tokens += num_tokens
         board.observe_step(int(1e6 * result.step_s), len(plan), num_tokens)
-        self._pace.note_result(0 if result.error is not None else num_tokens, result.step_s, result.launch_s)
+        self._step_timing.note_result(0 if result.error is not None else num_tokens, result.step_s, result.launch_s)
         if result.error is not None:
             self._apply_failure(plan, result.error)
             return
         if plan:
             self._num_failed_steps = 0
         token_ids = _by_row(result)
-        special = self._requests.deliver_plain(plan, token_ids)
+        special = self._requests.deliver_fast_path(plan, token_ids)
         board.generated_tokens += len(plan) - len(special)
         faults = {plan.logit_rows[place]: fault for place, fault in result.faults.items()}
         logprobs = {} if result.logprobs is None else _by_index(plan, result.logprobs)
@@ -215,7 +215,7 @@ class Engine:
         live = [(sequence, length) for sequence, generation, length in rows if sequence.generation == generation]
         self._board.wasted_tokens += sum(plan.lengths) - sum(length for _, length in live)
         if len(plan) > 1 and not isinstance(error, DeviceLost):
-            self._scheduler.try_apart(live)
+            self._scheduler.bisect(live)
             return
         for sequence, _ in live:
             self._requests.fail(sequence)

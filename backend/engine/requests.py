@@ -38,7 +38,7 @@ _SALT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What a single request may ask of this engine, and how many may wait."""
 
     vocab_size: int
@@ -58,7 +58,7 @@ class Requests:
         link: BackendLink,
         scheduler: Scheduler,
         board: BackendBoard,
-        limits: Limits,
+        limits: EngineLimits,
         clock: Callable[[], float] = time.monotonic,
         *,
         desk: GrammarDesk | None = None,
@@ -267,7 +267,7 @@ class Requests:
 
     # Getting tokens
 
-    def deliver_plain(self, plan: Plan, token_ids: list[int]) -> list[int]:
+    def deliver_fast_path(self, plan: Plan, token_ids: list[int]) -> list[int]:
         """Tells a step's tokens, one for each row, to those for whom they are a token and nothing else.
 
         Returns the indices of the other rows, which are untouched: stale, without a token, or with one that completes a
@@ -277,9 +277,13 @@ class Requests:
         outputs: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         rows = zip(plan.sequences, plan.generations, plan.ends, token_ids, strict=True)
         for index, (sequence, generation, end, token_id) in enumerate(rows):
-            if end < sequence.plain_until and sequence.generation == generation and token_id not in sequence.stop_ids:
+            if (
+                end < sequence.fast_path_until
+                and sequence.generation == generation
+                and token_id not in sequence.stop_ids
+            ):
                 sequence.tokens.append(token_id)
-                for frontend, request_id in sequence.listeners:
+                for frontend, request_id in sequence.subscriber_ids:
                     request_ids, tokens = outputs[frontend]
                     request_ids.append(request_id)
                     tokens.append(token_id)

@@ -17,7 +17,7 @@ _TOKENS_APART = 32
 """Steps of more tokens than twice that are told apart only by so many."""
 
 
-class Pace:
+class StepTiming:
     """How long steps take, and their planning. For the engine's thread.
 
     A guess that is too low plans early, as a plan is always possible; one that is too high leaves the device idle for

@@ -104,7 +104,7 @@ class Prefixes:
             num_common = count_common(wanted, other.tokens[first:end].tobytes())
             if (num_there := min(num_common, other.num_applied - first)) > num_copied:
                 num_copied, source = num_there, other.pages[num_full]
-            if (num_known := min(num_common, other.num_brought - first)) > num_coming:
+            if (num_known := min(num_common, other.num_given_tokens - first)) > num_coming:
                 num_coming, leader = num_known, other
         is_worth_waiting = num_coming - num_copied >= max(1, self._page_size // _WORTH_WAITING)
         return replace(found, num_copied=num_copied, source=source, awaited=leader if is_worth_waiting else None)

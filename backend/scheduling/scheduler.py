@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.backend.kv_cache.prefix_cache import Prefixes
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.backend.scheduling.wait_queue import WaitingRoom
+from penstock.backend.scheduling.wait_queue import WaitQueue
 
 if TYPE_CHECKING:
     from penstock.backend.kv_cache.host_offload import HostPages
@@ -37,17 +37,17 @@ class Scheduler:
         page_size_tokens: int,
         max_running: int,
         max_batch_tokens: int,
-        patience_steps: int = 64,
+        max_park_steps: int = 64,
         num_plans_ahead: int = 1,
     ) -> None:
-        """patience_steps: who waits for what another computes does so as long as that gets on within so many.
+        """max_park_steps: who waits for what another computes does so as long as that gets on within so many.
         num_plans_ahead: so many plans at most are made between a step's own and the end of that step."""
         self._pool = pool
         self._page_size = page_size_tokens
         self._max_batch_tokens = max_batch_tokens
         self._free_slots = list(range(max_running - 1, -1, -1))
         self.max_running = max_running
-        self._waiting = WaitingRoom()
+        self._waiting = WaitQueue()
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._prefixes = Prefixes(pool, page_size_tokens)
         self._grown: list[Sequence] = []
@@ -58,9 +58,9 @@ class Scheduler:
         """...the idle pages among its sources, held until all pages of the step are chosen: none is a destination."""
         self._page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = {}
         """Of that step as well."""
-        self._patience_steps = patience_steps
+        self._max_park_steps = max_park_steps
         self._num_plans_ahead = num_plans_ahead
-        self._trials: deque[list[Chunk]] = deque()
+        self._bisections: deque[list[Chunk]] = deque()
         """Steps that are to be run first, and have nobody else."""
         self._num_plans = 0
         """That had rows."""
@@ -114,8 +114,8 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """The rows of the next step; none when there is nothing to do."""
-        while self._trials:
-            if trial := [(sequence, length) for sequence, length in self._trials.popleft() if not sequence.ended]:
+        while self._bisections:
+            if trial := [(sequence, length) for sequence, length in self._bisections.popleft() if not sequence.ended]:
                 return self._make_plan([], trial)
         self._waiting.unpark_overdue(self._num_plans)
         budget = self._max_batch_tokens
@@ -123,11 +123,11 @@ class Scheduler:
         short, unfinished = [], []
         for sequence in self._running:
             end = sequence.num_computed + 1
-            if end <= sequence.num_brought:
+            if end <= sequence.num_given_tokens:
                 unfinished.append(sequence)
             elif end >= sequence.max_total_tokens:
                 continue  # the last token of all is never computed: nothing follows it
-            elif end > sequence.room_tokens:
+            elif end > sequence.capacity_tokens:
                 short.append(sequence)
             else:
                 sequence.num_computed = end
@@ -143,7 +143,7 @@ class Scheduler:
         budget -= len(decodes)
         chunks: list[Chunk] = []
         for sequence in unfinished:
-            num_tokens = min(sequence.num_brought - sequence.num_computed, budget)
+            num_tokens = min(sequence.num_given_tokens - sequence.num_computed, budget)
             if num_tokens > 0 and self._find_pages(sequence, sequence.num_computed + num_tokens):
                 chunks.append((sequence, num_tokens))
                 budget -= num_tokens
@@ -156,14 +156,14 @@ class Scheduler:
         self._num_plans += bool(plan)
         return plan
 
-    def try_apart(self, chunks: list[Chunk]) -> None:
+    def bisect(self, chunks: list[Chunk]) -> None:
         """A step with these rows has failed, for the fault of one or of none: they go back to before it, and run again
         in two steps of their own before anything else does."""
         for sequence, _ in chunks:
             sequence.rewind(sequence.num_applied)
             sequence.num_cached = min(sequence.num_cached, sequence.num_computed)
         middle = (len(chunks) + 1) // 2
-        self._trials.extendleft(half for half in (chunks[middle:], chunks[:middle]) if half)
+        self._bisections.extendleft(half for half in (chunks[middle:], chunks[:middle]) if half)
 
     def _make_plan(self, decodes: list[Sequence], chunks: list[Chunk]) -> Plan:
         """Of sequences that have been advanced by a token, and of others that are to be by as many as is said."""
@@ -175,7 +175,7 @@ class Scheduler:
                 plan.logit_rows.append(len(plan))
             if sequence.needs_slot_init:
                 sequence.needs_slot_init = False
-                plan.slot_takers.append(sequence)
+                plan.slot_init_sequences.append(sequence)
             plan.sequences.append(sequence)
             plan.lengths.append(num_tokens)
         plan.generations = [sequence.generation for sequence in plan.sequences]
@@ -212,8 +212,8 @@ class Scheduler:
             and (sequence := self._waiting.head()) is not None
         ):
             prefix = self._prefixes.find(sequence)
-            if prefix.awaited is not None and self._is_patient(sequence, prefix):
-                self._waiting.park_head(prefix.awaited, self._num_plans + self._patience_steps)
+            if prefix.awaited is not None and self._should_park(sequence, prefix):
+                self._waiting.park_head(prefix.awaited, self._num_plans + self._max_park_steps)
                 continue
             # All its known tokens and the next must fit now, and what others take before its first step has been
             # applied, so that it is not preempted before it makes progress.
@@ -223,7 +223,7 @@ class Scheduler:
                 return
             self._waiting.take_head()
             self._start(sequence, prefix, num_new, may_copy=num_left > 0 or not self._pool.is_idle(prefix.source))
-            num_tokens = min(sequence.num_brought - sequence.num_computed, budget)
+            num_tokens = min(sequence.num_given_tokens - sequence.num_computed, budget)
             chunks.append((sequence, num_tokens))
             budget -= num_tokens
 
@@ -236,18 +236,18 @@ class Scheduler:
         num_due = self._pages_for(min(num_tokens + max(1, num_ahead), most))
         num_due -= self._pages_for(min(num_tokens + 1, most))
         for sequence in self._running:
-            num_tokens = max(sequence.num_computed, sequence.num_brought) + num_ahead
-            if num_tokens > sequence.room_tokens < sequence.max_total_tokens - 1:
+            num_tokens = max(sequence.num_computed, sequence.num_given_tokens) + num_ahead
+            if num_tokens > sequence.capacity_tokens < sequence.max_total_tokens - 1:
                 num_due += self._pages_for(min(num_tokens, sequence.max_total_tokens - 1)) - len(sequence.pages)
         return num_left >= num_due
 
-    def _is_patient(self, sequence: Sequence, prefix: Prefix) -> bool:
+    def _should_park(self, sequence: Sequence, prefix: Prefix) -> bool:
         """Whether what the sequence waits for has got on of late."""
-        num_there = prefix.num_full * self._page_size + prefix.num_copied
-        if num_there > sequence.num_there:
-            sequence.num_there = num_there
-            sequence.patient_until = self._num_plans + self._patience_steps
-        return self._num_plans < sequence.patient_until
+        num_available = prefix.num_full * self._page_size + prefix.num_copied
+        if num_available > sequence.num_available:
+            sequence.num_available = num_available
+            sequence.park_deadline_step = self._num_plans + self._max_park_steps
+        return self._num_plans < sequence.park_deadline_step
 
     def _start(self, sequence: Sequence, prefix: Prefix, num_new_pages: int, *, may_copy: bool) -> None:
         """may_copy: the page to copy from is held by others, or there is one to spare."""
@@ -291,7 +291,7 @@ class Scheduler:
 
     def _give_pages(self, sequence: Sequence, pages: list[int]) -> None:
         sequence.pages += pages
-        sequence.room_tokens = len(sequence.pages) * self._page_size
+        sequence.capacity_tokens = len(sequence.pages) * self._page_size
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""
@@ -340,6 +340,6 @@ class Scheduler:
         for sequence in self._waiting.sequences():
             if sequence.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
                 raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
-        if any(sequence.patient_until < self._num_plans for sequence in self._waiting.parked()):
+        if any(sequence.park_deadline_step < self._num_plans for sequence in self._waiting.parked()):
             raise RuntimeError("a sequence waits in vain")
         self._prefixes.check_integrity(self._running, self._waiting.parked_keys())

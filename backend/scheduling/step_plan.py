@@ -14,7 +14,7 @@ NO_SAMPLE = -2
 """In a list of sampled tokens by row: the row samples none."""
 
 
-class Row(NamedTuple):
+class PlanRow(NamedTuple):
     """A sequence's part in one step: the tokens at positions start … end - 1."""
 
     sequence: Sequence
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     end: int
     samples: bool
     """The row reaches the sequence's last token, so the step samples the next one."""
-    takes_slot: bool
+    needs_slot_init: bool
     """The first row since the sequence was given its slot, or since the slot's state ran ahead of it."""
 
 
@@ -42,7 +42,7 @@ class Plan:
     """The first rows: each is of the one token that its slot sampled last, and samples the next one."""
     logit_rows: list[int] = field(default_factory=list)
     """Indices of the rows that sample, ascending."""
-    slot_takers: list[Sequence] = field(default_factory=list)
+    slot_init_sequences: list[Sequence] = field(default_factory=list)
     """Those whose slot is to be told of them. For the builder alone, as are those that..."""
     grown: list[Sequence] = field(default_factory=list)
     """...have more pages than in the step before."""
@@ -73,15 +73,15 @@ class Plan:
             [self.lengths[index] for index in kept],
             sum(index < self.num_decodes for index in kept),
             [new for new, index in enumerate(kept) if index in samplers],
-            self.slot_takers,
+            self.slot_init_sequences,
             self.grown,
             {self.sequences[index]: copy for index in kept if (copy := self.page_copies.get(self.sequences[index]))},
             {self.sequences[index]: some for index in kept if (some := self.page_restores.get(self.sequences[index]))},
         )
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[PlanRow]:
         """One object for each row, where speed is no matter."""
-        samplers, takers = set(self.logit_rows), set(self.slot_takers)
+        samplers, takers = set(self.logit_rows), set(self.slot_init_sequences)
         columns = zip(self.sequences, self.generations, self.ends, self.lengths, strict=True)
         for index, (sequence, generation, end, length) in enumerate(columns):
-            yield Row(sequence, generation, end - length, end, index in samplers, sequence in takers)
+            yield PlanRow(sequence, generation, end - length, end, index in samplers, sequence in takers)

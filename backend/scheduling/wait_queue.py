@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
 
 
-class WaitingRoom:
+class WaitQueue:
     """Each sequence is here once: in the queue or parked under one key. Costs do not grow with how many wait."""
 
     def __init__(self) -> None:

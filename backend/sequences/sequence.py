@@ -49,7 +49,7 @@ class Subscriber:
 class Sequence:
     """Tokens being computed. `num_computed` catches up with those that there are and those that launched steps sample.
 
-    The first `num_brought` tokens are known here, and are given to the steps; each later one is the one that the
+    The first `num_given_tokens` tokens are known here, and are given to the steps; each later one is the one that the
     sequence's slot sampled last, known here or not.
 
     The main thread alone writes, with one exception: the executor sets `stopped_generation` when a sampled token ends
@@ -66,28 +66,28 @@ class Sequence:
         "ended",
         "generation",
         "is_distrusted",
-        "listeners",
+        "subscriber_ids",
         "logprobs",
         "max_total_tokens",
         "needs_slot_init",
         "next_page_end",
-        "num_brought",
+        "num_given_tokens",
         "num_cached",
         "num_computed",
         "num_named_pages",
         "num_prefilled",
         "num_prompt_tokens",
-        "num_there",
+        "num_available",
         "order",
         "output",
         "output_start",
         "page_keys",
         "pages",
-        "patient_until",
-        "plain_until",
+        "park_deadline_step",
+        "fast_path_until",
         "queue_s",
         "rank",
-        "room_tokens",
+        "capacity_tokens",
         "salt",
         "sampling",
         "slot",
@@ -141,25 +141,25 @@ class Sequence:
         """Those at which all stop."""
         self.stop_ids: frozenset[int] = frozenset()
         """What the next token must not be to be a mere token: one at which a listener stops, or none at all."""
-        self.plain_until = 0
+        self.fast_path_until = 0
         """A step after which fewer tokens than this are computed brings a mere token: it completes no page, all
-        listeners have begun, and none comes to its limit. See `settle`."""
+        subscribers have begun, and none comes to its limit. See `settle`."""
         self._first_limit = 0
         """The same as far as limits go; 0 where it is to be found out anew."""
-        self.listeners: tuple[tuple[int, int], ...] = ()
+        self.subscriber_ids: tuple[tuple[int, int], ...] = ()
         """(frontend, request id) of those who are told a mere token."""
         self.subscribe(subscriber)
         # While it waits for what another is computing.
-        self.num_there = -1
+        self.num_available = -1
         """Of its tokens, how many it need not compute."""
-        self.patient_until = 0
+        self.park_deadline_step = 0
         """The plan until which that must have become more."""
         # Until preempted or ended.
         self.slot: int | None = None
         self.needs_slot_init = True
         """The pass must be told, with the next row, which sequence its slot now has."""
         self.pages: list[int] = []
-        self.room_tokens = 0
+        self.capacity_tokens = 0
         """Tokens whose KV its pages hold."""
         self.num_cached = 0
         """Tokens whose KV was there already when it was admitted."""
@@ -173,7 +173,7 @@ class Sequence:
         """Tokens that complete the next page."""
         self.num_computed = 0
         """Tokens whose KV is computed by steps launched so far."""
-        self.num_brought = len(self.tokens)
+        self.num_given_tokens = len(self.tokens)
         """Tokens known when it took its slot."""
         self.generation = 0
         """Counts restarts, and its end: what a step brings for an older generation is dropped."""
@@ -189,7 +189,7 @@ class Sequence:
         self.subscribers[subscriber] = None
         self._totals[subscriber.max_total_tokens] += 1
         self.max_total_tokens = max(self.max_total_tokens, subscriber.max_total_tokens)
-        self.plain_until = self._first_limit = 0
+        self.fast_path_until = self._first_limit = 0
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """What is common to those that stay may be more than is noted: that may cost a row, never a token."""
@@ -199,37 +199,37 @@ class Sequence:
             del self._totals[subscriber.max_total_tokens]
             if self._totals:
                 self.max_total_tokens = max(self._totals)
-        self.plain_until = self._first_limit = 0
+        self.fast_path_until = self._first_limit = 0
 
     def settle(self) -> None:
         """A token has been looked at closely; notes up to where the next ones need not be, if nothing changes."""
         if not self._first_limit and all(subscriber.is_started for subscriber in self.subscribers):
             self._first_limit = min(self._totals, default=1) - 1
             self.stop_ids = _NO_TOKEN.union(*(subscriber.stop_token_ids for subscriber in self.subscribers))
-            self.listeners = tuple((subscriber.frontend, subscriber.request_id) for subscriber in self.subscribers)
+            self.subscriber_ids = tuple((subscriber.frontend, subscriber.request_id) for subscriber in self.subscribers)
         is_told_more = self.sampling.num_logprobs >= 0
-        self.plain_until = 0 if is_told_more else min(self.next_page_end, self._first_limit)
+        self.fast_path_until = 0 if is_told_more else min(self.next_page_end, self._first_limit)
 
     @property
     def num_applied(self) -> int:
         """Tokens whose KV is computed by steps that have been applied: it stands in its pages for good."""
-        return len(self.tokens) - 1 if len(self.tokens) > self.num_brought else self.num_prefilled
+        return len(self.tokens) - 1 if len(self.tokens) > self.num_given_tokens else self.num_prefilled
 
     def restart(self) -> None:
         """After preemption: pages are found again or computed again; steps in flight no longer count."""
         self.slot = None
         self.pages = []
-        self.room_tokens = 0
+        self.capacity_tokens = 0
         self.num_cached = 0
         self.num_named_pages = 0
-        self.num_there = -1
+        self.num_available = -1
         self.is_distrusted = False
         self.rewind(0)
 
     def rewind(self, num_computed: int) -> None:
         """Steps in flight no longer count; what stands in its pages is the KV of its first num_computed tokens."""
         self.num_computed = self.num_prefilled = num_computed
-        self.num_brought = len(self.tokens)
-        self.plain_until = 0
+        self.num_given_tokens = len(self.tokens)
+        self.fast_path_until = 0
         self.needs_slot_init = True
         self.generation += 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import run_step
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Limits, Requests
+from penstock.backend.engine.requests import EngineLimits, Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass, next_token
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -123,7 +123,7 @@ class SteppedExecutor:
         """...how long the running one has run; set by the test."""
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         return self._num_in_flight <= self._capacity
 
     @property
@@ -177,7 +177,7 @@ class Bench:
         max_waiting: int = 1000,
         vocab_size: int = 97,
         priority_step_s: float = 0.0,
-        patience_steps: int = 64,
+        max_park_steps: int = 64,
         num_host_pages: int = 0,
         forward_pass: Any = None,
         desk: GrammarDesk | None = None,
@@ -192,13 +192,13 @@ class Bench:
         self.link = link or ScriptedLink()
         self.pool = PagePool(num_pages, num_host_pages)
         self.board = BackendBoard.create()
-        self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens, patience_steps, capacity)
+        self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens, max_park_steps, capacity)
         self.now_s = 0.0
         self.requests = Requests(
             self.link,  # type: ignore[arg-type]
             self.scheduler,
             self.board,
-            Limits(vocab_size, context, max_waiting, priority_step_s),
+            EngineLimits(vocab_size, context, max_waiting, priority_step_s),
             self.clock,
             desk=desk,
         )

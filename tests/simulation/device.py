@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.engine.executor import LaunchedStep, Pairs, StepResult
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
-    from penstock.backend.scheduling.step_plan import Plan, Row
+    from penstock.backend.scheduling.step_plan import Plan, PlanRow
     from penstock.backend.sequences.sequence import Sequence
     from tests.simulation.models import Fault
     from tests.simulation.world import World
@@ -60,7 +60,7 @@ class SimulatedExecutor:
         whichever was first, for it ends them."""
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         return self._num_in_flight <= self._capacity
 
     @property
@@ -186,7 +186,7 @@ class SimulatedExecutor:
                 raise Violation("a row copies what another tenant wrote, or what nobody did")
             self._salts[destination] = sequence.salt
 
-    def _judge(self, row: Row) -> None:
+    def _judge(self, row: PlanRow) -> None:
         """Somebody wants what the row computes, and what it reads is of its own tenant."""
         sequence, size = row.sequence, self._page_size
         listeners = self._world.backend.link.open

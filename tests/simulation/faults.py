@@ -50,8 +50,8 @@ class FaultyScheduler(Scheduler):
         self._world.strike("note", [sequence])
         super().note_computed(sequence, num_tokens)
 
-    def try_apart(self, chunks: list[Chunk]) -> None:
-        super().try_apart(chunks)
+    def bisect(self, chunks: list[Chunk]) -> None:
+        super().bisect(chunks)
         self.tried |= {(sequence, sequence.generation) for sequence, _ in chunks}
 
     def _start(self, sequence: Sequence, *args: Any, **options: Any) -> None:

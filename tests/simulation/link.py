@@ -158,8 +158,8 @@ class SimulatedLink:
         key = event.frontend, event.request_id
         ask = world.ask_of(*key)
         deadline_s = world.now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
-        num_brought = len(event.tokens) // 4 - submit.num_prompt_tokens if event.tokens else 0
-        heard = Open(ask, num_brought, deadline_s, embeddings=event.embeddings)
+        num_given_tokens = len(event.tokens) // 4 - submit.num_prompt_tokens if event.tokens else 0
+        heard = Open(ask, num_given_tokens, deadline_s, embeddings=event.embeddings)
         world.covered["embedded"] += event.embeddings is not None
         if heard.next_index or not ask.scores:
             heard.num_scored = len(ask.scores)

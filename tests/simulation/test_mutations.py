@@ -17,7 +17,7 @@ from penstock.backend.engine.coalescer import Coalescer, ShareKey
 from penstock.backend.engine.executor import StepResult
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import Requests
-from penstock.backend.engine.step_timing import Pace
+from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.kv_cache import prefix_cache as prefixes_module
 from penstock.backend.kv_cache.host_offload import HostPages
@@ -25,7 +25,7 @@ from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.prefix_cache import Prefix, Prefixes
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.backend.scheduling.wait_queue import WaitingRoom
+from penstock.backend.scheduling.wait_queue import WaitQueue
 from penstock.backend.sequences.sequence import Sequence, Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_queue import GrammarDesk
@@ -188,9 +188,9 @@ def _saves_come_after_their_step(
     return step
 
 
-def _failed_steps_count_as_running(note_result: Any, pace: Pace, num_tokens: int, *times: float) -> None:
+def _failed_steps_count_as_running(note_result: Any, step_timing: StepTiming, num_tokens: int, *times: float) -> None:
     if num_tokens:
-        note_result(pace, num_tokens, *times)
+        note_result(step_timing, num_tokens, *times)
 
 
 def _places_are_not_kept_for_reading(find: Any, host: HostPages) -> int | None:
@@ -226,7 +226,7 @@ def _a_failed_step_fails_them_all(_: Any, engine: Engine, plan: Plan, error: Exc
 def _tries_without_going_back(_: Any, scheduler: Scheduler, chunks: list[Any]) -> None:
     for sequence, _length in chunks:
         sequence.rewind(sequence.num_computed)
-    scheduler._trials.extend([chunk] for chunk in chunks)
+    scheduler._bisections.extend([chunk] for chunk in chunks)
 
 
 def _abandons_without_leaving(_: Any, requests: Requests, frontend: int, request_id: int) -> None:
@@ -235,15 +235,15 @@ def _abandons_without_leaving(_: Any, requests: Requests, frontend: int, request
 
 
 def _a_newcomer_is_not_noticed(subscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
-    settled = (sequence.plain_until, sequence._first_limit) if sequence.subscribers else (0, 0)
+    settled = (sequence.fast_path_until, sequence._first_limit) if sequence.subscribers else (0, 0)
     subscribe(sequence, subscriber)
-    sequence.plain_until, sequence._first_limit = settled
+    sequence.fast_path_until, sequence._first_limit = settled
 
 
 def _a_restart_leaves_tokens_plain(rewind: Any, sequence: Sequence, num_computed: int) -> None:
-    plain_until = sequence.plain_until
+    fast_path_until = sequence.fast_path_until
     rewind(sequence, num_computed)
-    sequence.plain_until = plain_until
+    sequence.fast_path_until = fast_path_until
 
 
 def _plain_tokens_complete_pages(settle: Any, sequence: Sequence) -> None:
@@ -300,9 +300,9 @@ def _drops_one_request_of_a_dead_frontend(_: Any, requests: Requests, frontend: 
         requests._board.requests_cancelled += 1
 
 
-def _goes_to_the_head_of_the_queue(put: Any, room: WaitingRoom, sequence: Sequence) -> None:
+def _goes_to_the_head_of_the_queue(put: Any, queue: WaitQueue, sequence: Sequence) -> None:
     sequence.rank = -sequence.order
-    put(room, sequence)
+    put(queue, sequence)
 
 
 def _a_bad_row_spoils_the_step(apply: Any, engine: Engine, result: StepResult) -> None:
@@ -311,8 +311,8 @@ def _a_bad_row_spoils_the_step(apply: Any, engine: Engine, result: StepResult) -
     apply(engine, result)
 
 
-def _never_unparks_in_order(unpark: Any, room: WaitingRoom, keys: Any) -> None:
-    unpark(room, list(keys)[:1])
+def _never_unparks_in_order(unpark: Any, queue: WaitQueue, keys: Any) -> None:
+    unpark(queue, list(keys)[:1])
 
 
 def _tokens_of_failed_constraints_are_told(apply: Any, engine: Engine, result: StepResult) -> None:
@@ -362,8 +362,8 @@ PLANTED: dict[str, Plant] = {
     "who left while a grammar was compiled is taken on": _wrap(GrammarDesk, "forget", lambda *_: True),
     "deadlines do not hold at the desk": _wrap(Requests, "_deadline_of", _deadlines_do_not_hold_at_the_desk),
     "pages are given back twice": _wrap(PagePool, "give_back", _gives_back_twice),
-    "who waits for a prefix is forgotten": _wrap(WaitingRoom, "unpark", lambda *_: None),
-    "only the first of several keys lets go of who waits": _wrap(WaitingRoom, "unpark", _never_unparks_in_order),
+    "who waits for a prefix is forgotten": _wrap(WaitQueue, "unpark", lambda *_: None),
+    "only the first of several keys lets go of who waits": _wrap(WaitQueue, "unpark", _never_unparks_in_order),
     "a page is named before its step is applied": _wrap(Scheduler, "plan", _names_pages_when_planned),
     "a cancelled subscriber goes on listening": _wrap(Requests, "_leave", _keeps_who_cancelled),
     "a sequence that has ended takes on listeners": _joins_what_has_ended,
@@ -431,15 +431,17 @@ PLANTED: dict[str, Plant] = {
     "what is saved is copied after the step that takes its page": _wrap(
         device_module, "launch_step", _saves_come_after_their_step
     ),
-    "a step that failed is waited for with the next plan": _wrap(Pace, "note_result", _failed_steps_count_as_running),
+    "a step that failed is waited for with the next plan": _wrap(
+        StepTiming, "note_result", _failed_steps_count_as_running
+    ),
     "a place is written before the step has read it": _wrap(HostPages, "_free_place", _places_are_not_kept_for_reading),
     "pages with bad logits stay on the host": _wrap(HostPages, "disown", lambda *_: None),
     "a page copy outlives its row": _wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
     "a page is evicted while it is to be copied": _wrap(Scheduler, "_start", _sources_can_be_evicted),
     "part of a page with bad logits is left behind": _wrap(Prefixes, "distrust", _distrusted_parts_are_kept),
-    "who waits for a prefix waits for ever": _wrap(WaitingRoom, "unpark_overdue", lambda *_: None),
+    "who waits for a prefix waits for ever": _wrap(WaitQueue, "unpark_overdue", lambda *_: None),
     "a failed step fails all its requests": _wrap(Engine, "_apply_failure", _a_failed_step_fails_them_all),
-    "a failed step counts as computed": _wrap(Scheduler, "try_apart", _tries_without_going_back),
+    "a failed step counts as computed": _wrap(Scheduler, "bisect", _tries_without_going_back),
     "a request that could not be taken on is kept": _wrap(Requests, "abandon", _abandons_without_leaving),
     "waiting requests never expire": _wrap(Requests, "expire", _waiting_requests_never_expire),
     "a replay leaves out the first token": _wrap(Requests, "_replay", _replays_one_too_few),
@@ -451,7 +453,7 @@ PLANTED: dict[str, Plant] = {
         BatchBuilder, "_clear", _page_table_keeps_a_former_owners_pages
     ),
     "a dead frontend's requests live on": _wrap(Requests, "drop_frontend", _drops_one_request_of_a_dead_frontend),
-    "the last one to come goes first": _wrap(WaitingRoom, "put", _goes_to_the_head_of_the_queue),
+    "the last one to come goes first": _wrap(WaitQueue, "put", _goes_to_the_head_of_the_queue),
     "membership is bound when planned": lambda patch: patch.setattr(
         Plan, "live_rows", lambda plan: list(range(len(plan)))
     ),

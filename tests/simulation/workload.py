@@ -77,7 +77,7 @@ class Setup:
     context: int
     credit: int
     num_asks: int
-    patience_steps: int
+    max_park_steps: int
     rates: dict[str, float]
     pace: str
     """How the device's pace compares with the loop's: "slow", "even", "fast" or "changing"."""
@@ -124,7 +124,7 @@ class Setup:
             context=context,
             credit=rng.choice((1, 2, 8)),
             num_asks=rng.choice((6, 16, 30)),
-            patience_steps=rng.choice((1, 2, 64)),
+            max_park_steps=rng.choice((1, 2, 64)),
             rates={
                 "submit": rng.choice((0.2, 0.4, 0.8)),
                 "alike": rng.choice((0.1, 0.8)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.engine.executor import ExecutorFailed
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Limits
+from penstock.backend.engine.requests import EngineLimits
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.structured_output.grammar_queue import GrammarDesk
 from penstock.shm.link.link import FrontendDeath
@@ -24,7 +24,7 @@ from tests.simulation.workload import Ask, Setup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.scheduling.step_plan import Row
+    from penstock.backend.scheduling.step_plan import PlanRow
     from penstock.backend.sequences.sequence import Sequence, Subscriber
 
 _MAX_ARRIVAL_TICKS = 80
@@ -57,10 +57,10 @@ class Backend:
             setup.page_size,
             setup.max_running,
             setup.max_batch_tokens,
-            setup.patience_steps,
+            setup.max_park_steps,
             setup.num_plans_ahead,
         )
-        limits = Limits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
+        limits = EngineLimits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         self.compiler = SimulatedCompiler(setup.model.vocab_size)
         self.desk = GrammarDesk(self.compiler, lambda: None, setup.max_waiting)
         self.requests = FaultyRequests(
@@ -409,7 +409,7 @@ class World:
                 state = "in decode" if heard.is_started else "in prefill"
         self.covered[f"cancel {state}"] += 1
 
-    def note_plan(self, rows: list[Row]) -> None:
+    def note_plan(self, rows: list[PlanRow]) -> None:
         """Whose turn it is, and how far they go."""
         places, waiting = self.backend.places, self.backend.scheduler._waiting
         admitted = self.backend.scheduler.started
@@ -418,17 +418,17 @@ class World:
             if queue and max(places[sequence] for sequence in admitted) > min(queue):
                 raise Violation("somebody is admitted before their turn")
         num_plans = self.backend.scheduler._num_plans
-        self.covered["stopped waiting"] += sum(0 < sequence.patient_until <= num_plans for sequence in admitted)
+        self.covered["stopped waiting"] += sum(0 < sequence.park_deadline_step <= num_plans for sequence in admitted)
         for row in rows:
             listeners = [self._names[s.frontend, s.request_id] for s in row.sequence.subscribers]
             wanted = max(len(ask.prompt) + ask.max_tokens for ask in listeners)
             if row.end >= min(wanted, self.setup.context):
                 raise Violation(f"{[str(ask) for ask in listeners]} do not want what is planned")
             if (row.sequence, row.generation) in self.backend.scheduler.tried:
-                self.covered["tried apart"] += row.takes_slot
-            elif row.takes_slot and row.start > row.sequence.num_cached:
+                self.covered["tried apart"] += row.needs_slot_init
+            elif row.needs_slot_init and row.start > row.sequence.num_cached:
                 self.covered["rewound"] += 1
-            elif row.takes_slot and row.sequence.generation:
+            elif row.needs_slot_init and row.sequence.generation:
                 self.covered["preempted and resumed"] += 1
                 self.covered["resumed with embeddings"] += row.sequence.embeddings is not None
 

@@ -384,10 +384,10 @@ def test_who_waits_for_a_prefix_goes_on_when_the_one_computing_it_is_cancelled(t
         assert bench.received(request_id).token_ids == expected_tokens([*PREFIX, request_id], 5, bench.vocab_size)
 
 
-@pytest.mark.parametrize("patience_steps", [2, 5])
-def test_who_waits_for_a_prefix_that_gets_no_further_computes_it(patience_steps: int) -> None:
+@pytest.mark.parametrize("max_park_steps", [2, 5])
+def test_who_waits_for_a_prefix_that_gets_no_further_computes_it(max_park_steps: int) -> None:
     """The device does not answer: the leader is planned to its end, and another stream is planned on and on."""
-    bench = Bench(num_pages=200, page_size=4, capacity=20, max_batch_tokens=64, patience_steps=patience_steps)
+    bench = Bench(num_pages=200, page_size=4, capacity=20, max_batch_tokens=64, max_park_steps=max_park_steps)
     bench.submit([80, 81], 50, request_id=7)
     bench.turn()
     while bench.executor.run_one():
@@ -396,14 +396,14 @@ def test_who_waits_for_a_prefix_that_gets_no_further_computes_it(patience_steps:
     bench.submit([*PREFIX, 2], 5, request_id=2)
     bench.engine.turn()
     newcomers = [step for step, batch in enumerate(bench.executor.batches[-21:]) for _ in batch.slot_inits]
-    assert newcomers == [0, patience_steps]
+    assert newcomers == [0, max_park_steps]
     bench.run_dry()
     for request_id in (1, 2):
         assert bench.received(request_id).token_ids == expected_tokens([*PREFIX, request_id], 5, bench.vocab_size)
 
 
 def test_who_waits_for_a_prefix_that_gets_on_does_so_for_as_long_as_it_takes() -> None:
-    bench = Bench(num_pages=200, page_size=4, max_batch_tokens=5, patience_steps=2)
+    bench = Bench(num_pages=200, page_size=4, max_batch_tokens=5, max_park_steps=2)
     for request_id in range(3):
         bench.submit([*PREFIX, request_id, 9], 1, request_id=request_id)
     bench.run_dry()

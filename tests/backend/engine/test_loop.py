@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.backend.engine.executor import ExecutorFailed
-from penstock.backend.engine.requests import Limits
+from penstock.backend.engine.requests import EngineLimits
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.sequences.sequence import Sequence
@@ -250,7 +250,7 @@ class FaultyPass(FakePass):
 
 def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
     bench = Bench(forward_pass=FaultyPass(90, 8), vocab_size=90)
-    bench.requests._limits = Limits(97, 256, 10)
+    bench.requests._limits = EngineLimits(97, 256, 10)
     bench.submit([1, 91], 5)
     bench.submit([1, 2], 5, request_id=1)
     bench.run_dry()
@@ -260,7 +260,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
 
 def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on() -> None:
     bench = Bench(forward_pass=FaultyPass(90, 8), vocab_size=90)
-    bench.requests._limits = Limits(97, 256, 10)
+    bench.requests._limits = EngineLimits(97, 256, 10)
     bench.submit([1, 90], 5)
     bench.run_dry()
     assert bench.received().finishes == [Finish.FAILED]
@@ -272,7 +272,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on() -> None:
 
 def test_a_step_that_raises_fails_the_guilty_request_and_who_shared_the_step_goes_on() -> None:
     bench = Bench(forward_pass=FaultyPass(90, 8), vocab_size=90, max_batch_tokens=64)
-    bench.requests._limits = Limits(97, 256, 10)
+    bench.requests._limits = EngineLimits(97, 256, 10)
     for request_id in range(4):
         bench.submit([1, request_id], 5, request_id=request_id)
     bench.turn()

@@ -156,11 +156,11 @@ def test_a_step_that_samples_nothing_is_done_when_the_device_has_computed_it(
     chunk = forward_pass.launched.get(timeout=10)
     launch(executor, sequence, PROMPT[2:], 2)
     forward_pass.launched.get(timeout=10).let_go()
-    assert not executor.has_room
+    assert not executor.has_capacity
     chunk.let_go()
     results = next_results(executor, 2)
     assert [result.token_ids for result in results] == [[], [next_token(PROMPT, VOCAB_SIZE)]]
-    assert executor.has_room
+    assert executor.has_capacity
 
 
 @pytest.mark.parametrize("fault", [ValueError("planted"), DeviceLost("planted")])

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.backend.engine.step_timing import Pace
+from penstock.backend.engine.step_timing import StepTiming
 from tests.backend.harness import Bench, expected_tokens
 
 
-def paced(*steps: tuple[int, float], plan_s: float = 0.0, launch_s: float = 0.0) -> Pace:
+def paced(*steps: tuple[int, float], plan_s: float = 0.0, launch_s: float = 0.0) -> StepTiming:
     """Steps of so many tokens have taken so long."""
-    pace = Pace()
+    step_timing = StepTiming()
     for num_tokens, step_s in steps:
-        pace.note_plan(num_tokens, plan_s)
-        pace.note_result(num_tokens, step_s, launch_s)
-    return pace
+        step_timing.note_plan(num_tokens, plan_s)
+        step_timing.note_result(num_tokens, step_s, launch_s)
+    return step_timing
 
 
-def spare_s(pace: Pace, *sizes: int, ran_s: float = 0.0) -> float:
+def spare_s(step_timing: StepTiming, *sizes: int, ran_s: float = 0.0) -> float:
     for size in sizes:
-        pace.note_plan(size, 0.0)
-    return pace.spare_s(ran_s)
+        step_timing.note_plan(size, 0.0)
+    return step_timing.spare_s(ran_s)
 
 
 def test_an_idle_device_and_one_whose_step_nobody_knows_are_planned_for_at_once() -> None:
-    assert Pace().spare_s(0.0) == 0.0
-    assert spare_s(Pace(), 7) == 0.0
+    assert StepTiming().spare_s(0.0) == 0.0
+    assert spare_s(StepTiming(), 7) == 0.0
     assert spare_s(paced((100, 1.0)), 0) == 0.0
 
 

@@ -127,7 +127,7 @@ class PrefixesMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 9), following=st.integers(0, 1), is_plain=st.booleans())
     def compute(self, data: st.DataObject, count: int, following: int, is_plain: bool) -> None:
         sequence = data.draw(st.sampled_from(list(self.running)))
-        is_decode = len(sequence.tokens) > sequence.num_brought
+        is_decode = len(sequence.tokens) > sequence.num_given_tokens
         end = min(max(sequence.num_computed, sequence.num_applied) + count, len(sequence.tokens))
         if end == len(sequence.tokens) and end // self.size == len(sequence.pages):
             if not self.pool.num_available:

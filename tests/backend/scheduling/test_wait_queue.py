@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.backend.forward_pass import SamplingParams
-from penstock.backend.scheduling.wait_queue import WaitingRoom
+from penstock.backend.scheduling.wait_queue import WaitQueue
 from penstock.backend.sequences.sequence import Sequence, Subscriber
 
 KEYS = [bytes([number]) * 16 for number in range(3)]
@@ -16,7 +16,7 @@ KEYS = [bytes([number]) * 16 for number in range(3)]
 class WaitingRoomMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.room = WaitingRoom()
+        self.room = WaitQueue()
         self.num_made = 0
         self.queue: list[Sequence] = []
         self.parked: dict[bytes, list[Sequence]] = {}

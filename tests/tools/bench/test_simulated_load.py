@@ -60,7 +60,7 @@ def test_a_plan_ahead_is_a_step_more_for_who_comes_behind_it() -> None:
 
 
 def test_steps_of_unknown_length_are_planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.engine.step_timing.Pace.spare_s", lambda *_: 0.0)
+    monkeypatch.setattr("penstock.backend.engine.step_timing.StepTiming.spare_s", lambda *_: 0.0)
     bursts = (Burst(4.5 * STEP_S, WORKLOAD.draw(3, 7)),)
     firsts = [run(capacity, WORKLOAD.draw(4, 0), 4, bursts).burst_steps[0][0] for capacity in CAPACITIES]
     assert firsts == [2 + capacity for capacity in CAPACITIES]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.backend.engine.step_timing import Pace
+from penstock.backend.engine.step_timing import StepTiming
 from penstock.tools.bench.engine.simulated_load import STEP_S, VOCAB_SIZE, Burst, Load, SimulatedLoad
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.load_generator.stats import percentile
@@ -40,7 +40,7 @@ class Variant(NamedTuple):
         return str(self.capacity) if self.is_late else f"{self.capacity}, at once"
 
 
-class _AtOnce(Pace):
+class _AtOnce(StepTiming):
     def spare_s(self, running_s: float) -> float:  # noqa: ARG002 - whatever runs
         return 0.0
 
@@ -169,9 +169,9 @@ def measure_variant(bench: Bench, variant: Variant, index: int) -> VariantRound:
     dropping = replace(plain, drop=bench.drop_or(0.5))
 
     def load(requests: Sequence[PlannedRequest], bursts: Sequence[Burst] = ()) -> Load:
-        pace = Pace() if variant.is_late else _AtOnce()
+        step_timing = StepTiming() if variant.is_late else _AtOnce()
         sizes = variant.capacity, server.max_running, server.step_tokens("cpu")
-        simulated = SimulatedLoad(*sizes, pace=pace)
+        simulated = SimulatedLoad(*sizes, step_timing=step_timing)
         try:
             return simulated.run(requests, concurrency, bursts)
         finally:

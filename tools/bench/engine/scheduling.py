@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import StepResult
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Limits, Requests
+from penstock.backend.engine.requests import EngineLimits, Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.link import Submission
@@ -133,7 +133,7 @@ class _Executor:
         self._token_ids = itertools.cycle(range(1, _VOCAB_SIZE))
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         return len(self._launched) + len(self._results) <= 1
 
     def run_one(self) -> None:
@@ -164,7 +164,7 @@ class _Loop:
             PagePool(num_running * pages_per_sequence), _PAGE_SIZE_TOKENS, num_running, max(512, num_running)
         )
         link, executor = cast("Any", self._link), cast("Any", self._executor)
-        limits = Limits(_VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 20)
+        limits = EngineLimits(_VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 20)
         self._engine = Engine(
             link,
             executor,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import StepResult
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Limits, Requests
+from penstock.backend.engine.requests import EngineLimits, Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.link import Cancellation, Submission
@@ -29,7 +29,7 @@ from penstock.shm.messages import Finish, Sampling, Submit
 from penstock.tools.bench.engine.scheduling import UnsentLink
 
 if TYPE_CHECKING:
-    from penstock.backend.engine.step_timing import Pace
+    from penstock.backend.engine.step_timing import StepTiming
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.tools.bench.load_generator.workload import PlannedRequest
@@ -66,7 +66,7 @@ class _Device:
         self.saved_tokens = 0
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         return self._num_in_flight <= self._capacity
 
     def running_s(self) -> float:
@@ -199,15 +199,19 @@ class Burst:
 class SimulatedLoad:
     """One backend and its clients, who each send their next request when their last has ended. Used once."""
 
-    def __init__(self, capacity: int, max_running: int, max_batch_tokens: int, *, pace: Pace | None = None) -> None:
+    def __init__(
+        self, capacity: int, max_running: int, max_batch_tokens: int, *, step_timing: StepTiming | None = None
+    ) -> None:
         self._device, self._link, self._board = _Device(capacity), _Link(), BackendBoard.create()
         pages_per_sequence = _CONTEXT_TOKENS // _PAGE_SIZE_TOKENS
         pool = PagePool(max_running * pages_per_sequence)
         scheduler = Scheduler(pool, _PAGE_SIZE_TOKENS, max_running, max_batch_tokens, num_plans_ahead=capacity)
         link, executor = cast("Any", self._link), cast("Any", self._device)
-        requests = Requests(link, scheduler, self._board, Limits(VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 20))
+        requests = Requests(
+            link, scheduler, self._board, EngineLimits(VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 20)
+        )
         builder = BatchBuilder(max_running, pages_per_sequence)
-        self._engine = Engine(link, executor, scheduler, builder, requests, self._board, pace=pace)
+        self._engine = Engine(link, executor, scheduler, builder, requests, self._board, step_timing=step_timing)
         self._now_s = 0.0
         self._due: list[tuple[float, int, Callable[[float], None]]] = []
         """When, in which order, what."""

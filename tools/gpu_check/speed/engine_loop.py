@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import Executor
-from penstock.backend.engine.step_timing import Pace
+from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE, SamplingParams
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -62,7 +62,7 @@ class EngineLoop:
         self._builder = BatchBuilder(sizes.max_running, -(-sizes.max_context_tokens // sizes.page_tokens))
         self._executor = Executor(1)
         self._executor.start(make_pass)
-        self._pace = Pace()
+        self._step_timing = StepTiming()
         self._streams: dict[Sequence, Stream] = {}
         self.on_end: Callable[[Stream], None] = lambda _stream: None
         """Told of each stream that ends, between steps; it may submit more."""
@@ -120,14 +120,14 @@ class EngineLoop:
     def _plan_steps(self) -> tuple[int, float | None]:
         """As late as the device allows, as the engine does."""
         num_planned = 0
-        while self._executor.has_room:
-            if (spare_s := self._pace.spare_s(self._executor.running_s())) > 0:
+        while self._executor.has_capacity:
+            if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
                 return num_planned, spare_s
             started_ns = time.thread_time_ns()
             if not (plan := self._scheduler.plan()):
                 break
             self._executor.launch(plan, self._builder.build(plan), self._scheduler.take_saves())
-            self._pace.note_plan(sum(plan.lengths), (time.thread_time_ns() - started_ns) / 1e9)
+            self._step_timing.note_plan(sum(plan.lengths), (time.thread_time_ns() - started_ns) / 1e9)
             num_planned += 1
         return num_planned, None
 
@@ -136,7 +136,7 @@ class EngineLoop:
         if result.error is not None:
             raise result.error
         plan, now_s = result.plan, time.monotonic()
-        self._pace.note_result(sum(plan.lengths), result.step_s, result.launch_s)
+        self._step_timing.note_result(sum(plan.lengths), result.step_s, result.launch_s)
         self.num_steps += 1
         tokens = dict(zip(plan.logit_rows, result.token_ids, strict=True))
         rows = zip(plan.sequences, plan.generations, plan.ends, strict=True)
@@ -146,7 +146,7 @@ class EngineLoop:
             token = tokens.get(index)
             if token == NOT_FINITE:
                 raise ArithmeticError("a row's logits are no numbers")
-            if end >= sequence.plain_until:
+            if end >= sequence.fast_path_until:
                 self._scheduler.note_computed(sequence, end)
             if token is None:
                 continue
@@ -157,5 +157,5 @@ class EngineLoop:
                 self._scheduler.remove(sequence)
                 del self._streams[sequence]
                 ended.append(stream)
-            elif end >= sequence.plain_until:
+            elif end >= sequence.fast_path_until:
                 sequence.settle()
