@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.frontend.endpoints.reference import Doc
     from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
-    from penstock.frontend.settings import Limits
+    from penstock.frontend.settings import WorkerLimits
     from penstock.frontend.transport.exchange import Receive, Scope, Send
     from penstock.shm.client.client import BackendClient
 
@@ -49,7 +49,7 @@ class App:
     """One worker's application. `run` must be running beside it."""
 
     def __init__(
-        self, backend: BackendClient, models: ModelKeeper, *, admission: Admission | None = None, limits: Limits
+        self, backend: BackendClient, models: ModelKeeper, *, admission: Admission | None = None, limits: WorkerLimits
     ) -> None:
         """Without admission all may ask."""
         self._backend = backend

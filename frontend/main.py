@@ -10,15 +10,29 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.access.api_keys import Keyring, named_keys, read_key_file
-from penstock.frontend.access.rate_limits import QuotaPage
+from penstock.frontend.access.rate_limits import UsagePage
 from penstock.frontend.options import FrontendOptions
-from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, AccessSettings, Limits, ParserNames, WorkerSettings
-from penstock.frontend.transport.listening import LONGEST_SOCKET_PATH_BYTES, address_of, listening_socket, unlink
+from penstock.frontend.settings import (
+    WORKER_SETTINGS_VARIABLE,
+    AccessSettings,
+    ParserNames,
+    WorkerLimits,
+    WorkerSettings,
+)
+from penstock.frontend.transport.listening import (
+    LONGEST_SOCKET_PATH_BYTES,
+    address_of,
+    inherited_socket,
+    tcp_socket,
+    unix_socket,
+    unlink,
+)
 from penstock.frontend.transport.tls import ServerTls, TlsError, TlsFiles
 from penstock.shm.process.options import ENV_PREFIX, fail, make_app
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Mapping
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
@@ -45,7 +59,7 @@ def serve(options: FrontendOptions) -> int:
         fail("frontend", f"--socket {options.socket} is longer than the {LONGEST_SOCKET_PATH_BYTES} bytes of a path")
     access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
     listening = listening_socket(options, "frontend")
-    access = msgspec.structs.replace(access, quota_fd=QuotaPage.create_fd(options.workers))
+    access = msgspec.structs.replace(access, quota_fd=UsagePage.create_fd(options.workers))
     settings = WorkerSettings(
         worker=0,
         num_workers=options.workers,
@@ -53,7 +67,7 @@ def serve(options: FrontendOptions) -> int:
         socket_path=str(options.socket),
         access=access,
         tls=tls,
-        limits=Limits(
+        limits=WorkerLimits(
             max_body_bytes=options.max_body,
             max_open_requests=options.max_open_requests,
             max_stored_response_bytes=options.response_store,
@@ -91,6 +105,19 @@ def serve(options: FrontendOptions) -> int:
         on_stop=close,
     )
     return supervisor.run()
+
+
+def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
+    """Return the socket that the options name: inherited, Unix or TCP.
+
+    Connections wait in it while workers start or restart. A Unix socket's file must be removed by `unlink`. On failure
+    exits with one line that begins with the command.
+    """
+    if options.listen_fd is not None:
+        return inherited_socket(options.listen_fd, command)
+    if options.uds is not None:
+        return unix_socket(options.uds, int(options.uds_mode, 8), command)
+    return tcp_socket(options.host, options.port, command)
 
 
 def read_access(options: FrontendOptions, command: str) -> AccessSettings:

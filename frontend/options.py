@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from penstock.frontend.parsing.names import ReasoningParserName, ToolParserName
+from penstock.frontend.settings import ReasoningParserName, ToolParserName
 from penstock.shm.process.options import ByteSize, default_socket_path
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]

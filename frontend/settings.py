@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from msgspec import Struct
 
-from penstock.frontend.parsing.names import ReasoningParserName, ToolParserName
 from penstock.frontend.transport.tls import TlsFiles
 
 WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
 """Carries the settings: an environment is private to its user, a command line is not, and there may be keys in it."""
 
+ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"]
+ReasoningParserName = Literal["auto", "none", "think", "mistral"]
+
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """What one worker takes on. A client that reads nothing for client_timeout_s is dropped."""
 
     max_body_bytes: int = 2 << 20
@@ -53,7 +56,7 @@ class WorkerSettings(Struct, frozen=True):
     socket_path: str
     access: AccessSettings
     tls: TlsFiles | None
-    limits: Limits
+    limits: WorkerLimits
     drain_timeout_s: float
     log_level: str
     log_json: bool

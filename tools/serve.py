@@ -18,9 +18,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 from cyclopts import Parameter
 
 from penstock.backend.options import BackendOptions
-from penstock.frontend.main import read_access, reloads, tls_files, without_secrets
+from penstock.frontend.main import listening_socket, read_access, reloads, tls_files, without_secrets
 from penstock.frontend.options import FrontendOptions
-from penstock.frontend.transport.listening import address_of, listening_socket, unlink
+from penstock.frontend.transport.listening import address_of, unlink
 from penstock.shm.link.rendezvous import AddressInUse, CannotListen, check_free
 from penstock.shm.process.options import ENV_PREFIX, default_socket_path, fail, to_argv
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv

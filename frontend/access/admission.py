@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.frontend.access.api_keys import Keyring
 from penstock.frontend.access.cors import Cors
 from penstock.frontend.access.hosts import Hosts
-from penstock.frontend.access.rate_limits import QuotaPage, Quotas
+from penstock.frontend.access.rate_limits import RateLimiter, UsagePage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,13 +26,13 @@ class Admission:
         *,
         cors_origins: Iterable[str] = (),
         allowed_hosts: Iterable[str] = ("*",),
-        page: QuotaPage | None = None,
+        page: UsagePage | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """allowed_hosts matter while there are no keys. page is where the workers count together; without one this
         worker counts alone. Raises ValueError for keys that cannot be."""
         self._keyring = Keyring(keys)
-        self._quotas = Quotas(page or QuotaPage.private(), self._keyring.limited, clock)
+        self._quotas = RateLimiter(page or UsagePage.private(), self._keyring.limited, clock)
         self._hosts = Hosts(allowed_hosts)
         self.cors = Cors(cors_origins)
 

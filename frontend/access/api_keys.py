@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from penstock.frontend.generation.request_policy import tenant_salt
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ _MAX_FILE_BYTES = 1 << 20
 _KEY = re.compile(r"[!-~]{1,512}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _COUNT = re.compile(r"[1-9]\d{0,11}")
+_SALT_CONTEXT = b"penstock: the tenant of an API key"
+_SALT_BYTES = 16
 
 
 class KeyFileError(ValueError):
@@ -57,6 +58,11 @@ class ApiKey:
     @property
     def salt(self) -> bytes:
         return tenant_salt(self.secret)
+
+
+def tenant_salt(api_key: bytes) -> bytes:
+    """Return 16 bytes that are the same for this key in every frontend and do not reveal the key."""
+    return blake2b(api_key, digest_size=_SALT_BYTES, key=_SALT_CONTEXT).digest()
 
 
 def named_keys(secrets_: Iterable[str]) -> list[ApiKey]:

@@ -49,7 +49,7 @@ class _Row(NamedTuple):
         return _Row(self.key_id, self.in_flight, minute, 0, 0, *before)
 
 
-class QuotaPage:
+class UsagePage:
     """The rows of all workers; this one writes only its own."""
 
     def __init__(self, mapping: mmap.mmap, num_workers: int = 1, worker: int = 0) -> None:
@@ -67,12 +67,12 @@ class QuotaPage:
         return fd
 
     @classmethod
-    def attach(cls, fd: int, num_workers: int, worker: int) -> QuotaPage:
+    def attach(cls, fd: int, num_workers: int, worker: int) -> UsagePage:
         """Raises RegionError."""
         return cls(region.attach(fd, 8 * _REGION_WORDS * num_workers, writable=True), num_workers, worker)
 
     @classmethod
-    def private(cls) -> QuotaPage:
+    def private(cls) -> UsagePage:
         return cls(mmap.mmap(-1, 8 * _REGION_WORDS))
 
     def clear(self) -> None:
@@ -133,7 +133,7 @@ class _Meter:
 class Account:
     """What one key uses through this worker, and may use at all."""
 
-    def __init__(self, key: ApiKey, page: QuotaPage, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, page: UsagePage, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
         self._page = page
         self._clock = clock
@@ -208,10 +208,10 @@ class Account:
         return ApiError(ErrorKind.RATE_LIMITED, message, headers=(after, *self.headers()))
 
 
-class Quotas:
+class RateLimiter:
     """The accounts of one worker's keys."""
 
-    def __init__(self, page: QuotaPage, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, page: UsagePage, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         self._page = page
         self._clock = clock
         self._accounts: dict[bytes, Account] = {}

@@ -16,7 +16,7 @@ from penstock.frontend.generation.request_policy import read_terms
 from penstock.frontend.generation.structured_output import read_grammar
 from penstock.frontend.generation.submission import Guidance, asked_tokens, submit
 from penstock.frontend.schemas.decoding import decode_chat, decode_completion
-from penstock.frontend.telemetry.request_log import RequestRecord
+from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.text.chat_template import TemplateRefusedError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
@@ -130,7 +130,7 @@ async def generate(
     prompts = [_truncated(body, prompt, card) for prompt in prompts]
     response_id = id_prefix + secrets.token_hex(12)
     usage = Usage(prompt_tokens=sum(map(len, prompts)))
-    record = RequestRecord(
+    record = RequestLogEntry(
         response_id,
         exchange.received_s,
         http_request_id=exchange.request_id,

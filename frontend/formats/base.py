@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 
 
 @dataclass(slots=True)

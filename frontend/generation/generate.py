@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.frontend.formats.base import Format, Usage
     from penstock.frontend.generation.choice import Choice
-    from penstock.frontend.telemetry.request_log import RequestRecord
+    from penstock.frontend.telemetry.request_log import RequestLogEntry
     from penstock.frontend.transport.exchange import Exchange, Headers
     from penstock.shm.client.client import TokenBatch, TokenStream
 
@@ -40,7 +40,7 @@ class Generation:
         choices: list[Choice],
         answer: Format,
         usage: Usage,
-        record: RequestRecord,
+        record: RequestLogEntry,
     ) -> None:
         """usage is what the answer's format reads as well; it is kept up to date here."""
         self._exchange = exchange

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from penstock.frontend.schemas.generation import MAX_TIMEOUT_MS
 from penstock.frontend.transport.errors import invalid, shorten
 
 if TYPE_CHECKING:
     from penstock.frontend.schemas.generation import GenerationBody
     from penstock.frontend.transport.exchange import Exchange
 
-MAX_TIMEOUT_MS = 86_400_000
-
 _COALESCE_HEADER = "X-Penstock-Coalesce"
 _TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-_SALT_CONTEXT = b"penstock: the tenant of an API key"
-_SALT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +24,6 @@ class Terms:
     may_join: bool
     priority: int
     deadline_s: float | None
-
-
-def tenant_salt(api_key: bytes) -> bytes:
-    """16 bytes that are the same for this key in every frontend, and from which the key cannot be told."""
-    return blake2b(api_key, digest_size=_SALT_BYTES, key=_SALT_CONTEXT).digest()
 
 
 def read_terms(exchange: Exchange, body: GenerationBody) -> Terms:

@@ -14,8 +14,8 @@ from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.frontend.parsing.names import ReasoningParserName, ToolParserName
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
+    from penstock.frontend.settings import ReasoningParserName, ToolParserName
 
 _OTHER_XML = ("<function=", "<arg_key>", "<parameter=")
 """Marks of formats that share <tool_call> and hold no JSON."""

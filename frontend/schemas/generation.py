@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct, field
 
-from penstock.frontend.generation.request_policy import MAX_TIMEOUT_MS
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
+MAX_TIMEOUT_MS = 86_400_000
 MAX_CHOICES = 128
 """Prompts × n (or best_of) of one request."""
 MAX_LOGPROB_CELLS = 1 << 22

@@ -15,7 +15,7 @@ _UNANSWERED = ("error", "cancelled", "timeout")
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class RequestLogEntry:
     """What one request came to. Times are monotonic seconds; None where it never got so far."""
 
     request_id: str

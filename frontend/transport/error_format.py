@@ -29,7 +29,7 @@ _ANTHROPIC_TYPES = {403: "permission_error", 404: "not_found_error", 429: "rate_
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ErrorFormat:
     describe: Callable[[ApiError, str], tuple[int, bytes]]
     """The status and the body of an error, for the request of this id."""
     request_id_headers: tuple[bytes, ...]
@@ -50,11 +50,11 @@ def _openai_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noq
     return error.kind.status, error_body(error)
 
 
-_OPENAI_DIALECT = Dialect(_openai_error, (b"x-request-id",))
-_ANTHROPIC_DIALECT = Dialect(anthropic_error, (b"x-request-id", b"request-id"))
+_OPENAI_FORMAT = ErrorFormat(_openai_error, (b"x-request-id",))
+_ANTHROPIC_FORMAT = ErrorFormat(anthropic_error, (b"x-request-id", b"request-id"))
 
 
-def dialect_of(path: str) -> Dialect:
+def error_format_for(path: str) -> ErrorFormat:
     """Of the endpoint, whether it exists or not."""
     is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-    return _ANTHROPIC_DIALECT if is_anthropic else _OPENAI_DIALECT
+    return _ANTHROPIC_FORMAT if is_anthropic else _OPENAI_FORMAT

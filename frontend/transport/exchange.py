@@ -7,20 +7,18 @@ import contextlib
 import secrets
 import string
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.frontend.transport.error_format import dialect_of
+from penstock.frontend.transport.error_format import error_format_for
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from penstock.frontend.access.rate_limits import Account
-
     Scope = dict[str, Any]
-    Message = dict[str, Any]
-    Receive = Callable[[], Awaitable[Message]]
-    Send = Callable[[Message], Awaitable[None]]
+    AsgiMessage = dict[str, Any]
+    Receive = Callable[[], Awaitable[AsgiMessage]]
+    Send = Callable[[AsgiMessage], Awaitable[None]]
     Headers = Sequence[tuple[bytes, bytes]]
 
 ABORT_EXTENSION = "penstock.abort"
@@ -40,6 +38,22 @@ class ClientGoneError(Exception):
     """The client closed the connection: there is nobody to answer."""
 
 
+class UsageAccount(Protocol):
+    """Counts what a request uses against the limits of its API key."""
+
+    def hold(self) -> None:
+        """Count one more request in flight, until `release`."""
+        ...
+
+    def release(self) -> None: ...
+
+    def charge(self, num_tokens: int) -> None: ...
+
+    def headers(self) -> Headers:
+        """Return OpenAI's rate limit headers."""
+        ...
+
+
 class Exchange:
     """Reads one body, gives one answer, and tells at once when the client goes away.
 
@@ -55,7 +69,7 @@ class Exchange:
         """16 bytes that stand for the API key which let the request in; empty where no key is needed."""
         self.key_name: str | None = None
         """That key's, for logs."""
-        self.account: Account | None = None
+        self.account: UsageAccount | None = None
         """Where what the request uses is counted, if that key has limits."""
         self.more_headers: Headers = ()
         """Of any answer."""
@@ -68,7 +82,7 @@ class Exchange:
         self.idle_action: Callable[[], Awaitable[None]] | None = None
         """What to do when nothing has been sent for a while: an event stream writes a comment."""
         self.query: bytes = scope.get("query_string", b"")
-        self._dialect = dialect_of(self.path)
+        self._error_format = error_format_for(self.path)
         self._headers: Headers = scope["headers"]
         self._drop_connection: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT_EXTENSION)
         self._receive = receive
@@ -204,7 +218,7 @@ class Exchange:
     async def start(self, status: int, headers: Headers) -> None:
         self.status = status
         request_id = self.request_id.encode()
-        ids = [(name, request_id) for name in self._dialect.request_id_headers]
+        ids = [(name, request_id) for name in self._error_format.request_id_headers]
         limits = () if self.account is None else self.account.headers()
         sent_headers = [*headers, *limits, *self.more_headers, *ids]
         await self._transmit({"type": "http.response.start", "status": status, "headers": sent_headers})
@@ -213,7 +227,7 @@ class Exchange:
         """Returns when the connection has taken it, which a client that does not read can delay for ever: see drop."""
         await self._transmit({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def _transmit(self, message: Message) -> None:
+    async def _transmit(self, message: AsgiMessage) -> None:
         self.sending_since_s = self.sending_since_s or time.monotonic()
         await self._send(message)
         self.last_sent_s = time.monotonic()
@@ -229,7 +243,7 @@ class Exchange:
 
     async def respond_error(self, error: ApiError) -> None:
         """The error object with its status, whatever of the body has been read."""
-        status, body = self._dialect.describe(error, self.request_id)
+        status, body = self._error_format.describe(error, self.request_id)
         if self._body_read or self._rest_is_small():
             await self.respond(status, body, error.headers)
             return

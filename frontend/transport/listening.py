@@ -18,23 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.frontend.options import FrontendOptions
-
 LONGEST_SOCKET_PATH_BYTES = 107
 _BACKLOG = 2048
 _LOCK_TIMEOUT_S = 2.0
 
 
-def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
-    """A socket in which connections wait while workers start or restart: the inherited one, or one of our own.
-
-    Exits with one line, in the name of the command, where it cannot be had. A Unix socket is to be removed by `unlink`.
-    """
-    if options.listen_fd is not None:
-        return _inherited(options.listen_fd, command)
-    if options.uds is not None:
-        return _unix_socket(options.uds, int(options.uds_mode, 8), command)
-    host, port = options.host, options.port
+def tcp_socket(host: str, port: int, command: str) -> socket.socket:
+    """Return a socket that listens on a TCP port. On failure exits with one line that begins with the command."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
@@ -69,7 +59,9 @@ class _OwnUnixSocket(socket.socket):
     file: os.stat_result
 
 
-def _unix_socket(path: Path, mode: int, command: str) -> socket.socket:
+def unix_socket(path: Path, mode: int, command: str) -> socket.socket:
+    """Return a Unix socket that listens; `unlink` removes its file. On failure exits with one line that begins with the
+    command."""
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
         fail(command, f"--uds {path} is longer than the {LONGEST_SOCKET_PATH_BYTES} bytes of a path")
     listening = _OwnUnixSocket(socket.AF_UNIX)
@@ -132,7 +124,9 @@ def _remove_stale(path: Path, command: str) -> None:
     fail(command, f"--uds {path} is in use")
 
 
-def _inherited(fd: int, command: str) -> socket.socket:
+def inherited_socket(fd: int, command: str) -> socket.socket:
+    """Return the listening socket that another process handed over. On failure exits with one line that begins with the
+    command."""
     try:
         inherited = socket.socket(fileno=fd)
     except OSError as error:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from penstock.frontend.app import App
+    from penstock.frontend.transport.exchange import Receive, Scope, Send
 
 KEEP_ALIVE_TIMEOUT_S = 75
 """Longer than load balancers keep theirs (60 s is common), so that never they find a connection just closed."""
@@ -28,6 +28,29 @@ _LAST_WORDS_S = 2.0
 _STUCK_S = 1.0
 _KEEPING_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
 """A worker that ends leaves the Unix socket's file: others listen there, too."""
+
+
+class DrainableApp(Protocol):
+    """An ASGI application that can end its open requests."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not been answered."""
+        ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def run(self) -> None:
+        """Runs beside the server until it is cancelled."""
+        ...
+
+    def start_draining(self) -> None:
+        """Refuse new requests; open ones continue."""
+        ...
+
+    def end_all(self) -> None:
+        """End every open request with an error."""
+        ...
 
 
 class _Server(uvicorn.Server):
@@ -63,7 +86,7 @@ class _Server(uvicorn.Server):
 
 
 def server_config(
-    app: App, *, max_connections: int = MAX_CONNECTIONS, tls: ssl.SSLContext | None = None
+    app: DrainableApp, *, max_connections: int = MAX_CONNECTIONS, tls: ssl.SSLContext | None = None
 ) -> uvicorn.Config:
     """How uvicorn runs the app."""
     crowd = Connections(max_connections)
@@ -86,7 +109,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: App,
+        app: DrainableApp,
         listening: socket.socket,
         *,
         drain_timeout_s: float,

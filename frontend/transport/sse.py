@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from penstock.frontend.formats.base import KEEP_ALIVE
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.frontend.transport.exchange import Exchange, Headers
 
+_KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -56,4 +55,4 @@ class EventStream:
         await self._exchange.send(b"", more=False)
 
     async def _keep_alive(self) -> None:
-        await self.write(KEEP_ALIVE)
+        await self.write(_KEEP_ALIVE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.harness import Connection, FakeBackend, make_app
+from tests.frontend.harness import ClientConnection, FakeBackend, make_app
 
 
 @pytest.fixture
@@ -15,12 +15,12 @@ def backend() -> FakeBackend:
 
 
 @pytest.fixture
-async def connect(backend: FakeBackend) -> AsyncIterator[Callable[..., Connection]]:
+async def connect(backend: FakeBackend) -> AsyncIterator[Callable[..., ClientConnection]]:
     """Opens connections to an app over the backend; one app for all that are opened with the same options."""
     async with contextlib.AsyncExitStack() as stack:
 
-        def connect(**options: Any) -> Connection:
-            connection = Connection(make_app(backend, **options))
+        def connect(**options: Any) -> ClientConnection:
+            connection = ClientConnection(make_app(backend, **options))
             stack.push_async_callback(connection.end)
             return connection
 
@@ -28,5 +28,5 @@ async def connect(backend: FakeBackend) -> AsyncIterator[Callable[..., Connectio
 
 
 @pytest.fixture
-async def connection(connect: Callable[..., Connection]) -> Connection:
+async def connection(connect: Callable[..., ClientConnection]) -> ClientConnection:
     return connect()

@@ -19,7 +19,7 @@ from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import named_keys
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper, ServedModel, dialect_of
-from penstock.frontend.settings import Limits, ParserNames
+from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.server import server_config
@@ -190,14 +190,14 @@ def served_model(
 
 
 def make_app(backend: FakeBackend, **options: Any) -> App:
-    """An app whose model is loaded, if there is one. options: keeper, api_keys, admission, or those of Limits."""
+    """An app whose model is loaded, if there is one. options: keeper, api_keys, admission, or those of WorkerLimits."""
     keeper = options.pop("keeper", None)
     if keeper is None:
         keeper = ModelKeeper(backend)  # type: ignore[arg-type]
         keeper.current = None if backend.model is None else served_model(backend.model)
         keeper.settled.set()
     admission = options.pop("admission", None) or Admission(named_keys(options.pop("api_keys", ())))
-    return App(backend, keeper, admission=admission, limits=Limits(**options))  # type: ignore[arg-type]
+    return App(backend, keeper, admission=admission, limits=WorkerLimits(**options))  # type: ignore[arg-type]
 
 
 class MockTransport(asyncio.Transport):
@@ -302,7 +302,7 @@ class _ResponseReader:
         self.responses.append(Response(self.parser.get_status_code(), self.headers, bytes(self.body)))
 
 
-class Connection:
+class ClientConnection:
     """A client's connection to the app."""
 
     def __init__(self, app: App, config: uvicorn.Config | None = None, loop: Any = None) -> None:

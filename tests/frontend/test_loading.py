@@ -15,7 +15,7 @@ from penstock.frontend.generation import served_model as model_module
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.settings import ParserNames
 from tests.frontend.harness import (
-    Connection,
+    ClientConnection,
     FakeBackend,
     make_app,
     model_card,
@@ -41,11 +41,11 @@ def app(backend: FakeBackend, keeper: ModelKeeper) -> App:
 
 
 @pytest.fixture
-async def connect(app: App) -> AsyncIterator[Callable[[], Connection]]:
-    connections: list[Connection] = []
+async def connect(app: App) -> AsyncIterator[Callable[[], ClientConnection]]:
+    connections: list[ClientConnection] = []
 
-    def connect() -> Connection:
-        connections.append(Connection(app))
+    def connect() -> ClientConnection:
+        connections.append(ClientConnection(app))
         return connections[-1]
 
     yield connect
@@ -58,7 +58,7 @@ def load(keeper: ModelKeeper) -> None:
     keeper.settled.set()
 
 
-async def waiting(connection: Connection, method: str = "POST", path: str = CHAT) -> None:
+async def waiting(connection: ClientConnection, method: str = "POST", path: str = CHAT) -> None:
     """A request that waits for the model now."""
     connection.send(request_bytes(method, path, BODY if method == "POST" else None))
     for _ in range(10):
@@ -68,7 +68,7 @@ async def waiting(connection: Connection, method: str = "POST", path: str = CHAT
 
 @pytest.mark.parametrize(("method", "path"), [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/models/test/model")])
 async def test_a_request_waits_for_a_model_that_loads(
-    connect: Callable[[], Connection], keeper: ModelKeeper, method: str, path: str
+    connect: Callable[[], ClientConnection], keeper: ModelKeeper, method: str, path: str
 ) -> None:
     connection, other = connect(), connect()
     await waiting(connection, method, path)
@@ -78,7 +78,7 @@ async def test_a_request_waits_for_a_model_that_loads(
     assert (await other.request("GET", "/ready")).status == 200
 
 
-async def test_no_more_than_the_limit_wait(connect: Callable[[], Connection], keeper: ModelKeeper) -> None:
+async def test_no_more_than_the_limit_wait(connect: Callable[[], ClientConnection], keeper: ModelKeeper) -> None:
     first, second = connect(), connect()
     await waiting(first)
     assert (await second.request("POST", CHAT, BODY)).status == 429
@@ -87,7 +87,7 @@ async def test_no_more_than_the_limit_wait(connect: Callable[[], Connection], ke
 
 
 async def test_it_does_not_wait_for_ever(
-    connect: Callable[[], Connection], app: App, monkeypatch: pytest.MonkeyPatch
+    connect: Callable[[], ClientConnection], app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_module, "_MODEL_TIMEOUT_S", 0.01)
     response = await connect().post(CHAT, BODY)
@@ -95,7 +95,7 @@ async def test_it_does_not_wait_for_ever(
 
 
 async def test_a_client_that_leaves_while_it_waits_is_noticed(
-    connect: Callable[[], Connection], app: App, backend: FakeBackend, keeper: ModelKeeper
+    connect: Callable[[], ClientConnection], app: App, backend: FakeBackend, keeper: ModelKeeper
 ) -> None:
     connection = connect()
     await waiting(connection)
@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_while_it_waits_is_noticed(
     assert not backend.streams
 
 
-async def test_what_waits_when_the_drain_ends_is_told_so(connect: Callable[[], Connection], app: App) -> None:
+async def test_what_waits_when_the_drain_ends_is_told_so(connect: Callable[[], ClientConnection], app: App) -> None:
     connection = connect()
     await waiting(connection)
     app.end_all()
@@ -115,7 +115,7 @@ async def test_what_waits_when_the_drain_ends_is_told_so(connect: Callable[[], C
 
 
 async def test_a_client_that_leaves_after_it_has_waited_is_noticed(
-    connect: Callable[[], Connection], backend: FakeBackend, keeper: ModelKeeper
+    connect: Callable[[], ClientConnection], backend: FakeBackend, keeper: ModelKeeper
 ) -> None:
     backend.script = silent
     connection = connect()

@@ -14,9 +14,9 @@ from penstock.frontend.transport.sse import EventStream
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from penstock.frontend.endpoints.responses.answer import ResponseAnswer
+    from penstock.frontend.endpoints.responses.pending_response import PendingResponse
     from penstock.frontend.formats.responses import ResponsesFormat
-    from penstock.frontend.transport.exchange import Message, Receive, Send
+    from penstock.frontend.transport.exchange import AsgiMessage, Receive, Send
 
 MAX_LOG_BYTES = 8 << 20
 """The events of one response that is both streamed and in the background."""
@@ -87,7 +87,7 @@ class _OwnExchange(Exchange):
 class BackgroundRun:
     """Runs over an exchange of its own, whose client it is: it takes the events, and leaves when it is cancelled."""
 
-    def __init__(self, client: Exchange, answer: ResponseAnswer, *, keeps_events: bool) -> None:
+    def __init__(self, client: Exchange, answer: PendingResponse, *, keeps_events: bool) -> None:
         self.exchange = _OwnExchange(client, self._receive, self._send, self._note_submission)
         self.answer = answer
         self.on_submitted: Callable[[], None] | None = None
@@ -150,11 +150,11 @@ class BackgroundRun:
             self.on_submitted()
         self.begun.set()
 
-    async def _receive(self) -> Message:
+    async def _receive(self) -> AsgiMessage:
         await self._has_left.wait()
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.body":
             self._take(message["body"])
 

@@ -12,9 +12,9 @@ import msgspec
 
 from penstock.frontend.endpoints.chat_bodies import renamed
 from penstock.frontend.endpoints.completions import answer_chat, check_model, render_chat
-from penstock.frontend.endpoints.responses.answer import ResponseAnswer
 from penstock.frontend.endpoints.responses.background import BackgroundRun, EventLog
 from penstock.frontend.endpoints.responses.items import RENAMED, as_chat, listed
+from penstock.frontend.endpoints.responses.pending_response import PendingResponse
 from penstock.frontend.endpoints.responses.truncation import fitted
 from penstock.frontend.formats.responses import response_of_item
 from penstock.frontend.schemas.chat import check_chat
@@ -65,7 +65,7 @@ class Responses:
                 check_model(chat.model, served.card)
                 async with exchange.attended():
                     chat = await fitted(chat, served)
-        answer = ResponseAnswer(self._store, exchange.tenant, body, previous, served.card)
+        answer = PendingResponse(self._store, exchange.tenant, body, previous, served.card)
         if body.background:
             self._check_room(is_streamed=body.stream is True)
             run = BackgroundRun(exchange, answer, keeps_events=body.stream is True)

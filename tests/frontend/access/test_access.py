@@ -22,10 +22,10 @@ from penstock.frontend.access.api_keys import (
     named_keys,
     read_key_file,
 )
-from penstock.frontend.access.rate_limits import Account, QuotaPage, Quotas
+from penstock.frontend.access.rate_limits import Account, RateLimiter, UsagePage
 from penstock.frontend.transport.errors import ApiError
 from penstock.shm.messages import Finish
-from tests.frontend.harness import Connection, FakeBackend, Response, make_app, request_bytes, says, silent
+from tests.frontend.harness import ClientConnection, FakeBackend, Response, make_app, request_bytes, says, silent
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "the cat", "max_tokens": 3}
@@ -139,7 +139,7 @@ def test_more_limited_keys_than_there_is_room_for_are_refused() -> None:
     ],
 )
 async def test_a_key_lets_in_and_nothing_else_does(
-    connect: Callable[..., Connection], headers: Any, status: int
+    connect: Callable[..., ClientConnection], headers: Any, status: int
 ) -> None:
     response = await connect(api_keys=("one", "two", "three")).request("GET", "/v1/models", headers=headers)
     assert response.status == status
@@ -147,7 +147,7 @@ async def test_a_key_lets_in_and_nothing_else_does(
 
 
 async def test_the_log_line_names_the_key_and_never_shows_it(
-    connect: Callable[..., Connection], caplog: pytest.LogCaptureFixture
+    connect: Callable[..., ClientConnection], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "penstock")
     connection = connect(admission=Admission([ApiKey(b"sk-secret", "alice")]))
@@ -161,7 +161,7 @@ async def test_the_log_line_names_the_key_and_never_shows_it(
 
 async def test_keys_that_are_replaced_let_in_no_more(backend: FakeBackend) -> None:
     admission = Admission(named_keys(("old", "both")))
-    connection = Connection(make_app(backend, admission=admission))
+    connection = ClientConnection(make_app(backend, admission=admission))
 
     async def status(key: str) -> int:
         return (await connection.request("GET", "/v1/models", headers=bearer(key))).status
@@ -185,7 +185,7 @@ def ratelimit(response: Response) -> dict[str, str]:
 async def test_requests_a_minute_are_told_and_kept(backend: FakeBackend) -> None:
     clock = Clock()
     admission = Admission([limited(requests_per_minute=2), ApiKey(b"free", "free")], clock=clock)
-    connection = Connection(make_app(backend, admission=admission))
+    connection = ClientConnection(make_app(backend, admission=admission))
 
     async def ask(key: str = "secret-a", body: Any = BODY) -> Response:
         return await connection.request("POST", COMPLETIONS, body, bearer(key))
@@ -221,7 +221,7 @@ async def test_requests_a_minute_are_told_and_kept(backend: FakeBackend) -> None
 async def test_tokens_of_prompts_and_answers_are_charged_streamed_or_not(backend: FakeBackend) -> None:
     clock = Clock()
     backend.script = says("abc", batch_size=2, finish=Finish.LENGTH)
-    connection = Connection(make_app(backend, admission=Admission([limited(tokens_per_minute=20)], clock=clock)))
+    connection = ClientConnection(make_app(backend, admission=Admission([limited(tokens_per_minute=20)], clock=clock)))
     prompt = [1, 2, 3, 4, 5]
     remaining = []
     for stream in (False, True, False):
@@ -238,7 +238,9 @@ async def test_tokens_of_prompts_and_answers_are_charged_streamed_or_not(backend
 
 async def test_a_request_that_is_refused_takes_no_tokens(backend: FakeBackend) -> None:
     backend.script = says("abc", finish=Finish.LENGTH)
-    connection = Connection(make_app(backend, admission=Admission([limited(tokens_per_minute=20)], clock=Clock())))
+    connection = ClientConnection(
+        make_app(backend, admission=Admission([limited(tokens_per_minute=20)], clock=Clock()))
+    )
 
     async def ask(prompt: list[int]) -> Response:
         return await connection.request("POST", COMPLETIONS, {"prompt": prompt, "max_tokens": 3}, bearer("secret-a"))
@@ -257,12 +259,12 @@ async def test_a_request_that_is_refused_takes_no_tokens(backend: FakeBackend) -
 async def test_requests_in_flight_end_however_they_end(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend, admission=Admission([limited(requests_in_flight=2)]))
-    running = [Connection(app) for _ in range(2)]
+    running = [ClientConnection(app) for _ in range(2)]
     for connection in running:
         backend.submitted.clear()
         connection.send(request(stream=True))
         await backend.submitted.wait()
-    waiting = Connection(app)
+    waiting = ClientConnection(app)
     waiting.send(request())
     refused = await waiting.response()
     assert (refused.status, refused.error["message"]) == (429, "2 requests at once is this key's limit")
@@ -288,7 +290,7 @@ def request(body: Any = None, **fields: Any) -> bytes:
 
 async def test_a_body_that_is_on_its_way_is_in_flight(backend: FakeBackend) -> None:
     app = make_app(backend, admission=Admission([limited(requests_in_flight=1)]))
-    slow, other = Connection(app), Connection(app)
+    slow, other = ClientConnection(app), ClientConnection(app)
     whole = request()
     slow.send(whole[:-3])
     await asyncio.sleep(0)
@@ -304,8 +306,8 @@ async def test_a_body_that_is_on_its_way_is_in_flight(backend: FakeBackend) -> N
 
 def test_workers_count_together_and_a_restarted_one_starts_anew() -> None:
     clock, key = Clock(), limited(requests_per_minute=3, requests_in_flight=3)
-    fd = QuotaPage.create_fd(2)
-    accounts = [Account(key, QuotaPage.attach(fd, 2, worker), clock) for worker in range(2)]
+    fd = UsagePage.create_fd(2)
+    accounts = [Account(key, UsagePage.attach(fd, 2, worker), clock) for worker in range(2)]
     for account in (accounts[0], accounts[1], accounts[1]):
         account.admit()
     for account in accounts:
@@ -313,7 +315,7 @@ def test_workers_count_together_and_a_restarted_one_starts_anew() -> None:
         with pytest.raises(ApiError, match="3 requests at once"):
             account.admit()
     # What died with its worker is no longer in flight.
-    restarted = Account(key, QuotaPage.attach(fd, 2, 1), clock)
+    restarted = Account(key, UsagePage.attach(fd, 2, 1), clock)
     restarted.admit()
     assert dict(accounts[0].headers())[b"x-ratelimit-remaining-requests"] == b"1"
 
@@ -321,7 +323,7 @@ def test_workers_count_together_and_a_restarted_one_starts_anew() -> None:
 def test_new_limits_hold_at_once_and_what_was_used_stays() -> None:
     clock = Clock()
     old, other = limited(requests_per_minute=5), limited("b", requests_per_minute=5)
-    quotas = Quotas(QuotaPage.private(), [old, other], clock)
+    quotas = RateLimiter(UsagePage.private(), [old, other], clock)
     account = quotas.account(old.salt)
     assert account is not None
     account.admit()
@@ -340,7 +342,7 @@ def test_no_minute_ever_has_more_than_twice_the_limit_and_the_wait_is_told_right
     limit: int, steps: list[tuple[float, bool]]
 ) -> None:
     clock = Clock()
-    account = Account(limited(requests_per_minute=limit), QuotaPage.private(), clock)
+    account = Account(limited(requests_per_minute=limit), UsagePage.private(), clock)
     admitted: list[float] = []
     for pause_s, obeys in steps:
         clock.now_s += pause_s
@@ -362,9 +364,9 @@ def test_no_minute_ever_has_more_than_twice_the_limit_and_the_wait_is_told_right
 
 
 def test_as_many_keys_as_there_is_room_for_keep_apart() -> None:
-    page, clock = QuotaPage.private(), Clock()
+    page, clock = UsagePage.private(), Clock()
     keys = [limited(str(number), requests_per_minute=MAX_LIMITED_KEYS) for number in range(MAX_LIMITED_KEYS)]
-    quotas = Quotas(page, keys, clock)
+    quotas = RateLimiter(page, keys, clock)
     for number, key in enumerate(keys):
         account = quotas.account(key.salt)
         assert account is not None

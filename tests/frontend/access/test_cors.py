@@ -10,7 +10,7 @@ import pytest
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.main import read_access
 from penstock.frontend.options import FrontendOptions
-from tests.frontend.harness import Connection, Response
+from tests.frontend.harness import ClientConnection, Response
 
 CHAT = "/v1/chat/completions"
 OURS, THEIRS = "https://chat.example.org", "https://evil.example.org"
@@ -59,7 +59,7 @@ def test_what_no_browser_would_send_is_refused_at_start(
     assert "is no origin" in capsys.readouterr().err
 
 
-async def test_unless_asked_no_page_is_told_anything(connect: Callable[..., Connection]) -> None:
+async def test_unless_asked_no_page_is_told_anything(connect: Callable[..., ClientConnection]) -> None:
     connection = connect()
     answer = await connection.request("GET", "/v1/models", headers=[("origin", OURS)])
     assert (answer.status, allowed(answer), "vary" in answer.headers) == (200, {}, False)
@@ -67,7 +67,9 @@ async def test_unless_asked_no_page_is_told_anything(connect: Callable[..., Conn
     assert (refused.status, allowed(refused)) == (405, {})
 
 
-async def test_a_page_of_an_allowed_origin_may_read_answers_and_errors(connect: Callable[..., Connection]) -> None:
+async def test_a_page_of_an_allowed_origin_may_read_answers_and_errors(
+    connect: Callable[..., ClientConnection],
+) -> None:
     connection = connect(admission=Admission(cors_origins=(OURS, "http://localhost:3000")))
     for origin in (OURS, "http://localhost:3000"):
         for path, status in (("/v1/models", 200), ("/none", 404)):
@@ -82,14 +84,14 @@ async def test_a_page_of_an_allowed_origin_may_read_answers_and_errors(connect: 
 
 
 @pytest.mark.parametrize("origin", [THEIRS, "null", OURS + "x", OURS.upper(), "http://chat.example.org", ""])
-async def test_a_page_of_another_origin_may_not(connect: Callable[..., Connection], origin: str) -> None:
+async def test_a_page_of_another_origin_may_not(connect: Callable[..., ClientConnection], origin: str) -> None:
     connection = connect(admission=Admission(cors_origins=(OURS,)))
     answer = await connection.request("GET", "/v1/models", headers=[("origin", origin)])
     assert (answer.status, allowed(answer), answer.headers["vary"]) == (200, {}, "origin")
     assert (await connection.request("OPTIONS", CHAT, headers=preflight(origin))).status == 405
 
 
-async def test_a_preflight_is_answered_before_any_key(connect: Callable[..., Connection]) -> None:
+async def test_a_preflight_is_answered_before_any_key(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(admission=Admission(cors_origins=(OURS,)))
     asked = "authorization,content-type, x-stainless-lang"
     answer = await connection.request("OPTIONS", CHAT, headers=preflight(OURS, headers=asked))
@@ -108,14 +110,14 @@ async def test_a_preflight_is_answered_before_any_key(connect: Callable[..., Con
 
 
 @pytest.mark.parametrize("asked", ["x" * 2049, "a:b", "x\x7f"])
-async def test_strange_header_names_are_not_echoed(connect: Callable[..., Connection], asked: str) -> None:
+async def test_strange_header_names_are_not_echoed(connect: Callable[..., ClientConnection], asked: str) -> None:
     connection = connect(admission=Admission(cors_origins=(OURS,)))
     answer = await connection.request("OPTIONS", CHAT, headers=preflight(OURS, headers=asked))
     assert answer.status == 400 or "allow-headers" not in allowed(answer)
 
 
 @pytest.mark.parametrize("origin", [THEIRS, "null"])
-async def test_a_star_is_every_origin(connect: Callable[..., Connection], origin: Any) -> None:
+async def test_a_star_is_every_origin(connect: Callable[..., ClientConnection], origin: Any) -> None:
     connection = connect(admission=Admission(cors_origins=("*",)))
     answer = await connection.request("POST", CHAT, BODY, [("origin", origin)])
     assert (answer.status, allowed(answer)["allow-origin"]) == (200, "*")

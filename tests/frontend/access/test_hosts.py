@@ -10,21 +10,21 @@ import pytest
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import ApiKey
 from penstock.frontend.access.hosts import serves_one_machine
-from tests.frontend.harness import Connection, Response
+from tests.frontend.harness import ClientConnection, Response
 
 CHAT = "/v1/chat/completions"
 
 
-def connected(connect: Callable[..., Connection], *allowed_hosts: str) -> Connection:
+def connected(connect: Callable[..., ClientConnection], *allowed_hosts: str) -> ClientConnection:
     return connect(admission=Admission(allowed_hosts=allowed_hosts))
 
 
-async def ask(connection: Connection, host: str, method: str = "GET", path: str = "/v1/models") -> Response:
+async def ask(connection: ClientConnection, host: str, method: str = "GET", path: str = "/v1/models") -> Response:
     connection.send(f"{method} {path} HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
     return await connection.response()
 
 
-async def status(connection: Connection, *asked: str, path: str = "/v1/models") -> int:
+async def status(connection: ClientConnection, *asked: str, path: str = "/v1/models") -> int:
     return (await ask(connection, *asked, path=path)).status
 
 
@@ -47,7 +47,7 @@ async def status(connection: Connection, *asked: str, path: str = "/v1/models") 
         "LLM.example.org:443",
     ],
 )
-async def test_a_name_that_no_stranger_can_own_is_answered(connect: Callable[..., Connection], host: str) -> None:
+async def test_a_name_that_no_stranger_can_own_is_answered(connect: Callable[..., ClientConnection], host: str) -> None:
     assert await status(connected(connect, "llm.example.org"), host) == 200
 
 
@@ -65,25 +65,25 @@ async def test_a_name_that_no_stranger_can_own_is_answered(connect: Callable[...
         "[::1].evil.example.org",
     ],
 )
-async def test_a_name_that_a_stranger_can_own_is_refused(connect: Callable[..., Connection], host: str) -> None:
+async def test_a_name_that_a_stranger_can_own_is_refused(connect: Callable[..., ClientConnection], host: str) -> None:
     assert await status(connected(connect, "llm.example.org"), host) == 403
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("GET", "/metrics"), ("OPTIONS", CHAT), ("GET", "/")])
 async def test_nothing_at_all_is_told_to_a_foreign_page(
-    connect: Callable[..., Connection], method: str, path: str
+    connect: Callable[..., ClientConnection], method: str, path: str
 ) -> None:
     assert await status(connected(connect), "evil.example.org", method, path=path) == 403
 
 
-async def test_the_refusal_names_the_header_its_value_and_the_way_out(connect: Callable[..., Connection]) -> None:
+async def test_the_refusal_names_the_header_its_value_and_the_way_out(connect: Callable[..., ClientConnection]) -> None:
     error = (await ask(connected(connect), "evil.example.org:8000")).json()["error"]
     assert (error["param"], error["code"]) == ("host", "host_not_allowed")
     assert "evil.example.org" in error["message"]
     assert "--allowed-host" in error["message"]
 
 
-async def test_with_a_key_or_the_star_every_name_is_answered(connect: Callable[..., Connection]) -> None:
+async def test_with_a_key_or_the_star_every_name_is_answered(connect: Callable[..., ClientConnection]) -> None:
     assert await status(connected(connect, "*"), "evil.example.org") == 200
     admission = Admission([ApiKey(b"sk", "one")])
     keyed = connect(admission=admission)
@@ -91,7 +91,7 @@ async def test_with_a_key_or_the_star_every_name_is_answered(connect: Callable[.
     assert await status(keyed, "evil.example.org") == 401
 
 
-async def test_names_are_looked_at_once_the_last_key_is_gone(connect: Callable[..., Connection]) -> None:
+async def test_names_are_looked_at_once_the_last_key_is_gone(connect: Callable[..., ClientConnection]) -> None:
     admission = Admission([ApiKey(b"sk", "one")], allowed_hosts=())
     connection = connect(admission=admission)
     assert await status(connection, "evil.example.org", path="/health") == 200

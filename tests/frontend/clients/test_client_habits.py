@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.frontend.endpoints.responses.test_responses import talking
-from tests.frontend.harness import Connection, FakeBackend
+from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.response_shapes import ALWAYS_THINKING, HERMES, Model
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -47,7 +47,7 @@ def asked_schema(backend: FakeBackend) -> Any:
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
 async def test_a_schema_beside_the_type_of_the_response_format(
-    connection: Connection, backend: FakeBackend, kind: str
+    connection: ClientConnection, backend: FakeBackend, kind: str
 ) -> None:
     form = {"type": kind, "schema": SCHEMA}
     for path, body in ((CHAT, HI), ("/v1/completions", {"prompt": "hi"})):
@@ -57,7 +57,7 @@ async def test_a_schema_beside_the_type_of_the_response_format(
     assert (both.status, both.error["param"]) == (400, "response_format.schema")
 
 
-async def test_the_output_format_of_anthropics_beta(connection: Connection, backend: FakeBackend) -> None:
+async def test_the_output_format_of_anthropics_beta(connection: ClientConnection, backend: FakeBackend) -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     body = {**HI, "max_tokens": 50}
     assert (await connection.post("/v1/messages", {**body, "output_format": form})).status == 200
@@ -82,7 +82,9 @@ async def test_the_budget_of_thinking_by_vllms_name() -> None:
 
 @pytest.mark.parametrize("field", ["ebnf", "lora", "lora_path", "regex", "stop_regex", "structural_tag"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
-async def test_what_other_servers_would_do_is_refused_by_name(connection: Connection, field: str, path: str) -> None:
+async def test_what_other_servers_would_do_is_refused_by_name(
+    connection: ClientConnection, field: str, path: str
+) -> None:
     body = {**HI, "max_tokens": 5} if path == "/v1/messages" else HI if path == CHAT else {"prompt": "a"}
     if path == "/v1/responses":
         body = {"input": "a"}
@@ -92,7 +94,7 @@ async def test_what_other_servers_would_do_is_refused_by_name(connection: Connec
     assert (await connection.post(path, {**body, field: None})).status == 200
 
 
-async def test_an_editors_completion_has_many_stop_strings(connection: Connection, backend: FakeBackend) -> None:
+async def test_an_editors_completion_has_many_stop_strings(connection: ClientConnection, backend: FakeBackend) -> None:
     stops = [f"<{number}>" for number in range(15)]
     for path, body, field in (
         ("/v1/completions", {"prompt": "hi"}, "stop"),
@@ -107,7 +109,9 @@ async def test_an_editors_completion_has_many_stop_strings(connection: Connectio
         assert (await connection.post(path, {**body, field: [*stops, "wor", "x"]})).status == 400
 
 
-async def test_a_refusal_is_handed_back_as_the_assistants_words(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_refusal_is_handed_back_as_the_assistants_words(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "Ask else."}]
     messages = [*HI["messages"], {"role": "assistant", "content": parts}, *HI["messages"]]
     assert (await connection.post(CHAT, {"messages": messages})).status == 200
@@ -153,7 +157,7 @@ async def test_a_refusal_is_handed_back_as_the_assistants_words(connection: Conn
     ],
 )
 async def test_a_value_that_is_none_of_a_few_is_answered_with_those(
-    connection: Connection, path: str, fields: dict[str, Any], said: str
+    connection: ClientConnection, path: str, fields: dict[str, Any], said: str
 ) -> None:
     refused = await connection.post(path, {**HI, **fields})
     assert refused.status == 400

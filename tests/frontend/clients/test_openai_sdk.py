@@ -18,7 +18,7 @@ import pytest
 
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper
-from penstock.frontend.settings import Limits
+from penstock.frontend.settings import WorkerLimits
 from penstock.frontend.transport.server import HttpServer
 from penstock.shm.client.client import BackendClient, TokenBatch
 from penstock.shm.messages import Finish
@@ -217,7 +217,7 @@ async def over_the_link(script: Script, **limits: Any) -> AsyncIterator[tuple[st
             watching = asyncio.create_task(keeper.watch())
             await until(lambda: keeper.current is not None and client.ready)
             try:
-                async with serving(App(client, keeper, limits=Limits(**limits))) as url:
+                async with serving(App(client, keeper, limits=WorkerLimits(**limits))) as url:
                     yield url, scripted
             finally:
                 watching.cancel()

@@ -13,7 +13,7 @@ from penstock.shm.messages import FailureCode, Finish, Sampling
 from tests.frontend.harness import (
     END_TOKEN,
     TOKENIZER,
-    Connection,
+    ClientConnection,
     FakeBackend,
     make_app,
     model_card,
@@ -27,7 +27,7 @@ COMPLETIONS = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_a_chat_is_answered_whole(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_chat_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
     response = await connection.post(CHAT, {**HI, "model": "test/model"})
     answer = response.json()
     assert response.status == 200
@@ -51,7 +51,7 @@ async def test_a_chat_is_answered_whole(connection: Connection, backend: FakeBac
     }
 
 
-async def test_a_completion_is_answered_whole(connection: Connection) -> None:
+async def test_a_completion_is_answered_whole(connection: ClientConnection) -> None:
     answer = (await connection.post(COMPLETIONS, {"prompt": "once"})).json()
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
@@ -61,7 +61,7 @@ async def test_a_completion_is_answered_whole(connection: Connection) -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
 @pytest.mark.parametrize("text", ["Hello, world!", "été 猫 🐈\n", "x", "猫" * 9])
 async def test_the_stream_is_the_whole_answer_in_pieces(
-    connection: Connection, backend: FakeBackend, text: str, batch_size: int
+    connection: ClientConnection, backend: FakeBackend, text: str, batch_size: int
 ) -> None:
     backend.script = says(text, batch_size=batch_size)
     chat = await connection.post(CHAT, {**HI, "stream": True})
@@ -78,7 +78,7 @@ async def test_the_stream_is_the_whole_answer_in_pieces(
     assert "".join(event["choices"][0]["text"] for event in completion.events()[:-1]) == text
 
 
-async def test_usage_comes_last_when_asked_for(connection: Connection) -> None:
+async def test_usage_comes_last_when_asked_for(connection: ClientConnection) -> None:
     body = {**HI, "stream": True, "stream_options": {"include_usage": True}}
     *events, last, done = (await connection.post(CHAT, body)).events()
     assert done == "[DONE]"
@@ -88,13 +88,13 @@ async def test_usage_comes_last_when_asked_for(connection: Connection) -> None:
     assert all(event["usage"] is None for event in events)
 
 
-async def test_tokens_that_arrive_together_are_one_event(connection: Connection, backend: FakeBackend) -> None:
+async def test_tokens_that_arrive_together_are_one_event(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = says("the cat sat on the mat", batch_size=1000)
     events = (await connection.post(COMPLETIONS, {"prompt": "x", "stream": True})).events()
     assert [event["choices"][0]["text"] for event in events[:-1]] == ["the cat sat on the mat", ""]
 
 
-async def test_max_tokens_ends_with_length(connection: Connection) -> None:
+async def test_max_tokens_ends_with_length(connection: ClientConnection) -> None:
     choice = (await connection.post(COMPLETIONS, {"prompt": "x", "max_tokens": 3})).json()["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["text"] == TOKENIZER.decode(token_ids("Hello, world!")[:3])
@@ -113,7 +113,12 @@ async def test_max_tokens_ends_with_length(connection: Connection) -> None:
     ],
 )
 async def test_a_stop_string_ends_the_text_and_is_never_sent(
-    connection: Connection, backend: FakeBackend, stop: str | list[str], expected: str, batch_size: int, stream: bool
+    connection: ClientConnection,
+    backend: FakeBackend,
+    stop: str | list[str],
+    expected: str,
+    batch_size: int,
+    stream: bool,
 ) -> None:
     backend.script = says("Hello, world!", batch_size=batch_size, finish=Finish.LENGTH)
     response = await connection.post(
@@ -138,7 +143,7 @@ async def test_a_stop_string_ends_the_text_and_is_never_sent(
         assert backend.streams[0].cancelled.is_set()
 
 
-async def test_every_parameter_reaches_the_backend(connection: Connection, backend: FakeBackend) -> None:
+async def test_every_parameter_reaches_the_backend(connection: ClientConnection, backend: FakeBackend) -> None:
     body = {
         "prompt": "x",
         "max_tokens": 7,
@@ -171,7 +176,7 @@ async def test_every_parameter_reaches_the_backend(connection: Connection, backe
 
 
 async def test_what_is_not_given_is_the_models_default(
-    connect: Callable[..., Connection], backend: FakeBackend
+    connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
     backend.model = model_card(default_sampling=Sampling(temperature=0.7, top_p=0.8, top_k=20))
     body = {"prompt": "x", "temperature": None, "top_p": None, "top_k": 5, "stop": None, "seed": None, "n": None}
@@ -182,21 +187,21 @@ async def test_what_is_not_given_is_the_models_default(
 
 
 async def test_ignore_eos_leaves_only_the_requests_own_stop_tokens(
-    connection: Connection, backend: FakeBackend
+    connection: ClientConnection, backend: FakeBackend
 ) -> None:
     await connection.post(COMPLETIONS, {"prompt": "x", "ignore_eos": True, "stop_token_ids": [4, 4]})
     assert backend.last.stop_token_ids == (4,)
 
 
 async def test_greedy_requests_that_differ_in_nothing_that_matters_are_the_same(
-    connection: Connection, backend: FakeBackend
+    connection: ClientConnection, backend: FakeBackend
 ) -> None:
     for extra in ({}, {"seed": 5}, {"top_p": 0.5, "top_k": 3, "min_p": 0.2}):
         await connection.post(COMPLETIONS, {"prompt": "x", "temperature": 0, **extra})
     assert len({stream.request.sampling for stream in backend.streams}) == 1
 
 
-async def test_without_a_seed_every_request_has_its_own(connection: Connection, backend: FakeBackend) -> None:
+async def test_without_a_seed_every_request_has_its_own(connection: ClientConnection, backend: FakeBackend) -> None:
     for _ in range(3):
         await connection.post(COMPLETIONS, {"prompt": "x"})
     assert len({stream.request.sampling.seed for stream in backend.streams}) == 3
@@ -204,7 +209,7 @@ async def test_without_a_seed_every_request_has_its_own(connection: Connection, 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_several_prompts_with_several_choices_each(
-    connection: Connection, backend: FakeBackend, stream: bool
+    connection: ClientConnection, backend: FakeBackend, stream: bool
 ) -> None:
     def script(request: Any) -> list[TokenBatch]:
         ids = [*request.token_ids, *token_ids(str(request.sampling.seed % 10))]
@@ -235,13 +240,13 @@ async def test_several_prompts_with_several_choices_each(
     [([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]]), (["a", "b"], [token_ids("a"), token_ids("b")])],
 )
 async def test_every_form_of_prompt(
-    connection: Connection, backend: FakeBackend, prompt: Any, expected: list[list[int]]
+    connection: ClientConnection, backend: FakeBackend, prompt: Any, expected: list[list[int]]
 ) -> None:
     assert (await connection.post(COMPLETIONS, {"prompt": prompt})).status == 200
     assert [list(stream.request.token_ids) for stream in backend.streams] == expected
 
 
-async def test_content_parts_and_a_developer_message(connection: Connection, backend: FakeBackend) -> None:
+async def test_content_parts_and_a_developer_message(connection: ClientConnection, backend: FakeBackend) -> None:
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -252,7 +257,7 @@ async def test_content_parts_and_a_developer_message(connection: Connection, bac
 
 
 async def test_a_prompt_too_long_for_the_loop_is_encoded_all_the_same(
-    connect: Callable[..., Connection], backend: FakeBackend
+    connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
     backend.model = model_card(max_context_tokens=1 << 20)
     text = "the cat sat on the mat " * 1000
@@ -260,7 +265,7 @@ async def test_a_prompt_too_long_for_the_loop_is_encoded_all_the_same(
     assert list(backend.last.token_ids) == token_ids(text)
 
 
-async def test_models_are_listed_and_described(connection: Connection) -> None:
+async def test_models_are_listed_and_described(connection: ClientConnection) -> None:
     listed = (await connection.request("GET", "/v1/models")).json()
     assert listed["object"] == "list"
     (model,) = listed["data"]
@@ -272,7 +277,9 @@ async def test_models_are_listed_and_described(connection: Connection) -> None:
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
 
-async def test_ready_follows_the_backend_and_health_does_not(connection: Connection, backend: FakeBackend) -> None:
+async def test_ready_follows_the_backend_and_health_does_not(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     ready = await connection.request("GET", "/ready")
     assert (ready.status, ready.json()) == (200, {"status": "ready", "running": 2, "pages_used": 5})
     backend.ready = False
@@ -286,7 +293,7 @@ async def test_ready_follows_the_backend_and_health_does_not(connection: Connect
 
 async def test_before_the_model_is_known_only_health_is_green(backend: FakeBackend) -> None:
     backend.model = None
-    connection = Connection(make_app(backend))
+    connection = ClientConnection(make_app(backend))
     assert (await connection.request("GET", "/health")).status == 200
     for path in ("/ready", "/v1/models", "/v1/models/x"):
         response = await connection.request("GET", path)
@@ -296,14 +303,16 @@ async def test_before_the_model_is_known_only_health_is_green(backend: FakeBacke
     await connection.end()
 
 
-async def test_a_full_queue_is_429_and_says_when_to_come_back(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_full_queue_is_429_and_says_when_to_come_back(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     backend.refusal = Overloaded(7)
     response = await connection.post(CHAT, HI)
     assert (response.status, response.headers["retry-after"]) == (429, "7")
     assert response.error["type"] == "rate_limit_error"
 
 
-async def test_all_choices_or_none(connection: Connection, backend: FakeBackend) -> None:
+async def test_all_choices_or_none(connection: ClientConnection, backend: FakeBackend) -> None:
     def script(request: Any) -> list[TokenBatch]:
         if len(backend.streams) == 2:
             raise Overloaded(1)
@@ -329,7 +338,7 @@ async def test_all_choices_or_none(connection: Connection, backend: FakeBackend)
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_backends_failures_are_told(
-    connection: Connection,
+    connection: ClientConnection,
     backend: FakeBackend,
     code: FailureCode,
     limit: int,
@@ -353,7 +362,7 @@ async def test_the_backends_failures_are_told(
     assert (await connection.request("GET", "/health")).status == 200
 
 
-async def test_the_request_id_is_echoed_if_it_is_sane(connection: Connection) -> None:
+async def test_the_request_id_is_echoed_if_it_is_sane(connection: ClientConnection) -> None:
     for value, echoed in (("abc-1.2:3_x", True), ("a b", False), ("x" * 129, False), ('"><script>', False)):
         response = await connection.request("GET", "/health", headers=[("x-request-id", value)])
         assert (response.headers["x-request-id"] == value) is echoed
@@ -374,7 +383,7 @@ async def test_the_request_id_is_echoed_if_it_is_sane(connection: Connection) ->
     ],
 )
 async def test_a_key_is_asked_for_where_there_are_keys(
-    connect: Callable[..., Connection], header: str | None, status: int
+    connect: Callable[..., ClientConnection], header: str | None, status: int
 ) -> None:
     connection = connect(api_keys=("one", "two"))
     headers = [] if header is None else [("authorization", header)]
@@ -389,7 +398,7 @@ async def test_a_key_is_asked_for_where_there_are_keys(
 async def test_too_many_open_requests_are_refused_before_their_body(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend, max_open_requests=1)
-    first, second = Connection(app), Connection(app)
+    first, second = ClientConnection(app), ClientConnection(app)
     first.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 20\r\n\r\n")
     await asyncio.sleep(0)
     second.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2000\r\n\r\n")
@@ -398,6 +407,6 @@ async def test_too_many_open_requests_are_refused_before_their_body(backend: Fak
     for connection in (first, second):
         connection.transport.reset()
         await connection.idle()
-    third = Connection(app)
+    third = ClientConnection(app)
     assert (await third.request("GET", "/health")).status == 200
     await third.end()

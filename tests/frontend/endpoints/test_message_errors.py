@@ -17,7 +17,7 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.shm.client.client import BackendUnavailable, Overloaded, TokenBatch
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.endpoints.test_messages import HI, KEYS, PATH, TIME, error
-from tests.frontend.harness import Connection, FakeBackend, silent, token_ids
+from tests.frontend.harness import ClientConnection, FakeBackend, silent, token_ids
 from tests.frontend.named_events import named_events
 
 API_DOC = (
@@ -26,7 +26,7 @@ API_DOC = (
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
-async def test_a_key_comes_in_either_header(connect: Callable[..., Connection], header: str) -> None:
+async def test_a_key_comes_in_either_header(connect: Callable[..., ClientConnection], header: str) -> None:
     connection = connect(api_keys=("right",))
     scheme = "Bearer " if header == "authorization" else ""
     version = ("anthropic-version", "2023-06-01")
@@ -50,7 +50,7 @@ async def test_a_key_comes_in_either_header(connect: Callable[..., Connection], 
     ],
 )
 async def test_every_error_is_anthropics(
-    connect: Callable[..., Connection], method: str, path: str, body: Any, status: int, kind: str
+    connect: Callable[..., ClientConnection], method: str, path: str, body: Any, status: int, kind: str
 ) -> None:
     refused = await connect(max_body_bytes=2000).request(method, path, body)
     assert (refused.status, error(refused)["type"]) == (status, kind)
@@ -68,7 +68,7 @@ def test_every_error_has_a_type_of_anthropics(kind: ErrorKind) -> None:
     assert next(name for statuses, name in rows if str(status) in statuses.split(", ")) == told["error"]["type"]
 
 
-async def test_errors_of_the_system_are_anthropics(connection: Connection, backend: FakeBackend) -> None:
+async def test_errors_of_the_system_are_anthropics(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.refusal = Overloaded(7)
     full = await connection.post(PATH, HI)
     assert (full.status, error(full)["type"], full.headers["retry-after"]) == (529, "overloaded_error", "7")
@@ -84,7 +84,7 @@ async def test_errors_of_the_system_are_anthropics(connection: Connection, backe
     assert (failed.status, error(failed)["type"]) == (500, "api_error")
 
 
-async def test_what_fails_in_a_stream_is_its_last_event(connection: Connection, backend: FakeBackend) -> None:
+async def test_what_fails_in_a_stream_is_its_last_event(connection: ClientConnection, backend: FakeBackend) -> None:
     failure = TokenBatch([], Finish.FAILED, FailureCode.OVERLOADED)
     backend.script = lambda _: [TokenBatch(token_ids("a")), failure]
     response = await connection.post(PATH, {**HI, "stream": True})
@@ -94,7 +94,7 @@ async def test_what_fails_in_a_stream_is_its_last_event(connection: Connection, 
     assert last["request_id"] == response.headers["request-id"]
 
 
-async def test_a_client_that_goes_cancels_its_message(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_client_that_goes_cancels_its_message(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = silent
     data = json.dumps({**HI, "stream": True}).encode()
     connection.send(b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
@@ -159,7 +159,9 @@ def said(*blocks: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ({**HI, "stream": "yes"}, "stream", "yes"),
     ],
 )
-async def test_what_is_wrong_is_named(connection: Connection, body: dict[str, Any], param: str, shown: str) -> None:
+async def test_what_is_wrong_is_named(
+    connection: ClientConnection, body: dict[str, Any], param: str, shown: str
+) -> None:
     response = await connection.post(PATH, body)
     assert response.status == 400
     told = error(response)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from penstock.shm.messages import Finish
 from tests.frontend.endpoints.responses.test_responses import CALLED, MODEL, SAID, prompt, talking
-from tests.frontend.harness import Connection, FakeBackend, Response, says, token_ids
+from tests.frontend.harness import ClientConnection, FakeBackend, Response, says, token_ids
 from tests.frontend.named_events import REASONED_CALLS, named_events, names
 
 PATH = "/v1/messages"
@@ -31,7 +31,7 @@ def error(response: Response) -> dict[str, Any]:
     return told
 
 
-async def test_a_message_is_answered_whole(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_message_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
     response = await connection.post(PATH, {**HI, "model": "test/model", "metadata": {"user_id": "u"}})
     told = response.json()
     assert response.status == 200
@@ -56,7 +56,7 @@ async def test_a_message_is_answered_whole(connection: Connection, backend: Fake
     assert response.headers["request-id"] == response.headers["x-request-id"]
 
 
-async def test_the_events_come_in_anthropics_order(connection: Connection) -> None:
+async def test_the_events_come_in_anthropics_order(connection: ClientConnection) -> None:
     events = named_events(await connection.post(PATH, {**HI, "stream": True}))
     assert names(events) == [
         "message_start",
@@ -154,7 +154,7 @@ async def test_a_stream_tells_what_a_whole_answer_tells(
     ],
 )
 async def test_why_it_stopped_is_told(
-    connection: Connection, changes: dict[str, Any], reason: str, sequence: str | None, stream: bool
+    connection: ClientConnection, changes: dict[str, Any], reason: str, sequence: str | None, stream: bool
 ) -> None:
     response = await connection.post(PATH, {**HI, **changes, "stream": stream})
     told = assembled(named_events(response)) if stream else response.json()
@@ -199,7 +199,9 @@ async def test_every_kind_of_block_reaches_the_model() -> None:
     )
 
 
-async def test_a_last_message_of_the_assistants_is_gone_on_with(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_last_message_of_the_assistants_is_gone_on_with(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     messages = [*HI["messages"], {"role": "assistant", "content": "I say: "}]
     assert (await connection.post(PATH, {**HI, "messages": messages})).status == 200
     assert prompt(backend).endswith("<|im_start|>assistant\nI say:")
@@ -259,7 +261,7 @@ async def test_the_choice_of_tools(choice: dict[str, Any], is_forced: bool, is_t
     assert any(block["type"] == "tool_use" for block in told["content"]) is is_told
 
 
-async def test_an_output_format_becomes_a_grammar(connection: Connection, backend: FakeBackend) -> None:
+async def test_an_output_format_becomes_a_grammar(connection: ClientConnection, backend: FakeBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     body = {**HI, "output_config": {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}}
     assert (await connection.post(PATH, body)).status == 200
@@ -269,7 +271,9 @@ async def test_an_output_format_becomes_a_grammar(connection: Connection, backen
     assert json.loads(constraints.grammar.text) == schema
 
 
-async def test_tokens_are_counted_as_a_message_would_have_them(connection: Connection, backend: FakeBackend) -> None:
+async def test_tokens_are_counted_as_a_message_would_have_them(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     body = {"messages": HI["messages"], "system": "be brief"}
     told = (await connection.post(f"{PATH}/count_tokens", body)).json()
     await connection.post(PATH, {**HI, **body})
@@ -278,7 +282,7 @@ async def test_tokens_are_counted_as_a_message_would_have_them(connection: Conne
     assert error(refused)["type"] == "invalid_request_error"
 
 
-async def test_an_answer_of_nothing_has_no_content(connection: Connection, backend: FakeBackend) -> None:
+async def test_an_answer_of_nothing_has_no_content(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = says("")
     assert (await connection.post(PATH, HI)).json()["content"] == []
     events = named_events(await connection.post(PATH, {**HI, "stream": True}))

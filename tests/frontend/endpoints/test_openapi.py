@@ -15,7 +15,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from penstock.frontend.endpoints.openapi import document
 from penstock.frontend.endpoints.reference import FIELDS, names
 from penstock.frontend.endpoints.routes import Route
-from tests.frontend.harness import Connection, FakeBackend, Response, make_app
+from tests.frontend.harness import ClientConnection, FakeBackend, Response, make_app
 
 PAGE = Path(__file__).parents[3] / "frontend" / "endpoints" / "docs_page"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -92,7 +92,7 @@ def test_every_field_that_does_something_is_explained_and_no_other_is_told(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_answers_and_errors_are_as_it_says(connection: Connection, told: dict[str, Any], path: str) -> None:
+async def test_answers_and_errors_are_as_it_says(connection: ClientConnection, told: dict[str, Any], path: str) -> None:
     answer = await connection.post(path, BODIES[path])
     assert answer.status == 200
     check(told, answer, path, "post")
@@ -102,7 +102,7 @@ async def test_answers_and_errors_are_as_it_says(connection: Connection, told: d
 
 
 @pytest.mark.parametrize("path", GENERATING)
-async def test_a_streams_events_are_as_it_says(connection: Connection, told: dict[str, Any], path: str) -> None:
+async def test_a_streams_events_are_as_it_says(connection: ClientConnection, told: dict[str, Any], path: str) -> None:
     extras = {} if path in ("/v1/responses", "/v1/messages") else {"return_timings": True}
     response = await connection.post(path, {**BODIES[path], "stream": True, **extras})
     data = re.findall(r"^data: (\{.*)$", response.body.decode(), flags=re.MULTILINE)
@@ -112,7 +112,7 @@ async def test_a_streams_events_are_as_it_says(connection: Connection, told: dic
 
 
 async def test_everything_that_is_asked_for_in_a_chat_is_as_it_says(
-    connection: Connection, told: dict[str, Any]
+    connection: ClientConnection, told: dict[str, Any]
 ) -> None:
     body = {**CHAT, "return_timings": True, "return_token_ids": True, "stop": "o", "n": 2}
     answer = await connection.post("/v1/chat/completions", body)
@@ -126,13 +126,15 @@ READABLE.append(("/v1/models/test/model", "/v1/models/{model}"))
 
 
 @pytest.mark.parametrize(("asked", "path"), READABLE)
-async def test_what_is_read_is_as_it_says(connection: Connection, told: dict[str, Any], asked: str, path: str) -> None:
+async def test_what_is_read_is_as_it_says(
+    connection: ClientConnection, told: dict[str, Any], asked: str, path: str
+) -> None:
     answer = await connection.request("GET", asked)
     assert answer.status == 200
     check(told, answer, path)
 
 
-async def test_a_kept_response_is_as_it_says(connection: Connection, told: dict[str, Any]) -> None:
+async def test_a_kept_response_is_as_it_says(connection: ClientConnection, told: dict[str, Any]) -> None:
     made = (await connection.post("/v1/responses", {"input": "x"})).json()["id"]
     for suffix in ("", "/input_items"):
         path = "/v1/responses/{response_id}" + suffix
@@ -144,7 +146,7 @@ async def test_a_kept_response_is_as_it_says(connection: Connection, told: dict[
     check(told, missing, path)
 
 
-async def test_it_needs_no_key_and_tells_where_one_is_needed(connect: Callable[..., Connection]) -> None:
+async def test_it_needs_no_key_and_tells_where_one_is_needed(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(api_keys=("secret",))
     first, second = [await connection.request("GET", "/openapi.json") for _ in range(2)]
     assert (first.status, first.body) == (200, second.body)
@@ -155,7 +157,7 @@ async def test_it_needs_no_key_and_tells_where_one_is_needed(connect: Callable[.
 # The page
 
 
-async def test_the_page_comes_whole_from_here_and_allows_nothing_else(connection: Connection) -> None:
+async def test_the_page_comes_whole_from_here_and_allows_nothing_else(connection: ClientConnection) -> None:
     page = await connection.request("GET", "/docs")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     policy = page.headers["content-security-policy"]

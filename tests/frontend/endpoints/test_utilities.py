@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.harness import TOKENIZER, VOCAB_SIZE, Connection, FakeBackend, token_ids
+from tests.frontend.harness import TOKENIZER, VOCAB_SIZE, ClientConnection, FakeBackend, token_ids
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_a_prompt_becomes_tokens_as_at_vllm(connection: Connection) -> None:
+async def test_a_prompt_becomes_tokens_as_at_vllm(connection: ClientConnection) -> None:
     body = {"model": "test/model", "prompt": "the cat 猫", "return_token_strs": True}
     told = (await connection.post("/tokenize", body)).json()
     ids = token_ids("the cat 猫")
@@ -24,7 +24,7 @@ async def test_a_prompt_becomes_tokens_as_at_vllm(connection: Connection) -> Non
     assert (await connection.post("/tokenize", {"prompt": ""})).json()["tokens"] == []
 
 
-async def test_messages_become_the_tokens_of_their_chat(connection: Connection, backend: FakeBackend) -> None:
+async def test_messages_become_the_tokens_of_their_chat(connection: ClientConnection, backend: FakeBackend) -> None:
     told = (await connection.post("/tokenize", HI)).json()
     await connection.post("/v1/chat/completions", HI)
     assert told["tokens"] == list(backend.last.token_ids) == token_ids(RENDERED)
@@ -32,7 +32,7 @@ async def test_messages_become_the_tokens_of_their_chat(connection: Connection, 
     assert short["tokens"] == token_ids(RENDERED.removesuffix("<|im_start|>assistant\n"))
 
 
-async def test_a_content_becomes_tokens_as_at_llama_cpp(connection: Connection) -> None:
+async def test_a_content_becomes_tokens_as_at_llama_cpp(connection: ClientConnection) -> None:
     assert (await connection.post("/tokenize", {"content": "the cat"})).json() == {"tokens": token_ids("the cat")}
     told = (await connection.post("/tokenize", {"content": "the 猫", "with_pieces": True})).json()["tokens"]
     assert [piece["id"] for piece in told] == token_ids("the 猫")
@@ -40,7 +40,7 @@ async def test_a_content_becomes_tokens_as_at_llama_cpp(connection: Connection) 
     assert raw == "the 猫".encode()
 
 
-async def test_what_is_told_of_each_of_many_tokens_is_as_of_few(connection: Connection) -> None:
+async def test_what_is_told_of_each_of_many_tokens_is_as_of_few(connection: ClientConnection) -> None:
     few, times = 'the 猫 "\\', 500
     for body, field in (({"content": few, "with_pieces": True}, "tokens"), ({"return_token_strs": True}, "token_strs")):
         source = "content" if "content" in body else "prompt"
@@ -51,22 +51,24 @@ async def test_what_is_told_of_each_of_many_tokens_is_as_of_few(connection: Conn
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 5000])
-async def test_tokens_become_a_text_under_both_names(connection: Connection, num_tokens: int) -> None:
+async def test_tokens_become_a_text_under_both_names(connection: ClientConnection, num_tokens: int) -> None:
     ids = (token_ids("the cat 猫<|im_end|>") * num_tokens)[:num_tokens]
     text = TOKENIZER.decode(ids, skip_special_tokens=False)
     assert (await connection.post("/detokenize", {"tokens": ids})).json() == {"prompt": text, "content": text}
 
 
-async def test_a_chat_becomes_its_prompt(connection: Connection) -> None:
+async def test_a_chat_becomes_its_prompt(connection: ClientConnection) -> None:
     assert (await connection.post("/apply-template", HI)).json() == {"prompt": RENDERED}
 
 
-async def test_the_version_and_the_load(connection: Connection) -> None:
+async def test_the_version_and_the_load(connection: ClientConnection) -> None:
     assert (await connection.request("GET", "/version")).json() == {"version": importlib.metadata.version("penstock")}
     assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1, "running": 2, "pages_used": 5}
 
 
-async def test_before_there_is_a_backend_the_load_is_the_workers(connection: Connection, backend: FakeBackend) -> None:
+async def test_before_there_is_a_backend_the_load_is_the_workers(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     backend.backend_counters = None
     assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1}
 
@@ -81,7 +83,7 @@ async def test_before_there_is_a_backend_the_load_is_the_workers(connection: Con
         ("GET", "/v1/load"),
     ],
 )
-async def test_each_needs_a_key(connect: Callable[..., Connection], method: str, path: str) -> None:
+async def test_each_needs_a_key(connect: Callable[..., ClientConnection], method: str, path: str) -> None:
     assert (await connect(api_keys=("one",)).request(method, path, HI if method == "POST" else None)).status == 401
 
 
@@ -106,7 +108,7 @@ async def test_each_needs_a_key(connect: Callable[..., Connection], method: str,
     ],
 )
 async def test_what_is_wrong_is_named(
-    connection: Connection, path: str, body: dict[str, Any], param: str, shown: str
+    connection: ClientConnection, path: str, body: dict[str, Any], param: str, shown: str
 ) -> None:
     response = await connection.post(path, body)
     assert response.status == (404 if param == "model" else 400)

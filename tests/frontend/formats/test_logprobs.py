@@ -10,7 +10,7 @@ import pytest
 from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS
 from penstock.shm.messages import MAX_LOGPROBS
 from tests.frontend.formats.scoring import ScoringBackend, entry
-from tests.frontend.harness import END_TOKEN, TOKENIZER, Connection, model_card, token_ids
+from tests.frontend.harness import END_TOKEN, TOKENIZER, ClientConnection, model_card, token_ids
 from tests.frontend.schemas.test_parameters import CHAT, COMPLETIONS, PATHS, STREAMS, ask
 
 TEXTS = ["Hello, world!", "été 猫 🐈", "猫猫"]
@@ -47,7 +47,7 @@ def legacy(token_id: int) -> str:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("width", [0, 1, 3, 20])
 async def test_of_a_chat(
-    connection: Connection, backend: ScoringBackend, text: str, width: int, batch_size: int, stream: bool
+    connection: ClientConnection, backend: ScoringBackend, text: str, width: int, batch_size: int, stream: bool
 ) -> None:
     backend.text, backend.batch_size = text, batch_size
     (choice,) = (await ask(connection, CHAT, stream=stream, logprobs=True, top_logprobs=width))["choices"]
@@ -70,7 +70,7 @@ async def test_of_a_chat(
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("width", [0, 1, 5])
 async def test_of_a_completion(
-    connection: Connection, backend: ScoringBackend, text: str, width: int, batch_size: int, stream: bool
+    connection: ClientConnection, backend: ScoringBackend, text: str, width: int, batch_size: int, stream: bool
 ) -> None:
     backend.text, backend.batch_size = text, batch_size
     (choice,) = (await ask(connection, COMPLETIONS, stream=stream, logprobs=width))["choices"]
@@ -87,7 +87,7 @@ async def test_of_a_completion(
 
 @STREAMS
 async def test_an_echoed_prompt_comes_first_with_its_own(
-    connection: Connection, backend: ScoringBackend, stream: bool
+    connection: ClientConnection, backend: ScoringBackend, stream: bool
 ) -> None:
     prompt = "猫 sat"
     (choice,) = (await ask(connection, COMPLETIONS, stream=stream, prompt=prompt, echo=True, logprobs=2))["choices"]
@@ -105,7 +105,7 @@ async def test_an_echoed_prompt_comes_first_with_its_own(
 
 @STREAMS
 @pytest.mark.parametrize("prompt", ["a cat", token_ids("a cat"), ["a cat", "a cat"]])
-async def test_a_prompt_alone(connection: Connection, backend: ScoringBackend, prompt: Any, stream: bool) -> None:
+async def test_a_prompt_alone(connection: ClientConnection, backend: ScoringBackend, prompt: Any, stream: bool) -> None:
     answer = await ask(connection, COMPLETIONS, stream=stream, prompt=prompt, echo=True, max_tokens=0, logprobs=1)
     num_prompts = 2 if isinstance(prompt, list) and isinstance(prompt[0], str) else 1
     assert len(answer["choices"]) == num_prompts
@@ -118,7 +118,7 @@ async def test_a_prompt_alone(connection: Connection, backend: ScoringBackend, p
 
 
 async def test_a_prompt_that_begins_with_a_token_of_the_tokenizers_is_echoed_as_it_was_sent(
-    connection: Connection, backend: ScoringBackend
+    connection: ClientConnection, backend: ScoringBackend
 ) -> None:
     """As ids it is what the model sees, as a text what the client wrote."""
     ids = [END_TOKEN, *token_ids("a cat")]
@@ -130,7 +130,7 @@ async def test_a_prompt_that_begins_with_a_token_of_the_tokenizers_is_echoed_as_
 
 
 @PATHS
-async def test_of_the_prompt_by_token_id(connection: Connection, backend: ScoringBackend, path: str) -> None:
+async def test_of_the_prompt_by_token_id(connection: ClientConnection, backend: ScoringBackend, path: str) -> None:
     answer = await ask(connection, path, prompt_logprobs=2, n=2)
     prompt = list(backend.last.token_ids)
     every = [answer["prompt_logprobs"]] if path == CHAT else [one["prompt_logprobs"] for one in answer["choices"]]
@@ -148,7 +148,9 @@ async def test_of_the_prompt_by_token_id(connection: Connection, backend: Scorin
 
 @PATHS
 @STREAMS
-async def test_none_are_told_unasked(connection: Connection, backend: ScoringBackend, path: str, stream: bool) -> None:
+async def test_none_are_told_unasked(
+    connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
+) -> None:
     for fields in ({}, {"logprobs": None}, {"n": 2}):
         answer = await ask(connection, path, stream=stream, **fields)
         assert all(choice["logprobs"] is None for choice in answer["choices"])
@@ -158,7 +160,7 @@ async def test_none_are_told_unasked(connection: Connection, backend: ScoringBac
 @PATHS
 @STREAMS
 async def test_the_end_is_told_where_token_ids_are(
-    connection: Connection, backend: ScoringBackend, path: str, stream: bool
+    connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
 ) -> None:
     fields = {"logprobs": True} if path == CHAT else {"logprobs": 0}
     (choice,) = (await ask(connection, path, stream=stream, return_token_ids=True, **fields))["choices"]
@@ -170,7 +172,7 @@ async def test_the_end_is_told_where_token_ids_are(
 @PATHS
 @STREAMS
 async def test_they_end_with_the_stop_string(
-    connection: Connection, backend: ScoringBackend, path: str, stream: bool
+    connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
 ) -> None:
     """Of all tokens up to the one that completes it."""
     ids = token_ids("Hello, world!")
@@ -183,7 +185,7 @@ async def test_they_end_with_the_stop_string(
         assert tokens == [shown(token) for token in ids[:count]]
 
 
-async def test_minus_infinity_is_a_number(connection: Connection, backend: ScoringBackend) -> None:
+async def test_minus_infinity_is_a_number(connection: ClientConnection, backend: ScoringBackend) -> None:
     backend.offset = float("inf")
     backend.text = "a"
     await ask(connection, CHAT)
@@ -214,7 +216,7 @@ async def test_minus_infinity_is_a_number(connection: Connection, backend: Scori
     ids=lambda value: str(value)[:50],
 )
 async def test_what_cannot_be_told_is_refused(
-    connection: Connection, path: str, fields: Any, param: str, told: str
+    connection: ClientConnection, path: str, fields: Any, param: str, told: str
 ) -> None:
     response = await connection.post(path, {"messages": [{"role": "user", "content": "hi"}], "prompt": "x", **fields})
     assert (response.status, response.error["param"]) == (400, param)
@@ -222,7 +224,7 @@ async def test_what_cannot_be_told_is_refused(
     assert told in response.error["message"]
 
 
-async def test_penalties_do_not_matter_to_a_prompt_alone(connection: Connection, backend: ScoringBackend) -> None:
+async def test_penalties_do_not_matter_to_a_prompt_alone(connection: ClientConnection, backend: ScoringBackend) -> None:
     await ask(connection, COMPLETIONS, echo=True, logprobs=0, max_tokens=0, presence_penalty=1, frequency_penalty=1)
     sampling = backend.last.sampling
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.0, 0.0)
@@ -238,7 +240,7 @@ async def test_penalties_do_not_matter_to_a_prompt_alone(connection: Connection,
     ],
 )
 async def test_an_answer_that_would_be_too_large_is_refused(
-    connect: Callable[..., Connection], backend: ScoringBackend, path: str, fields: Any, param: str
+    connect: Callable[..., ClientConnection], backend: ScoringBackend, path: str, fields: Any, param: str
 ) -> None:
     backend.model = model_card(max_context_tokens=1 << 20)
     response = await connect().post(path, {"messages": [{"role": "user", "content": "hi"}], "prompt": "x", **fields})

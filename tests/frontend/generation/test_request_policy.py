@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from penstock.frontend.generation.request_policy import tenant_salt
+from penstock.frontend.access.api_keys import tenant_salt
 from penstock.shm.client.client import GenerationRequest, TokenBatch
 from penstock.shm.messages import Finish, Sampling
-from tests.frontend.harness import Connection, FakeBackend, make_app, model_card, request_bytes, silent, token_ids
+from tests.frontend.harness import ClientConnection, FakeBackend, make_app, model_card, request_bytes, silent, token_ids
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -39,7 +39,7 @@ DAY_MS = 86_400_000
     ("path", "prompt"), [(CHAT, {"messages": [{"role": "user", "content": "x"}]}), (COMPLETIONS, {"prompt": "x"})]
 )
 async def test_a_request_may_share_where_its_tokens_are_determined(
-    connection: Connection, backend: FakeBackend, path: str, prompt: Any, fields: Any, may_share: bool
+    connection: ClientConnection, backend: FakeBackend, path: str, prompt: Any, fields: Any, may_share: bool
 ) -> None:
     for stream in (False, True):
         await connection.post(path, {**prompt, **fields, "stream": stream, "max_tokens": 5, "stop": ["y"]})
@@ -48,14 +48,14 @@ async def test_a_request_may_share_where_its_tokens_are_determined(
 
 async def test_a_model_that_is_greedy_by_default_shares(backend: FakeBackend) -> None:
     backend.model = model_card(default_sampling=Sampling(temperature=0.0))
-    connection = Connection(make_app(backend))
+    connection = ClientConnection(make_app(backend))
     await connection.post(COMPLETIONS, {"prompt": "x"})
     assert backend.last.may_share
     await connection.end()
 
 
 async def test_what_a_subscriber_wants_of_the_tokens_leaves_no_trace_in_what_is_compared(
-    connection: Connection, backend: FakeBackend
+    connection: ClientConnection, backend: FakeBackend
 ) -> None:
     text = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     messages = {"messages": [{"role": "user", "content": "x"}], "temperature": 0}
@@ -72,7 +72,7 @@ async def test_what_a_subscriber_wants_of_the_tokens_leaves_no_trace_in_what_is_
 
 
 async def test_choices_share_where_they_are_equal_and_have_seeds_of_their_own_where_not(
-    connection: Connection, backend: FakeBackend
+    connection: ClientConnection, backend: FakeBackend
 ) -> None:
     await connection.post(COMPLETIONS, {**GREEDY, "n": 3})
     assert len({stream.request.sampling for stream in backend.streams}) == 1
@@ -84,7 +84,9 @@ async def test_choices_share_where_they_are_equal_and_have_seeds_of_their_own_wh
 
 
 @pytest.mark.parametrize(("value", "may_share"), [("off", False), ("OFF", False), ("on", True), ("On", True)])
-async def test_a_header_opts_out(connection: Connection, backend: FakeBackend, value: str, may_share: bool) -> None:
+async def test_a_header_opts_out(
+    connection: ClientConnection, backend: FakeBackend, value: str, may_share: bool
+) -> None:
     response = await connection.request("POST", COMPLETIONS, GREEDY, [(COALESCE, value)])
     assert response.status == 200
     assert backend.last.may_share is may_share
@@ -92,7 +94,7 @@ async def test_a_header_opts_out(connection: Connection, backend: FakeBackend, v
 
 @pytest.mark.parametrize("headers", [[(COALESCE, "")], [(COALESCE, "no")], [(COALESCE, "on"), (COALESCE, "off")]])
 async def test_any_other_value_is_refused_by_the_headers_name(
-    connection: Connection, backend: FakeBackend, headers: list[tuple[str, str]]
+    connection: ClientConnection, backend: FakeBackend, headers: list[tuple[str, str]]
 ) -> None:
     response = await connection.request("POST", COMPLETIONS, GREEDY, headers)
     assert (response.status, response.error["param"]) == (400, COALESCE)
@@ -103,7 +105,7 @@ async def test_any_other_value_is_refused_by_the_headers_name(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("joins", "told"), [(True, "joined"), (False, "none")])
 async def test_header_usage_and_log_tell_whether_it_joined(
-    connection: Connection,
+    connection: ClientConnection,
     backend: FakeBackend,
     caplog: pytest.LogCaptureFixture,
     stream: bool,
@@ -123,7 +125,7 @@ async def test_header_usage_and_log_tell_whether_it_joined(
 
 
 async def test_choices_that_join_their_own_first_are_no_coalescing_with_others(
-    connection: Connection, backend: FakeBackend
+    connection: ClientConnection, backend: FakeBackend
 ) -> None:
     backend.script = silent
     connection.send(request_bytes("POST", COMPLETIONS, {**GREEDY, "n": 2}))
@@ -142,7 +144,7 @@ async def test_a_stream_kept_alive_before_its_first_token_cannot_tell_by_a_heade
 ) -> None:
     backend.script, backend.joins = silent, True
     app = make_app(backend)
-    connection = Connection(app)
+    connection = ClientConnection(app)
     body = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}
     connection.send(request_bytes("POST", COMPLETIONS, body))
     await backend.submitted.wait()
@@ -159,7 +161,7 @@ async def test_a_stream_kept_alive_before_its_first_token_cannot_tell_by_a_heade
 
 
 async def salts_of(backend: FakeBackend, *keys: str, served: tuple[str, ...]) -> list[bytes]:
-    connection = Connection(make_app(backend, api_keys=served))
+    connection = ClientConnection(make_app(backend, api_keys=served))
     backend.streams.clear()
     for key in keys:
         headers = [("Authorization", f"Bearer {key}")]
@@ -179,7 +181,7 @@ async def test_each_key_has_a_salt_of_its_own_the_same_in_every_frontend(backend
 
 async def test_without_keys_there_is_one_tenant_whatever_the_client_sends(backend: FakeBackend) -> None:
     assert await salts_of(backend, "one", "two", served=()) == [b"", b""]
-    connection = Connection(make_app(backend))
+    connection = ClientConnection(make_app(backend))
     await connection.post(COMPLETIONS, {**GREEDY, "salt": "ab", "cache_salt": "ab", "may_share": False})
     assert (backend.last.salt, backend.last.may_share) == (b"", True)
     await connection.end()
@@ -190,7 +192,7 @@ async def test_without_keys_there_is_one_tenant_whatever_the_client_sends(backen
 
 @pytest.mark.parametrize(("asked", "priority"), [(None, 0), (-1000, -1000), (1000, 1000)])
 async def test_the_priority_is_passed_on(
-    connection: Connection, backend: FakeBackend, asked: int | None, priority: int
+    connection: ClientConnection, backend: FakeBackend, asked: int | None, priority: int
 ) -> None:
     await connection.post(COMPLETIONS, {**GREEDY, "priority": asked})
     assert backend.last.priority == priority
@@ -211,7 +213,7 @@ async def test_the_priority_is_passed_on(
     ],
 )
 async def test_the_smaller_time_limit_counts_from_the_requests_arrival(
-    connection: Connection,
+    connection: ClientConnection,
     backend: FakeBackend,
     monkeypatch: pytest.MonkeyPatch,
     body_ms: int | None,
@@ -226,7 +228,7 @@ async def test_the_smaller_time_limit_counts_from_the_requests_arrival(
 
 
 @pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "86400001", "9" * 5000, "1, 2", "+5", "٣"])
-async def test_a_wrong_time_limit_is_refused_by_the_headers_name(connection: Connection, value: str) -> None:
+async def test_a_wrong_time_limit_is_refused_by_the_headers_name(connection: ClientConnection, value: str) -> None:
     response = await connection.request("POST", COMPLETIONS, GREEDY, [(TIMEOUT, value)])
     assert (response.status, response.error["param"]) == (400, TIMEOUT)
     assert "from 1 to 86400000" in response.error["message"]
@@ -235,7 +237,7 @@ async def test_a_wrong_time_limit_is_refused_by_the_headers_name(connection: Con
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_expires_before_its_first_token_is_a_499(
-    connection: Connection, backend: FakeBackend, caplog: pytest.LogCaptureFixture, stream: bool
+    connection: ClientConnection, backend: FakeBackend, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
     backend.script = lambda _: [TokenBatch([], Finish.EXPIRED)]
@@ -249,7 +251,7 @@ async def test_a_request_that_expires_before_its_first_token_is_a_499(
 
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_stream_that_expires_keeps_its_tokens_and_ends_with_the_error(
-    connection: Connection, backend: FakeBackend, together: bool
+    connection: ClientConnection, backend: FakeBackend, together: bool
 ) -> None:
     ids = token_ids("the cat")
     batches = [TokenBatch(ids, Finish.EXPIRED)] if together else [TokenBatch(ids), TokenBatch([], Finish.EXPIRED)]
@@ -260,7 +262,9 @@ async def test_a_stream_that_expires_keeps_its_tokens_and_ends_with_the_error(
     assert f"after {len(ids)} tokens" in last["error"]["message"]
 
 
-async def test_a_stop_string_that_came_with_the_expiry_counts(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_stop_string_that_came_with_the_expiry_counts(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     backend.script = lambda _: [TokenBatch(token_ids("the cat"), Finish.EXPIRED)]
     response = await connection.post(COMPLETIONS, {**GREEDY, "stop": "cat"})
     assert response.status == 200

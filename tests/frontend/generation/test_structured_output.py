@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from penstock.frontend.generation.structured_output import of_choices
 from penstock.shm.client.client import TokenBatch
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, FailureCode, Finish, Grammar
-from tests.frontend.harness import Connection, FakeBackend, token_ids
+from tests.frontend.harness import ClientConnection, FakeBackend, token_ids
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -50,7 +50,7 @@ def format_of(schema: Any, **fields: Any) -> dict[str, Any]:
     ids=lambda value: str(value)[:60],
 )
 async def test_what_reaches_the_backend(
-    connection: Connection, backend: FakeBackend, path: str, fields: dict[str, Any], grammar: Grammar | None
+    connection: ClientConnection, backend: FakeBackend, path: str, fields: dict[str, Any], grammar: Grammar | None
 ) -> None:
     for stream in (False, True):
         assert (await connection.post(path, {**BODY, **fields, "n": 2, "stream": stream})).status == 200
@@ -67,7 +67,7 @@ def test_any_text_may_be_a_choice(choice: str) -> None:
 
 
 @pytest.mark.parametrize("num_characters", [MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_CHARACTERS + 1])
-async def test_the_longest_grammar_there_may_be(connection: Connection, num_characters: int) -> None:
+async def test_the_longest_grammar_there_may_be(connection: ClientConnection, num_characters: int) -> None:
     response = await connection.post(CHAT, {**BODY, "guided_regex": "x" * num_characters})
     assert response.status == (200 if num_characters == MAX_GRAMMAR_CHARACTERS else 400)
     if response.status == 400:
@@ -87,7 +87,7 @@ async def test_the_longest_grammar_there_may_be(connection: Connection, num_char
     ],
 )
 async def test_a_grammar_that_cannot_be_used_is_told_by_its_field(
-    connection: Connection,
+    connection: ClientConnection,
     backend: FakeBackend,
     path: str,
     stream: bool,

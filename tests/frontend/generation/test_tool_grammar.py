@@ -13,7 +13,7 @@ from penstock.frontend.parsing.tool_formats.mistral import Mistral
 from penstock.frontend.settings import ParserNames
 from penstock.shm.client.client import TokenBatch
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, Finish, Grammar
-from tests.frontend.harness import CHAT_TEMPLATE, Connection, FakeBackend
+from tests.frontend.harness import CHAT_TEMPLATE, ClientConnection, FakeBackend
 from tests.frontend.parsing.test_reasoning import CHAT, HI, talking
 from tests.frontend.parsing.test_tool_formats import written
 from tests.frontend.response_shapes import (
@@ -377,7 +377,7 @@ async def test_a_forced_call_comes_behind_the_reasoning() -> None:
     assert told(choice["message"]) == [("get_time", "{}")]
 
 
-async def test_a_stream_of_no_tokens_at_all(connect: Callable[..., Connection]) -> None:
+async def test_a_stream_of_no_tokens_at_all(connect: Callable[..., ClientConnection]) -> None:
     backend = FakeBackend(script=lambda _: [TokenBatch([], Finish.LENGTH)])
     async with talking(Model(), backend) as connection:
         choice = (await connection.post(CHAT, TOOLS)).json()["choices"][0]

@@ -16,7 +16,7 @@ from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.settings import ParserNames
 from penstock.shm.messages import Constraints, Finish
-from tests.frontend.harness import Connection, FakeBackend
+from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.parsing.test_tool_formats import CUTS, NAMES, cut, read
 from tests.frontend.response_shapes import ALWAYS_THINKING, HERMES, THINKING_HERMES, Model
 
@@ -30,8 +30,8 @@ SCHEMA: dict[str, Any] = {
 
 
 @contextlib.asynccontextmanager
-async def talking(model: Model, backend: FakeBackend) -> AsyncIterator[Connection]:
-    connection = Connection(model.app(backend))
+async def talking(model: Model, backend: FakeBackend) -> AsyncIterator[ClientConnection]:
+    connection = ClientConnection(model.app(backend))
     yield connection
     await connection.end()
 

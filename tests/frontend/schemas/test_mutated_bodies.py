@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.frontend.app import App
-from tests.frontend.harness import Connection, FakeBackend
+from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.response_shapes import HERMES, Model
 from tests.frontend.transport.test_abuse import DEEP, FORBIDDEN_IN_ERRORS, NOT_AN_OBJECT, NOT_JSON
 
@@ -112,7 +112,7 @@ def telling(data: Any) -> Iterator[None]:
         raise
 
 
-async def check(connection: Connection, path: str, body: Any) -> int:
+async def check(connection: ClientConnection, path: str, body: Any) -> int:
     response = await connection.post(path, body)
     with telling(body):
         assert response.status in (200, 400, 404), response.body
@@ -126,7 +126,7 @@ async def check(connection: Connection, path: str, body: Any) -> int:
 
 @pytest.mark.parametrize("path", FULL_BODIES)
 async def test_a_full_body_is_answered(path: str) -> None:
-    connection = Connection(app())
+    connection = ClientConnection(app())
     assert await check(connection, path, FULL_BODIES[path]) == 200
     await connection.end()
 
@@ -141,14 +141,14 @@ async def test_nothing_that_is_wrong_is_a_fault_of_ours(path: str, data: st.Data
         body = mutated(body, place, data.draw(JUNK), is_removed=data.draw(st.booleans()))
         if not body:
             break
-    connection = Connection(app())
+    connection = ClientConnection(app())
     await check(connection, path, body)
     await connection.end()
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)
 async def test_what_is_no_json_object_is_refused(path: str) -> None:
-    connection = Connection(app())
+    connection = ClientConnection(app())
     for data in (*NOT_JSON, *(json.dumps(value).encode() for value in NOT_AN_OBJECT)):
         assert await check(connection, path, data) == 400
     await connection.end()
@@ -157,7 +157,7 @@ async def test_what_is_no_json_object_is_refused(path: str) -> None:
 @pytest.mark.parametrize("path", FULL_BODIES)
 @pytest.mark.parametrize("depth", [100, 500, 990, 5000])
 async def test_what_is_nested_deeply_is_refused_or_read(path: str, depth: int) -> None:
-    connection = Connection(app())
+    connection = ClientConnection(app())
     body = FULL_BODIES[path]
     deep = b'{"a":' * depth + b"1" + b"}" * depth
     for place in places(body):

@@ -17,7 +17,7 @@ from tests.frontend.formats.scoring import ScoringBackend
 from tests.frontend.harness import (
     END_TOKEN,
     TOKENIZER,
-    Connection,
+    ClientConnection,
     FakeBackend,
     make_app,
     model_card,
@@ -41,7 +41,7 @@ def backend() -> ScoringBackend:
     return ScoringBackend()
 
 
-async def ask(connection: Connection, path: str, *, stream: bool = False, **fields: Any) -> Any:
+async def ask(connection: ClientConnection, path: str, *, stream: bool = False, **fields: Any) -> Any:
     """The choices, whole or put together again from a stream, with the text of each under "text"; and the usage."""
     body = {**BASE[path], **fields, "stream": stream}
     if stream:
@@ -168,7 +168,7 @@ REACHING_FROM_COMPLETION: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ids=lambda value: str(value)[:40],
 )
 async def test_what_reaches_the_backend(
-    connection: Connection, backend: ScoringBackend, path: str, fields: Any, changes: Any, stream: bool
+    connection: ClientConnection, backend: ScoringBackend, path: str, fields: Any, changes: Any, stream: bool
 ) -> None:
     backend.text = ""
     await ask(connection, path)
@@ -185,7 +185,7 @@ async def test_what_reaches_the_backend(
 
 @PATHS
 async def test_prompt_log_probabilities_reach_the_backend(
-    connection: Connection, backend: ScoringBackend, path: str
+    connection: ClientConnection, backend: ScoringBackend, path: str
 ) -> None:
     await ask(connection, path, prompt_logprobs=3)
     assert (backend.last.num_prompt_logprobs, backend.last.sampling.num_logprobs) == (3, -1)
@@ -203,7 +203,7 @@ async def test_prompt_log_probabilities_reach_the_backend(
 )
 @PATHS
 async def test_a_prompt_is_cut_to_what_was_asked(
-    connection: Connection, backend: ScoringBackend, path: str, fields: Any, expected: slice
+    connection: ClientConnection, backend: ScoringBackend, path: str, fields: Any, expected: slice
 ) -> None:
     text = "a sentence with many words " * 300
     whole = token_ids(text)
@@ -234,7 +234,7 @@ async def test_a_prompt_is_cut_to_what_was_asked(
     ids=lambda value: str(value)[:60],
 )
 async def test_what_ends_the_text_and_what_is_told_of_it(
-    connection: Connection,
+    connection: ClientConnection,
     backend: ScoringBackend,
     path: str,
     stream: bool,
@@ -254,7 +254,7 @@ async def test_what_ends_the_text_and_what_is_told_of_it(
 @PATHS
 @STREAMS
 async def test_special_tokens_are_shown_where_they_are_wanted(
-    connection: Connection, backend: ScoringBackend, path: str, stream: bool
+    connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
 ) -> None:
     backend.of = lambda _: [*token_ids("a"), MARK, *token_ids("b")]
     for fields, text in (({}, "ab"), ({"skip_special_tokens": False}, "a<|im_end|>b")):
@@ -266,7 +266,7 @@ async def test_special_tokens_are_shown_where_they_are_wanted(
 @STREAMS
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
 async def test_token_ids_are_all_that_were_generated(
-    connection: Connection, backend: ScoringBackend, path: str, stream: bool, batch_size: int
+    connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool, batch_size: int
 ) -> None:
     backend.text, backend.batch_size = "été 猫", batch_size
     answer = await ask(connection, path, stream=stream, return_token_ids=True, n=2)
@@ -285,7 +285,7 @@ async def test_token_ids_are_all_that_were_generated(
 
 @PATHS
 @STREAMS
-async def test_several_choices(connection: Connection, backend: ScoringBackend, path: str, stream: bool) -> None:
+async def test_several_choices(connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool) -> None:
     backend.of = lambda request: token_ids(str(request.sampling.seed))
     answer = await ask(connection, path, stream=stream, n=3)
     seeds = [str(told.request.sampling.seed) for told in backend.streams]
@@ -296,7 +296,7 @@ async def test_several_choices(connection: Connection, backend: ScoringBackend, 
 
 
 async def test_the_best_of_several_are_those_with_the_likeliest_tokens(
-    connection: Connection, backend: ScoringBackend
+    connection: ClientConnection, backend: ScoringBackend
 ) -> None:
     backend.of = lambda _: token_ids(str(len(backend.streams)))
     backend.offset = -0.5  # each next one is likelier
@@ -309,7 +309,7 @@ async def test_the_best_of_several_are_those_with_the_likeliest_tokens(
 
 
 async def test_the_best_is_found_by_the_mean_over_all_tokens_the_end_among_them(
-    connection: Connection, backend: ScoringBackend
+    connection: ClientConnection, backend: ScoringBackend
 ) -> None:
     # -0.5 - place each: a longer text has a lower mean, however it is batched
     backend.of = lambda _: token_ids("xyz"[len(backend.streams) :])
@@ -322,7 +322,7 @@ async def test_the_best_is_found_by_the_mean_over_all_tokens_the_end_among_them(
 
 @PATHS
 async def test_usage_in_every_chunk_grows_with_the_answer(
-    connection: Connection, backend: ScoringBackend, path: str
+    connection: ClientConnection, backend: ScoringBackend, path: str
 ) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**BASE[path], "stream": True, "stream_options": options}
@@ -346,7 +346,7 @@ async def test_usage_in_every_chunk_grows_with_the_answer(
 )
 @pytest.mark.parametrize("content", ["Once upon", [{"type": "text", "text": "Once upon"}]])
 async def test_where_the_prompt_of_a_chat_ends(
-    connection: Connection, backend: ScoringBackend, fields: Any, ending: str, content: Any
+    connection: ClientConnection, backend: ScoringBackend, fields: Any, ending: str, content: Any
 ) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
     await ask(connection, CHAT, messages=messages, **fields)
@@ -358,7 +358,7 @@ async def test_template_variables_reach_the_template(backend: ScoringBackend) ->
     keeper = ModelKeeper(backend)  # type: ignore[arg-type]
     keeper.current = served_model(model_card(), template="{{ style }}:{{ messages[0]['content'] }}")
     keeper.settled.set()
-    connection = Connection(make_app(backend, keeper=keeper))
+    connection = ClientConnection(make_app(backend, keeper=keeper))
     await ask(connection, CHAT, chat_template_kwargs={"style": "brief"})
     assert TOKENIZER.decode(list(backend.last.token_ids)) == "brief:hi"
     for name in ("messages", "add_generation_prompt", "tools"):
@@ -370,7 +370,7 @@ async def test_template_variables_reach_the_template(backend: ScoringBackend) ->
 
 @pytest.mark.parametrize(("path", "struct"), [(CHAT, ChatBody), (COMPLETIONS, CompletionBody)])
 async def test_fields_that_are_null_are_not_given(
-    connection: Connection, backend: ScoringBackend, path: str, struct: type[msgspec.Struct]
+    connection: ClientConnection, backend: ScoringBackend, path: str, struct: type[msgspec.Struct]
 ) -> None:
     nulls = {field.name: None for field in msgspec.structs.fields(struct)}
     await ask(connection, path)
@@ -389,7 +389,7 @@ async def test_fields_that_are_null_are_not_given(
     ],
 )
 async def test_tokens_are_wanted_one_by_one_only_where_somebody_reads_them_so(
-    backend: FakeBackend, connection: Connection, fields: dict[str, Any], in_bundles: bool
+    backend: FakeBackend, connection: ClientConnection, fields: dict[str, Any], in_bundles: bool
 ) -> None:
     response = await connection.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 3, **fields})
     assert response.status == 200

@@ -14,7 +14,7 @@ from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.messages import MessagesBody
 from penstock.frontend.schemas.responses import ResponsesBody
 from penstock.frontend.schemas.unknown import check_unknown_fields
-from tests.frontend.harness import Connection, FakeBackend
+from tests.frontend.harness import ClientConnection, FakeBackend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -64,7 +64,7 @@ KNOWN: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "fields", "told"), UNKNOWN, ids=lambda value: str(value)[:40])
 async def test_strict_names_what_it_refuses(
-    connect: Callable[..., Connection], backend: FakeBackend, path: str, fields: dict[str, Any], told: str
+    connect: Callable[..., ClientConnection], backend: FakeBackend, path: str, fields: dict[str, Any], told: str
 ) -> None:
     connection = connect(refuses_unknown_fields=True)
     response = await connection.post(path, {**BODIES[path], **fields})
@@ -80,7 +80,7 @@ async def test_strict_names_what_it_refuses(
 @pytest.mark.parametrize(("path", "fields"), KNOWN, ids=lambda value: str(value)[:40])
 @pytest.mark.parametrize("strict", [False, True])
 async def test_what_is_known_or_asks_for_nothing_passes(
-    connect: Callable[..., Connection], path: str, fields: dict[str, Any], strict: bool
+    connect: Callable[..., ClientConnection], path: str, fields: dict[str, Any], strict: bool
 ) -> None:
     connection = connect(refuses_unknown_fields=strict)
     assert (await connection.post(path, {**BODIES[path], **fields})).status == 200
@@ -88,7 +88,7 @@ async def test_what_is_known_or_asks_for_nothing_passes(
 
 @pytest.mark.parametrize(("path", "fields", "told"), UNKNOWN, ids=lambda value: str(value)[:40])
 async def test_otherwise_a_debug_line_names_them(
-    connection: Connection, path: str, fields: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+    connection: ClientConnection, path: str, fields: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert (await connection.post(path, {**BODIES[path], **fields})).status == 200
     assert "ignored" not in caplog.text
@@ -98,7 +98,7 @@ async def test_otherwise_a_debug_line_names_them(
     assert line.endswith(f"has fields that are ignored: {told}")
 
 
-async def test_a_line_lists_no_more_than_a_few(connection: Connection, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_line_lists_no_more_than_a_few(connection: ClientConnection, caplog: pytest.LogCaptureFixture) -> None:
     many = {f"field_{number}_{'x' * 500}": 1 for number in range(1000)}
     with caplog.at_level(logging.DEBUG, "penstock.bodies"):
         assert (await connection.post(COMPLETIONS, {"prompt": "x", **many})).status == 200
@@ -108,7 +108,7 @@ async def test_a_line_lists_no_more_than_a_few(connection: Connection, caplog: p
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt":5,"new":1}', b"[" * 100_000, b'{"prompt":"\xff"}'])
 async def test_what_is_wrong_in_other_ways_is_told_as_ever(
-    connect: Callable[..., Connection], connection: Connection, body: bytes
+    connect: Callable[..., ClientConnection], connection: ClientConnection, body: bytes
 ) -> None:
     strict = await connect(refuses_unknown_fields=True).post(COMPLETIONS, body)
     assert (strict.status, strict.body) == (400, (await connection.post(COMPLETIONS, body)).body)

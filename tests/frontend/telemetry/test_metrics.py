@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.frontend.telemetry import metrics
 from penstock.frontend.telemetry.metrics import render
 from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard, Histogram
-from tests.frontend.harness import Connection, FakeBackend, make_app, says
+from tests.frontend.harness import ClientConnection, FakeBackend, make_app, says
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 NOTHING = dict.fromkeys(FrontendBoard.fields, 0)
@@ -56,7 +56,7 @@ def board() -> Iterator[BackendBoard]:
 
 async def test_it_is_prometheus_text_and_needs_no_key(backend: FakeBackend, board: BackendBoard) -> None:
     backend.backend_counters = board.values()
-    connection = Connection(make_app(backend, api_keys=("secret",)))
+    connection = ClientConnection(make_app(backend, api_keys=("secret",)))
     assert (await connection.request("GET", "/v1/models")).status == 401
     for _ in range(2):
         response = await connection.request("GET", "/metrics")
@@ -73,7 +73,7 @@ async def test_it_is_prometheus_text_and_needs_no_key(backend: FakeBackend, boar
 async def test_without_a_backend_the_workers_own_numbers_are_told(backend: FakeBackend) -> None:
     backend.backend_counters, backend.ready, backend.model = None, False, None
     backend.board.tokens_streamed = 7
-    connection = Connection(make_app(backend))
+    connection = ClientConnection(make_app(backend))
     samples = parse((await connection.request("GET", "/metrics")).body)
     assert value(samples, "backend_up") == 0
     assert value(samples, "worker_tokens_streamed_total", worker=str(os.getpid())) == 7
@@ -148,7 +148,9 @@ def test_the_engine_tells_its_steps(board: BackendBoard) -> None:
     assert value(samples, "step_tokens_sum") == 8191
 
 
-async def test_a_requests_times_are_counted_by_what_became_of_it(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_requests_times_are_counted_by_what_became_of_it(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     backend.script = says("Hello", batch_size=1)
     for body in ({"prompt": "x", "max_tokens": 5}, {"prompt": "x", "stream": True}):
         assert (await connection.request("POST", "/v1/completions", body)).status == 200

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.frontend.app import App
-from penstock.frontend.telemetry.request_log import RequestRecord
+from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.shm.messages import Finish
 from penstock.shm.process.logs import LineHandler, set_up_logging
-from tests.frontend.harness import Connection, FakeBackend, request_bytes, says, silent
+from tests.frontend.harness import ClientConnection, FakeBackend, request_bytes, says, silent
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_line_as_json(pipe: tuple[int, int]) -> None:
     handlers, level = root.handlers, root.level
     handler = set_up_logging("info", as_json=True, fd=pipe[1])
     try:
-        RequestRecord("r1", 10.0, "h1", 5, 2, "none", 11, 10.5, "stop").write(11.5)
+        RequestLogEntry("r1", 10.0, "h1", 5, 2, "none", 11, 10.5, "stop").write(11.5)
         logging.getLogger("other").warning("hello %s", "you")
     finally:
         root.handlers, root.level = handlers, level
@@ -88,7 +88,7 @@ def test_a_line_as_json(pipe: tuple[int, int]) -> None:
     assert expected.items() <= request.items()
 
 
-async def logged(connection: Connection, caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+async def logged(connection: ClientConnection, caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     await connection.idle()
     (line,) = [item.message for item in caplog.records if item.name == "penstock.request"]
     return dict(re.findall(r"(\w+)=(\S+)", line))
@@ -96,7 +96,7 @@ async def logged(connection: Connection, caplog: pytest.LogCaptureFixture) -> di
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_every_answered_request_has_its_line(
-    connection: Connection, caplog: pytest.LogCaptureFixture, stream: bool
+    connection: ClientConnection, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
     response = await connection.post("/v1/completions", {"prompt": [1, 2, 3], "stream": stream})
@@ -109,7 +109,7 @@ async def test_every_answered_request_has_its_line(
 
 
 async def test_a_cancelled_request_has_its_line(
-    connection: Connection, backend: FakeBackend, caplog: pytest.LogCaptureFixture
+    connection: ClientConnection, backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
     backend.script = silent
@@ -121,7 +121,7 @@ async def test_a_cancelled_request_has_its_line(
 
 
 async def test_a_failed_request_has_its_line(
-    connection: Connection, backend: FakeBackend, caplog: pytest.LogCaptureFixture
+    connection: ClientConnection, backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
     backend.script = says("x", finish=Finish.FAILED)
@@ -130,7 +130,7 @@ async def test_a_failed_request_has_its_line(
 
 
 async def test_a_path_does_not_make_lines_of_its_own(
-    connection: Connection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    connection: ClientConnection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_app: App, path: str) -> None:
         raise ZeroDivisionError(path)

@@ -10,7 +10,7 @@ import pytest
 from penstock.frontend.telemetry.timings import Timings
 from penstock.shm.client.client import GenerationRequest, TokenBatch
 from penstock.shm.messages import Finish
-from tests.frontend.harness import Connection, FakeBackend, token_ids
+from tests.frontend.harness import ClientConnection, FakeBackend, token_ids
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, COMPLETIONS: {"prompt": "the cat"}}
@@ -79,7 +79,7 @@ def test_what_cannot_be_said_is_null(completion_tokens: int, first_token_s: floa
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_timings_are_in_the_body_for_who_asks_and_in_the_header_for_all(
-    connection: Connection, backend: FakeBackend, path: str
+    connection: ClientConnection, backend: FakeBackend, path: str
 ) -> None:
     plain = await connection.post(path, PROMPTS[path])
     assert "timings" not in plain.json()
@@ -95,7 +95,7 @@ async def test_timings_are_in_the_body_for_who_asks_and_in_the_header_for_all(
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("with_usage", [False, True])
-async def test_a_stream_has_them_in_its_last_chunk(connection: Connection, path: str, with_usage: bool) -> None:
+async def test_a_stream_has_them_in_its_last_chunk(connection: ClientConnection, path: str, with_usage: bool) -> None:
     body: dict[str, Any] = {**PROMPTS[path], "stream": True, "return_timings": True}
     if with_usage:
         body["stream_options"] = {"include_usage": True}
@@ -110,7 +110,7 @@ async def test_a_stream_has_them_in_its_last_chunk(connection: Connection, path:
     assert set(told) == {"prepare", "queue", "prefill", "ttft"}
 
 
-async def test_timings_per_token_are_in_every_chunk(connection: Connection) -> None:
+async def test_timings_per_token_are_in_every_chunk(connection: ClientConnection) -> None:
     body = {**PROMPTS[CHAT], "stream": True, "timings_per_token": True}
     *chunks, done = (await connection.post(CHAT, body)).events()
     counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
@@ -118,7 +118,7 @@ async def test_timings_per_token_are_in_every_chunk(connection: Connection) -> N
     assert (counts[0], counts[-1], done) == (1, 14, "[DONE]")
 
 
-async def test_queue_and_preemptions_are_the_backends_word(connection: Connection, backend: FakeBackend) -> None:
+async def test_queue_and_preemptions_are_the_backends_word(connection: ClientConnection, backend: FakeBackend) -> None:
     def script(request: GenerationRequest) -> list[TokenBatch]:
         return [TokenBatch(token_ids("ab")), TokenBatch(token_ids("c"), Finish.LENGTH)]
 
@@ -132,6 +132,6 @@ async def test_queue_and_preemptions_are_the_backends_word(connection: Connectio
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("field", ["return_timings", "timings_per_token"])
-async def test_other_endpoints_refuse_the_fields(connection: Connection, path: str, field: str) -> None:
+async def test_other_endpoints_refuse_the_fields(connection: ClientConnection, path: str, field: str) -> None:
     prompt = {"input": "x"} if path == "/v1/responses" else {"messages": [], "max_tokens": 1}
     assert (await connection.post(path, {**prompt, field: True})).status == 400

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.frontend.schemas.generation import MAX_CHOICES
-from tests.frontend.harness import VOCAB_SIZE, Connection, FakeBackend, model_card, request_bytes
+from tests.frontend.harness import VOCAB_SIZE, ClientConnection, FakeBackend, model_card, request_bytes
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -269,7 +269,7 @@ WRONG_PROMPTS: list[tuple[Any, str]] = [
 ]
 
 
-async def refused(connection: Connection, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+async def refused(connection: ClientConnection, path: str, body: Any, status: int = 400) -> dict[str, Any]:
     """The error that answers it, after which the same connection serves."""
     response = await connection.post(path, body)
     assert response.status == status, response
@@ -284,7 +284,7 @@ async def refused(connection: Connection, path: str, body: Any, status: int = 40
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("body", NOT_JSON, ids=lambda body: repr(body[:40]))
-async def test_what_is_not_json(connection: Connection, path: str, body: bytes) -> None:
+async def test_what_is_not_json(connection: ClientConnection, path: str, body: bytes) -> None:
     assert (await refused(connection, path, body))["code"] in (
         "invalid_json",
         "invalid_value",
@@ -293,14 +293,14 @@ async def test_what_is_not_json(connection: Connection, path: str, body: bytes) 
 
 
 @pytest.mark.parametrize("body", NOT_AN_OBJECT)
-async def test_what_is_not_an_object(connection: Connection, body: Any) -> None:
+async def test_what_is_not_an_object(connection: ClientConnection, body: Any) -> None:
     error = await refused(connection, CHAT, json.dumps(body).encode())
     assert "must be a JSON object" in error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("field", "value"), WRONG_FIELDS, ids=lambda value: repr(value)[:30])
-async def test_a_field_out_of_its_bounds(connection: Connection, path: str, field: str, value: Any) -> None:
+async def test_a_field_out_of_its_bounds(connection: ClientConnection, path: str, field: str, value: Any) -> None:
     body = {"messages": MESSAGES, "prompt": "x", field: value}
     error = await refused(connection, path, body, 404 if value == "unknown" else 400)
     assert error["param"] == field
@@ -309,7 +309,7 @@ async def test_a_field_out_of_its_bounds(connection: Connection, path: str, fiel
 
 @pytest.mark.parametrize(("field", "value", "param"), WRONG_INSIDE, ids=lambda value: repr(value)[:30])
 async def test_a_value_out_of_its_bounds_inside_a_field(
-    connection: Connection, field: str, value: Any, param: str
+    connection: ClientConnection, field: str, value: Any, param: str
 ) -> None:
     error = await refused(connection, COMPLETIONS, {"prompt": "x", "stream": True, field: value})
     assert error["param"] == param
@@ -318,14 +318,16 @@ async def test_a_value_out_of_its_bounds_inside_a_field(
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("field", "value"), UNSUPPORTED, ids=lambda value: repr(value)[:30])
 async def test_what_is_not_offered_is_refused_by_name(
-    connection: Connection, path: str, field: str, value: Any
+    connection: ClientConnection, path: str, field: str, value: Any
 ) -> None:
     error = await refused(connection, path, {"messages": MESSAGES, "prompt": "x", field: value})
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
 
 
 @pytest.mark.parametrize(("field", "value"), UNSUPPORTED_IN_CHAT, ids=lambda value: repr(value)[:30])
-async def test_what_is_not_offered_in_chat_is_refused_by_name(connection: Connection, field: str, value: Any) -> None:
+async def test_what_is_not_offered_in_chat_is_refused_by_name(
+    connection: ClientConnection, field: str, value: Any
+) -> None:
     error = await refused(connection, CHAT, {"messages": MESSAGES, field: value})
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
 
@@ -363,17 +365,17 @@ async def test_what_is_not_offered_in_chat_is_refused_by_name(connection: Connec
         ("something_new", {"a": [1]}),
     ],
 )
-async def test_what_asks_for_nothing_is_accepted(connection: Connection, field: str, value: Any) -> None:
+async def test_what_asks_for_nothing_is_accepted(connection: ClientConnection, field: str, value: Any) -> None:
     assert (await connection.post(CHAT, {"messages": MESSAGES, field: value})).status == 200
 
 
 @pytest.mark.parametrize(("messages", "param"), WRONG_MESSAGES, ids=lambda value: repr(value)[:40])
-async def test_wrong_messages(connection: Connection, messages: Any, param: str) -> None:
+async def test_wrong_messages(connection: ClientConnection, messages: Any, param: str) -> None:
     assert (await refused(connection, CHAT, {"messages": messages}))["param"] == param
 
 
 @pytest.mark.parametrize(("prompt", "param"), WRONG_PROMPTS, ids=lambda value: repr(value)[:40])
-async def test_wrong_prompts(connection: Connection, prompt: Any, param: str) -> None:
+async def test_wrong_prompts(connection: ClientConnection, prompt: Any, param: str) -> None:
     assert (await refused(connection, COMPLETIONS, {"prompt": prompt}))["param"] == param
 
 
@@ -386,17 +388,17 @@ async def test_wrong_prompts(connection: Connection, prompt: Any, param: str) ->
         ([1.5], "prompt[0]: expected int | str | array, got float 1.5"),
     ],
 )
-async def test_a_wrong_type_is_told_with_its_value(connection: Connection, prompt: Any, told: str) -> None:
+async def test_a_wrong_type_is_told_with_its_value(connection: ClientConnection, prompt: Any, told: str) -> None:
     assert (await refused(connection, COMPLETIONS, {"prompt": prompt}))["message"] == told
 
 
-async def test_missing_fields_are_named(connection: Connection) -> None:
+async def test_missing_fields_are_named(connection: ClientConnection) -> None:
     for path, field in ((CHAT, "messages"), (COMPLETIONS, "prompt")):
         error = await refused(connection, path, {})
         assert (error["param"], error["code"]) == (field, "missing_required_parameter")
 
 
-async def test_too_many_choices_name_the_limit(connection: Connection) -> None:
+async def test_too_many_choices_name_the_limit(connection: ClientConnection) -> None:
     error = await refused(connection, COMPLETIONS, {"prompt": ["a"] * 100, "n": 16})
     assert error["param"] == "n"
     assert "1600" in error["message"]
@@ -404,7 +406,7 @@ async def test_too_many_choices_name_the_limit(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_an_unknown_model_is_404(connection: Connection, path: str) -> None:
+async def test_an_unknown_model_is_404(connection: ClientConnection, path: str) -> None:
     error = await refused(connection, path, {"messages": MESSAGES, "prompt": "x", "model": "../../etc/passwd"}, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "../../etc/passwd" in error["message"]
@@ -424,7 +426,7 @@ async def test_an_unknown_model_is_404(connection: Connection, path: str) -> Non
     ],
 )
 async def test_a_context_too_small_names_both_numbers(
-    connection: Connection, num_prompt_tokens: int, max_tokens: int | None, status: int
+    connection: ClientConnection, num_prompt_tokens: int, max_tokens: int | None, status: int
 ) -> None:
     response = await connection.post(COMPLETIONS, {"prompt": [1] * num_prompt_tokens, "max_tokens": max_tokens})
     assert response.status == status
@@ -436,7 +438,7 @@ async def test_a_context_too_small_names_both_numbers(
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_a_text_that_can_never_fit_is_refused_unread(
-    connection: Connection, path: str, monkeypatch: pytest.MonkeyPatch
+    connection: ClientConnection, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def encode(*_: object, **__: object) -> None:
         raise AssertionError("encoded")
@@ -450,7 +452,7 @@ async def test_a_text_that_can_never_fit_is_refused_unread(
 
 
 async def test_too_many_stop_tokens_with_the_models_own_are_refused(
-    connect: Callable[..., Connection], backend: FakeBackend
+    connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
     backend.model = model_card(eos_token_ids=tuple(range(40)))
     connection = connect()
@@ -459,14 +461,16 @@ async def test_too_many_stop_tokens_with_the_models_own_are_refused(
     assert (response.status, response.error["param"]) == (400, "stop_token_ids")
 
 
-async def test_duplicate_keys_and_nul_characters_are_harmless(connection: Connection, backend: FakeBackend) -> None:
+async def test_duplicate_keys_and_nul_characters_are_harmless(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     body = b'{"prompt":"a","prompt":"a\\u0000b","seed":1,"seed":2}'
     assert (await connection.post(COMPLETIONS, body)).status == 200
     assert backend.last.sampling.seed == 2
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-async def test_a_body_that_is_not_said_to_be_json_is_415(connection: Connection, content_type: str) -> None:
+async def test_a_body_that_is_not_said_to_be_json_is_415(connection: ClientConnection, content_type: str) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-type: {content_type}\r\ncontent-length: 14\r\n\r\n"
     connection.send(head.encode() + b'{"prompt":"x"}')
     assert (await connection.response()).status == 415
@@ -475,7 +479,7 @@ async def test_a_body_that_is_not_said_to_be_json_is_415(connection: Connection,
 
 @pytest.mark.parametrize(("headers", "status"), [("", 200), ("origin: http://evil.example\r\n", 415)])
 async def test_a_body_of_no_type_is_json_unless_a_browser_sends_it(
-    connection: Connection, headers: str, status: int
+    connection: ClientConnection, headers: str, status: int
 ) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\n{headers}content-length: 14\r\n\r\n"
     connection.send(head.encode() + b'{"prompt":"x"}')
@@ -483,7 +487,7 @@ async def test_a_body_of_no_type_is_json_unless_a_browser_sends_it(
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, identity"])
-async def test_compressed_bodies_are_415(connection: Connection, encoding: str) -> None:
+async def test_compressed_bodies_are_415(connection: ClientConnection, encoding: str) -> None:
     response = await connection.request("POST", COMPLETIONS, b"\x1f\x8b", [("content-encoding", encoding)])
     assert response.status == 415
     assert (await connection.request("GET", "/health")).status == 200
@@ -493,7 +497,7 @@ async def test_compressed_bodies_are_415(connection: Connection, encoding: str) 
     "path", ["/", "/v1", "/v1/", "/v1/chat", "/v1/completions/", "//v1/completions", "/V1/completions", "/v1/../health",
              "/health/", "/%00", "/v1/embeddings", "/debug", "/" + "a" * 8000]
 )  # fmt: skip
-async def test_unknown_paths_are_404(connection: Connection, path: str) -> None:
+async def test_unknown_paths_are_404(connection: ClientConnection, path: str) -> None:
     for method in ("GET", "POST"):
         response = await connection.request(method, path, {} if method == "POST" else None)
         assert (response.status, response.error["code"]) == (404, "unknown_url")
@@ -514,14 +518,16 @@ async def test_unknown_paths_are_404(connection: Connection, path: str) -> None:
     ],
 )
 async def test_wrong_methods_are_405_and_say_which_are_right(
-    connection: Connection, method: str, path: str, allowed: str
+    connection: ClientConnection, method: str, path: str, allowed: str
 ) -> None:
     response = await connection.request(method, path)
     assert (response.status, response.headers["allow"]) == (405, allowed)
     assert (await connection.request("GET", "/health")).status == 200
 
 
-async def test_a_declared_body_over_the_limit_is_413_before_it_is_read(connect: Callable[..., Connection]) -> None:
+async def test_a_declared_body_over_the_limit_is_413_before_it_is_read(
+    connect: Callable[..., ClientConnection],
+) -> None:
     connection = connect(max_body_bytes=1000)
     connection.send(request_bytes("POST", COMPLETIONS, b"x" * 1001))
     response = await connection.response()
@@ -530,7 +536,7 @@ async def test_a_declared_body_over_the_limit_is_413_before_it_is_read(connect: 
     assert (await connection.request("GET", "/health")).status == 200
 
 
-async def test_a_large_body_over_the_limit_can_be_sent_to_its_end(connect: Callable[..., Connection]) -> None:
+async def test_a_large_body_over_the_limit_can_be_sent_to_its_end(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(max_body_bytes=1000)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-length: {1 << 20}\r\n\r\n"
     connection.send(head.encode())
@@ -542,7 +548,7 @@ async def test_a_large_body_over_the_limit_can_be_sent_to_its_end(connect: Calla
     await connection.closed()
 
 
-async def test_a_client_that_waits_for_100_is_told_413_instead(connect: Callable[..., Connection]) -> None:
+async def test_a_client_that_waits_for_100_is_told_413_instead(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(max_body_bytes=1000)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 5000\r\n\r\n"
     connection.send(head.encode())
@@ -551,7 +557,7 @@ async def test_a_client_that_waits_for_100_is_told_413_instead(connect: Callable
     assert b"100 Continue" not in connection.transport.output
 
 
-async def test_a_client_that_waits_for_100_gets_it(connection: Connection) -> None:
+async def test_a_client_that_waits_for_100_gets_it(connection: ClientConnection) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 14\r\n\r\n"
     connection.send(head.encode())
     await connection.output(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -559,7 +565,7 @@ async def test_a_client_that_waits_for_100_gets_it(connection: Connection) -> No
     await connection.output(b"HTTP/1.1 200 OK")
 
 
-async def test_chunks_over_the_limit_are_413(connect: Callable[..., Connection]) -> None:
+async def test_chunks_over_the_limit_are_413(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(max_body_bytes=1000)
     connection.send(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n".encode())
     for _ in range(11):
@@ -570,21 +576,21 @@ async def test_chunks_over_the_limit_are_413(connect: Callable[..., Connection])
     await connection.closed()
 
 
-async def test_one_byte_at_a_time(connection: Connection) -> None:
+async def test_one_byte_at_a_time(connection: ClientConnection) -> None:
     for byte in request_bytes("POST", COMPLETIONS, {"prompt": "x"}):
         connection.send(bytes([byte]))
         await asyncio.sleep(0)
     assert (await connection.response()).status == 200
 
 
-async def test_a_body_in_one_byte_chunks(connection: Connection) -> None:
+async def test_a_body_in_one_byte_chunks(connection: ClientConnection) -> None:
     connection.send(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n".encode())
     body = json.dumps({"prompt": "x", "unknown": "y" * 20_000}).encode()
     connection.send(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
     assert (await connection.response()).status == 200
 
 
-async def test_the_template_may_refuse(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_template_may_refuse(connection: ClientConnection, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.frontend.text.chat_template import ChatTemplate
 
     served = connection.protocol.app._models.current
@@ -601,7 +607,7 @@ async def test_the_template_may_refuse(connection: Connection, monkeypatch: pyte
 
 
 async def test_our_own_bug_is_a_500_that_says_nothing_and_is_logged(
-    connection: Connection, backend: FakeBackend, caplog: pytest.LogCaptureFixture
+    connection: ClientConnection, backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.refusal = KeyError("secret at 0x7f00deadbeef")
     response = await connection.post(COMPLETIONS, {"prompt": "x"})
@@ -658,7 +664,7 @@ WRONG_TOGETHER: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("path", "fields", "param", "told"), WRONG_TOGETHER, ids=lambda value: str(value)[:50])
 async def test_what_is_wrong_only_together(
-    connection: Connection, path: str, fields: dict[str, Any], param: str, told: str
+    connection: ClientConnection, path: str, fields: dict[str, Any], param: str, told: str
 ) -> None:
     body = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
     error = await refused(connection, path, {**body, **fields})
@@ -669,7 +675,7 @@ async def test_what_is_wrong_only_together(
 
 @pytest.mark.parametrize("depth", [70, 400, 900, 1500, 20_000])
 @pytest.mark.parametrize("field", ["guided_json", "response_format"])
-async def test_a_schema_nested_too_deeply(connection: Connection, field: str, depth: int) -> None:
+async def test_a_schema_nested_too_deeply(connection: ClientConnection, field: str, depth: int) -> None:
     schema = '{"properties":{"a":' * depth + "{}" + "}}" * depth
     value = schema if field == "guided_json" else f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
     body = b'{"messages":[{"role":"user","content":"hi"}],"%b":%b}' % (field.encode(), value.encode())

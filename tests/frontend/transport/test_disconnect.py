@@ -13,7 +13,7 @@ import pytest
 
 from penstock.frontend import app as app_module
 from penstock.shm.messages import Finish
-from tests.frontend.harness import Connection, FakeBackend, make_app, request_bytes, silent, token_ids
+from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent, token_ids
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -26,7 +26,7 @@ async def all_cancelled(backend: FakeBackend) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b'{"messages"', b"{" * 1000])
-async def test_before_the_body_is_complete(connection: Connection, backend: FakeBackend, body: bytes) -> None:
+async def test_before_the_body_is_complete(connection: ClientConnection, backend: FakeBackend, body: bytes) -> None:
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 5000\r\n"
     )
@@ -38,7 +38,7 @@ async def test_before_the_body_is_complete(connection: Connection, backend: Fake
     assert not connection.transport.output
 
 
-async def test_in_the_middle_of_the_headers(connection: Connection) -> None:
+async def test_in_the_middle_of_the_headers(connection: ClientConnection) -> None:
     connection.send(b"POST /v1/chat/completions HTTP/1.1\r\nho")
     connection.transport.reset()
     await connection.idle()
@@ -49,7 +49,7 @@ async def test_in_the_middle_of_the_headers(connection: Connection) -> None:
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_while_it_waits_for_the_first_token(
-    connection: Connection, backend: FakeBackend, stream: bool, num_choices: int
+    connection: ClientConnection, backend: FakeBackend, stream: bool, num_choices: int
 ) -> None:
     backend.script = silent
     connection.send(request_bytes("POST", CHAT, {**BODY, "stream": stream, "n": num_choices}))
@@ -64,7 +64,7 @@ async def test_while_it_waits_for_the_first_token(
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_in_the_middle_of_the_answer(
-    connection: Connection, backend: FakeBackend, stream: bool, num_choices: int
+    connection: ClientConnection, backend: FakeBackend, stream: bool, num_choices: int
 ) -> None:
     backend.script = silent
     connection.send(request_bytes("POST", CHAT, {**BODY, "stream": stream, "n": num_choices}))
@@ -79,7 +79,7 @@ async def test_in_the_middle_of_the_answer(
     await connection.idle()
 
 
-async def test_after_keep_alive_comments_only(connect: Callable[..., Connection], backend: FakeBackend) -> None:
+async def test_after_keep_alive_comments_only(connect: Callable[..., ClientConnection], backend: FakeBackend) -> None:
     backend.script = silent
     connection = connect(keep_alive_interval_s=0.0)
     app = connection.protocol.app
@@ -111,7 +111,7 @@ PREPARING: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "body"), PREPARING)
 @pytest.mark.parametrize("shuts_down", [False, True])
 async def test_while_the_prompt_is_made_into_tokens(
-    connection: Connection,
+    connection: ClientConnection,
     backend: FakeBackend,
     monkeypatch: pytest.MonkeyPatch,
     path: str,
@@ -139,7 +139,7 @@ async def test_while_the_prompt_is_made_into_tokens(
 
 
 async def test_what_waits_for_a_thread_is_not_begun(
-    connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered: list[object] = []
     monkeypatch.setattr(
@@ -168,7 +168,7 @@ async def test_what_waits_for_a_thread_is_not_begun(
 
 
 async def test_a_response_in_the_background_is_begun_whoever_goes(
-    connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding, encoded = asyncio.Event(), asyncio.Event()
 
@@ -187,7 +187,7 @@ async def test_a_response_in_the_background_is_begun_whoever_goes(
     assert len(backend.streams) == 1
 
 
-async def test_a_second_request_on_the_way_does_not_hide_it(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_second_request_on_the_way_does_not_hide_it(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = silent
     connection.send(request_bytes("POST", CHAT, BODY) + request_bytes("POST", CHAT, BODY))
     await backend.submitted.wait()
@@ -198,7 +198,7 @@ async def test_a_second_request_on_the_way_does_not_hide_it(connection: Connecti
     assert len(backend.streams) == 1
 
 
-async def test_after_the_answer_nothing_is_cancelled(connection: Connection, backend: FakeBackend) -> None:
+async def test_after_the_answer_nothing_is_cancelled(connection: ClientConnection, backend: FakeBackend) -> None:
     await connection.post(CHAT, BODY)
     connection.transport.reset()
     await connection.idle()
@@ -207,7 +207,7 @@ async def test_after_the_answer_nothing_is_cancelled(connection: Connection, bac
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_does_not_read_is_dropped(
-    connect: Callable[..., Connection], backend: FakeBackend, stream: bool
+    connect: Callable[..., ClientConnection], backend: FakeBackend, stream: bool
 ) -> None:
     connection = connect(client_timeout_s=30.0)
     app = connection.protocol.app
@@ -229,7 +229,7 @@ async def test_a_client_that_does_not_read_is_dropped(
 
 
 async def test_a_body_that_never_comes_is_a_408(
-    connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_module, "_BODY_TIMEOUT_S", 0.01)
     monkeypatch.setattr("penstock.frontend.transport.exchange._DISCARD_TIMEOUT_S", 0.01)
@@ -241,7 +241,7 @@ async def test_a_body_that_never_comes_is_a_408(
 
 async def test_draining_refuses_what_is_new_and_lets_the_rest_finish(backend: FakeBackend) -> None:
     app = make_app(backend)
-    running, other = Connection(app), Connection(app)
+    running, other = ClientConnection(app), ClientConnection(app)
     backend.script = silent
     running.send(request_bytes("POST", CHAT, {**BODY, "stream": True}))
     await backend.submitted.wait()
@@ -259,7 +259,7 @@ async def test_draining_refuses_what_is_new_and_lets_the_rest_finish(backend: Fa
 
 @pytest.mark.parametrize("num_bytes", [50, 1 << 20])
 async def test_draining_does_not_wait_for_a_body_that_does_not_come(
-    connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+    connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
     monkeypatch.setattr(app_module, "_DRAINED_BODY_TIMEOUT_S", 0.01)
     monkeypatch.setattr("penstock.frontend.transport.exchange._LAST_DISCARD_TIMEOUT_S", 0.01)
@@ -274,7 +274,7 @@ async def test_draining_does_not_wait_for_a_body_that_does_not_come(
 
 
 @pytest.mark.parametrize("stage", ["whole", "stream not started", "stream started"])
-async def test_what_the_drain_ends_is_told_so(connection: Connection, backend: FakeBackend, stage: str) -> None:
+async def test_what_the_drain_ends_is_told_so(connection: ClientConnection, backend: FakeBackend, stage: str) -> None:
     backend.script = silent
     connection.send(request_bytes("POST", CHAT, {**BODY, "stream": stage != "whole"}))
     await backend.submitted.wait()

@@ -6,13 +6,13 @@ import asyncio
 from typing import Any
 
 from penstock.shm.messages import Finish
-from tests.frontend.harness import Connection, FakeBackend, request_bytes, silent, token_ids
+from tests.frontend.harness import ClientConnection, FakeBackend, request_bytes, silent, token_ids
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": 4, "max_tokens": 9}
 
 
-async def opened(connection: Connection, backend: FakeBackend) -> list[bytes]:
+async def opened(connection: ClientConnection, backend: FakeBackend) -> list[bytes]:
     """The writes to come."""
     backend.script = silent
     connection.send(request_bytes("POST", CHAT, BODY))
@@ -33,7 +33,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_choices_say_in_one_turn_is_written_once(connection: Connection, backend: FakeBackend) -> None:
+async def test_what_choices_say_in_one_turn_is_written_once(connection: ClientConnection, backend: FakeBackend) -> None:
     writes = await opened(connection, backend)
     for stream in backend.streams:
         stream.push(*token_ids("a"))
@@ -54,7 +54,9 @@ async def test_what_choices_say_in_one_turn_is_written_once(connection: Connecti
     assert texts == {0: "abc", 1: "abc", 2: "abc", 3: "ac"}
 
 
-async def test_what_was_said_before_a_failure_comes_before_it(connection: Connection, backend: FakeBackend) -> None:
+async def test_what_was_said_before_a_failure_comes_before_it(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     await opened(connection, backend)
     for stream in backend.streams:
         stream.push(*token_ids("a"))
@@ -71,7 +73,9 @@ async def test_what_was_said_before_a_failure_comes_before_it(connection: Connec
     assert all(stream.cancelled.is_set() for stream in backend.streams[:3])
 
 
-async def test_a_client_that_does_not_read_holds_all_choices(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_client_that_does_not_read_holds_all_choices(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     writes = await opened(connection, backend)
     for stream in backend.streams:
         stream.push(*token_ids("a"))

@@ -15,7 +15,7 @@ from penstock.frontend.transport.connections import LEAST_IDLE_S
 from penstock.frontend.transport.http_limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADER_LINES
 from penstock.frontend.transport.server import server_config
 from penstock.shm.messages import Finish
-from tests.frontend.harness import Connection, FakeBackend, make_app, request_bytes, silent, token_ids
+from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent, token_ids
 
 GET = b"GET /health HTTP/1.1\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
@@ -78,7 +78,7 @@ BAD_REQUESTS: list[bytes] = [
 
 
 @pytest.mark.parametrize("data", BAD_REQUESTS, ids=lambda data: repr(data[-60:]))
-async def test_what_is_not_http_is_400_and_the_end_of_the_connection(connection: Connection, data: bytes) -> None:
+async def test_what_is_not_http_is_400_and_the_end_of_the_connection(connection: ClientConnection, data: bytes) -> None:
     connection.send(data)
     response = await connection.response()
     assert (response.status, response.error["code"]) == (400, "bad_http")
@@ -90,7 +90,7 @@ async def test_what_is_not_http_is_400_and_the_end_of_the_connection(connection:
 PLAIN_POST = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b"
 
 
-async def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(connection: Connection) -> None:
+async def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(connection: ClientConnection) -> None:
     body = b'{"prompt":"x","stream":true}'
     connection.send(PLAIN_POST % (len(body), body))
     await connection.closed()
@@ -108,7 +108,7 @@ async def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection
 
 
 async def test_parts_that_wait_for_a_slow_client_of_http_1_0_do_not_disturb_each_other(
-    connection: Connection, backend: FakeBackend
+    connection: ClientConnection, backend: FakeBackend
 ) -> None:
     backend.script = silent
     body = b'{"prompt":"x","stream":true}'
@@ -133,27 +133,27 @@ async def test_parts_that_wait_for_a_slow_client_of_http_1_0_do_not_disturb_each
 
 
 @pytest.mark.parametrize("body", [b'{"prompt":"x"}', b"{"])
-async def test_what_has_a_length_has_it_over_http_1_0_too(connection: Connection, body: bytes) -> None:
+async def test_what_has_a_length_has_it_over_http_1_0_too(connection: ClientConnection, body: bytes) -> None:
     connection.send(PLAIN_POST % (len(body), body))
     response = await connection.response()
     assert int(response.headers["content-length"]) == len(response.body) > 0
     await connection.closed()
 
 
-async def test_http_1_0_is_served_and_closed(connection: Connection) -> None:
+async def test_http_1_0_is_served_and_closed(connection: ClientConnection) -> None:
     connection.send(b"GET /health HTTP/1.0\r\n\r\n")
     assert (await connection.response()).status == 200
     await connection.closed()
 
 
 @pytest.mark.parametrize("host", [b"localhost:8000", b"[::1]:8000", b"a.example", b"a_b-c.example:1", b""])
-async def test_a_host_is_a_host_and_a_port(connection: Connection, host: bytes) -> None:
+async def test_a_host_is_a_host_and_a_port(connection: ClientConnection, host: bytes) -> None:
     connection.send(GET + b"host: " + host + b"\r\n\r\n")
     assert (await connection.response()).status == 200
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000, 1 << 20])
-async def test_endless_headers_are_cut_at_the_limit(connection: Connection, size: int) -> None:
+async def test_endless_headers_are_cut_at_the_limit(connection: ClientConnection, size: int) -> None:
     data = GET + b"host: a\r\nx: " + b"y" * (1 << 20)
     num_sent = 0
     while num_sent < len(data) and not connection.transport.closed:
@@ -166,14 +166,14 @@ async def test_endless_headers_are_cut_at_the_limit(connection: Connection, size
 @pytest.mark.parametrize(
     "filler", [b"GET /", b"GET /health HTTP/1.1\r\n", b"\r\n" * 20_000, GET + b"host: a\r\n" + b"a" * 40_000]
 )
-async def test_no_part_of_the_head_is_without_a_limit(connection: Connection, filler: bytes) -> None:
+async def test_no_part_of_the_head_is_without_a_limit(connection: ClientConnection, filler: bytes) -> None:
     connection.send(filler + b"y" * 40_000)
     assert (await connection.response()).status in (400, 431)
     await connection.closed()
 
 
 @pytest.mark.parametrize("spare", [0, 1])
-async def test_the_limit_of_the_head_is_exact(connection: Connection, spare: int) -> None:
+async def test_the_limit_of_the_head_is_exact(connection: ClientConnection, spare: int) -> None:
     head = GET + b"host: a\r\nx: %s\r\n\r\n"
     data = head % (b"y" * (MAX_HEAD_BYTES - len(head) + 2 + spare))
     assert len(data) == MAX_HEAD_BYTES + spare
@@ -182,19 +182,19 @@ async def test_the_limit_of_the_head_is_exact(connection: Connection, spare: int
 
 
 @pytest.mark.parametrize("excess", [0, 1])
-async def test_the_limit_of_header_lines_is_exact(connection: Connection, excess: int) -> None:
+async def test_the_limit_of_header_lines_is_exact(connection: ClientConnection, excess: int) -> None:
     connection.send(GET + b"host: a\r\n" + b"x: y\r\n" * (MAX_HEADER_LINES - 1 + excess) + b"\r\n")
     assert (await connection.response()).status == (431 if excess else 200)
 
 
 @pytest.mark.parametrize("tail", [b"1;" + b"x" * 100_000, b"0\r\nx: " + b"y" * 100_000, b"0\r\n" + b"x: y\r\n" * 1000])
-async def test_chunk_extensions_and_trailers_have_the_same_limits(connection: Connection, tail: bytes) -> None:
+async def test_chunk_extensions_and_trailers_have_the_same_limits(connection: ClientConnection, tail: bytes) -> None:
     connection.send(POST + b"transfer-encoding: chunked\r\n\r\n" + tail)
     assert (await connection.response()).status == 431
     await connection.closed()
 
 
-async def test_trailers_are_not_taken_for_headers(connection: Connection, backend: FakeBackend) -> None:
+async def test_trailers_are_not_taken_for_headers(connection: ClientConnection, backend: FakeBackend) -> None:
     body = b'e\r\n{"prompt":"x"}\r\n0\r\nx-request-id: trailer\r\n\r\n'
     connection.send(POST + b"transfer-encoding: chunked\r\n\r\n" + body)
     response = await connection.response()
@@ -202,7 +202,7 @@ async def test_trailers_are_not_taken_for_headers(connection: Connection, backen
     assert response.headers["x-request-id"] != "trailer"
 
 
-async def test_slow_headers_are_408(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_headers_are_408(connection: ClientConnection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.01)
     connection.send(b"GET /hea")
     response = await connection.response()
@@ -243,7 +243,7 @@ async def clock() -> Clock:
 
 
 async def test_the_time_for_headers_is_for_each_request_anew(backend: FakeBackend, clock: Clock) -> None:
-    connection = Connection(make_app(backend), loop=clock)
+    connection = ClientConnection(make_app(backend), loop=clock)
     for _ in range(3):
         connection.send(GET)
         clock.advance(HEAD_TIMEOUT_S - 1)
@@ -257,7 +257,7 @@ async def test_the_time_for_headers_is_for_each_request_anew(backend: FakeBacken
 
 
 async def test_a_body_that_nobody_wants_may_not_drip_for_ever(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
+    connection: ClientConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "UNREAD_BODY_TIMEOUT_S", 0.01)
     connection.send(b"POST /health HTTP/1.1\r\nhost: a\r\ncontent-length: 5000\r\n\r\n")
@@ -271,21 +271,21 @@ async def test_a_body_that_nobody_wants_may_not_drip_for_ever(
 
 async def test_a_connection_that_says_nothing_is_closed(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.frontend.transport.server.KEEP_ALIVE_TIMEOUT_S", 0.01)
-    connection = Connection(make_app(backend))
+    connection = ClientConnection(make_app(backend))
     await connection.closed()
     assert not connection.transport.output
     await connection.end()
     assert not connection.state.connections
 
 
-async def test_only_the_first_of_two_requests_at_once_is_answered(connection: Connection) -> None:
+async def test_only_the_first_of_two_requests_at_once_is_answered(connection: ClientConnection) -> None:
     connection.send((GET + b"host: a\r\n\r\n") * 1000)
     assert (await connection.response()).headers["connection"] == "close"
     await connection.closed()
     assert connection.transport.output.count(b"content-length: ") == 1
 
 
-async def test_a_hidden_second_request_is_not_run(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_hidden_second_request_is_not_run(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = silent
     hidden = request_bytes("POST", "/v1/completions", {"prompt": "hidden"})
     connection.send(request_bytes("POST", "/v1/completions", {"prompt": "x"}) + hidden)
@@ -296,7 +296,7 @@ async def test_a_hidden_second_request_is_not_run(connection: Connection, backen
 
 
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
-async def test_a_request_to_upgrade_is_answered_as_it_stands(connection: Connection, upgrade: bytes) -> None:
+async def test_a_request_to_upgrade_is_answered_as_it_stands(connection: ClientConnection, upgrade: bytes) -> None:
     headers = b"connection: upgrade, http2-settings\r\nupgrade: " + upgrade + b"\r\nhttp2-settings: AAMAAABk\r\n"
     connection.send(POST + headers + b'content-length: 14\r\n\r\n{"prompt"')
     connection.send(b':"x"}')
@@ -304,20 +304,20 @@ async def test_a_request_to_upgrade_is_answered_as_it_stands(connection: Connect
     assert (await connection.request("GET", "/health")).status == 200
 
 
-async def test_a_get_with_an_upgrade_is_answered_too(connection: Connection) -> None:
+async def test_a_get_with_an_upgrade_is_answered_too(connection: ClientConnection) -> None:
     connection.send(GET + b"host: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
     assert (await connection.response()).status == 200
     assert (await connection.request("GET", "/health")).status == 200
 
 
-async def test_a_head_request_has_no_body(connection: Connection) -> None:
+async def test_a_head_request_has_no_body(connection: ClientConnection) -> None:
     connection.send(b"HEAD /health HTTP/1.1\r\nhost: a\r\n\r\n")
     await connection.output(b"\r\n\r\n")
     assert connection.transport.output.endswith(b"\r\n\r\n")
 
 
 async def test_garbage_after_a_running_stream_ends_only_that_connection(
-    connection: Connection, backend: FakeBackend
+    connection: ClientConnection, backend: FakeBackend
 ) -> None:
     backend.script = silent
     connection.send(request_bytes("POST", "/v1/completions", {"prompt": "x", "stream": True}))
@@ -329,14 +329,14 @@ async def test_garbage_after_a_running_stream_ends_only_that_connection(
 
 
 @pytest.fixture
-async def crowd(backend: FakeBackend, clock: Clock) -> AsyncIterator[Callable[[], Connection]]:
+async def crowd(backend: FakeBackend, clock: Clock) -> AsyncIterator[Callable[[], ClientConnection]]:
     """Opens connections to a worker that takes three."""
     app = make_app(backend)
     config = server_config(app, max_connections=3)
-    connections: list[Connection] = []
+    connections: list[ClientConnection] = []
 
-    def connect() -> Connection:
-        connections.append(Connection(app, config, clock))
+    def connect() -> ClientConnection:
+        connections.append(ClientConnection(app, config, clock))
         return connections[-1]
 
     yield connect
@@ -344,12 +344,12 @@ async def crowd(backend: FakeBackend, clock: Clock) -> AsyncIterator[Callable[[]
         await connection.end()
 
 
-async def serves(connection: Connection) -> bool:
+async def serves(connection: ClientConnection) -> bool:
     return (await connection.request("GET", "/health")).status == 200
 
 
 async def test_the_connection_that_was_idle_for_longest_makes_room(
-    crowd: Callable[[], Connection], clock: Clock, caplog: pytest.LogCaptureFixture
+    crowd: Callable[[], ClientConnection], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, third = crowd(), crowd(), crowd()
     for connection in (second, first, third):
@@ -365,7 +365,7 @@ async def test_the_connection_that_was_idle_for_longest_makes_room(
 
 
 async def test_one_that_is_answered_makes_no_room_and_the_newcomer_is_told(
-    crowd: Callable[[], Connection], backend: FakeBackend, caplog: pytest.LogCaptureFixture
+    crowd: Callable[[], ClientConnection], backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.script = silent
     busy = [crowd() for _ in range(3)]
@@ -385,7 +385,7 @@ async def test_one_that_is_answered_makes_no_room_and_the_newcomer_is_told(
     assert caplog.text.count("3 connections") == 2
 
 
-async def test_one_that_has_only_just_come_makes_no_room(crowd: Callable[[], Connection]) -> None:
+async def test_one_that_has_only_just_come_makes_no_room(crowd: Callable[[], ClientConnection]) -> None:
     there = [crowd() for _ in range(3)]
     assert (await crowd().response()).status == 429
     for connection in there:

@@ -20,7 +20,7 @@ from penstock.frontend.schemas.chat import is_shallow
 from penstock.frontend.schemas.decoding import decode_chat, decode_completion
 from penstock.frontend.transport.errors import ApiError
 from tests.frontend.formats.scoring import ScoringBackend
-from tests.frontend.harness import Connection, make_app, model_card, served_model
+from tests.frontend.harness import ClientConnection, make_app, model_card, served_model
 
 _JSON = st.recursive(
     st.none() | st.integers(0, 9) | st.text(max_size=2),
@@ -64,7 +64,7 @@ def test_a_schema_that_is_too_long_is_refused_for_its_length(as_text: bool) -> N
         read_grammar(decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], **asked})))
 
 
-async def test_a_schema_that_is_nested_as_deep_as_a_body_may_be_is_refused(connection: Connection) -> None:
+async def test_a_schema_that_is_nested_as_deep_as_a_body_may_be_is_refused(connection: ClientConnection) -> None:
     schema = b'{"a":' * 900 + b"{}" + b"}" * 900
     response = await connection.post("/v1/completions", b'{"prompt":"a","guided_json":%b}' % schema)
     assert (response.status, response.error["param"]) == (400, "guided_json")
@@ -94,7 +94,7 @@ async def test_log_probabilities_of_a_prompt_are_told_beside_the_loop(
         return whole(answer, messages)
 
     monkeypatch.setattr(CompletionFormat, "whole", noted)
-    connection = Connection(make_app(ScoringBackend()))
+    connection = ClientConnection(make_app(ScoringBackend()))
     assert (await connection.post("/v1/completions", {"prompt": "the cat", **wanted})).status == 200
     is_scored = "prompt_logprobs" in wanted or len(wanted) == 2
     assert (threads == [threading.main_thread()]) is not is_scored
@@ -141,7 +141,7 @@ async def test_a_streamed_echo_is_told_beside_the_loop_as_it_is_not_streamed(
 
     monkeypatch.setattr(CompletionFormat, "delta", noted_delta)
     monkeypatch.setattr(Choice, "prompt_logprobs", noted_logprobs)
-    connection = Connection(make_app(ScoringBackend()))
+    connection = ClientConnection(make_app(ScoringBackend()))
     body = {"prompt": "the cat 猫 " * 60, "echo": True, "logprobs": 2, "max_tokens": max_tokens}
     whole = (await connection.post("/v1/completions", body)).json()["choices"][0]
     events = (await connection.post("/v1/completions", {**body, "stream": True})).events()

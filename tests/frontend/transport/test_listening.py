@@ -16,9 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.frontend.main import listening_socket
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.connections import RESERVED_FDS
-from penstock.frontend.transport.listening import listening_socket, unlink
+from penstock.frontend.transport.listening import unlink
 from penstock.frontend.transport.tls import ServerTls, TlsError, TlsFiles
 from tests.frontend.test_main import BODY, Frontend, directory, run_to_its_end, scripted, start
 from tests.shm.scripted_backend import BackendProcess
@@ -297,7 +298,7 @@ def test_the_file_that_another_server_has_put_there_stays(directory: Path) -> No
 def test_of_servers_that_start_at_once_over_a_stale_socket_one_serves(directory: Path) -> None:
     path = directory / "web.sock"
     code = (
-        "import sys\nfrom pathlib import Path\nfrom penstock.frontend.transport.listening import listening_socket\n"
+        "import sys\nfrom pathlib import Path\nfrom penstock.frontend.main import listening_socket\n"
         "from penstock.frontend.options import FrontendOptions\nprint('set', flush=True)\nsys.stdin.readline()\n"
         "listening = listening_socket(FrontendOptions(uds=Path(sys.argv[1])), 'frontend')\n"
         "print('serves', flush=True)\nsys.stdin.readline()"

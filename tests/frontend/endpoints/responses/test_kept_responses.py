@@ -15,11 +15,11 @@ from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.shm.client.client import Overloaded, TokenBatch
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.endpoints.responses.test_responses import HI, MODEL, PATH, TIME, WEATHER, prompt, talking
-from tests.frontend.harness import END_TOKEN, Connection, FakeBackend, make_app, model_card, silent, token_ids
+from tests.frontend.harness import END_TOKEN, ClientConnection, FakeBackend, make_app, model_card, silent, token_ids
 from tests.frontend.named_events import REASONED_CALLS, named_events, names
 
 
-async def test_a_conversation_goes_on_from_a_response(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_conversation_goes_on_from_a_response(connection: ClientConnection, backend: FakeBackend) -> None:
     first = (await connection.post(PATH, {**HI, "instructions": "be brief"})).json()
     second = (await connection.post(PATH, {"input": "and you?", "previous_response_id": first["id"]})).json()
     assert second["previous_response_id"] == first["id"]
@@ -38,7 +38,7 @@ async def test_a_conversation_goes_on_from_a_response(connection: Connection, ba
 
 
 async def test_a_long_conversation_is_rendered_beside_the_loop_however_short_the_request(
-    connect: Callable[..., Connection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    connect: Callable[..., ClientConnection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
     render = ChatTemplate.render
@@ -58,7 +58,7 @@ async def test_a_long_conversation_is_rendered_beside_the_loop_however_short_the
 
 
 async def test_an_input_of_many_empty_parts_counts_for_what_it_takes(
-    connect: Callable[..., Connection], backend: FakeBackend
+    connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
     backend.model = model_card(max_context_tokens=1 << 20)
     connection = connect(max_stored_response_bytes=400_000)
@@ -96,7 +96,7 @@ async def test_an_item_of_a_response_is_referred_to() -> None:
             assert missing.error["param"] == "input[0].id"
 
 
-async def test_a_kept_response_is_told_again(connection: Connection) -> None:
+async def test_a_kept_response_is_told_again(connection: ClientConnection) -> None:
     for stream in (False, True):
         response = await connection.post(PATH, {**HI, "stream": stream})
         told = named_events(response)[-1]["response"] if stream else response.json()
@@ -104,7 +104,7 @@ async def test_a_kept_response_is_told_again(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/cancel", "/input_items"])
-async def test_what_is_not_kept_is_404(connection: Connection, path: str) -> None:
+async def test_what_is_not_kept_is_404(connection: ClientConnection, path: str) -> None:
     told = (await connection.post(PATH, {**HI, "store": False})).json()
     assert told["store"] is False
     method = "POST" if path == "/cancel" else "GET"
@@ -117,7 +117,7 @@ async def test_what_is_not_kept_is_404(connection: Connection, path: str) -> Non
     assert (await connection.request("DELETE", f"{PATH}/{told['id']}")).status == 404
 
 
-async def test_another_keys_response_does_not_exist(connect: Callable[..., Connection]) -> None:
+async def test_another_keys_response_does_not_exist(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(api_keys=("one", "two"))
     keys = [[("authorization", f"Bearer {key}")] for key in ("one", "two")]
     told = (await connection.request("POST", PATH, {**HI, "background": True}, keys[0])).json()
@@ -130,7 +130,7 @@ async def test_another_keys_response_does_not_exist(connect: Callable[..., Conne
     assert (await connection.request("GET", f"{PATH}/{told['id']}", headers=keys[0])).status == 200
 
 
-async def test_the_input_is_listed_in_pages(connection: Connection) -> None:
+async def test_the_input_is_listed_in_pages(connection: ClientConnection) -> None:
     items = [{"role": "user", "content": f"{number}"} for number in range(5)]
     told = (await connection.post(PATH, {"input": items})).json()
     path = f"{PATH}/{told['id']}/input_items"
@@ -148,7 +148,7 @@ async def test_the_input_is_listed_in_pages(connection: Connection) -> None:
 # In the background
 
 
-async def polled(connection: Connection, response_id: str, status: str) -> dict[str, Any]:
+async def polled(connection: ClientConnection, response_id: str, status: str) -> dict[str, Any]:
     async with asyncio.timeout(5):
         while True:
             told: dict[str, Any] = (await connection.request("GET", f"{PATH}/{response_id}")).json()
@@ -160,7 +160,7 @@ async def polled(connection: Connection, response_id: str, status: str) -> dict[
 async def test_a_background_response_runs_on_without_its_client(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend)
-    first, second = Connection(app), Connection(app)
+    first, second = ClientConnection(app), ClientConnection(app)
     told = (await first.post(PATH, {**HI, "background": True})).json()
     assert (told["status"], told["output"], told["background"]) == ("queued", [], True)
     await first.end()
@@ -181,7 +181,7 @@ async def test_a_background_response_runs_on_without_its_client(backend: FakeBac
 async def test_a_background_response_is_cancelled(backend: FakeBackend, method: str) -> None:
     backend.script = silent
     app = make_app(backend)
-    connection = Connection(app)
+    connection = ClientConnection(app)
     told = (await connection.post(PATH, {**HI, "background": True})).json()
     backend.streams[0].push(*token_ids("the"))
     path = f"{PATH}/{told['id']}"
@@ -197,7 +197,7 @@ async def test_a_background_response_is_cancelled(backend: FakeBackend, method: 
     await connection.end()
 
 
-async def test_a_response_of_the_foreground_cannot_be_cancelled(connection: Connection) -> None:
+async def test_a_response_of_the_foreground_cannot_be_cancelled(connection: ClientConnection) -> None:
     told = (await connection.post(PATH, HI)).json()
     refused = await connection.request("POST", f"{PATH}/{told['id']}/cancel")
     assert (refused.status, refused.error["param"]) == (400, "response_id")
@@ -206,7 +206,7 @@ async def test_a_response_of_the_foreground_cannot_be_cancelled(connection: Conn
 async def test_a_background_stream_is_taken_up_where_it_broke_off(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend)
-    first, second = Connection(app), Connection(app)
+    first, second = ClientConnection(app), ClientConnection(app)
     first.send(_request({**HI, "background": True, "stream": True}))
     await backend.submitted.wait()
     backend.streams[0].push(*token_ids("the"))
@@ -229,7 +229,7 @@ async def test_a_background_stream_is_taken_up_where_it_broke_off(backend: FakeB
     await second.end()
 
 
-async def test_only_background_streams_are_streamed_again(connection: Connection) -> None:
+async def test_only_background_streams_are_streamed_again(connection: ClientConnection) -> None:
     for body in ({**HI, "background": True}, HI):
         told = (await connection.post(PATH, body)).json()
         refused = await connection.request("GET", f"{PATH}/{told['id']}?stream=true")
@@ -240,7 +240,7 @@ async def test_only_background_streams_are_streamed_again(connection: Connection
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_fails_before_a_background_response_runs_is_its_answer(
-    connection: Connection, backend: FakeBackend, stream: bool
+    connection: ClientConnection, backend: FakeBackend, stream: bool
 ) -> None:
     backend.refusal = Overloaded(7)
     body = {**HI, "background": True, "stream": stream}
@@ -250,7 +250,7 @@ async def test_what_fails_before_a_background_response_runs_is_its_answer(
     assert (long.status, long.error["param"]) == (400, "max_output_tokens")
 
 
-async def test_a_background_response_that_fails_says_so(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_background_response_that_fails_says_so(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = lambda _: [TokenBatch([], Finish.REJECTED, FailureCode.OVERLOADED)]
     told = (await connection.post(PATH, {**HI, "background": True})).json()
     failed = await polled(connection, told["id"], "failed")
@@ -260,7 +260,7 @@ async def test_a_background_response_that_fails_says_so(connection: Connection, 
 async def test_shutting_down_ends_what_runs_in_the_background(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend)
-    connection = Connection(app)
+    connection = ClientConnection(app)
     told = (await connection.post(PATH, {**HI, "background": True})).json()
     assert app.num_open == 1
     app.end_all()
@@ -273,7 +273,7 @@ async def test_shutting_down_ends_what_runs_in_the_background(backend: FakeBacke
 async def test_shutting_down_is_told_to_who_listens(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend)
-    connection = Connection(app)
+    connection = ClientConnection(app)
     answered = asyncio.ensure_future(connection.post(PATH, {**HI, "background": True, "stream": True}))
     await backend.submitted.wait()
     backend.streams[0].push(*token_ids("the"))
@@ -284,7 +284,7 @@ async def test_shutting_down_is_told_to_who_listens(backend: FakeBackend) -> Non
     await connection.end()
 
 
-async def test_a_client_that_goes_cancels_its_response(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_client_that_goes_cancels_its_response(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = silent
     connection.send(_request({**HI, "stream": True}))
     await backend.submitted.wait()
@@ -310,13 +310,13 @@ async def test_many_in_the_background_are_too_many(
     backend.script = silent
     app = make_app(backend)
     for _ in range(2):
-        client = Connection(app)
+        client = ClientConnection(app)
         backend.submitted.clear()
         client.send(_request({**HI, "background": True, "stream": stream}))
         await backend.submitted.wait()
         client.transport.reset()
         await client.idle()
-    last = Connection(app)
+    last = ClientConnection(app)
     refused = await last.post(PATH, {**HI, "background": True, "stream": stream})
     assert (refused.status, refused.error["code"]) == (429, "overloaded")
     assert (await last.post(PATH, {**HI, "background": True, "stream": False})).status == (200 if stream else 429)
@@ -324,7 +324,7 @@ async def test_many_in_the_background_are_too_many(
 
 
 async def test_a_background_stream_that_grows_too_large_fails(
-    connection: Connection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+    connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.frontend.endpoints.responses.background.MAX_LOG_BYTES", 4000)
     backend.script = silent

@@ -17,7 +17,7 @@ from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.harness import (
     END_TOKEN,
     TOKENIZER,
-    Connection,
+    ClientConnection,
     FakeBackend,
     Response,
     says,
@@ -34,8 +34,8 @@ MODEL = Model(template=THINKING_HERMES)
 
 
 @contextlib.asynccontextmanager
-async def talking(backend: FakeBackend, model: Model = MODEL) -> AsyncIterator[Connection]:
-    connection = Connection(model.app(backend))
+async def talking(backend: FakeBackend, model: Model = MODEL) -> AsyncIterator[ClientConnection]:
+    connection = ClientConnection(model.app(backend))
     try:
         yield connection
     finally:
@@ -59,7 +59,7 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-async def test_a_response_is_answered_whole(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_response_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
     response = await connection.post(PATH, {**HI, "model": "test/model", "metadata": {"a": "b"}, "temperature": 0.5})
     told = response.json()
     assert (response.status, told["object"], told["status"]) == (200, "response", "completed")
@@ -79,7 +79,7 @@ async def test_a_response_is_answered_whole(connection: Connection, backend: Fak
     }
 
 
-async def test_the_events_come_in_openais_order(connection: Connection) -> None:
+async def test_the_events_come_in_openais_order(connection: ClientConnection) -> None:
     events = named_events(await connection.post(PATH, {**HI, "stream": True}))
     assert names(events) == [
         "response.created",
@@ -164,7 +164,7 @@ async def test_a_stream_tells_what_a_whole_answer_tells(
         assert pieces.get(index, "") == told
 
 
-async def test_an_answer_that_is_cut_is_incomplete(connection: Connection) -> None:
+async def test_an_answer_that_is_cut_is_incomplete(connection: ClientConnection) -> None:
     body = {**HI, "max_output_tokens": 3}
     told = (await connection.post(PATH, body)).json()
     assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -174,7 +174,7 @@ async def test_an_answer_that_is_cut_is_incomplete(connection: Connection) -> No
     assert without_ids(last["response"]) == without_ids(told)
 
 
-async def test_an_empty_answer_has_an_empty_message(connection: Connection, backend: FakeBackend) -> None:
+async def test_an_empty_answer_has_an_empty_message(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = says("")
     told = (await connection.post(PATH, HI)).json()
     assert told["output"][0]["content"][0]["text"] == ""
@@ -183,7 +183,7 @@ async def test_an_empty_answer_has_an_empty_message(connection: Connection, back
     )
 
 
-async def test_what_fails_in_a_stream_is_its_last_event(connection: Connection, backend: FakeBackend) -> None:
+async def test_what_fails_in_a_stream_is_its_last_event(connection: ClientConnection, backend: FakeBackend) -> None:
     failure = TokenBatch([], Finish.FAILED, FailureCode.INTERNAL)
     backend.script = lambda _: [TokenBatch(token_ids("a")), failure]
     events = named_events(await connection.post(PATH, {**HI, "stream": True}))
@@ -199,7 +199,7 @@ async def test_what_fails_in_a_stream_is_its_last_event(connection: Connection, 
     assert (whole.status, whole.error["code"]) == (500, "internal_error")
 
 
-async def test_logprobs_are_told_with_the_text(connection: Connection, backend: FakeBackend) -> None:
+async def test_logprobs_are_told_with_the_text(connection: ClientConnection, backend: FakeBackend) -> None:
     ids = token_ids("Hello")
 
     def script(request: Any) -> list[TokenBatch]:
@@ -254,7 +254,7 @@ async def test_every_kind_of_item_reaches_the_model() -> None:
 
 
 async def test_a_conversation_that_is_too_long_loses_its_oldest_turns(
-    connect: Callable[..., Connection], backend: FakeBackend
+    connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
     def said(number: int) -> list[dict[str, Any]]:
         return [{"role": "user", "content": f"<{number}>" + "x" * 60}, {"role": "assistant", "content": "y" * 60}]
@@ -285,7 +285,7 @@ async def test_effort_none_keeps_the_model_from_thinking(effort: str) -> None:
     assert prompt(backend, MODEL).endswith("</think>\n\n") is (effort == "none")
 
 
-async def test_a_schema_becomes_a_grammar(connection: Connection, backend: FakeBackend) -> None:
+async def test_a_schema_becomes_a_grammar(connection: ClientConnection, backend: FakeBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     told = (await connection.post(PATH, {**HI, "text": {"format": form, "verbosity": "low"}})).json()
@@ -365,7 +365,9 @@ async def test_allowed_tools_are_the_only_ones_told() -> None:
         ({**HI, "model": "other"}, "model", "other"),
     ],
 )
-async def test_what_is_wrong_is_named(connection: Connection, body: dict[str, Any], param: str, shown: str) -> None:
+async def test_what_is_wrong_is_named(
+    connection: ClientConnection, body: dict[str, Any], param: str, shown: str
+) -> None:
     for stream in (False, True) if param != "stream_options" else (False,):
         response: Response = await connection.post(PATH, {**body, "stream": stream})
         assert response.status == (404 if param == "model" else 400), response.body
@@ -373,7 +375,7 @@ async def test_what_is_wrong_is_named(connection: Connection, body: dict[str, An
         assert shown in response.error["message"]
 
 
-async def test_the_input_is_counted(connection: Connection, backend: FakeBackend) -> None:
+async def test_the_input_is_counted(connection: ClientConnection, backend: FakeBackend) -> None:
     told = (await connection.post(f"{PATH}/input_tokens", HI)).json()
     await connection.post(PATH, HI)
     assert told == {"object": "response.input_tokens", "input_tokens": len(backend.last.token_ids)}

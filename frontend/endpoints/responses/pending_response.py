@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.shm.messages import ModelCard
 
 
-class ResponseAnswer:
+class PendingResponse:
     """One request's."""
 
     def __init__(
