@@ -26,7 +26,7 @@ from penstock.backend.kv_cache.memory import Memory, device_memory, host_memory
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.model_card import make_card
 from penstock.backend.options import BackendOptions
-from penstock.backend.passes.decoder.cpu.threads import prepare_threads
+from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device, why_no_gpu
 from penstock.backend.plugins import find_forward_pass
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -53,7 +53,7 @@ app = make_app("backend", "Runs a model: owns the device and serves any number o
 
 @app.default
 def run(*, options: BackendOptions = BackendOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
-    prepare_threads()
+    configure_torch_threads()
     log = set_up_logging(options.log_level, as_json=options.log_json)
     try:
         serve(options)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.backend.passes.decoder.cpu.threads import prepare_threads
+from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from tests.tallies import Tallies
 
 # Before any test module imports torch: tests share their cores with the processes they start.
-prepare_threads()
+configure_torch_threads()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,9 +14,9 @@ from penstock.backend.kv_cache.budget import KvBudget
 from penstock.backend.kv_cache.memory import Memory
 from penstock.backend.main import app, check_host_memory, check_memory, pass_options, plan_cache
 from penstock.backend.options import BackendOptions
-from penstock.backend.passes.decoder.cpu.ops_native import NativeOps
-from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
-from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from tests.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:
@@ -237,17 +237,17 @@ def test_what_auto_leaves_is_allocated_to_the_byte_and_never_exceeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any, native: bool
 ) -> None:
     if not native:
-        monkeypatch.setattr("penstock.backend.passes.decoder.forward_pass.load_library", lambda: None)
+        monkeypatch.setattr("penstock.backend.passes.decoder.cpu.forward_pass.load_library", lambda: None)
     model_dir = make_checkpoint("qwen3", tmp_path)
     options = BackendOptions(model=str(model_dir), kv_budget="auto", kv_dtype=kv_dtype, page_size=16, max_running=64)
     settings = pass_options(options)
-    spec = DecoderPass.describe(model_dir, settings)
+    spec = CpuDecoderPass.describe(model_dir, settings)
     reserve, left = 512_000_000, 5_000_001
     memory = Memory(GB, spec.weight_bytes + reserve + left, "this machine")
     plan = plan_cache(options, spec, settings.device, memory)
     assert plan.budget.num_bytes == left
-    forward_pass = DecoderPass.load(model_dir, settings)
-    assert isinstance(forward_pass, DecoderPass)
+    forward_pass = CpuDecoderPass.load(model_dir, settings)
+    assert isinstance(forward_pass, CpuDecoderPass)
     forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
     allocated = cache_bytes(forward_pass)
     forward_pass.close()
@@ -257,7 +257,7 @@ def test_what_auto_leaves_is_allocated_to_the_byte_and_never_exceeded(
     check_memory(plan, memory)
 
 
-def cache_bytes(forward_pass: DecoderPass) -> int:
+def cache_bytes(forward_pass: CpuDecoderPass) -> int:
     ops = forward_pass._ops
     if isinstance(ops, NativeOps):
         return sum(layer.numel() for layer in ops.cache)

@@ -1,124 +1,39 @@
-"""DecoderPass: the Llama family behind `IBatchedForwardPass`, on the CPU; on a GPU CudaDecoderPass takes its place."""
+"""DecoderPass: the Llama family behind `IBatchedForwardPass`. Chooses the implementation for the device."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-import torch
-
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
-from penstock.backend.passes.decoder.cpu.heap import freed_memory_returns
-from penstock.backend.passes.decoder.cpu.native_library import load_library
-from penstock.backend.passes.decoder.cpu.ops_deterministic import DeterministicTorchOps
-from penstock.backend.passes.decoder.cpu.ops_native import NativeOps, native_serves
-from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
-from penstock.backend.passes.decoder.cpu.threads import usable_cores
+from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
-from penstock.backend.passes.decoder.model import DecoderModel
-from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, HeadShape, HostOps
-from penstock.backend.passes.decoder.prompt_embeddings import check_embeddings
-from penstock.backend.passes.decoder.spec import make_spec
-from penstock.backend.sampling.sampler import HostSampling
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from numpy.typing import NDArray
 
-    from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.backend.passes.decoder.model import Weights
-
-
-SPIN_S = 50e-6
-"""How long a kernel thread waits awake for the next operation: longer than the gaps within a step, shorter than those
-between steps."""
-
-
-class DecoderPass(HostSampling):
-    """One decoder on the CPU. Logits travel to the host as numpy float32, where they are sampled."""
-
-    def __init__(
-        self, config: DecoderConfig, weights: Weights, ops: HostOps, dtype: torch.dtype, max_running: int
-    ) -> None:
-        super().__init__(config.vocab_size, max_running)
-        self._config = config
-        self._ops = ops
-        with torch.inference_mode():
-            self._model = DecoderModel(config, ops, weights, dtype)
-        self._spec = make_spec(config, dtype, CPU_KV_DTYPES)
+class DecoderPass(IBatchedForwardPass):
+    """The registered pass. It has no instances: `load` returns a CpuDecoderPass or a CudaDecoderPass."""
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
-        # Here, as in `load`: with weights from elsewhere the pass needs no package that reads checkpoints.
-        from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
-        from penstock.backend.checkpoint.weights import choose_dtype
-
-        model_dir = _needed(model_dir)
-        if options.device != "cpu":
-            return CudaDecoderPass.describe(model_dir, options)
-        config = read_decoder_config(model_dir, options.max_context_tokens)
-        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
-        return make_spec(config, dtype, CPU_KV_DTYPES)
+        implementation = CpuDecoderPass if options.device == "cpu" else CudaDecoderPass
+        return implementation.describe(_require(model_dir), options)
 
     @classmethod
-    def load(cls, model_dir: Path | None, options: PassOptions) -> DecoderPass | CudaDecoderPass:
-        """On a GPU it is another pass, with the same weights."""
-        from penstock.backend.checkpoint.config_json import read_decoder_config
-        from penstock.backend.checkpoint.weights import open_weights
-
-        model_dir = _needed(model_dir)
-        kind, _, index = options.device.partition(":")
-        if kind == "cuda":
-            return CudaDecoderPass.load(model_dir, options, _open_gpu(int(index)))
-        config = read_decoder_config(model_dir, options.max_context_tokens)
-        with freed_memory_returns(), open_weights(model_dir, config) as weights:
-            dtype = weights.choose_dtype(options.dtype)
-            ops = make_cpu_ops(config, dtype, options.max_batch_tokens, deterministic=options.deterministic)
-            return cls(config, weights, ops, dtype, options.max_running)
-
-    @property
-    def spec(self) -> PassSpec:
-        return self._spec
-
-    def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        self._ops.create_cache(self._config.num_layers, num_pages, page_size_tokens, kv_dtype)
-
-    @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
-        check_embeddings(batch)
-        input_ids = self.begin_step(batch)
-        if batch.embeddings:
-            input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is no place in the table
-        step = self._ops.begin_step(batch, input_ids)
-        logits = self._model.forward(step, wants_logits=len(batch.logit_rows) > 0)
-        if logits is None:
-            return np.empty((0, self._config.vocab_size), np.float32)
-        return cast("NDArray[np.float32]", logits)
-
-    def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        # The operations may reuse their buffer at the next step.
-        return logits.copy()
-
-    @property
-    def hidden_size(self) -> int:
-        return self._config.hidden_size
-
-    @torch.inference_mode()
-    def host_hidden_states(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        if not len(logits):
-            return np.empty((0, self.hidden_size), np.float32)
-        return self._ops.normed_rows(self._model.normed, len(logits))
-
-    @property
-    def embedding_size(self) -> int:
-        return self._config.hidden_size
-
-    def close(self) -> None:
-        self._ops.close()
+    def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
+        model_dir = _require(model_dir)
+        loaded: CpuDecoderPass | CudaDecoderPass
+        if options.device == "cpu":
+            loaded = CpuDecoderPass.load(model_dir, options)
+        else:
+            _, _, index = options.device.partition(":")
+            loaded = CudaDecoderPass.load(model_dir, options, _open_gpu(int(index)))
+        # They differ from the interface only in what their own class methods take.
+        return cast("IBatchedForwardPass", loaded)
 
 
 def _open_gpu(index: int) -> CudaDevice:
@@ -128,19 +43,7 @@ def _open_gpu(index: int) -> CudaDevice:
         raise StartupError(f"GPU {index} cannot be used: {str(error).strip().splitlines()[0]}") from error
 
 
-def _needed(model_dir: Path | None) -> Path:
+def _require(model_dir: Path | None) -> Path:
     if model_dir is None:
         raise StartupError("the decoder pass needs a model: give --model a directory or a hub id")
     return model_dir
-
-
-def make_cpu_ops(
-    config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: int, *, deterministic: bool = False
-) -> HostOps:
-    """The fastest operations that this machine offers for the model; the native ones are always deterministic."""
-    library = load_library() if native_serves(config) else None
-    if library is not None:
-        return NativeOps(library, config, dtype, max_batch_tokens, usable_cores(), SPIN_S)
-    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    kind = DeterministicTorchOps if deterministic else TorchOps
-    return kind(heads, config.rope, config.rms_norm_eps, dtype)

@@ -65,7 +65,7 @@ class DecoderModel:
         self._layers = [_pack_layer(config, ops, weights.layer(i, dtype), i) for i in range(config.num_layers)]
         self._final_norm = ops.vector(weights.final_norm(dtype))
 
-    def forward(self, step: Step, *, wants_logits: bool) -> Array | None:
+    def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
         """Logits of the step's logit rows, [L, vocab] fp32; None where no row wants any."""
         ops = self._ops
         residual = ops.embed(self._embedding, step)
@@ -75,7 +75,7 @@ class DecoderModel:
         # Past the last layer's cache write only the tokens whose logits are wanted matter.
         last = self._layers[-1]
         qkv = self._project(last, residual, step)
-        if not wants_logits:
+        if not needs_logits:
             return None
         qkv, residual, step = ops.last_tokens(qkv, residual, step)
         self._attend_and_mix(last, qkv, residual, step)

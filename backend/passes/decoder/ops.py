@@ -23,7 +23,7 @@ is e4m3 without a scale."""
 CPU_KV_DTYPES = ("fp32", "bf16", "q8_0")
 
 
-def quantisable(head_dim: int) -> bool:
+def supports_q8_0(head_dim: int) -> bool:
     """Whether a head's values fill whole blocks, as q8_0 asks."""
     return head_dim % KV_BLOCK_VALUES == 0
 
@@ -124,7 +124,7 @@ class Ops(Protocol):
     def close(self) -> None: ...
 
 
-class HostOps(Ops, Protocol):
+class CpuOps(Ops, Protocol):
     """The operations on the CPU, with the step and the cache in their own hands."""
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...

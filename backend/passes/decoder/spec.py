@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.tensors import expected_tensors
 from penstock.backend.forward_pass import PassSpec
-from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, quantisable
+from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES, supports_q8_0
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def make_spec(config: DecoderConfig, dtype: torch.dtype, kv_dtypes: Iterable[str]) -> PassSpec:
     """The spec of a model whose weights are of dtype; a KV cache wider than the weights is there for those who ask."""
     values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    widths = {name: KV_BLOCK_BYTES[name] for name in kv_dtypes if name != "q8_0" or quantisable(config.head_dim)}
+    widths = {name: KV_BLOCK_BYTES[name] for name in kv_dtypes if name != "q8_0" or supports_q8_0(config.head_dim)}
     order = sorted(widths, key=lambda name: (widths[name] > KV_BLOCK_VALUES * dtype.itemsize, -widths[name]))
     num_weights = sum(math.prod(tensor.shape) for tensor in expected_tensors(config))
     return PassSpec(

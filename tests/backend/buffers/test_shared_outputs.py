@@ -16,7 +16,7 @@ from penstock.backend.buffers.options import check_choice, make_exporter, open_d
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, EmbeddingRows, IBatchedForwardPass, PassOptions, StepBatch
 from penstock.backend.main import DEMO_MODEL_DIR
-from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.fake import FakePass, embedded_token
 from penstock.shm.client.client import BufferSlice, GenerationRequest
 from penstock.shm.messages import BufferContent, BufferKind, BufferWish, ContentSpec, Finish, Sampling
@@ -78,7 +78,7 @@ def fake() -> IBatchedForwardPass:
 
 def decoder() -> IBatchedForwardPass:
     options = PassOptions(dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=32, deterministic=True)
-    forward_pass = DecoderPass.load(DEMO_MODEL_DIR, options)
+    forward_pass = CpuDecoderPass.load(DEMO_MODEL_DIR, options)
     forward_pass.create_cache(NUM_PAGES, PAGE, "fp32")
     return forward_pass
 

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarDesk
 from penstock.shm.messages import Constraints, Finish, Grammar, Sampling
@@ -40,7 +40,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         eos_token_id=EOS,
     )
     compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
-    forward_pass = DecoderPass.load(model_dir, PassOptions(max_running=MAX_RUNNING, dtype="fp32"))
+    forward_pass = CpuDecoderPass.load(model_dir, PassOptions(max_running=MAX_RUNNING, dtype="fp32"))
     bench = Bench(
         vocab_size=VOCAB_SIZE,
         num_pages=140,  # less than they all want at once

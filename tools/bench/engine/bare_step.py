@@ -22,16 +22,16 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
 from penstock.backend.main import locate_model
 from penstock.backend.options import BackendOptions
-from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
-from penstock.backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.shm.process.options import fail, make_app
 from penstock.tools.bench.engine.floor import BareStep
 from penstock.tools.bench.options import Counts
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.ops import HostOps
+    from penstock.backend.passes.decoder.ops import CpuOps
 
 _WARM_UP_STEPS = 5
 _STEPS = 40
@@ -50,7 +50,7 @@ app = make_app("bare_step", "Prints the bare work of a decode step, as JSON.")
 class TimedOps:
     """Operations that add up the seconds they take, by part. Each returns when its work is done."""
 
-    def __init__(self, ops: HostOps) -> None:
+    def __init__(self, ops: CpuOps) -> None:
         self._ops = ops
         self.seconds = {"linears": 0.0, "attention": 0.0}
 
@@ -73,7 +73,7 @@ class TimedOps:
 class Decoder:
     """One implementation with its model."""
 
-    forward_pass: DecoderPass
+    forward_pass: CpuDecoderPass
     ops: TimedOps
 
     def step(self, batch: StepBatch) -> tuple[float, float, float]:
@@ -131,7 +131,7 @@ def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> li
             del offered[1]
         for ops in offered:
             timed = TimedOps(ops)
-            forward_pass = DecoderPass(config, weights, cast("HostOps", timed), dtype, max_batch)
+            forward_pass = CpuDecoderPass(config, weights, cast("CpuOps", timed), dtype, max_batch)
             kv_dtype = (
                 next(iter(forward_pass.spec.kv_bytes_per_token)) if options.kv_dtype == "auto" else options.kv_dtype
             )

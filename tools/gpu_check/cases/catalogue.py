@@ -12,7 +12,7 @@ import torch
 from penstock.backend.passes.decoder.cuda.attention.limits import HEAD_DIMS
 from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
-from penstock.backend.passes.decoder.ops import HeadShape, quantisable
+from penstock.backend.passes.decoder.ops import HeadShape, supports_q8_0
 from penstock.tools.gpu_check.cases import decode, elementwise, prefill, ptx, sampling
 from penstock.tools.gpu_check.cases.comparing import require, require_same_bits, require_within
 from penstock.tools.gpu_check.cases.paged_rows import Row
@@ -36,7 +36,7 @@ class Check:
 def caches() -> Iterator[tuple[str, int]]:
     """(KV dtype, head size) of each attention kernel."""
     for kv_dtype in KV_MACRO:
-        yield from ((kv_dtype, head_dim) for head_dim in HEAD_DIMS if kv_dtype != "q8_0" or quantisable(head_dim))
+        yield from ((kv_dtype, head_dim) for head_dim in HEAD_DIMS if kv_dtype != "q8_0" or supports_q8_0(head_dim))
 
 
 def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
@@ -120,7 +120,7 @@ def _elementwise(
         yield Check("gather", name, partial(elementwise.check_gather, dtype=dtype), is_of_8b)
         for kv_dtype in KV_MACRO:
             for number, head_dim in enumerate(head_dims):
-                if kv_dtype == "q8_0" and not quantisable(head_dim):
+                if kv_dtype == "q8_0" and not supports_q8_0(head_dim):
                     continue
                 page_size = page_sizes[number % len(page_sizes)]
                 case = partial(elementwise.StoreCase, HeadShape(7, 1, head_dim), kv_dtype, page_size, head_dim)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT
-from penstock.backend.passes.decoder.cpu.torch_cache import quantise
+from penstock.backend.passes.decoder.cpu.torch_kv_cache import quantise_q8_0
 from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.cuda.elementwise import Elementwise
 from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays as Rows
@@ -172,7 +172,7 @@ def check_stored(
 ) -> None:
     """heads [num_kv_heads, head_dim]. exact: they are what was handed in, and so every bit is known."""
     if kv_dtype == "q8_0":
-        expected, expected_scales = quantise(heads.to(dtype))
+        expected, expected_scales = quantise_q8_0(heads.to(dtype))
         if exact:
             require_same_bits("quantised numbers", numbers, expected.flatten(1))
             require_same_bits("scales", scales, expected_scales.squeeze(-1))

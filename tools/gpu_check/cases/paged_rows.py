@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cpu.torch_cache import quantise
+from penstock.backend.passes.decoder.cpu.torch_kv_cache import quantise_q8_0
 from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays
 
@@ -110,7 +110,7 @@ class PagedRows:
 def encode(x: Tensor, kv_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """Of x [..., head_dim]: its bytes, its scales' bytes, and the numbers that these mean, in float64."""
     if kv_dtype == "q8_0":
-        numbers, scales = quantise(x)
+        numbers, scales = quantise_q8_0(x)
         value = (numbers.double() * scales.double()).flatten(-2)
         return numbers.flatten(-2).view(torch.uint8), scales.squeeze(-1).contiguous().view(torch.uint8), value
     y = x.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv_dtype])

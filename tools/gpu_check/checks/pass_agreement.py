@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens
-from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.coverage import StepSizes
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY, RandomWeights
@@ -119,13 +119,13 @@ def _prompts(config: DecoderConfig) -> list[NDArray[np.int32]]:
     return [rng.integers(0, config.vocab_size, _PROMPT_TOKENS).astype(np.int32) for _ in range(_ROWS)]
 
 
-def _on_cpu(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> DecoderPass:
+def _on_cpu(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> CpuDecoderPass:
     """In fp32 throughout, of weights that were rounded to dtype."""
     weights = RandomWeights(config, dtype, torch.device("cpu"))
     # By torch alone: nothing is compiled for it, and it shares no code with our kernels.
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     ops = TorchOps(heads, config.rope, config.rms_norm_eps, torch.float32)
-    made = DecoderPass(config, weights, ops, torch.float32, _ROWS)
+    made = CpuDecoderPass(config, weights, ops, torch.float32, _ROWS)
     made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, "fp32")
     return made
 

@@ -24,7 +24,7 @@ SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
 ABI = 2
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
-AVX2_ONLY = ("-mno-avx512f", "-mavx2", "-mfma", "-mf16c")
+AVX2_FLAGS = ("-mno-avx512f", "-mavx2", "-mfma", "-mf16c")
 """Flags for the kernels of a machine without AVX-512, to be tried on one that has it."""
 
 _COMPILE_TIMEOUT_S = 120.0

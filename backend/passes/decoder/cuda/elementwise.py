@@ -12,7 +12,7 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
-from penstock.backend.passes.decoder.ops import quantisable
+from penstock.backend.passes.decoder.ops import supports_q8_0
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,7 @@ def refusal(hidden_size: int, intermediate_size: int, head_dim: int, rotary_dim:
     ):
         if value % unit or (limit is not None and value > limit):
             return f"{name} is {value}; it must be a multiple of {unit}" + (f", at most {limit}" if limit else "")
-    if kv_dtype == "q8_0" and not quantisable(head_dim):
+    if kv_dtype == "q8_0" and not supports_q8_0(head_dim):
         return f"head_dim is {head_dim}; a q8_0 cache needs a multiple of 32"
     return None
 

@@ -17,7 +17,6 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
-from penstock.backend.passes.decoder.cpu.heap import freed_memory_returns
 from penstock.backend.passes.decoder.cuda import step_buffers
 from penstock.backend.passes.decoder.cuda.cache.host_pool import HostPool, TokenCosts, open_pool
 from penstock.backend.passes.decoder.cuda.cache.page_moves import PageMoves
@@ -40,6 +39,7 @@ from penstock.backend.passes.decoder.cuda.ops import CudaOps, CudaStep
 from penstock.backend.passes.decoder.cuda.results import PendingTokens, ResultBuffers
 from penstock.backend.passes.decoder.cuda.sampling import DeviceSampler, Selection, SlotArrays
 from penstock.backend.passes.decoder.cuda.step_buffers import StepBuffers
+from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
@@ -116,7 +116,7 @@ class CudaDecoderPass:
         from penstock.backend.checkpoint.weights import open_weights
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
-        with freed_memory_returns(), open_weights(model_dir, config) as weights:
+        with return_freed_memory(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype, torch.float16)
             try:
                 return cls(config, weights, device, dtype, step_sizes(config, options), options.host_kv_bytes)
@@ -251,7 +251,7 @@ class CudaDecoderPass:
             is_narrow=is_narrow,
         )
         self._ops.begin(step)
-        self._model.forward(step, wants_logits=num_logits > 0)
+        self._model.forward(step, needs_logits=num_logits > 0)
         return self._ops.logits_of(num_logits)
 
     def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingTokens:
@@ -271,7 +271,7 @@ class CudaDecoderPass:
         rows, logit_rows = buffers.rows.cut(num_rows), buffers.logit_rows.cut(num_rows)
         step = CudaStep(num_rows, rows, num_rows, None, logit_rows, buffers.logit_tokens[:num_rows], True)
         self._ops.begin(step)
-        self._model.forward(step, wants_logits=True)
+        self._model.forward(step, needs_logits=True)
 
     def _warm_up(self, num_tokens: int) -> float:
         """Prefill steps as large as they get, in pages that nobody owns yet. Returns the last one's seconds a token."""

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.decoder.cpu.native_library import (
-    AVX2_ONLY,
+    AVX2_FLAGS,
     LibraryUnavailableError,
     cache_dir,
     find_compiler,
     load_library,
     open_library,
 )
-from penstock.backend.passes.decoder.cpu.ops_deterministic import DeterministicTorchOps
-from penstock.backend.passes.decoder.cpu.ops_native import NativeOps, native_serves
-from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
+from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.ops import HeadShape, Ops
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ def make_native_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, n
     library = load_library()
     if library is None:
         pytest.skip("this machine has no native kernels")
-    assert native_serves(config)
+    assert supports_native_ops(config)
     return NativeOps(library, config, dtype, max_batch_tokens=8, num_threads=num_threads, spin_s=20e-6)
 
 
 def make_avx2_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
     """The kernels as a machine without AVX-512 has them."""
     try:
-        library = open_library(cache_dir(), find_compiler(), AVX2_ONLY)
+        library = open_library(cache_dir(), find_compiler(), AVX2_FLAGS)
     except LibraryUnavailableError as error:
         pytest.skip(f"this machine has no AVX2 kernels: {error}")
     return NativeOps(library, config, dtype, max_batch_tokens=8, num_threads=num_threads, spin_s=20e-6)

@@ -1,4 +1,4 @@
-"""DecoderPass against transformers, for every architecture, however prompts are cut and whoever shares the batch."""
+"""CpuDecoderPass against transformers, for every architecture, however prompts are cut and whoever shares the batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
-from penstock.backend.passes.decoder import forward_pass
-from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
-from penstock.backend.passes.decoder.forward_pass import DecoderPass, make_cpu_ops
+from penstock.backend.passes.decoder.cpu import forward_pass
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
@@ -62,11 +62,11 @@ def oracle_logits(architecture: str, tokens: Prompt) -> NDArray[np.float32]:
 
 def make_pass(
     architecture: str, make_ops: MakeOps, dtype: torch.dtype = torch.float32, max_context_tokens: int | None = None
-) -> DecoderPass:
+) -> CpuDecoderPass:
     model_dir = checkpoint(architecture)
     config = read_decoder_config(model_dir, max_context_tokens)
     with open_weights(model_dir, config) as weights:
-        return DecoderPass(config, weights, make_ops(config, dtype), dtype, max_running=32)
+        return CpuDecoderPass(config, weights, make_ops(config, dtype), dtype, max_running=32)
 
 
 def prompts(lengths: tuple[int, ...] = RAGGED, seed: int = 0) -> list[Prompt]:
@@ -249,7 +249,7 @@ def test_what_is_not_the_sequences_own_is_never_read(page_size: int, kv_dtype: s
     assert results[1][1] == results[0][1]
 
 
-def cache_tensors(decoder: DecoderPass) -> list[torch.Tensor]:
+def cache_tensors(decoder: CpuDecoderPass) -> list[torch.Tensor]:
     ops: Any = decoder._ops
     if isinstance(ops, TorchOps):
         return [tensor for heads in (*ops.keys, *ops.values) for tensor in heads.tensors]
@@ -257,7 +257,7 @@ def cache_tensors(decoder: DecoderPass) -> list[torch.Tensor]:
     return tensors
 
 
-def poison(decoder: DecoderPass) -> None:
+def poison(decoder: CpuDecoderPass) -> None:
     """NaN in every number of the cache that can be one: all bits set are a NaN in fp32, bf16 and binary16."""
     for tensor in cache_tensors(decoder):
         tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 0xFF if tensor.dtype is torch.uint8 else -1)
@@ -294,7 +294,7 @@ def test_a_cache_has_exactly_the_bytes_that_were_announced(make_ops: MakeOps) ->
 
 def test_kv_dtypes_are_offered_from_the_weights_own_down_and_wider_ones_last() -> None:
     def offered(dtype: str) -> dict[str, int]:
-        return dict(DecoderPass.describe(checkpoint("qwen3"), PassOptions(dtype=dtype)).kv_bytes_per_token)
+        return dict(CpuDecoderPass.describe(checkpoint("qwen3"), PassOptions(dtype=dtype)).kv_bytes_per_token)
 
     values = 2 * 3 * 2 * 32
     sizes = {"fp32": 4 * values, "bf16": 2 * values, "q8_0": values * 34 // 32}
@@ -304,7 +304,7 @@ def test_kv_dtypes_are_offered_from_the_weights_own_down_and_wider_ones_last() -
 
 
 def test_heads_that_fill_no_blocks_have_no_q8_0() -> None:
-    spec = DecoderPass.describe(checkpoint("llama3"), PassOptions())
+    spec = CpuDecoderPass.describe(checkpoint("llama3"), PassOptions())
     assert set(spec.kv_bytes_per_token) == {"fp32", "bf16"}
     settings = {"page_size_tokens": 16, "max_context_tokens": None, "max_running": 4, "budget": KvBudget(1 << 30)}
     with pytest.raises(StartupError, match="--kv-dtype is q8_0; this forward pass has fp32, bf16"):

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.decoder import forward_pass
-from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.decoder.cpu import forward_pass
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.shm.messages import Sampling
 from tests.backend.harness import Bench, Received
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
@@ -40,8 +40,8 @@ def checkpoint(head_dim: int) -> Path:
     return make_checkpoint("llama3", Path(mkdtemp()), dtype=torch.bfloat16, head_dim=head_dim)
 
 
-def load_on_cpu() -> DecoderPass:
-    return DecoderPass.load(checkpoint(head_dim=32), OPTIONS)
+def load_on_cpu() -> CpuDecoderPass:
+    return CpuDecoderPass.load(checkpoint(head_dim=32), OPTIONS)
 
 
 def load_on_emulator() -> EmulatedCudaPass:

@@ -1,5 +1,5 @@
 // The decoder's operations for one x86-64 machine with AVX-512 or AVX2: plain C functions, called through ctypes by
-// ops_native.py. One translation unit; each header has one purpose:
+// native_ops.py. One translation unit; each header has one purpose:
 //
 //   vectors.h    sixteen numbers at a time, on either kind of machine
 //   pool.h       the threads

@@ -15,14 +15,14 @@ constexpr int kBlock = 64;        // key positions per softmax block, whatever t
 constexpr int kPiece = 512;       // key positions after which softmax starts anew, to be merged: what threads may share
 constexpr int kMaxHeadDim = 1024;
 
-struct Linear {  // mirrored by ops_native.py
+struct Linear {  // mirrored by native_ops.py
     const void* packed;
     const float* bias;  // [outputs], or null; of a gated pair [gate | up]
     i64 inputs;
     i64 outputs;  // of a gated pair: of one of the two
 };
 
-struct Attention {  // mirrored by ops_native.py
+struct Attention {  // mirrored by native_ops.py
     void* cache;
     const float* q_norm;  // [head_dim] or null, and so k_norm
     const float* k_norm;
@@ -30,9 +30,9 @@ struct Attention {  // mirrored by ops_native.py
     i64 uses_rope;
 };
 
-enum CacheForm : i64 { kFloatCache = 0, kBf16Cache = 1, kQ8Cache = 2 };  // as in ops_native.py
+enum CacheForm : i64 { kFloatCache = 0, kBf16Cache = 1, kQ8Cache = 2 };  // as in native_ops.py
 
-struct Shape {  // mirrored by ops_native.py
+struct Shape {  // mirrored by native_ops.py
     i64 hidden;
     i64 num_heads;
     i64 num_kv_heads;

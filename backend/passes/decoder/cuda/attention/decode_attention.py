@@ -24,7 +24,7 @@ from penstock.backend.passes.decoder.cuda.attention.limits import (
 )
 from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.launch.launcher import Grid, Kernel, Launcher
-from penstock.backend.passes.decoder.ops import quantisable
+from penstock.backend.passes.decoder.ops import supports_q8_0
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ def kernels() -> Iterator[Kernel]:
     yield PLAN
     for kv_dtype in KV_MACRO:
         for head_dim in HEAD_DIMS:
-            if kv_dtype != "q8_0" or quantisable(head_dim):
+            if kv_dtype != "q8_0" or supports_q8_0(head_dim):
                 yield _attention(kv_dtype, head_dim, _RING_TILES[0])
 
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO
-from penstock.backend.passes.decoder.ops import KV_BLOCK_VALUES, quantisable
+from penstock.backend.passes.decoder.ops import KV_BLOCK_VALUES, supports_q8_0
 
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
@@ -23,7 +23,7 @@ def check_shape(layout: CacheLayout, num_heads: int) -> None:
     _require_one_of("head_dim", layout.head_dim, HEAD_DIMS)
     _require_one_of("kv_dtype", layout.kv_dtype, tuple(KV_MACRO))
     _require_one_of("page_size_tokens", layout.page_size_tokens, PAGE_SIZES_TOKENS)
-    if layout.kv_dtype == "q8_0" and not quantisable(layout.head_dim):
+    if layout.kv_dtype == "q8_0" and not supports_q8_0(layout.head_dim):
         raise ValueError(f"head_dim is {layout.head_dim}; a q8_0 cache needs a multiple of {KV_BLOCK_VALUES}")
     group, rest = divmod(num_heads, layout.num_kv_heads)
     if rest or not 1 <= group <= MAX_GROUP:

@@ -17,7 +17,7 @@ import torch
 from penstock.backend.passes.decoder.cuda.attention.limits import HEAD_DIMS, check_logits, check_shape
 from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel, Launcher
-from penstock.backend.passes.decoder.ops import quantisable
+from penstock.backend.passes.decoder.ops import supports_q8_0
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +34,7 @@ def kernels() -> Iterator[Kernel]:
     """Every instantiation."""
     for kv_dtype in KV_MACRO:
         for head_dim in HEAD_DIMS:
-            if kv_dtype != "q8_0" or quantisable(head_dim):
+            if kv_dtype != "q8_0" or supports_q8_0(head_dim):
                 yield _attention(kv_dtype, head_dim)
 
 

@@ -17,7 +17,7 @@ from penstock.backend.passes.decoder.cpu.native_library import (
     load_library,
     open_library,
 )
-from penstock.backend.passes.decoder.cpu.threads import prepare_threads, usable_cores
+from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads, num_usable_cores
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_what_was_compiled_once_is_used_without_a_compiler(compiled: Path) -> No
 def test_a_change_in_any_source_file_means_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = shutil.copytree(native_library.SOURCE.parent, tmp_path / "kernels")
     monkeypatch.setattr(native_library, "SOURCE", kernels / "cpu.cpp")
-    found = {native_library._fingerprint(()), native_library._fingerprint(native_library.AVX2_ONLY)}
+    found = {native_library._fingerprint(()), native_library._fingerprint(native_library.AVX2_FLAGS)}
     ours = [path for path in kernels.iterdir() if path.suffix in (".cpp", ".h")]
     for path in ours:
         path.write_text(path.read_text() + "\n")
@@ -116,18 +116,18 @@ def test_cores_are_those_of_the_affinity_within_the_quota(content: str, quota: i
     cpu_max = tmp_path / "cpu.max"
     cpu_max.write_text(content)
     own = len(os.sched_getaffinity(0))
-    assert usable_cores(cpu_max) == (own if quota is None else min(own, quota))
-    assert usable_cores(tmp_path / "missing") == own
+    assert num_usable_cores(cpu_max) == (own if quota is None else min(own, quota))
+    assert num_usable_cores(tmp_path / "missing") == own
 
 
 def test_threads_are_told_to_sleep_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    prepare_threads()
+    configure_torch_threads()
     assert os.environ["OMP_WAIT_POLICY"] == "passive"
-    assert int(os.environ["OMP_NUM_THREADS"]) == usable_cores()
+    assert int(os.environ["OMP_NUM_THREADS"]) == num_usable_cores()
     monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
     monkeypatch.delenv("OMP_WAIT_POLICY")
-    prepare_threads()
+    configure_torch_threads()
     assert "OMP_WAIT_POLICY" not in os.environ

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from penstock.backend.checkpoint.decoder_config import DecoderConfig, RopeConfig
 from penstock.backend.forward_pass import StepBatch
-from penstock.backend.passes.decoder.cpu.linears import PackedLinear
-from penstock.backend.passes.decoder.cpu.ops_native import NativeOps
-from penstock.backend.passes.decoder.cpu.torch_cache import Q8Heads
+from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
+from penstock.backend.passes.decoder.cpu.torch_kv_cache import Q8KvPages
+from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 from penstock.backend.passes.decoder.ops import AttentionLayer
 from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
 
@@ -238,7 +238,7 @@ def as_cached(x: Tensor, kv_dtype: str) -> Tensor:
 def stored_blocks(ops: Any, page_size: int) -> list[tuple[Tensor, Tensor]]:
     """Of keys and of values, int8 [pages, page_size, kv_heads, dim] and scales, as many for 32 dimensions each."""
     if not isinstance(ops, NativeOps):
-        heads: list[Q8Heads] = [ops.keys[0], ops.values[0]]
+        heads: list[Q8KvPages] = [ops.keys[0], ops.values[0]]
         return [
             (side.numbers.flatten(3).permute(1, 2, 0, 3), side.scales.squeeze(4).permute(1, 2, 0, 3)) for side in heads
         ]

@@ -14,7 +14,7 @@ from penstock.backend.passes.decoder.cuda.attention.decode_attention import Deco
 from penstock.backend.passes.decoder.cuda.attention.limits import HEAD_DIMS
 from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
-from penstock.backend.passes.decoder.ops import quantisable
+from penstock.backend.passes.decoder.ops import supports_q8_0
 from penstock.tools.gpu_check.cases.decode import (
     H200_SHARED_BYTES,
     TOLERANCE,
@@ -48,7 +48,7 @@ class Batch(DecodeCase):
         return out
 
 
-ALL_CACHES = [(d, kv_dtype) for kv_dtype in KV_MACRO for d in HEAD_DIMS if kv_dtype != "q8_0" or quantisable(d)]
+ALL_CACHES = [(d, kv_dtype) for kv_dtype in KV_MACRO for d in HEAD_DIMS if kv_dtype != "q8_0" or supports_q8_0(d)]
 
 
 @pytest.mark.parametrize(("head_dim", "kv_dtype"), ALL_CACHES)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cpu.torch_cache import quantise
+from penstock.backend.passes.decoder.cpu.torch_kv_cache import quantise_q8_0
 from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.elementwise import refusal
-from penstock.backend.passes.decoder.ops import HeadShape, quantisable
+from penstock.backend.passes.decoder.ops import HeadShape, supports_q8_0
 from penstock.tools.gpu_check.cases.elementwise import (
     DTYPES,
     Rows,
@@ -96,7 +96,7 @@ def test_each_dtype_is_stored_in_each_cache(dtype: torch.dtype, kv_dtype: str) -
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 def test_heads_and_pages_of_all_sizes_are_stored(head_dim: int, page_size: int, kv_dtype: str) -> None:
-    if kv_dtype == "q8_0" and not quantisable(head_dim):
+    if kv_dtype == "q8_0" and not supports_q8_0(head_dim):
         assert refusal(8, 8, head_dim, head_dim, kv_dtype) is not None
         return
     check_store(LAUNCHERS["fast"], StoreCase(HeadShape(7, 1, head_dim), kv_dtype, page_size, head_dim), torch.bfloat16)
@@ -135,12 +135,12 @@ def test_q8_0_is_the_cpus_bit_for_bit_at_the_edges() -> None:
     for scale in (1e-45, 1e-39, 1e-37, 1e-36, 1e-8, 1.0, 3e4, 1e7, 3e38):
         values = torch.randn(64).clamp(-1, 1) * scale
         values[:4] = torch.tensor([scale, -scale, scale * 0.5 / 127, -0.0])
-        expected, expected_scales = quantise(values)
+        expected, expected_scales = quantise_q8_0(values)
         numbers, scales = store_values(values, "q8_0")
         assert torch.equal(numbers, expected.flatten()), scale
         assert torch.equal(scales, expected_scales.flatten()), scale
     halves = torch.arange(-64, 64).clamp(-63.5, 63.5) + 0.5  # of a scale of 0.5: every second is a tie
-    expected, _ = quantise(halves)
+    expected, _ = quantise_q8_0(halves)
     assert torch.equal(store_values(halves, "q8_0")[0], expected.flatten())
 
 

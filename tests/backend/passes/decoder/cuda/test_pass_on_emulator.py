@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from penstock.backend.forward_pass import SamplingParams
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.graphs import DecodeGraphs
-from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.decoder.cuda.tiny_models import (
@@ -69,7 +69,7 @@ def test_pages_of_any_size_that_the_kernels_have_hold_the_same(page_size: int) -
 
 @pytest.mark.parametrize("architecture", ["llama3", "qwen3", "mistral"])
 def test_greedy_tokens_are_those_of_the_cpu_pass(architecture: str) -> None:
-    on_cpu = DecoderPass.load(checkpoint(architecture), options())
+    on_cpu = CpuDecoderPass.load(checkpoint(architecture), options())
     tokens = []
     for driver in (make_driver(architecture), Driver(on_cpu, num_pages=32, page_size=16)):
         run_prompts(driver, prompts(seed=1))
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_the_cpu_pass(architecture: str) -> None:
 
 def test_hidden_states_are_those_of_the_cpu_pass() -> None:
     """On the host and on the device; beside rows that are not done with their prompts, and after captured steps."""
-    on_cpu = Driver(DecoderPass.load(checkpoint("llama3"), options()), num_pages=32, page_size=16)
+    on_cpu = Driver(CpuDecoderPass.load(checkpoint("llama3"), options()), num_pages=32, page_size=16)
     on_cpu.read = on_cpu.forward_pass.host_hidden_states
     driver = make_driver()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.forward_pass import NOT_FINITE, SamplingParams, TokenMasks
-from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from tests.backend.passes.decoder.cuda.tiny_models import (
     VOCAB_SIZE,
     checkpoint,
@@ -55,7 +55,7 @@ def test_a_draw_depends_on_seed_and_position_and_on_no_neighbour() -> None:
 
 
 def test_penalties_and_biases_are_those_of_the_cpu_pass() -> None:
-    on_cpu = Driver(DecoderPass.load(checkpoint("llama3"), options()), num_pages=32, page_size=16)
+    on_cpu = Driver(CpuDecoderPass.load(checkpoint("llama3"), options()), num_pages=32, page_size=16)
     tokens = []
     for driver in (make_driver(), on_cpu):
         rows = [driver.add(prompt, PENALISED) for prompt in prompts((4, 25), seed=5)]

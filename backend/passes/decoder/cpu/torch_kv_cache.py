@@ -15,7 +15,7 @@ _MAX = 127.0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
-class PagedHeads(Protocol):
+class KvPages(Protocol):
     """Places of [num_kv_heads, num_pages, page_size, head_dim]."""
 
     @property
@@ -55,7 +55,7 @@ class _Pages:
             tensor[:, destination, :num_places] = tensor[:, source, :num_places]
 
 
-class FloatHeads(_Pages):
+class FloatKvPages(_Pages):
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         self.numbers = torch.zeros(shape, dtype=dtype)
         self.tensors = (self.numbers,)
@@ -67,7 +67,7 @@ class FloatHeads(_Pages):
         return self.numbers[:, pages].float()
 
 
-class Q8Heads(_Pages):
+class Q8KvPages(_Pages):
     """head_dim in blocks of 32 that share a scale."""
 
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
@@ -77,7 +77,7 @@ class Q8Heads(_Pages):
         self.tensors = (self.numbers, self.scales)
 
     def write(self, pages: Tensor, places: Tensor, heads: Tensor) -> None:
-        numbers, scales = quantise(heads.transpose(0, 1))
+        numbers, scales = quantise_q8_0(heads.transpose(0, 1))
         self.numbers[:, pages, places] = numbers
         self.scales[:, pages, places] = scales
 
@@ -85,14 +85,14 @@ class Q8Heads(_Pages):
         return (self.numbers[:, pages] * self.scales[:, pages].float()).flatten(-2)
 
 
-def make_paged_heads(shape: tuple[int, int, int, int], kv_dtype: str) -> PagedHeads:
+def make_kv_pages(shape: tuple[int, int, int, int], kv_dtype: str) -> KvPages:
     """shape: [num_kv_heads, num_pages, page_size, head_dim]."""
     if kv_dtype == "q8_0":
-        return Q8Heads(shape)
-    return FloatHeads(shape, {"fp32": torch.float32, "bf16": torch.bfloat16}[kv_dtype])
+        return Q8KvPages(shape)
+    return FloatKvPages(shape, {"fp32": torch.float32, "bf16": torch.bfloat16}[kv_dtype])
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_q8_0(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., head_dim] as int8 [..., head_dim / 32, 32] and binary16 scales [..., head_dim / 32, 1].
 
     GGML's q8_0: d = largest |x| / 127 and x / d to the nearest integer, ties away from zero, before d is rounded to

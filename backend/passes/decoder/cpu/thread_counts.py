@@ -15,14 +15,14 @@ from pathlib import Path
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
-def prepare_threads() -> None:
+def configure_torch_threads() -> None:
     """Makes torch's threads sleep while they wait. What the environment already says about it stays."""
     if "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_usable_cores()))
 
 
-def usable_cores(cpu_max: Path = _CGROUP_CPU_MAX) -> int:
+def num_usable_cores(cpu_max: Path = _CGROUP_CPU_MAX) -> int:
     """Cores this process may run on, at least 1: its affinity, and no more than a container's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     try:

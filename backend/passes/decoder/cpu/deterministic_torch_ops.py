@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from penstock.backend.passes.decoder.cpu.ops_torch import TorchOps
-from penstock.backend.passes.decoder.cpu.query_tiles import ONE_BY_ONE
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
+from penstock.backend.passes.decoder.cpu.torch_query_tiles import ONE_BY_ONE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cpu.linears import PackedLinear
+    from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
 
 _TILE_ROWS = 16
 

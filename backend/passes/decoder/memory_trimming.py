@@ -11,7 +11,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 @contextmanager
-def freed_memory_returns() -> Iterator[None]:
+def return_freed_memory() -> Iterator[None]:
     """Inside, blocks of 64 KB and more go back to the system the moment they are freed; glibc otherwise keeps those up
     to 32 MB in its heap, and loading would end with a third more memory than the weights take. Afterwards they are
     kept, so that a step's arrays cost no page faults. Where the C library is not glibc, nothing changes.

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from penstock.backend.passes.decoder.cpu.linears import PackedLinear
-from penstock.backend.passes.decoder.cpu.query_tiles import QueryTiles, TileLimits, cut_rows
-from penstock.backend.passes.decoder.cpu.torch_cache import PagedHeads, make_paged_heads
+from penstock.backend.passes.decoder.cpu.torch_kv_cache import KvPages, make_kv_pages
+from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
+from penstock.backend.passes.decoder.cpu.torch_query_tiles import QueryTiles, TileLimits, cut_rows
 from penstock.backend.passes.decoder.prompt_embeddings import place_embeddings
 from penstock.backend.passes.decoder.rope_table import RopeTable
 
@@ -59,9 +59,9 @@ class TorchOps:
         self._eps = rms_norm_eps
         self._dtype = dtype
         self._page_size_tokens = 0
-        self.keys: list[PagedHeads] = []
+        self.keys: list[KvPages] = []
         """Of each layer, and so values."""
-        self.values: list[PagedHeads] = []
+        self.values: list[KvPages] = []
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return PackedLinear.pack(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
@@ -81,8 +81,8 @@ class TorchOps:
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._page_size_tokens = page_size_tokens
         shape = (self._heads.num_kv_heads, num_pages, page_size_tokens, self._heads.head_dim)
-        self.keys = [make_paged_heads(shape, kv_dtype) for _ in range(num_layers)]
-        self.values = [make_paged_heads(shape, kv_dtype) for _ in range(num_layers)]
+        self.keys = [make_kv_pages(shape, kv_dtype) for _ in range(num_layers)]
+        self.values = [make_kv_pages(shape, kv_dtype) for _ in range(num_layers)]
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
         self._copy_pages(batch)

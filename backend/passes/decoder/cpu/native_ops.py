@@ -148,7 +148,7 @@ class _Buffer:
             self.address = self.rows.data_ptr()
 
 
-def native_serves(config: DecoderConfig) -> bool:
+def supports_native_ops(config: DecoderConfig) -> bool:
     """Whether the kernels can run this model: heads in whole vectors, pairs of inputs."""
     return (
         config.head_dim % 16 == 0
@@ -160,7 +160,7 @@ def native_serves(config: DecoderConfig) -> bool:
 
 
 class NativeOps:
-    """See `Ops`. dtype is the weights' and activations': torch.float32 or torch.bfloat16. Needs `native_serves`."""
+    """See `Ops`. dtype is that of weights and activations: float32 or bfloat16. Needs `supports_native_ops`."""
 
     def __init__(
         self,

@@ -1,0 +1,121 @@
+"""CpuDecoderPass: the Llama family on the CPU, by native kernels or, where there are none, by torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
+from penstock.backend.passes.decoder.cpu.deterministic_torch_ops import DeterministicTorchOps
+from penstock.backend.passes.decoder.cpu.native_library import load_library
+from penstock.backend.passes.decoder.cpu.native_ops import NativeOps, supports_native_ops
+from penstock.backend.passes.decoder.cpu.thread_counts import num_usable_cores
+from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
+from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
+from penstock.backend.passes.decoder.model import DecoderModel
+from penstock.backend.passes.decoder.ops import CPU_KV_DTYPES, CpuOps, HeadShape
+from penstock.backend.passes.decoder.prompt_embeddings import check_embeddings
+from penstock.backend.passes.decoder.spec import make_spec
+from penstock.backend.sampling.sampler import HostSampling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.passes.decoder.model import Weights
+
+
+SPIN_S = 50e-6
+"""How long a kernel thread waits awake for the next operation: longer than the gaps within a step, shorter than those
+between steps."""
+
+
+class CpuDecoderPass(HostSampling):
+    """One decoder on the CPU. Logits travel to the host as numpy float32, where they are sampled."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, ops: CpuOps, dtype: torch.dtype, max_running: int
+    ) -> None:
+        super().__init__(config.vocab_size, max_running)
+        self._config = config
+        self._ops = ops
+        with torch.inference_mode():
+            self._model = DecoderModel(config, ops, weights, dtype)
+        self._spec = make_spec(config, dtype, CPU_KV_DTYPES)
+
+    @classmethod
+    def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
+        # Imported here and in `load`: a pass with weights from elsewhere needs no package that reads checkpoints.
+        from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+        from penstock.backend.checkpoint.weights import choose_dtype
+
+        config = read_decoder_config(model_dir, options.max_context_tokens)
+        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
+        return make_spec(config, dtype, CPU_KV_DTYPES)
+
+    @classmethod
+    def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
+        from penstock.backend.checkpoint.config_json import read_decoder_config
+        from penstock.backend.checkpoint.weights import open_weights
+
+        config = read_decoder_config(model_dir, options.max_context_tokens)
+        with return_freed_memory(), open_weights(model_dir, config) as weights:
+            dtype = weights.choose_dtype(options.dtype)
+            ops = make_cpu_ops(config, dtype, options.max_batch_tokens, deterministic=options.deterministic)
+            return cls(config, weights, ops, dtype, options.max_running)
+
+    @property
+    def spec(self) -> PassSpec:
+        return self._spec
+
+    def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        self._ops.create_cache(self._config.num_layers, num_pages, page_size_tokens, kv_dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        check_embeddings(batch)
+        input_ids = self.begin_step(batch)
+        if batch.embeddings:
+            input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is no place in the table
+        step = self._ops.begin_step(batch, input_ids)
+        logits = self._model.forward(step, needs_logits=len(batch.logit_rows) > 0)
+        if logits is None:
+            return np.empty((0, self._config.vocab_size), np.float32)
+        return cast("NDArray[np.float32]", logits)
+
+    def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        # The operations may reuse their buffer at the next step.
+        return logits.copy()
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @torch.inference_mode()
+    def host_hidden_states(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        if not len(logits):
+            return np.empty((0, self.hidden_size), np.float32)
+        return self._ops.normed_rows(self._model.normed, len(logits))
+
+    @property
+    def embedding_size(self) -> int:
+        return self._config.hidden_size
+
+    def close(self) -> None:
+        self._ops.close()
+
+
+def make_cpu_ops(
+    config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: int, *, deterministic: bool = False
+) -> CpuOps:
+    """The fastest operations that this machine offers for the model; the native ones are always deterministic."""
+    library = load_library() if supports_native_ops(config) else None
+    if library is not None:
+        return NativeOps(library, config, dtype, max_batch_tokens, num_usable_cores(), SPIN_S)
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    kind = DeterministicTorchOps if deterministic else TorchOps
+    return kind(heads, config.rope, config.rms_norm_eps, dtype)
