@@ -27,7 +27,9 @@ STOP_TIMEOUT_S = 45.0
 class Command:
     """A child process whose output is read as it comes."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(
+        self, module: str, *arguments: str, python_path: str = str(REPOSITORY), cwd: Path | None = None
+    ) -> None:
         self._lines: list[str] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
@@ -36,7 +38,8 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            env={**os.environ, "PYTHONPATH": python_path},
+            cwd=cwd,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import torch
 
-import backend.demo_model
+import penstock.backend.demo_model
 from tests.checkpoints import load_oracle
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    return load_oracle(Path(next(iter(backend.demo_model.__path__))))
+    return load_oracle(Path(next(iter(penstock.backend.demo_model.__path__))))
 
 
 @pytest.fixture

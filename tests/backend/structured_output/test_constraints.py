@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-import backend.demo_model
+import penstock.backend.demo_model
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
 from penstock.shm.messages import Constraints, Grammar
 
-TOKENIZER_JSON = Path(next(iter(backend.demo_model.__path__))) / "tokenizer.json"
+TOKENIZER_JSON = Path(next(iter(penstock.backend.demo_model.__path__))) / "tokenizer.json"
 TOKENIZER = Tokenizer.from_file(str(TOKENIZER_JSON))
 VOCAB_SIZE = TOKENIZER.get_vocab_size() + 50  # as models pad it
 EOS = 0

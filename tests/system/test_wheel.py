@@ -1,0 +1,65 @@
+"""The wheel: installed elsewhere, beside other people's packages of our folders' names, it serves the demo model."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.system.processes import REPOSITORY, Command, running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the package as `pip install` leaves it, from a wheel of the repository."""
+    # From a copy: setuptools leaves build/ in the source folder and takes stale files from it.
+    source = tmp_path_factory.mktemp("source") / "penstock"
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "docs")
+    shutil.copytree(REPOSITORY, source, symlinks=True, ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(source)], check=True
+    )
+    (wheel,) = wheels.glob("penstock-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    return site
+
+
+@pytest.fixture
+def foreign_project(tmp_path: Path) -> Path:
+    """A project with packages of its own that end the process when they are imported."""
+    for name in ("frontend", "backend", "shm", "tools"):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").write_text(f'raise SystemExit("the foreign {name} was imported")\n')
+    return tmp_path
+
+
+def test_a_wheel_serves_the_demo_model_beside_foreign_packages_of_the_same_names(
+    installed: Path, foreign_project: Path
+) -> None:
+    serve = Command(
+        "penstock.tools.main", "serve", "--gpu", "none", "--port", "0", "--kv-budget", "100MB",
+        python_path=f"{foreign_project}:{installed}", cwd=foreign_project,
+    )  # fmt: skip
+    with running(serve):
+        url = serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
+        body = {"model": "penstock-demo", "prompt": "import os", "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30.0)
+        page = httpx.get(f"{url}/docs", timeout=30.0)
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] >= 1
+    assert page.status_code == 200
+
+
+def test_a_wheel_installs_no_top_level_package_but_penstock(installed: Path) -> None:
+    packages = {path.name for path in installed.iterdir() if path.is_dir() and not path.name.endswith(".dist-info")}
+    assert packages == {"penstock", "bin"}
