@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from penstock.backend.buffers.options import check_choice, make_exporter, open_device_of
+from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import Executor, ExecutorFailed
@@ -22,7 +22,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IHostPages, PassOptions
 from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
 from penstock.backend.kv_cache.budget_table import plan_tables
-from penstock.backend.kv_cache.memory import Memory, device_memory, host_memory
+from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.model_card import make_card
 from penstock.backend.options import BackendOptions
@@ -31,7 +31,7 @@ from penstock.backend.passes.decoder.cuda.device.device_choice import choose_dev
 from penstock.backend.plugins import find_forward_pass
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.backend.structured_output.grammar_queue import GrammarDesk
+from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.link.link import BackendLink
 from penstock.shm.link.rendezvous import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
@@ -78,14 +78,14 @@ def serve(options: BackendOptions) -> None:
     options.check()
     pass_class = find_forward_pass(options.forward_pass)
     settings = pass_options(options)
-    check_choice(options.shared_buffers, settings.device)
+    check_shared_buffers(options.shared_buffers, settings.device)
     if not options.dry_run:
         check_free(options.socket)
     config_dir = locate_config(options)
     spec = pass_class.describe(config_dir, settings)
     # A plan that is only printed may be for a GPU that is elsewhere; auto alone has to ask it.
     is_asked = not options.dry_run or not isinstance(options.kv_budget, int)
-    memory = device_memory(settings.device) if is_asked else Memory(0, 0, settings.device)
+    memory = device_memory(settings.device) if is_asked else MemoryInfo(0, 0, settings.device)
     plan = plan_cache(options, spec, settings.device, memory)
     if options.dry_run:
         Console().print(plan_tables(plan, settings.host_kv_bytes))
@@ -98,7 +98,7 @@ def serve(options: BackendOptions) -> None:
     card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics)
     executor = Executor(options.batch_channel_capacity)
     forward_pass = _load(settings, pass_class, model_dir, plan, executor)
-    device = open_device_of(settings.device)
+    device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
     board = BackendBoard.create()
     board.pid = os.getpid()
@@ -129,7 +129,9 @@ def serve(options: BackendOptions) -> None:
         executor,
         scheduler,
         BatchBuilder(options.max_running, plan.max_pages_per_sequence),
-        Requests(link, scheduler, board, limits, desk=GrammarDesk(compiler, executor.wake, options.max_waiting)),
+        Requests(
+            link, scheduler, board, limits, grammar_queue=GrammarQueue(compiler, executor.wake, options.max_waiting)
+        ),
         board,
     )
     _drain_on_signals(engine)
@@ -149,7 +151,7 @@ def serve(options: BackendOptions) -> None:
     logger.info("drained after %d steps", board.steps)
 
 
-def check_memory(plan: KvPlan, memory: Memory, device: str = "cpu") -> None:
+def check_memory(plan: KvPlan, memory: MemoryInfo, device: str = "cpu") -> None:
     """Raises StartupError for more than there is; on the CPU it warns of more than is free, which others may yet give
     back. A GPU gives only what is free."""
     wanted = (
@@ -167,7 +169,7 @@ def check_memory(plan: KvPlan, memory: Memory, device: str = "cpu") -> None:
         logger.warning("%s are more than %s: lower --kv-budget if memory runs short", wanted, free)
 
 
-def check_host_memory(host_kv_bytes: int, memory: Memory) -> None:
+def check_host_memory(host_kv_bytes: int, memory: MemoryInfo) -> None:
     """Raises StartupError for more than is free: what is page-locked is not swapped out for anyone."""
     if host_kv_bytes > memory.free_bytes:
         raise StartupError(
@@ -213,7 +215,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
     )
 
 
-def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Memory) -> KvPlan:
+def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: MemoryInfo) -> KvPlan:
     """Raises StartupError where the budget cannot hold what is asked."""
     wanted = options.kv_budget
     if wanted is None:

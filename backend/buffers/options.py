@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock.backend")
 
 
-def check_choice(choice: str, device: str) -> None:
+def check_shared_buffers(choice: str, device: str) -> None:
     """Raises StartupError where --shared-buffers cannot be had on the pass's device, before anything is loaded."""
     if choice == "cuda" and device == "cpu":
         raise StartupError('--shared-buffers is "cuda"; the model runs on the CPU: use "host" or "auto"')
 
 
-def open_device_of(device: str) -> DeviceApi | None:
+def open_sharing_device(device: str) -> DeviceApi | None:
     """For shared buffers: the pass's GPU. None on the CPU, and where the driver will not."""
     if device == "cpu":
         return None

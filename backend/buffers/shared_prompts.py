@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LentRows:
+class SharedPromptRows:
     """See `EmbeddingRows`."""
 
     loan: Loan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.buffers.shared_prompts import LentRows
+from penstock.backend.buffers.shared_prompts import SharedPromptRows
 from penstock.backend.forward_pass import FROM_SLOT, EmbeddedTokens, SlotInit, StepBatch
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class BatchBuilder:
             start = end - plan.lengths[index]
             input_ids[query_starts[index] : query_starts[index + 1]] = sequence.tokens[start:end]
             if sequence.embeddings is not None and start < sequence.num_prompt_tokens:
-                rows = LentRows(sequence.embeddings, start, min(end, sequence.num_prompt_tokens) - start)
+                rows = SharedPromptRows(sequence.embeddings, start, min(end, sequence.num_prompt_tokens) - start)
                 embeddings.append(EmbeddedTokens(int(query_starts[index]), rows))
         return StepBatch(
             input_ids=input_ids,

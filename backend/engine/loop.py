@@ -195,7 +195,7 @@ class Engine:
             self._scheduler.note_computed(sequence, plan.ends[index])
             if token_id == NOT_FINITE:
                 logger.error("the logits of a row are not finite; its requests fail")
-                self._scheduler.distrust(sequence)
+                self._scheduler.invalidate_tenant(sequence)
                 self._requests.fail(sequence)
             elif token_id != NO_SAMPLE:
                 self._board.generated_tokens += 1
@@ -227,7 +227,7 @@ class Engine:
         board.pages_used = self._scheduler.num_pages_held
         board.pages_idle = self._scheduler.num_pages_idle
         board.preemptions = self._scheduler.num_preemptions
-        host = self._scheduler.host_pages
+        host = self._scheduler.host_offload
         board.host_pages_used, board.pages_saved, board.pages_restored = (
             host.num_used,
             host.num_saved,

@@ -16,7 +16,7 @@ from penstock.backend.engine.deadlines import Deadlines
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, SamplingParams
 from penstock.backend.sequences.sequence import Sequence, Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
-from penstock.backend.structured_output.grammar_queue import GrammarDesk
+from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.link.link import NO_TOKEN
 from penstock.shm.messages import Constraints, EventLogprobs, Failure, FailureCode, Finish, Started
 
@@ -61,10 +61,10 @@ class Requests:
         limits: EngineLimits,
         clock: Callable[[], float] = time.monotonic,
         *,
-        desk: GrammarDesk | None = None,
+        grammar_queue: GrammarQueue | None = None,
     ) -> None:
-        """Without a desk, grammars are refused."""
-        self._desk = desk or GrammarDesk(None, lambda: None, 0)
+        """Without a grammar queue, grammars are refused."""
+        self._grammar_queue = grammar_queue or GrammarQueue(None, lambda: None, 0)
         self._link = link
         self._scheduler = scheduler
         self._board = board
@@ -78,14 +78,14 @@ class Requests:
 
     @property
     def num_open(self) -> int:
-        return self._num_listening + self._desk.num_waiting
+        return self._num_listening + self._grammar_queue.num_waiting
 
     # Coming
 
     def compiled(self) -> list[tuple[Waiting, LLMatcher]]:
         """Requests that waited for their grammars and are to be taken on with them."""
         ready = []
-        for waiting, outcome in self._desk.settled():
+        for waiting, outcome in self._grammar_queue.settled():
             if isinstance(outcome, Failure):
                 self._reject(waiting.submission, outcome)
             else:
@@ -103,7 +103,7 @@ class Requests:
         deadline_s = now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
         matcher = None
         if submit.constraints is not None and submit.constraints.grammar is not None:
-            taken = self._desk.take(submission, submit.constraints.grammar, now_s, deadline_s)
+            taken = self._grammar_queue.take(submission, submit.constraints.grammar, now_s, deadline_s)
             if isinstance(taken, Failure):
                 self._reject(submission, taken)
                 return
@@ -215,7 +215,9 @@ class Requests:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
         if self.num_open >= limits.max_open:
             return Failure(request_id, FailureCode.OVERLOADED, limits.max_open)
-        if request_id in self._open.get(submission.frontend, {}) or self._desk.find(submission.frontend, request_id):
+        if request_id in self._open.get(submission.frontend, {}) or self._grammar_queue.find(
+            submission.frontend, request_id
+        ):
             return Failure(request_id, FailureCode.INTERNAL)
         if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > limits.max_context_tokens:
             return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, limits.max_context_tokens)
@@ -345,7 +347,7 @@ class Requests:
 
         noticed_ns, CLOCK_MONOTONIC, is when the frontend noticed; 0 is unknown.
         """
-        if self._desk.forget(frontend, request_id):
+        if self._grammar_queue.forget(frontend, request_id):
             self._board.requests_accepted += 1
             self._board.requests_cancelled += 1
         elif (found := self._open.get(frontend, {}).get(request_id)) is not None:
@@ -355,7 +357,7 @@ class Requests:
                 self._board.observe_cancel(max(0, time.monotonic_ns() - noticed_ns) // 1000)
 
     def drop_frontend(self, frontend: int) -> None:
-        num_forgotten = self._desk.forget_frontend(frontend)
+        num_forgotten = self._grammar_queue.forget_frontend(frontend)
         self._board.requests_accepted += num_forgotten
         self._board.requests_cancelled += num_forgotten
         for sequence, subscriber in list(self._open.get(frontend, {}).values()):
@@ -369,7 +371,7 @@ class Requests:
                 self._end(found[1], NO_TOKEN, Finish.EXPIRED)
                 self._leave(*found)
             else:
-                self._desk.forget(frontend, request_id)
+                self._grammar_queue.forget(frontend, request_id)
                 self._link.push(frontend, request_id, NO_TOKEN, Finish.EXPIRED)
                 self._board.requests_accepted += 1
                 self._board.requests_expired += 1
@@ -377,7 +379,7 @@ class Requests:
     def _deadline_of(self, frontend: int, request_id: int) -> float | None:
         if (found := self._open.get(frontend, {}).get(request_id)) is not None:
             return found[1].deadline_s
-        waiting = self._desk.find(frontend, request_id)
+        waiting = self._grammar_queue.find(frontend, request_id)
         return waiting.deadline_s if waiting is not None else None
 
     def next_due_s(self, at_most_s: float) -> float:

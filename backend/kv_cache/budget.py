@@ -10,7 +10,7 @@ from penstock.shm.process.options import format_size
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassSpec
-    from penstock.backend.kv_cache.memory import Memory
+    from penstock.backend.kv_cache.memory import MemoryInfo
 
 CPU_BUDGET_BYTES = 2_000_000_000
 """Where nothing is said and the device is the CPU, whose memory is other programs' too."""
@@ -46,7 +46,7 @@ class KvBudget:
         return "free some memory, name a budget" if self.auto_parts else "raise the budget"
 
 
-def auto_budget(spec: PassSpec, memory: Memory) -> KvBudget:
+def auto_budget(spec: PassSpec, memory: MemoryInfo) -> KvBudget:
     """What is free, less what the pass takes and a reserve: a tenth of all memory, and at least 512 MB."""
     reserve_bytes = max(memory.total_bytes // _RESERVE_SHARE, _MIN_RESERVE_BYTES)
     taken = [("for the weights", spec.weight_bytes), ("in reserve", reserve_bytes)]
@@ -56,7 +56,7 @@ def auto_budget(spec: PassSpec, memory: Memory) -> KvBudget:
     return KvBudget(max(0, left_bytes), ((f"free on {memory.name}", memory.free_bytes), *taken))
 
 
-def host_budget(wanted: int | Literal["auto"], device: str, memory: Memory) -> int:
+def host_budget(wanted: int | Literal["auto"], device: str, memory: MemoryInfo) -> int:
     """--host-kv-budget in bytes, beside a `PassOptions.device`; memory is the host's. Raises StartupError."""
     if wanted == "auto":
         return 0 if device == "cpu" else min(AUTO_HOST_BYTES, memory.free_bytes // _HOST_SHARE)

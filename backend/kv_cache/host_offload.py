@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 
-class HostPages:
+class HostOffload:
     """A fixed number of places, which may be 0. Owned by the page pool; not shared between threads."""
 
     def __init__(self, num_places: int) -> None:
@@ -28,7 +28,7 @@ class HostPages:
     def num_used(self) -> int:
         return len(self._place_of_key)
 
-    def holds(self, key: bytes) -> bool:
+    def contains(self, key: bytes) -> bool:
         return key in self._place_of_key
 
     def save(self, page: int, key: bytes, salt: bytes) -> None:
@@ -37,13 +37,13 @@ class HostPages:
         if key in self._place_of_key:
             self._place_of_key.move_to_end(key)
             return
-        if (place := self._free_place()) is not None:
+        if (place := self._free_host_page()) is not None:
             self._place_of_key[key] = place
             self._salt_of_key[key] = salt
             self._saves[place] = page
             self.num_saved += 1
 
-    def _free_place(self) -> int | None:
+    def _free_host_page(self) -> int | None:
         if self._free:
             return self._free.pop()
         oldest = next(iter(self._place_of_key), None)
@@ -55,7 +55,7 @@ class HostPages:
         del self._salt_of_key[key]
         return self._place_of_key.pop(key)
 
-    def read(self, key: bytes) -> int:
+    def restore(self, key: bytes) -> int:
         """The place with this content, for the step that is being planned. Raises KeyError."""
         self._place_of_key.move_to_end(key)
         self._read.add(key)
@@ -72,11 +72,11 @@ class HostPages:
         self._saves.clear()
         return saves
 
-    def disown(self, salt: bytes) -> None:
+    def invalidate_tenant(self, salt: bytes) -> None:
         """What a tenant's places hold is not to be trusted."""
         self._free += [self._forget(key) for key, its_salt in list(self._salt_of_key.items()) if its_salt == salt]
 
-    def drop(self, keys: list[bytes]) -> None:
+    def discard(self, keys: list[bytes]) -> None:
         """Nobody will read these again."""
         self._free += [self._forget(key) for key in keys if key in self._place_of_key]
 

@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryInfo:
     """Of one device, in bytes. Whose limit is the narrowest says the name."""
 
     total_bytes: int
@@ -21,13 +21,13 @@ class Memory:
     name: str
 
 
-def device_memory(device: str) -> Memory:
+def device_memory(device: str) -> MemoryInfo:
     """Of a `PassOptions.device`. Raises StartupError where a GPU does not say."""
     kind, _, index = device.partition(":")
     return cuda_memory(int(index)) if kind == "cuda" else host_memory()
 
 
-def cuda_memory(index: int) -> Memory:
+def cuda_memory(index: int) -> MemoryInfo:
     """Of one GPU. What its driver and this process's context take is no longer free. Raises StartupError."""
     import torch  # at start-up the device is asked once, and never where it is the CPU
 
@@ -36,20 +36,23 @@ def cuda_memory(index: int) -> Memory:
     except (RuntimeError, AssertionError, ValueError) as error:  # torch asserts that it was built with CUDA
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise StartupError(f"GPU {index} does not say how much memory is free: {reason}") from None
-    return Memory(total_bytes, free_bytes, f"GPU {index}")
+    return MemoryInfo(total_bytes, free_bytes, f"GPU {index}")
 
 
-def host_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> Memory:
+def host_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> MemoryInfo:
     """Of the machine, or of the control group that limits this process most where that leaves less."""
     meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     total_bytes = 1024 * int(meminfo["MemTotal"].split()[0])
     free_bytes = 1024 * int(meminfo["MemAvailable"].split()[0])
-    total, free = Memory(total_bytes, total_bytes, "this machine"), Memory(total_bytes, free_bytes, "this machine")
+    total, free = (
+        MemoryInfo(total_bytes, total_bytes, "this machine"),
+        MemoryInfo(total_bytes, free_bytes, "this machine"),
+    )
     for limit_bytes, used_bytes in _group_limits(proc, cgroup):
-        group = Memory(limit_bytes, max(0, limit_bytes - used_bytes), "this container (its cgroup)")
+        group = MemoryInfo(limit_bytes, max(0, limit_bytes - used_bytes), "this container (its cgroup)")
         total = min(total, group, key=lambda memory: memory.total_bytes)
         free = min(free, group, key=lambda memory: memory.free_bytes)
-    return Memory(total.total_bytes, free.free_bytes, free.name)
+    return MemoryInfo(total.total_bytes, free.free_bytes, free.name)
 
 
 def _group_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:

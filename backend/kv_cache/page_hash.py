@@ -13,7 +13,7 @@ _SECRET = secrets.token_bytes(32)
 """Of this process: nobody outside can construct two prompts with one key (CVE-2025-25183 was about a known hash)."""
 
 
-def extend_page_keys(
+def extend_page_hashes(
     keys: list[bytes], tokens: array[int], num_tokens: int, page_size_tokens: int, salt: bytes
 ) -> None:
     """Appends to keys, in place, those of the pages that the first num_tokens of tokens fill.
@@ -26,7 +26,7 @@ def extend_page_keys(
         keys.append(_digest(keys[-1] if keys else salt, content))
 
 
-def part_key(before: bytes, content: bytes) -> bytes:
+def partial_page_hash(before: bytes, content: bytes) -> bytes:
     """A key for a page that is not full, after the page of key `before`; never that of a full one."""
     return _digest(before, content) + b"part"
 

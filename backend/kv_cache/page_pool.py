@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from penstock.backend.kv_cache.host_offload import HostPages
+from penstock.backend.kv_cache.host_offload import HostOffload
 
 
 class PagePool:
@@ -28,9 +28,9 @@ class PagePool:
         self._key_before: dict[int, bytes] = {}
         self._salt_of_page: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
-        self._wanted: set[int] = set()
+        self._marked_for_offload: set[int] = set()
         """Named pages that are worth to be moved to the host."""
-        self.host = HostPages(num_host_pages)
+        self.host_offload = HostOffload(num_host_pages)
 
     @property
     def num_available(self) -> int:
@@ -45,7 +45,7 @@ class PagePool:
     def num_idle(self) -> int:
         return len(self._idle)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """count pages for the caller alone, who gives each back once. Raises MemoryError, taking none, when short."""
         if count > self.num_available:
             raise MemoryError(f"{count} pages asked, {self.num_available} available")
@@ -56,13 +56,13 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
-        if page in self._wanted:
-            self.host.save(page, self._key_of_page[page], self._salt_of_page[page])
+        if page in self._marked_for_offload:
+            self.host_offload.save(page, self._key_of_page[page], self._salt_of_page[page])
         self._forget(page)
         return page
 
     def _forget(self, page: int) -> None:
-        self._wanted.discard(page)
+        self._marked_for_offload.discard(page)
         del self._salt_of_page[page]
         del self._page_of_key[self._key_of_page.pop(page)]
         before = self._key_before.pop(page)
@@ -84,7 +84,7 @@ class PagePool:
         self._idle.pop(page, None)
         self._num_holders[page] += 1
 
-    def name(self, page: int, key: bytes, before: bytes, content: bytes, salt: bytes) -> None:
+    def index_page(self, page: int, key: bytes, before: bytes, content: bytes, salt: bytes) -> None:
         """The content of a held page stays as it is, and from now on the page is found: by its key, or by what comes
         before it and its content, int32 tokens. A second page of that content is not. What lies on the host as well was
         wanted more than once."""
@@ -96,40 +96,40 @@ class PagePool:
             self._key_before[page] = before
             self._salt_of_page[page] = salt
             self._pages_after.setdefault(before, {})[page] = content
-            if self.host.holds(key):
-                self._wanted.add(page)
+            if self.host_offload.contains(key):
+                self._marked_for_offload.add(page)
 
-    def pages_after(self, before: bytes) -> dict[int, bytes]:
+    def pages_following(self, before: bytes) -> dict[int, bytes]:
         """The named pages that follow the one of this key, and their content; the latest last. Not to be changed."""
         return self._pages_after.get(before, {})
 
-    def want(self, keys: list[bytes]) -> None:
+    def mark_for_offload(self, keys: list[bytes]) -> None:
         """The content of these keys is, or was, wanted more than once: the pages that they name are worth to be moved
         to the host."""
-        self._wanted.update(page for key in keys if (page := self._page_of_key.get(key)) is not None)
+        self._marked_for_offload.update(page for key in keys if (page := self._page_of_key.get(key)) is not None)
 
-    def disown(self, salt: bytes) -> None:
+    def invalidate_tenant(self, salt: bytes) -> None:
         """The content of a tenant's pages, here and on the host, is not to be trusted: nobody finds it any more, and
         who holds them stays."""
-        self.host.disown(salt)
+        self.host_offload.invalidate_tenant(salt)
         for page in [page for page, its_salt in self._salt_of_page.items() if its_salt == salt]:
-            self._unname(page)
+            self._remove_from_index(page)
 
-    def drop(self, keys: list[bytes]) -> None:
+    def discard(self, keys: list[bytes]) -> None:
         """Nobody will ask for the content of these keys again: it is kept neither here nor on the host."""
-        self.host.drop(keys)
+        self.host_offload.discard(keys)
         for key in keys:
             if (page := self._page_of_key.get(key)) is not None:
-                self._unname(page)
+                self._remove_from_index(page)
 
-    def _unname(self, page: int) -> None:
+    def _remove_from_index(self, page: int) -> None:
         """Who holds it stays; otherwise it is free."""
         self._forget(page)
         if page in self._idle:
             del self._idle[page]
             self._free.append(page)
 
-    def give_back(self, pages: list[int]) -> None:
+    def release(self, pages: list[int]) -> None:
         """Raises ValueError for a page that is not held: one given back twice would serve two sequences.
 
         The last page goes first, so that of a sequence's content the beginning is found the longest.
@@ -161,9 +161,9 @@ class PagePool:
             raise RuntimeError("an idle page has no key, or a free page has one")
         if self._salt_of_page.keys() != self._key_of_page.keys():
             raise RuntimeError("a named page has no tenant, or a page without a name has one")
-        if not self._wanted <= self._key_of_page.keys():
+        if not self._marked_for_offload <= self._key_of_page.keys():
             raise RuntimeError("a page is wanted whose content nobody knows")
-        self.host.check_integrity()
+        self.host_offload.check_integrity()
 
     def num_holders(self, page: int) -> int:
         return self._num_holders[page]

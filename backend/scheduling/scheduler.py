@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.backend.kv_cache.prefix_cache import Prefixes
+from penstock.backend.kv_cache.prefix_cache import PrefixCache
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.scheduling.wait_queue import WaitQueue
 
 if TYPE_CHECKING:
-    from penstock.backend.kv_cache.host_offload import HostPages
+    from penstock.backend.kv_cache.host_offload import HostOffload
     from penstock.backend.kv_cache.page_pool import PagePool
     from penstock.backend.kv_cache.prefix_cache import Prefix
     from penstock.backend.sequences.sequence import Sequence
@@ -49,7 +49,7 @@ class Scheduler:
         self.max_running = max_running
         self._waiting = WaitQueue()
         self._running: dict[Sequence, None] = {}  # in order of admission
-        self._prefixes = Prefixes(pool, page_size_tokens)
+        self._prefix_cache = PrefixCache(pool, page_size_tokens)
         self._grown: list[Sequence] = []
         """Those that got more pages for the step that is being planned."""
         self._page_copies: dict[Sequence, tuple[int, int]] = {}
@@ -89,9 +89,9 @@ class Scheduler:
         return self._pool.num_idle
 
     @property
-    def host_pages(self) -> HostPages:
+    def host_offload(self) -> HostOffload:
         """For those who count."""
-        return self._pool.host
+        return self._pool.host_offload
 
     def add(self, sequence: Sequence) -> None:
         """To its place in the queue. The caller has checked that the sequence can fit the pool by itself."""
@@ -110,7 +110,7 @@ class Scheduler:
         else:
             self._waiting.forget(sequence)
         if sequence.embeddings is not None:  # nobody else could ever find what was computed of them
-            self._pool.drop(sequence.page_keys)
+            self._pool.discard(sequence.page_hashes)
 
     def plan(self) -> Plan:
         """The rows of the next step; none when there is nothing to do."""
@@ -185,20 +185,20 @@ class Scheduler:
         self._grown.clear()
         plan.page_copies, self._page_copies = self._page_copies, {}
         plan.page_restores, self._page_restores = self._page_restores, {}
-        self._pool.host.end_plan()
-        self._pool.give_back(self._sources)
+        self._pool.host_offload.end_plan()
+        self._pool.release(self._sources)
         self._sources.clear()
         return plan
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """The step that computed the first num_tokens has been applied: pages that are full with them can be shared,
         and who waited for them may go on."""
-        self._waiting.unpark(self._prefixes.note_computed(sequence, num_tokens))
+        self._waiting.unpark(self._prefix_cache.note_computed(sequence, num_tokens))
 
-    def distrust(self, sequence: Sequence) -> None:
+    def invalidate_tenant(self, sequence: Sequence) -> None:
         """A running sequence's logits were bad, and so may be what its pages hold, and others of the same tenant:
         nobody is to find them."""
-        self._prefixes.distrust(sequence.salt)
+        self._prefix_cache.invalidate_tenant(sequence.salt)
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Starts waiting sequences in order while budget, slots and pages last.
@@ -211,7 +211,7 @@ class Scheduler:
             and budget > 0
             and (sequence := self._waiting.head()) is not None
         ):
-            prefix = self._prefixes.find(sequence)
+            prefix = self._prefix_cache.find(sequence)
             if prefix.awaited is not None and self._should_park(sequence, prefix):
                 self._waiting.park_head(prefix.awaited, self._num_plans + self._max_park_steps)
                 continue
@@ -222,7 +222,7 @@ class Scheduler:
             if num_left < 0 or not self._is_enough(num_left, sequence):
                 return
             self._waiting.take_head()
-            self._start(sequence, prefix, num_new, may_copy=num_left > 0 or not self._pool.is_idle(prefix.source))
+            self._start(sequence, prefix, num_new, may_copy=num_left > 0 or not self._pool.is_idle(prefix.copy_source))
             num_tokens = min(sequence.num_given_tokens - sequence.num_computed, budget)
             chunks.append((sequence, num_tokens))
             budget -= num_tokens
@@ -243,7 +243,7 @@ class Scheduler:
 
     def _should_park(self, sequence: Sequence, prefix: Prefix) -> bool:
         """Whether what the sequence waits for has got on of late."""
-        num_available = prefix.num_full * self._page_size + prefix.num_copied
+        num_available = prefix.num_full_pages * self._page_size + prefix.num_copied_tokens
         if num_available > sequence.num_available:
             sequence.num_available = num_available
             sequence.park_deadline_step = self._num_plans + self._max_park_steps
@@ -255,24 +255,26 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         for page in prefix.pages:
             self._pool.hold(page)
-        self._pool.want(sequence.page_keys[: len(prefix.pages)])
-        places = list(map(self._pool.host.read, sequence.page_keys[len(prefix.pages) : prefix.num_full]))
+        self._pool.mark_for_offload(sequence.page_hashes[: len(prefix.pages)])
+        places = list(
+            map(self._pool.host_offload.restore, sequence.page_hashes[len(prefix.pages) : prefix.num_full_pages])
+        )
         sequence.num_prefilled = len(prefix.pages) * self._page_size
-        num_cached = prefix.num_full * self._page_size
-        if prefix.num_copied and may_copy:
-            num_cached += prefix.num_copied
-            if self._pool.is_idle(prefix.source):
-                self._pool.hold(prefix.source)
-                self._sources.append(prefix.source)
-        self._give_pages(sequence, prefix.pages + self._pool.take(num_new_pages))
+        num_cached = prefix.num_full_pages * self._page_size
+        if prefix.num_copied_tokens and may_copy:
+            num_cached += prefix.num_copied_tokens
+            if self._pool.is_idle(prefix.copy_source):
+                self._pool.hold(prefix.copy_source)
+                self._sources.append(prefix.copy_source)
+        self._give_pages(sequence, prefix.pages + self._pool.allocate(num_new_pages))
         if places:
             self._page_restores[sequence] = tuple(zip(places, sequence.pages[len(prefix.pages) :], strict=False))
-        if num_cached > prefix.num_full * self._page_size:
-            self._page_copies[sequence] = prefix.source, sequence.pages[prefix.num_full]
+        if num_cached > prefix.num_full_pages * self._page_size:
+            self._page_copies[sequence] = prefix.copy_source, sequence.pages[prefix.num_full_pages]
         sequence.num_computed = sequence.num_cached = num_cached
-        sequence.num_named_pages = len(prefix.pages)
+        sequence.num_indexed_pages = len(prefix.pages)
         sequence.next_page_end = sequence.num_prefilled + self._page_size
-        self._prefixes.start(sequence)
+        self._prefix_cache.start(sequence)
 
     def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for num_tokens of a running sequence, at the cost of lower ranks. False: it is preempted itself."""
@@ -285,7 +287,7 @@ class Scheduler:
             if last is sequence:
                 return False
         if missing > 0:
-            self._give_pages(sequence, self._pool.take(missing))
+            self._give_pages(sequence, self._pool.allocate(missing))
             self._grown.append(sequence)
         return True
 
@@ -295,7 +297,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""
-        self._pool.want(sequence.page_keys[: sequence.num_named_pages])
+        self._pool.mark_for_offload(sequence.page_hashes[: sequence.num_indexed_pages])
         self._stop_running(sequence)
         sequence.restart()
         self._waiting.put(sequence)
@@ -304,7 +306,7 @@ class Scheduler:
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         """(page, place on the host) of what is to be copied before the next step. To be called as that is launched."""
-        return self._pool.host.take_saves()
+        return self._pool.host_offload.take_saves()
 
     def take_preempted(self) -> list[Sequence]:
         """Those preempted since the last call, once for each time."""
@@ -313,8 +315,8 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self._running[sequence]
-        self._waiting.unpark(self._prefixes.stop(sequence))
-        self._pool.give_back(sequence.pages)
+        self._waiting.unpark(self._prefix_cache.stop(sequence))
+        self._pool.release(sequence.pages)
         sequence.pages = []
         if sequence.slot is not None:
             self._free_slots.append(sequence.slot)
@@ -342,4 +344,4 @@ class Scheduler:
                 raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
         if any(sequence.park_deadline_step < self._num_plans for sequence in self._waiting.parked()):
             raise RuntimeError("a sequence waits in vain")
-        self._prefixes.check_integrity(self._running, self._waiting.parked_keys())
+        self._prefix_cache.check_integrity(self._running, self._waiting.parked_keys())

@@ -67,7 +67,7 @@ class Sequence:
         "ended",
         "fast_path_until",
         "generation",
-        "is_distrusted",
+        "has_suspect_kv",
         "logprobs",
         "max_total_tokens",
         "needs_slot_init",
@@ -76,13 +76,13 @@ class Sequence:
         "num_cached",
         "num_computed",
         "num_given_tokens",
-        "num_named_pages",
+        "num_indexed_pages",
         "num_prefilled",
         "num_prompt_tokens",
         "order",
         "output",
         "output_start",
-        "page_keys",
+        "page_hashes",
         "pages",
         "park_deadline_step",
         "queue_s",
@@ -128,7 +128,7 @@ class Sequence:
         """Its place in the order of arrival, which decides among equal ranks; set by the scheduler as it is added."""
         self.tokens = array("i")
         self.tokens.frombytes(tokens)
-        self.page_keys: list[bytes] = []
+        self.page_hashes: list[bytes] = []
         """Of its full pages, as far as they were needed yet."""
         self.queue_s: float | None = None
         """Seconds from arrival to its first plan."""
@@ -163,11 +163,11 @@ class Sequence:
         """Tokens whose KV its pages hold."""
         self.num_cached = 0
         """Tokens whose KV was there already when it was admitted."""
-        self.is_distrusted = False
+        self.has_suspect_kv = False
         """What its pages hold may be bad, and is nobody else's."""
         self.num_prefilled = 0
         """Of what it brought, the tokens whose KV is computed by steps that have been applied."""
-        self.num_named_pages = 0
+        self.num_indexed_pages = 0
         """Its first pages whose content is complete and named in the pool."""
         self.next_page_end = 0
         """Tokens that complete the next page."""
@@ -221,9 +221,9 @@ class Sequence:
         self.pages = []
         self.capacity_tokens = 0
         self.num_cached = 0
-        self.num_named_pages = 0
+        self.num_indexed_pages = 0
         self.num_available = -1
-        self.is_distrusted = False
+        self.has_suspect_kv = False
         self.rewind(0)
 
     def rewind(self, num_computed: int) -> None:

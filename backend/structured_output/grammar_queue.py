@@ -31,7 +31,7 @@ class Waiting:
     future: Future[LLMatcher]
 
 
-class GrammarDesk:
+class GrammarQueue:
     """Owned by `Requests`. wake is called, from another thread, when there may be something in `settled`."""
 
     def __init__(self, compiler: GrammarCompiler | None, wake: Callable[[], None], max_waiting: int) -> None:

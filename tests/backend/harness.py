@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.executor import Pairs, StepResult
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.structured_output.grammar_queue import GrammarDesk
+    from penstock.backend.structured_output.grammar_queue import GrammarQueue
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -180,7 +180,7 @@ class Bench:
         max_park_steps: int = 64,
         num_host_pages: int = 0,
         forward_pass: Any = None,
-        desk: GrammarDesk | None = None,
+        grammar_queue: GrammarQueue | None = None,
         link: ScriptedLink | None = None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
@@ -200,7 +200,7 @@ class Bench:
             self.board,
             EngineLimits(vocab_size, context, max_waiting, priority_step_s),
             self.clock,
-            desk=desk,
+            grammar_queue=grammar_queue,
         )
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]

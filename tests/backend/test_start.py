@@ -11,7 +11,7 @@ import pytest
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.kv_cache.budget import KvBudget
-from penstock.backend.kv_cache.memory import Memory
+from penstock.backend.kv_cache.memory import MemoryInfo
 from penstock.backend.main import app, check_host_memory, check_memory, pass_options, plan_cache
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
@@ -114,7 +114,9 @@ def test_a_dry_run_plans_from_a_config_alone(
 def test_auto_says_what_was_free_and_what_is_kept(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.backend.main.device_memory", lambda _device: Memory(16 * GB, 12 * GB, "this machine"))
+    monkeypatch.setattr(
+        "penstock.backend.main.device_memory", lambda _device: MemoryInfo(16 * GB, 12 * GB, "this machine")
+    )
     assert run("--kv-budget", "auto", "--dry-run") == 0
     shown = " ".join(capsys.readouterr().out.split())
     for said in ("free on this machine 12.00 GB", "for the weights 7.61 MB", "in reserve 1.60 GB", "(auto) 10.39 GB"):
@@ -174,7 +176,7 @@ def test_an_impossible_or_contradictory_setting_is_one_line_and_no_start(
 def test_a_dry_run_shows_the_hosts_memory_for_pages_where_there_is_any(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.backend.main.host_memory", lambda: Memory(16 * GB, 12 * GB, "this machine"))
+    monkeypatch.setattr("penstock.backend.main.host_memory", lambda: MemoryInfo(16 * GB, 12 * GB, "this machine"))
     for arguments, shows in (
         ("--gpu 7", "3.00 GB at most"),
         ("--gpu 7 --host-kv-budget 40GB", "40.00 GB at most"),
@@ -191,17 +193,17 @@ def test_a_dry_run_shows_the_hosts_memory_for_pages_where_there_is_any(
 
 
 def test_the_pass_is_told_what_it_may_take_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.main.host_memory", lambda: Memory(64 * GB, 60 * GB, "this machine"))
+    monkeypatch.setattr("penstock.backend.main.host_memory", lambda: MemoryInfo(64 * GB, 60 * GB, "this machine"))
     assert pass_options(BackendOptions(gpu="3", dry_run=True)).host_kv_bytes == 4 * GB
     assert pass_options(BackendOptions(gpu="3", dry_run=True, host_kv_budget=9 * GB)).host_kv_bytes == 9 * GB
     assert pass_options(BackendOptions(gpu="none")).host_kv_bytes == 0
 
 
 def test_more_page_locked_memory_than_is_free_is_refused() -> None:
-    check_host_memory(5 * GB, Memory(16 * GB, 5 * GB, "this machine"))
+    check_host_memory(5 * GB, MemoryInfo(16 * GB, 5 * GB, "this machine"))
     said = r"--host-kv-budget is 6\.00 GB; 5\.00 GB are free on this machine: lower --host-kv-budget"
     with pytest.raises(StartupError, match=said):
-        check_host_memory(6 * GB, Memory(16 * GB, 5 * GB, "this machine"))
+        check_host_memory(6 * GB, MemoryInfo(16 * GB, 5 * GB, "this machine"))
 
 
 def test_a_setting_of_the_environment_is_named_with_its_variable(
@@ -219,7 +221,7 @@ def test_a_setting_of_the_environment_is_named_with_its_variable(
     [(None, "cpu", 2 * GB), (None, "cuda:0", 9 * GB), ("auto", "cpu", 9 * GB), (5 * GB, "cuda:0", 5 * GB)],
 )
 def test_a_gpu_is_used_whole_and_the_cpus_memory_only_when_asked(kv_budget: Any, device: str, expected: int) -> None:
-    spec, memory = PassSpec(100, 1000, {"bf16": 10}), Memory(10 * GB, 10 * GB, device)
+    spec, memory = PassSpec(100, 1000, {"bf16": 10}), MemoryInfo(10 * GB, 10 * GB, device)
     assert plan_cache(BackendOptions(kv_budget=kv_budget), spec, device, memory).budget.num_bytes == expected
 
 
@@ -243,7 +245,7 @@ def test_what_auto_leaves_is_allocated_to_the_byte_and_never_exceeded(
     settings = pass_options(options)
     spec = CpuDecoderPass.describe(model_dir, settings)
     reserve, left = 512_000_000, 5_000_001
-    memory = Memory(GB, spec.weight_bytes + reserve + left, "this machine")
+    memory = MemoryInfo(GB, spec.weight_bytes + reserve + left, "this machine")
     plan = plan_cache(options, spec, settings.device, memory)
     assert plan.budget.num_bytes == left
     forward_pass = CpuDecoderPass.load(model_dir, settings)
@@ -268,16 +270,16 @@ def cache_bytes(forward_pass: CpuDecoderPass) -> int:
 
 def test_more_than_there_is_is_refused_and_more_than_is_free_is_told(caplog: pytest.LogCaptureFixture) -> None:
     spec = PassSpec(100, 1 << 24, {"bf16": 1000}, weight_bytes=3 * GB, workspace_bytes=GB)
-    plan = plan_cache(BackendOptions(kv_budget=4 * GB), spec, "cpu", Memory(0, 0, ""))
+    plan = plan_cache(BackendOptions(kv_budget=4 * GB), spec, "cpu", MemoryInfo(0, 0, ""))
     takes = "a KV cache of 4.00 GB, weights of 3.00 GB and a workspace of 1.00 GB are more than the"
     assert plan.budget == KvBudget(4 * GB)
     assert plan.device_bytes <= 8 * GB
     with pytest.raises(StartupError, match=rf"{takes} 7\.00 GB of this machine: lower --kv-budget"):
-        check_memory(plan, Memory(7 * GB, 7 * GB, "this machine"))
+        check_memory(plan, MemoryInfo(7 * GB, 7 * GB, "this machine"))
     with caplog.at_level(logging.WARNING):
-        check_memory(plan, Memory(8 * GB, 8 * GB, "this machine"))
+        check_memory(plan, MemoryInfo(8 * GB, 8 * GB, "this machine"))
         assert caplog.messages == []
-        check_memory(plan, Memory(8 * GB, 7 * GB, "this machine"))
+        check_memory(plan, MemoryInfo(8 * GB, 7 * GB, "this machine"))
     assert caplog.messages == [f"{takes} 7.00 GB that are free on this machine: lower --kv-budget if memory runs short"]
     with pytest.raises(StartupError, match=rf"{takes} 7\.00 GB that are free on GPU 0: lower --kv-budget"):
-        check_memory(plan, Memory(80 * GB, 7 * GB, "GPU 0"), "cuda:0")
+        check_memory(plan, MemoryInfo(80 * GB, 7 * GB, "GPU 0"), "cuda:0")

@@ -20,15 +20,15 @@ from penstock.backend.engine.requests import Requests
 from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.kv_cache import prefix_cache as prefixes_module
-from penstock.backend.kv_cache.host_offload import HostPages
+from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.kv_cache.prefix_cache import Prefix, Prefixes
+from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.scheduling.wait_queue import WaitQueue
 from penstock.backend.sequences.sequence import Sequence, Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
-from penstock.backend.structured_output.grammar_queue import GrammarDesk
+from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.link.link import NO_TOKEN
 from penstock.shm.messages import Finish
 from tests.simulation import device as device_module
@@ -116,13 +116,13 @@ def _slot_is_lost(stop: Any, scheduler: Scheduler, sequence: Sequence) -> None:
     sequence.slot = slot
 
 
-def _page_keys_without_salt(
+def _page_hashes_without_salt(
     extend: Any, keys: list[bytes], tokens: Any, num_tokens: int, page_size: int, _salt: bytes
 ) -> None:
     extend(keys, tokens, num_tokens, page_size, b"")
 
 
-def _page_keys_without_chain(keys: list[bytes], tokens: Any, num_tokens: int, page_size: int, salt: bytes) -> None:
+def _page_hashes_without_chain(keys: list[bytes], tokens: Any, num_tokens: int, page_size: int, salt: bytes) -> None:
     for page in range(len(keys), num_tokens // page_size):
         content = tokens[page * page_size : (page + 1) * page_size].tobytes()
         keys.append(hashlib.blake2b(salt + content, digest_size=16).digest())
@@ -143,13 +143,17 @@ def _steps_in_flight_still_count(rewind: Any, sequence: Sequence, num_computed: 
     sequence.generation -= 1
 
 
-def _copies_a_token_too_many(find: Any, prefixes: Prefixes, sequence: Sequence) -> Prefix:
+def _copies_a_token_too_many(find: Any, prefixes: PrefixCache, sequence: Sequence) -> Prefix:
     found: Prefix = find(prefixes, sequence)
     num_left = min(prefixes._page_size, len(sequence.tokens) - len(found.pages) * prefixes._page_size) - 1
-    return replace(found, num_copied=found.num_copied + 1) if 0 < found.num_copied < num_left else found
+    return (
+        replace(found, num_copied_tokens=found.num_copied_tokens + 1)
+        if 0 < found.num_copied_tokens < num_left
+        else found
+    )
 
 
-def _copies_what_is_planned(find: Any, prefixes: Prefixes, sequence: Sequence) -> Any:
+def _copies_what_is_planned(find: Any, prefixes: PrefixCache, sequence: Sequence) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sequence, "num_applied", property(lambda other: min(other.num_computed, len(other.tokens))))
         return find(prefixes, sequence)
@@ -165,7 +169,7 @@ def _restored_counts_as_computed(
     start: Any, scheduler: Scheduler, sequence: Sequence, prefix: Any, *args: Any, **options: Any
 ) -> None:
     start(scheduler, sequence, prefix, *args, **options)
-    sequence.num_prefilled = prefix.num_full * scheduler._page_size
+    sequence.num_prefilled = prefix.num_full_pages * scheduler._page_size
 
 
 def _saves_go_with_rows(launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, before: Any) -> Any:
@@ -193,7 +197,7 @@ def _failed_steps_count_as_running(note_result: Any, step_timing: StepTiming, nu
         note_result(step_timing, num_tokens, *times)
 
 
-def _places_are_not_kept_for_reading(find: Any, host: HostPages) -> int | None:
+def _places_are_not_kept_for_reading(find: Any, host: HostOffload) -> int | None:
     host._read.clear()
     return find(host)  # type: ignore[no-any-return]
 
@@ -210,11 +214,11 @@ def _sources_can_be_evicted(start: Any, scheduler: Scheduler, *args: Any, **opti
         start(scheduler, *args, **options)
 
 
-def _distrusted_parts_are_kept(distrust: Any, prefixes: Prefixes, salt: bytes) -> None:
+def _distrusted_parts_are_kept(distrust: Any, prefixes: PrefixCache, salt: bytes) -> None:
     distrust(prefixes, salt)
     for sequences in prefixes._filling.values():
         for sequence in sequences:
-            sequence.is_distrusted = False
+            sequence.has_suspect_kv = False
 
 
 def _a_failed_step_fails_them_all(_: Any, engine: Engine, plan: Plan, error: Exception) -> None:
@@ -281,7 +285,7 @@ def _evicts_what_is_held(_: Any, pool: PagePool, page: int) -> None:
     pool._num_holders[page] += 1
 
 
-def _finds_the_whole_prompt(find: Any, prefixes: Prefixes, sequence: Sequence) -> Any:
+def _finds_the_whole_prompt(find: Any, prefixes: PrefixCache, sequence: Sequence) -> Any:
     sequence.tokens.append(0)
     try:
         return find(prefixes, sequence)
@@ -336,8 +340,8 @@ def _forces_one_too_few(init: Any, constraints: Any, *args: Any) -> None:
     init(constraints, *rest, forced[:-1])
 
 
-def _deadlines_do_not_hold_at_the_desk(find: Any, requests: Requests, frontend: int, request_id: int) -> Any:
-    return None if requests._desk.find(frontend, request_id) else find(requests, frontend, request_id)
+def _deadlines_do_not_hold_in_the_grammar_queue(find: Any, requests: Requests, frontend: int, request_id: int) -> Any:
+    return None if requests._grammar_queue.find(frontend, request_id) else find(requests, frontend, request_id)
 
 
 PLANTED: dict[str, Plant] = {
@@ -359,16 +363,18 @@ PLANTED: dict[str, Plant] = {
     ),
     "a resumed stream's grammar begins anew": _wrap(Requests, "_constraints", _grammars_begin_anew),
     "the last token of a scored prompt is not forced": _wrap(SequenceConstraints, "__init__", _forces_one_too_few),
-    "who left while a grammar was compiled is taken on": _wrap(GrammarDesk, "forget", lambda *_: True),
-    "deadlines do not hold at the desk": _wrap(Requests, "_deadline_of", _deadlines_do_not_hold_at_the_desk),
-    "pages are given back twice": _wrap(PagePool, "give_back", _gives_back_twice),
+    "who left while a grammar was compiled is taken on": _wrap(GrammarQueue, "forget", lambda *_: True),
+    "deadlines do not hold in the grammar queue": _wrap(
+        Requests, "_deadline_of", _deadlines_do_not_hold_in_the_grammar_queue
+    ),
+    "pages are given back twice": _wrap(PagePool, "release", _gives_back_twice),
     "who waits for a prefix is forgotten": _wrap(WaitQueue, "unpark", lambda *_: None),
     "only the first of several keys lets go of who waits": _wrap(WaitQueue, "unpark", _never_unparks_in_order),
     "a page is named before its step is applied": _wrap(Scheduler, "plan", _names_pages_when_planned),
     "a cancelled subscriber goes on listening": _wrap(Requests, "_leave", _keeps_who_cancelled),
     "a sequence that has ended takes on listeners": _joins_what_has_ended,
     "tenants share sequences": _wrap(ShareKey, "of", lambda of, _salt, *rest: of(b"", *rest)),
-    "tenants share pages": _wrap(prefixes_module, "extend_page_keys", _page_keys_without_salt),
+    "tenants share pages": _wrap(prefixes_module, "extend_page_hashes", _page_hashes_without_salt),
     "different seeds share a sequence": _wrap(
         ShareKey, "of", lambda of, salt, prompt, sampling, *rest: of(salt, prompt, replace(sampling, seed=0), *rest)
     ),
@@ -379,7 +385,7 @@ PLANTED: dict[str, Plant] = {
     ),
     "a stopped sequence keeps its slot": _wrap(Scheduler, "_stop_running", _slot_is_lost),
     "page keys ignore what came before": lambda patch: patch.setattr(
-        prefixes_module, "extend_page_keys", _page_keys_without_chain
+        prefixes_module, "extend_page_hashes", _page_hashes_without_chain
     ),
     "a sequence that goes on after a stop is not rewound": _wrap(Sequence, "rewind", _rewinds_only_restarts),
     "the slot is not told of a restart": _wrap(Sequence, "rewind", _slot_is_not_told_of_a_restart),
@@ -399,13 +405,13 @@ PLANTED: dict[str, Plant] = {
     ),
     "tokens are plain across a restart": _wrap(Sequence, "rewind", _a_restart_leaves_tokens_plain),
     "tokens that complete a page are plain": _wrap(Sequence, "settle", _plain_tokens_complete_pages),
-    "a token too many is taken from a copied page": _wrap(Prefixes, "find", _copies_a_token_too_many),
+    "a token too many is taken from a copied page": _wrap(PrefixCache, "find", _copies_a_token_too_many),
     "what two pages have in common is overestimated": _wrap(
         prefixes_module,
         "count_common",
         lambda count, *texts: min(count(*texts) + 1, *(len(text) // 4 for text in texts)),
     ),
-    "tokens are copied before their step is applied": _wrap(Prefixes, "find", _copies_what_is_planned),
+    "tokens are copied before their step is applied": _wrap(PrefixCache, "find", _copies_what_is_planned),
     "tenants copy from each other's pages": _wrap(
         prefixes_module, "_key_before", lambda key, sequence, num_pages: key(sequence, num_pages) if num_pages else b""
     ),
@@ -434,11 +440,15 @@ PLANTED: dict[str, Plant] = {
     "a step that failed is waited for with the next plan": _wrap(
         StepTiming, "note_result", _failed_steps_count_as_running
     ),
-    "a place is written before the step has read it": _wrap(HostPages, "_free_place", _places_are_not_kept_for_reading),
-    "pages with bad logits stay on the host": _wrap(HostPages, "disown", lambda *_: None),
+    "a place is written before the step has read it": _wrap(
+        HostOffload, "_free_host_page", _places_are_not_kept_for_reading
+    ),
+    "pages with bad logits stay on the host": _wrap(HostOffload, "invalidate_tenant", lambda *_: None),
     "a page copy outlives its row": _wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
     "a page is evicted while it is to be copied": _wrap(Scheduler, "_start", _sources_can_be_evicted),
-    "part of a page with bad logits is left behind": _wrap(Prefixes, "distrust", _distrusted_parts_are_kept),
+    "part of a page with bad logits is left behind": _wrap(
+        PrefixCache, "invalidate_tenant", _distrusted_parts_are_kept
+    ),
     "who waits for a prefix waits for ever": _wrap(WaitQueue, "unpark_overdue", lambda *_: None),
     "a failed step fails all its requests": _wrap(Engine, "_apply_failure", _a_failed_step_fails_them_all),
     "a failed step counts as computed": _wrap(Scheduler, "bisect", _tries_without_going_back),
@@ -448,7 +458,7 @@ PLANTED: dict[str, Plant] = {
     "a resumed stream begins again": _wrap(Requests, "_give", _repeats_what_was_brought),
     "tokens are computed for who has left": _wrap(Sequence, "unsubscribe", _keeps_the_limit_of_who_left),
     "a page found again can still be evicted": _wrap(PagePool, "hold", _evicts_what_is_held),
-    "a prefix hit leaves nothing to compute": _wrap(Prefixes, "find", _finds_the_whole_prompt),
+    "a prefix hit leaves nothing to compute": _wrap(PrefixCache, "find", _finds_the_whole_prompt),
     "the page table keeps a former owner's pages": _wrap(
         BatchBuilder, "_clear", _page_table_keeps_a_former_owners_pages
     ),
@@ -459,7 +469,7 @@ PLANTED: dict[str, Plant] = {
     ),
     "bad logits fail the whole step": _wrap(Engine, "_apply", _a_bad_row_spoils_the_step),
     "bad logits leave their pages behind": lambda patch: patch.setattr(
-        Prefixes, "distrust", lambda _prefixes, _salt: None
+        PrefixCache, "invalidate_tenant", lambda _prefix_cache, _salt: None
     ),
 }
 

@@ -10,7 +10,7 @@ from penstock.backend.engine.executor import ExecutorFailed
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import EngineLimits
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.structured_output.grammar_queue import GrammarDesk
+from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.link.link import FrontendDeath
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import FailureCode, Finish
@@ -62,9 +62,9 @@ class Backend:
         )
         limits = EngineLimits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         self.compiler = SimulatedCompiler(setup.model.vocab_size)
-        self.desk = GrammarDesk(self.compiler, lambda: None, setup.max_waiting)
+        self.grammar_queue = GrammarQueue(self.compiler, lambda: None, setup.max_waiting)
         self.requests = FaultyRequests(
-            world, self.link, self.scheduler, self.board, limits, world.clock, desk=self.desk
+            world, self.link, self.scheduler, self.board, limits, world.clock, grammar_queue=self.grammar_queue
         )
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
@@ -393,7 +393,7 @@ class World:
     def note_cancel(self, heard: Open | None, epoch: int, request_id: int) -> None:
         """In which state it meets its request."""
         state = "of nothing open"
-        if self.backend.desk.find(epoch, request_id) is not None:
+        if self.backend.grammar_queue.find(epoch, request_id) is not None:
             state = "while compiling"
         elif heard is not None:
             sequence = self.backend.requests._open[epoch][request_id][0]
@@ -452,7 +452,7 @@ class World:
             case FailureCode.OVERLOADED:
                 room = self.setup.max_running if ask.got else backend.scheduler.num_free_slots
                 allowed = backend.scheduler.num_waiting >= self.setup.max_waiting + room
-                allowed |= backend.desk.num_waiting >= self.setup.max_waiting
+                allowed |= backend.grammar_queue.num_waiting >= self.setup.max_waiting
             case FailureCode.SHUTTING_DOWN:
                 allowed = backend.is_draining
             case FailureCode.BAD_TOKEN | FailureCode.CONTEXT_TOO_LONG | FailureCode.BAD_GRAMMAR:
@@ -474,7 +474,7 @@ class World:
         if not was_bad or not isinstance(backend.forward_pass, ChainPass):
             return
         poison = backend.forward_pass.poison_in(sequence.pages, len(sequence.tokens))
-        if any(map(backend.pool.host.holds, sequence.page_keys)):
+        if any(map(backend.pool.host_offload.contains, sequence.page_hashes)):
             raise Violation(f"{heard.ask} fails for its pages, and one of them stays on the host")
         if any(backend.burnt.get(fault, self.tick) < backend.since[sequence] for fault in poison):
             raise Violation(f"{heard.ask} fails for what others had failed for before it came")
@@ -484,7 +484,7 @@ class World:
     def _judge_turn(self) -> None:
         backend = self.backend
         heard_by_engine = {(f, i) for f, by_id in backend.requests._open.items() for i in by_id}
-        heard_by_engine |= backend.desk._waiting.keys()
+        heard_by_engine |= backend.grammar_queue._waiting.keys()
         if heard_by_engine != backend.link.open.keys():
             raise Violation(f"the engine has {heard_by_engine} open, the link {set(backend.link.open)}")
         if backend.scheduler.num_running + backend.scheduler.num_waiting and not backend.executor.is_busy:
@@ -493,7 +493,7 @@ class World:
         for (frontend, request_id), heard in backend.link.open.items():
             if heard.deadline_s is not None and heard.deadline_s <= self.now_s:
                 raise Violation(f"{heard.ask} lives beyond its deadline")
-            if backend.desk.find(frontend, request_id) is not None:
+            if backend.grammar_queue.find(frontend, request_id) is not None:
                 continue
             sequence, subscriber = backend.requests._open[frontend][request_id]
             if (sequence.salt == heard.ask.salt) != (heard.embeddings is None):
@@ -524,8 +524,8 @@ class World:
             raise Violation("something is left over")
         if (
             len(backend.requests._coalescer)
-            or scheduler._prefixes._computing
-            or scheduler._prefixes._filling
+            or scheduler._prefix_cache._computing
+            or scheduler._prefix_cache._filling
             or backend.executor.is_busy
         ):
             raise Violation("something is still remembered")

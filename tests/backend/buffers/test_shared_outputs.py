@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.backend.buffers.options import check_choice, make_exporter, open_device_of
+from penstock.backend.buffers.options import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, EmbeddingRows, IBatchedForwardPass, PassOptions, StepBatch
 from penstock.backend.main import DEMO_MODEL_DIR
@@ -279,6 +279,6 @@ def test_the_kind_of_buffers_follows_the_option_and_the_pass(device: FakeDevice)
     with pytest.raises(StartupError, match='--shared-buffers is "cuda"; this forward pass'):
         make_exporter("cuda", 1, fake(), device)
     with pytest.raises(StartupError, match='--shared-buffers is "cuda"; the model runs on the CPU'):
-        check_choice("cuda", "cpu")
-    check_choice("auto", "cpu")
-    assert open_device_of("cpu") is None
+        check_shared_buffers("cuda", "cpu")
+    check_shared_buffers("auto", "cpu")
+    assert open_sharing_device("cpu") is None

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backend.buffers.options import make_exporter
-from penstock.backend.buffers.shared_prompts import LentRows
+from penstock.backend.buffers.shared_prompts import SharedPromptRows
 from penstock.backend.engine.batch_builder import keep_rows
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, IBatchedForwardPass, StepBatch
 from penstock.backend.main import DEMO_MODEL_DIR
@@ -281,7 +281,7 @@ def test_buffers_on_the_host_are_read_by_the_device_for_a_pass_that_has_its_outp
         exporter = make_exporter("host", 1 << 20, forward_pass, device)
         buffers = exporter.export(BufferWish(1, 1 << 12), os.getpid())
         loan = buffers.borrow(BufferRef(0, 0, EMBEDDINGS, 1), to_backend=True)
-        assert LentRows(loan, 0, 1).device_reads is device_reads
+        assert SharedPromptRows(loan, 0, 1).device_reads is device_reads
         assert bool(device.registered) is device_reads
         exporter.take_leave(buffers, has_closed=True)
         forward_pass.close()
@@ -426,6 +426,6 @@ def test_kept_rows_keep_their_embeddings_at_their_new_places() -> None:
 
 def test_rows_are_those_of_the_loan_from_the_chunks_start_on() -> None:
     rows = random_rows(7)
-    part = LentRows(StubLoan(rows), 2, 4)  # type: ignore[arg-type]
+    part = SharedPromptRows(StubLoan(rows), 2, 4)  # type: ignore[arg-type]
     np.testing.assert_array_equal(part.read(), rows[2:6])
     assert not part.device_reads

@@ -10,7 +10,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.kv_cache.budget import MAX_PAGES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
 from penstock.backend.kv_cache.budget_table import plan_rows, plan_tables
-from penstock.backend.kv_cache.memory import Memory
+from penstock.backend.kv_cache.memory import MemoryInfo
 from penstock.backend.passes.fake import FakePass
 
 BYTES_PER_TOKEN = 8
@@ -162,7 +162,7 @@ def test_auto_is_what_is_free_less_what_the_pass_takes_and_a_reserve(
     total: int, free: int, workspace: int, left: int
 ) -> None:
     spec = PassSpec(100, 4096, {"fp32": 1}, weight_bytes=3 * GB, workspace_bytes=workspace)
-    budget = auto_budget(spec, Memory(total, free, "GPU 0"))
+    budget = auto_budget(spec, MemoryInfo(total, free, "GPU 0"))
     (first, first_bytes), *taken = budget.auto_parts
     assert budget.num_bytes == left
     assert (first, first_bytes) == ("free on GPU 0", free)
@@ -184,12 +184,12 @@ def test_auto_is_what_is_free_less_what_the_pass_takes_and_a_reserve(
 def test_of_the_hosts_memory_auto_takes_4_gb_beside_a_gpu_or_a_quarter_of_what_is_free(
     wanted: int | Literal["auto"], device: str, free: int, taken: int
 ) -> None:
-    assert host_budget(wanted, device, Memory(128 * GB, free, "this machine")) == taken
+    assert host_budget(wanted, device, MemoryInfo(128 * GB, free, "this machine")) == taken
 
 
 def test_on_the_cpu_the_hosts_memory_is_the_caches_already() -> None:
     with pytest.raises(StartupError, match=r"--host-kv-budget is 1\.00 GB; the model runs on the CPU, .* --kv-budget"):
-        host_budget(GB, "cpu", Memory(128 * GB, 64 * GB, "this machine"))
+        host_budget(GB, "cpu", MemoryInfo(128 * GB, 64 * GB, "this machine"))
 
 
 def test_the_table_says_what_is_taken_and_what_it_holds() -> None:

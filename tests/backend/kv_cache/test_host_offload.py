@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.forward_pass import StepBatch
-from penstock.backend.kv_cache.host_offload import HostPages
+from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.shm.messages import Finish
 from tests.backend.harness import Bench, expected_tokens
@@ -18,12 +18,12 @@ from tests.backend.kv_cache.test_page_pool import SALTS, salt_of
 KEYS = [bytes([number]) * 16 for number in range(9)]
 
 
-class HostPagesMachine(RuleBasedStateMachine):
+class HostOffloadMachine(RuleBasedStateMachine):
     """A page's number is its key's, so that what is copied where can be told from what is read later."""
 
     @initialize(num_places=st.integers(0, 5))
     def start(self, num_places: int) -> None:
-        self.host = HostPages(num_places)
+        self.host_offload = HostOffload(num_places)
         self.num_places = num_places
         self.kept: list[bytes] = []
         """Least recently used first."""
@@ -35,61 +35,61 @@ class HostPagesMachine(RuleBasedStateMachine):
     def save(self, key: bytes) -> None:
         if key not in self.kept and len(self.kept) == self.num_places:
             if not self.kept or self.kept[0] in self.read:
-                self.host.save(key[0], key, salt_of(key))
-                assert not self.host.holds(key)
+                self.host_offload.save(key[0], key, salt_of(key))
+                assert not self.host_offload.contains(key)
                 return
             del self.kept[0]
-        self.host.save(key[0], key, salt_of(key))
+        self.host_offload.save(key[0], key, salt_of(key))
         self.kept = [kept for kept in self.kept if kept != key] + [key]
 
     @rule(key=st.sampled_from(KEYS))
     def read_one(self, key: bytes) -> None:
         if key not in self.kept:
             with pytest.raises(KeyError):
-                self.host.read(key)
+                self.host_offload.restore(key)
             return
         self.copy()
-        assert self.content[self.host.read(key)] == key[0]
+        assert self.content[self.host_offload.restore(key)] == key[0]
         self.kept.remove(key)
         self.kept.append(key)
         self.read.add(key)
 
     @rule()
     def end_plan(self) -> None:
-        self.host.end_plan()
+        self.host_offload.end_plan()
         self.read.clear()
 
     @rule()
     def copy(self) -> None:
-        saves = self.host.take_saves()
+        saves = self.host_offload.take_saves()
         assert len({place for _, place in saves}) == len(saves)
         self.content |= {place: page for page, place in saves}
-        assert self.host.take_saves() == ()
+        assert self.host_offload.take_saves() == ()
 
     @rule(salt=st.sampled_from(SALTS))
-    def disown(self, salt: bytes) -> None:
+    def invalidate_tenant(self, salt: bytes) -> None:
         self.end_plan()  # nobody is distrusted in the middle of a plan
-        self.host.disown(salt)
+        self.host_offload.invalidate_tenant(salt)
         self.kept = [kept for kept in self.kept if salt_of(kept) != salt]
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
     def drop(self, keys: list[bytes]) -> None:
         self.end_plan()  # as above
-        self.host.drop(keys)
+        self.host_offload.discard(keys)
         self.kept = [kept for kept in self.kept if kept not in keys]
 
     @invariant()
     def it_agrees_with_the_model(self) -> None:
-        if not hasattr(self, "host"):
+        if not hasattr(self, "host_offload"):
             return
-        assert self.host.num_used == len(self.kept)
-        assert [key for key in KEYS if self.host.holds(key)] == sorted(self.kept)
+        assert self.host_offload.num_used == len(self.kept)
+        assert [key for key in KEYS if self.host_offload.contains(key)] == sorted(self.kept)
         if not self.read:
-            self.host.check_integrity()
+            self.host_offload.check_integrity()
 
 
-TestHostPagesMachine = HostPagesMachine.TestCase
-TestHostPagesMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHostOffloadMachine = HostOffloadMachine.TestCase
+TestHostOffloadMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 FIRST, SECOND = [7, 1, 4, 9, 2, 2, 8, 5], [3, 6, 6, 1, 8, 0, 5, 2]
 
@@ -128,7 +128,7 @@ def test_what_is_to_be_saved_is_saved_with_the_next_step_if_its_own_cannot_be_bu
     faults = iter([True])
 
     def fail_with_saves(builder: BatchBuilder, plan: Plan) -> StepBatch:
-        if bench.board.pages_saved < bench.pool.host.num_saved and next(faults, False):
+        if bench.board.pages_saved < bench.pool.host_offload.num_saved and next(faults, False):
             raise RuntimeError("planted")
         return build(builder, plan)
 

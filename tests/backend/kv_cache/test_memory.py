@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.memory import Memory, device_memory, host_memory
+from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,20 +38,20 @@ class Machine:
         (directory / use_file).write_text(f"{used}\n")
         (directory / "memory.stat").write_text(f"anon 5\n{cached_name} {cached}\n")
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryInfo:
         return host_memory(self.proc, self.cgroup)
 
 
 def test_without_a_limit_it_is_what_the_machine_has_available(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/user.slice/session-1.scope\n")
     machine.group("user.slice/session-1.scope", V2, "max", GB, 0)
-    assert machine.memory() == Memory(16_000_000 * 1024, 12_000_000 * 1024, "this machine")
+    assert machine.memory() == MemoryInfo(16_000_000 * 1024, 12_000_000 * 1024, "this machine")
 
 
 def test_a_limit_less_its_use_counts_and_cached_files_are_no_use(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/\n")
     machine.group("", V2, str(4 * GB), 3 * GB, 2 * GB)
-    assert machine.memory() == Memory(4 * GB, 3 * GB, "this container (its cgroup)")
+    assert machine.memory() == MemoryInfo(4 * GB, 3 * GB, "this container (its cgroup)")
 
 
 def test_the_narrowest_of_the_groups_around_a_process_counts(tmp_path: Path) -> None:
@@ -59,13 +59,13 @@ def test_the_narrowest_of_the_groups_around_a_process_counts(tmp_path: Path) -> 
     machine.group("pods/pod-1/container", V2, "max", GB, 0)
     machine.group("pods/pod-1", V2, str(8 * GB), 7 * GB, 0)
     machine.group("pods", V2, str(6 * GB), GB, 0)
-    assert machine.memory() == Memory(6 * GB, GB, "this container (its cgroup)")
+    assert machine.memory() == MemoryInfo(6 * GB, GB, "this container (its cgroup)")
 
 
 def test_a_limit_wider_than_what_the_machine_has_free_changes_nothing(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/a\n")
     machine.group("a", V2, str(15 * GB), 0, 0)
-    assert machine.memory() == Memory(15 * GB, 12_000_000 * 1024, "this machine")
+    assert machine.memory() == MemoryInfo(15 * GB, 12_000_000 * 1024, "this machine")
 
 
 @pytest.mark.parametrize("path", ["docker/0123", ""])
@@ -74,7 +74,7 @@ def test_version_1_has_its_own_names_and_a_number_for_no_limit(tmp_path: Path, p
     machine = Machine(tmp_path, "5:cpu,cpuacct:/docker/0123\n4:hugetlb,memory:/docker/0123\n1:name=systemd:/\n0::/\n")
     machine.group("memory", V1, UNLIMITED_V1, 7, 0)
     machine.group(f"memory/{path}", V1, str(2 * GB), GB // 2, 0)
-    assert machine.memory() == Memory(2 * GB, 2 * GB - GB // 2, "this container (its cgroup)")
+    assert machine.memory() == MemoryInfo(2 * GB, 2 * GB - GB // 2, "this container (its cgroup)")
 
 
 @pytest.mark.parametrize("groups", ["0::/../../outside\n", "0::/gone\n", ""])
@@ -98,7 +98,7 @@ def test_this_machine_can_be_read() -> None:
 
 def test_a_gpu_is_asked_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index * GB, 8 * GB))
-    assert device_memory("cuda:3") == Memory(8 * GB, 3 * GB, "GPU 3")
+    assert device_memory("cuda:3") == MemoryInfo(8 * GB, 3 * GB, "GPU 3")
 
 
 def test_a_gpu_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,13 +43,13 @@ class PagePoolMachine(RuleBasedStateMachine):
         if count > free + len(self.idle):
             before = (self.pool.num_available, self.pool.num_idle)
             with pytest.raises(MemoryError):
-                self.pool.take(count)
+                self.pool.allocate(count)
             assert (self.pool.num_available, self.pool.num_idle) == before
             return
         evicted, self.idle = self.idle[: max(0, count - free)], self.idle[max(0, count - free) :]
         for page in evicted:
             del self.key_of[page]
-        pages = self.pool.take(count)
+        pages = self.pool.allocate(count)
         assert len(set(pages)) == count
         assert not self.held() & set(pages)
         assert not set(pages) & set(self.idle)
@@ -62,7 +62,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         if not holding:
             return
         page = data.draw(st.sampled_from(holding))
-        self.pool.name(page, key, before_of(key), key, salt_of(key))
+        self.pool.index_page(page, key, before_of(key), key, salt_of(key))
         if page not in self.key_of and key not in self.key_of.values():
             self.key_of[page] = key
 
@@ -82,19 +82,19 @@ class PagePoolMachine(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         holding = data.draw(st.sampled_from(self.holdings))
         self.holdings = [other for other in self.holdings if other is not holding]
-        self.pool.give_back(holding)
+        self.pool.release(holding)
         still_held = self.held()
         self.idle += [page for page in reversed(holding) if page in self.key_of and page not in still_held]
 
     @rule(salt=st.sampled_from(SALTS))
-    def disown(self, salt: bytes) -> None:
-        self.pool.disown(salt)
+    def invalidate_tenant(self, salt: bytes) -> None:
+        self.pool.invalidate_tenant(salt)
         self.key_of = {page: key for page, key in self.key_of.items() if salt_of(key) != salt}
         self.idle = [page for page in self.idle if page in self.key_of]
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
     def drop(self, keys: list[bytes]) -> None:
-        self.pool.drop(keys)
+        self.pool.discard(keys)
         self.key_of = {page: key for page, key in self.key_of.items() if key not in keys}
         self.idle = [page for page in self.idle if page in self.key_of]
 
@@ -105,9 +105,9 @@ class PagePoolMachine(RuleBasedStateMachine):
             return
         if page not in self.held():
             with pytest.raises(ValueError, match=f"page {page} is given back"):
-                self.pool.give_back([page])
+                self.pool.release([page])
             with pytest.raises(ValueError, match=f"page {page} is named"):
-                self.pool.name(page, KEYS[0], KEYS[1], b"", b"")
+                self.pool.index_page(page, KEYS[0], KEYS[1], b"", b"")
         if page not in self.key_of:
             with pytest.raises(ValueError, match=f"page {page} has no known content"):
                 self.pool.hold(page)
@@ -127,14 +127,14 @@ class PagePoolMachine(RuleBasedStateMachine):
         assert found == self.key_of
         for before in KEYS[:3]:
             following = {page: key for page, key in self.key_of.items() if before_of(key) == before}
-            assert self.pool.pages_after(before) == following
+            assert self.pool.pages_following(before) == following
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
             for holding in self.holdings:
-                self.pool.give_back(holding)
+                self.pool.release(holding)
             assert self.pool.num_held == 0
-            assert len(self.pool.take(self.num_pages)) == self.num_pages
+            assert len(self.pool.allocate(self.num_pages)) == self.num_pages
 
 
 TestPagePoolMachine = PagePoolMachine.TestCase
@@ -149,45 +149,45 @@ def test_a_pool_has_pages(num_pages: int) -> None:
 
 def named(pool: PagePool, key: bytes) -> int:
     """A page of the caller's with this content."""
-    (page,) = pool.take(1)
-    pool.name(page, key, before_of(key), key, b"")
+    (page,) = pool.allocate(1)
+    pool.index_page(page, key, before_of(key), key, b"")
     return page
 
 
 def evict_all(pool: PagePool) -> None:
-    pool.give_back(pool.take(pool.num_available))
+    pool.release(pool.allocate(pool.num_available))
 
 
 def test_a_page_is_wanted_by_its_content_whoever_has_it() -> None:
     """A sequence whose own page was not named, for another one of that content was: that one is worth keeping."""
     pool = PagePool(2, num_host_pages=1)
     first, second = named(pool, KEYS[0]), named(pool, KEYS[0])
-    pool.want([KEYS[0]])
-    pool.give_back([first])
-    pool.give_back([second])
+    pool.mark_for_offload([KEYS[0]])
+    pool.release([first])
+    pool.release([second])
     assert pool.num_idle == 1
     evict_all(pool)
-    assert pool.host.holds(KEYS[0])
+    assert pool.host_offload.contains(KEYS[0])
 
 
 def test_what_came_back_from_the_host_goes_there_again_if_its_place_is_another_ones_by_then() -> None:
     pool = PagePool(2, num_host_pages=1)
     page = named(pool, KEYS[0])
-    pool.want([KEYS[0]])
-    pool.give_back([page])
+    pool.mark_for_offload([KEYS[0]])
+    pool.release([page])
     evict_all(pool)
-    pool.host.read(KEYS[0])
-    pool.host.end_plan()
+    pool.host_offload.restore(KEYS[0])
+    pool.host_offload.end_plan()
     restored = named(pool, KEYS[0])
-    pool.host.save(1 - restored, KEYS[1], b"")
-    assert not pool.host.holds(KEYS[0])
-    pool.give_back([restored])
+    pool.host_offload.save(1 - restored, KEYS[1], b"")
+    assert not pool.host_offload.contains(KEYS[0])
+    pool.release([restored])
     evict_all(pool)
-    assert pool.host.holds(KEYS[0])
+    assert pool.host_offload.contains(KEYS[0])
 
 
 def test_what_was_wanted_once_is_not_kept_on_the_host() -> None:
     pool = PagePool(2, num_host_pages=1)
-    pool.give_back([named(pool, KEYS[0])])
+    pool.release([named(pool, KEYS[0])])
     evict_all(pool)
-    assert pool.host.num_used == 0
+    assert pool.host_offload.num_used == 0

@@ -1,4 +1,4 @@
-"""Prefixes against a model of what each page holds: any order of starting, computing, stopping, waiting, distrusting.
+"""The prefix cache against a model of what each page holds: sequences start, compute, wait and stop in any order.
 
 What the engine does with them is in test_coalescing.py and the simulation.
 """
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.backend.forward_pass import SamplingParams
-from penstock.backend.kv_cache.page_hash import extend_page_keys, part_key
+from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page_hash
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.kv_cache.prefix_cache import Prefix, Prefixes, count_common
+from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache, count_common
 from penstock.backend.sequences.sequence import Sequence, Subscriber
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
@@ -32,22 +32,22 @@ def test_tokens_in_common_are_counted_from_the_beginning(common: list[int], one:
 def test_the_key_of_a_part_of_a_page_is_no_full_pages_key() -> None:
     tokens = array("i", range(8))
     keys: list[bytes] = []
-    extend_page_keys(keys, tokens, 8, 4, b"tenant")
-    assert part_key(keys[0], tokens[4:].tobytes()) not in keys
-    assert part_key(b"tenant", tokens[:2].tobytes()) != part_key(b"other", tokens[:2].tobytes())
+    extend_page_hashes(keys, tokens, 8, 4, b"tenant")
+    assert partial_page_hash(keys[0], tokens[4:].tobytes()) not in keys
+    assert partial_page_hash(b"tenant", tokens[:2].tobytes()) != partial_page_hash(b"other", tokens[:2].tobytes())
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-class PrefixesMachine(RuleBasedStateMachine):
+class PrefixCacheMachine(RuleBasedStateMachine):
     """Sequences as the scheduler runs them. A text is its tenant and its tokens from the beginning."""
 
     @initialize(num_pages=st.integers(3, 10), page_size=st.integers(1, 4))
     def start(self, num_pages: int, page_size: int) -> None:
         self.pool, self.size, self.num_pages = PagePool(num_pages), page_size, num_pages
-        self.prefixes = Prefixes(self.pool, page_size)
+        self.prefixes = PrefixCache(self.pool, page_size)
         self.running: dict[Sequence, None] = {}
         self.parked: list[tuple[Sequence, object]] = []
         self.held: list[list[tuple[bytes, tuple[int, ...]] | None]] = [[None] * page_size for _ in range(num_pages)]
@@ -74,25 +74,25 @@ class PrefixesMachine(RuleBasedStateMachine):
         num_new = -(-(len(sequence.tokens) + 1) // self.size) - len(prefix.pages)
         for page in prefix.pages:
             self.pool.hold(page)
-        sources = [prefix.source] if prefix.num_copied and self.pool.is_idle(prefix.source) else []
+        sources = [prefix.copy_source] if prefix.num_copied_tokens and self.pool.is_idle(prefix.copy_source) else []
         for page in sources:
             self.pool.hold(page)
         if num_new > self.pool.num_available:
-            self.pool.give_back(prefix.pages + sources)
+            self.pool.release(prefix.pages + sources)
             return
-        pages = self.take(num_new)
+        pages = self.allocate(num_new)
         sequence.pages = prefix.pages + pages
-        if prefix.num_copied:
-            self.held[pages[0]] = list(self.held[prefix.source])
-        self.pool.give_back(sources)
+        if prefix.num_copied_tokens:
+            self.held[pages[0]] = list(self.held[prefix.copy_source])
+        self.pool.release(sources)
         sequence.num_prefilled = len(prefix.pages) * self.size
-        sequence.num_computed = sequence.num_prefilled + prefix.num_copied
-        sequence.num_named_pages = len(prefix.pages)
+        sequence.num_computed = sequence.num_prefilled + prefix.num_copied_tokens
+        sequence.num_indexed_pages = len(prefix.pages)
         self.prefixes.start(sequence)
         self.running[sequence] = None
 
-    def take(self, count: int) -> list[int]:
-        pages = self.pool.take(count)
+    def allocate(self, count: int) -> list[int]:
+        pages = self.pool.allocate(count)
         self.named = {text: page for text, page in self.named.items() if page not in pages}
         return pages
 
@@ -107,11 +107,11 @@ class PrefixesMachine(RuleBasedStateMachine):
             first = index * size
             assert self.held[page] == [(salt, tokens[: place + 1]) for place in range(first, first + size)]
         first = len(expected) * size
-        for place in range(prefix.num_copied):
-            assert self.held[prefix.source][place] == (salt, tokens[: first + place + 1])
+        for place in range(prefix.num_copied_tokens):
+            assert self.held[prefix.copy_source][place] == (salt, tokens[: first + place + 1])
         if prefix.awaited is None or isinstance(prefix.awaited, Sequence):
-            assert prefix.num_copied == self.most_to_copy(salt, tokens, first)
-        assert first + prefix.num_copied < len(tokens)
+            assert prefix.num_copied_tokens == self.most_to_copy(salt, tokens, first)
+        assert first + prefix.num_copied_tokens < len(tokens)
 
     def most_to_copy(self, salt: bytes, tokens: tuple[int, ...], first: int) -> int:
         wanted = tokens[: min(first + self.size, len(tokens) - 1)]
@@ -119,7 +119,7 @@ class PrefixesMachine(RuleBasedStateMachine):
         known += [
             tuple(other.tokens[: other.num_applied])
             for other in self.running
-            if other.salt == salt and other.num_named_pages * self.size == first and not other.is_distrusted
+            if other.salt == salt and other.num_indexed_pages * self.size == first and not other.has_suspect_kv
         ]
         return max(0, *(common(wanted, text) - first for text in known)) if known else 0
 
@@ -132,7 +132,7 @@ class PrefixesMachine(RuleBasedStateMachine):
         if end == len(sequence.tokens) and end // self.size == len(sequence.pages):
             if not self.pool.num_available:
                 return
-            sequence.pages += self.take(1)
+            sequence.pages += self.allocate(1)
         tokens = tuple(sequence.tokens)
         for place in range(sequence.num_applied, end):
             page = sequence.pages[place // self.size]
@@ -142,14 +142,14 @@ class PrefixesMachine(RuleBasedStateMachine):
             self.held[page][place % self.size] = text
         sequence.num_computed = end
         if not (is_plain and is_decode and end % self.size):
-            for index in range(sequence.num_named_pages, end // self.size):
+            for index in range(sequence.num_indexed_pages, end // self.size):
                 self.name(sequence, index, (index + 1) * self.size)
             self.let_go(self.prefixes.note_computed(sequence, end))
         if end == len(sequence.tokens):
             sequence.tokens.append(following)
 
     def name(self, sequence: Sequence, index: int, end: int) -> None:
-        if sequence.is_distrusted:
+        if sequence.has_suspect_kv:
             return
         text, page = (sequence.salt, tuple(sequence.tokens[:end])), sequence.pages[index]
         if text not in self.named and page not in self.named.values():
@@ -160,14 +160,14 @@ class PrefixesMachine(RuleBasedStateMachine):
     def stop(self, data: st.DataObject, is_bad: bool, is_patient: bool) -> None:
         sequence = data.draw(st.sampled_from(list(self.running)))
         if is_bad:
-            self.prefixes.distrust(sequence.salt)
-            assert all(other.is_distrusted for other in self.running if other.salt == sequence.salt)
+            self.prefixes.invalidate_tenant(sequence.salt)
+            assert all(other.has_suspect_kv for other in self.running if other.salt == sequence.salt)
             self.named = {text: page for text, page in self.named.items() if text[0] != sequence.salt}
-        elif sequence.num_applied > sequence.num_named_pages * self.size:
-            self.name(sequence, sequence.num_named_pages, sequence.num_applied)
+        elif sequence.num_applied > sequence.num_indexed_pages * self.size:
+            self.name(sequence, sequence.num_indexed_pages, sequence.num_applied)
         del self.running[sequence]
         freed = self.prefixes.stop(sequence)
-        self.pool.give_back(sequence.pages)
+        self.pool.release(sequence.pages)
         self.let_go(freed, is_patient=is_patient)
 
     def let_go(self, freed: list[object], *, is_patient: bool = True) -> None:
@@ -185,5 +185,5 @@ class PrefixesMachine(RuleBasedStateMachine):
         assert self.pool.num_held == len({page for sequence in self.running for page in sequence.pages})
 
 
-TestPrefixesMachine = PrefixesMachine.TestCase
-TestPrefixesMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixCacheMachine = PrefixCacheMachine.TestCase
+TestPrefixCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

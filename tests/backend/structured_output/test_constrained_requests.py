@@ -14,7 +14,7 @@ from penstock.backend.forward_pass import PendingOutput, SamplingParams, StepBat
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.backend.structured_output.grammar_queue import GrammarDesk
+from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.link.link import FrontendDeath
 from penstock.shm.messages import Constraints, FailureCode, Finish, Grammar, Sampling
 from tests.backend.buffers.test_shared_prompts import random_rows, submit_embedded
@@ -35,7 +35,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 def new_bench(compiler: GrammarCompiler, max_waiting: int = 100, **options: Any) -> Bench:
-    return Bench(vocab_size=VOCAB_SIZE, desk=GrammarDesk(compiler, lambda: None, max_waiting), **options)
+    return Bench(vocab_size=VOCAB_SIZE, grammar_queue=GrammarQueue(compiler, lambda: None, max_waiting), **options)
 
 
 def ask(bench: Bench, request_id: int, grammar: Grammar | None = DIGITS, max_tokens: int = 12, **options: Any) -> None:
@@ -47,9 +47,9 @@ def ask(bench: Bench, request_id: int, grammar: Grammar | None = DIGITS, max_tok
 def compile_all(bench: Bench) -> None:
     """Turns until no request waits for its grammar any more."""
     bench.engine.turn()
-    for waiting in list(bench.requests._desk._waiting.values()):
+    for waiting in list(bench.requests._grammar_queue._waiting.values()):
         waiting.future.exception(timeout=30)
-    while len(bench.requests._desk._done) < bench.requests._desk.num_waiting:
+    while len(bench.requests._grammar_queue._done) < bench.requests._grammar_queue.num_waiting:
         pass  # the compiler's thread is about to say so
     bench.engine.turn()
 
@@ -317,7 +317,7 @@ def test_grammars_whose_askers_have_left_take_no_place_from_others(
     failure = bench.received(2).failure
     assert failure is not None
     assert failure.code == FailureCode.OVERLOADED
-    for request_id, waiting in enumerate(list(bench.requests._desk._waiting.values())):
+    for request_id, waiting in enumerate(list(bench.requests._grammar_queue._waiting.values())):
         bench.cancel(request_id)
         waiting.future.exception(timeout=30)
     ask(bench, 3)

@@ -13,7 +13,7 @@ import pytest
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.backend.structured_output.grammar_queue import GrammarDesk
+from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.messages import Constraints, Finish, Grammar, Sampling
 from tests.backend.harness import Bench
 from tests.backend.structured_output.test_constrained_requests import compile_all
@@ -48,7 +48,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         max_running=MAX_RUNNING,
         max_batch_tokens=64,
         forward_pass=forward_pass,
-        desk=GrammarDesk(compiler, lambda: None, 1000),
+        grammar_queue=GrammarQueue(compiler, lambda: None, 1000),
     )
     yield bench
     compiler.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.buffers.shared_prompts import LentRows
+from penstock.backend.buffers.shared_prompts import SharedPromptRows
 from penstock.shm.client.client import BufferSlice, GenerationRequest
 from penstock.shm.messages import BufferContent, BufferKind, BufferWish, Sampling
 from tests.backend.passes.decoder.cuda.emulators_memory import EmulatorsMemory
@@ -90,7 +90,7 @@ async def test_clients_hand_in_embeddings_and_get_what_their_tokens_get(
         forward_pass.create_cache(NUM_PAGES, PAGE_SIZE, "fp32")
         return forward_pass
 
-    monkeypatch.setattr(LentRows, "read", lambda _rows: pytest.fail("read by the host, where the device can"))
+    monkeypatch.setattr(SharedPromptRows, "read", lambda _rows: pytest.fail("read by the host, where the device can"))
     device, clients_device = EmulatorsMemory(tmp_path), FakeDevice(tmp_path)
     asked = prompts((7, 17))
     table = oracle("llama3").get_input_embeddings()
