@@ -53,7 +53,7 @@ ServeOptions.__init__.__annotations__ = get_type_hints(ServeOptions, include_ext
 T = TypeVar("T")
 
 
-def part(options: Any, of: type[T]) -> T:
+def select_options(options: Any, of: type[T]) -> T:
     """The values of options for the fields of a dataclass it inherits from."""
     return of(**{item.name: getattr(options, item.name) for item in dataclasses.fields(of)})  # type: ignore[arg-type]
 
@@ -106,7 +106,7 @@ def serve(options: ServeOptions) -> int:
     """Runs until told to stop; returns the exit status. A dry run is the backend's alone."""
     if options.dry_run:
         return subprocess.run(
-            module_argv("penstock.backend.main", to_argv(part(options, BackendOptions))), check=False
+            module_argv("penstock.backend.main", to_argv(select_options(options, BackendOptions))), check=False
         ).returncode
     read_access(options, _COMMAND)
     tls_files(options, _COMMAND)
@@ -150,8 +150,8 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
     tls = options.ssl_certfile is not None
     address = address_of(listening, tls=tls)
     told, environment = split_keys(dataclasses.replace(options, listen_fd=listening.fileno()))
-    backend_argv = module_argv("penstock.backend.main", to_argv(part(told, BackendOptions)))
-    frontend_argv = module_argv("penstock.frontend.main", to_argv(part(told, FrontendOptions)))
+    backend_argv = module_argv("penstock.backend.main", to_argv(select_options(told, BackendOptions)))
+    frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(told, FrontendOptions)))
     fds = (listening.fileno(),)
     children = (
         ChildSpec("backend", backend_argv, env=without_secrets(os.environ), stage=0),

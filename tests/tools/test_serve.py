@@ -25,7 +25,7 @@ from penstock.backend.options import BackendOptions
 from penstock.frontend.options import FrontendOptions
 from penstock.shm.process.supervisor import module_argv
 from penstock.tools.bench.harness.processes import descendants, runs_module
-from penstock.tools.serve import ServeOptions, part, private_socket_path
+from penstock.tools.serve import ServeOptions, private_socket_path, select_options
 from tests.frontend.transport.test_listening import make_certificate
 
 
@@ -251,8 +251,8 @@ def test_serve_has_every_option_of_both_once() -> None:
     for of in (BackendOptions, FrontendOptions):
         assert names >= {field.name for field in dataclasses.fields(of)}
     options = ServeOptions(model="m", port=81, socket=Path("/s"))
-    assert part(options, BackendOptions) == BackendOptions(model="m", socket=Path("/s"))
-    assert part(options, FrontendOptions) == FrontendOptions(port=81, socket=Path("/s"))
+    assert select_options(options, BackendOptions) == BackendOptions(model="m", socket=Path("/s"))
+    assert select_options(options, FrontendOptions) == FrontendOptions(port=81, socket=Path("/s"))
 
 
 def test_the_socket_is_this_servers_own() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from penstock.tools.bench.load_generator.load import Endpoint
+from penstock.tools.bench.load_generator.sending import Endpoint
 from penstock.tools.bench.load_generator.workload import Lengths, parse_lengths
 
 

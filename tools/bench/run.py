@@ -10,29 +10,29 @@ import uvloop
 from rich.console import Console
 
 from penstock.shm.process.options import fail
-from penstock.tools.bench.engine.channel_sweep import run_channel_sweep
-from penstock.tools.bench.engine.floor import (
+from penstock.tools.bench.components.channel_sweep import run_channel_sweep
+from penstock.tools.bench.components.ipc import run_ipc
+from penstock.tools.bench.components.mask_cost import run_mask_cost
+from penstock.tools.bench.components.scheduling import run_scheduling
+from penstock.tools.bench.harness.report import BenchReport, check_can_write, make_console, make_table
+from penstock.tools.bench.harness.run import Bench
+from penstock.tools.bench.harness.server import BenchServer
+from penstock.tools.bench.load_generator.sending import BenchError, warm_up
+from penstock.tools.bench.options import BenchOptions
+from penstock.tools.bench.serving.coalescing import run_coalescing
+from penstock.tools.bench.serving.floor import (
     BareStep,
     EngineStep,
     floor_table,
     measure_bare_steps,
     measure_engine_step_ms,
 )
-from penstock.tools.bench.engine.ipc import run_ipc
-from penstock.tools.bench.engine.scheduling import run_scheduling
-from penstock.tools.bench.harness.context import Bench
-from penstock.tools.bench.harness.report import Report, check_can_write, make_console, make_table
-from penstock.tools.bench.harness.server import OwnServer
-from penstock.tools.bench.load_generator.load import BenchError, warm_up
-from penstock.tools.bench.options import BenchOptions
-from penstock.tools.bench.serving.coalescing import run_coalescing
 from penstock.tools.bench.serving.frontend_cost import NUM_STREAMS, measure_frontend_cost
 from penstock.tools.bench.serving.interference import run_interference
 from penstock.tools.bench.serving.shared_prefix import run_shared_prefix
-from penstock.tools.bench.serving.static_comparison import NUM_REQUESTS, compare_static, comparison_table, static_child
+from penstock.tools.bench.serving.static import NUM_REQUESTS, compare_static, comparison_table, static_child
 from penstock.tools.bench.serving.storm import settle
 from penstock.tools.bench.serving.workers_scaling import run_workers_scaling
-from penstock.tools.bench.structured_output.mask_cost import run_mask_cost
 from penstock.tools.serve import ServeOptions
 
 _STORM_REQUESTS = 500
@@ -97,7 +97,7 @@ def run_compare(bench: Bench, console: Console) -> bool:
         bench.report.aims += comparison.aims()
         console.print(comparison_table(comparison))
 
-    with bench.own_server() as own:
+    with bench.bench_server() as own:
         uvloop.run(compare(own.url))
     return True
 
@@ -122,7 +122,7 @@ def run_floor(bench: Bench, console: Console) -> bool:
 
     with bench.progress.status("the bare work of a step"):
         bare = measure_bare_steps(bench.server, options.concurrency, context_tokens)
-    with bench.own_server() as own:
+    with bench.bench_server() as own:
         steps = uvloop.run(engine(own.url, bare))
     bench.report.sections["floor"] = steps
     bench.report.aims += [step.aim() for step in steps]
@@ -133,7 +133,7 @@ def run_floor(bench: Bench, console: Console) -> bool:
 def run_frontend_cost(bench: Bench, console: Console) -> bool:
     num_requests = bench.options.requests or _FRONTEND_COST_REQUESTS
 
-    async def cost(own: OwnServer) -> bool:
+    async def cost(own: BenchServer) -> bool:
         async with bench.target(own.url) as target:
             with bench.progress.status("64 streams over the fake pass"):
                 found, summary = await measure_frontend_cost(target, own, num_requests, bench.options.seed)
@@ -156,14 +156,14 @@ def run_frontend_cost(bench: Bench, console: Console) -> bool:
         console.print(table)
         return summary.failed == 0
 
-    with bench.own_server(replace(bench.server, forward_pass="fake", workers=1)) as own:  # noqa: S106
+    with bench.bench_server(replace(bench.server, forward_pass="fake", workers=1)) as own:  # noqa: S106
         return uvloop.run(cost(own))
 
 
 def run_bench(options: BenchOptions, server: ServeOptions) -> int:
     """Prints the report; returns 0 where every request was answered as it should be, else 1."""
     console = make_console()
-    bench = Bench(options, server, Report(["penstock", *sys.argv[1:]]), Console(stderr=True))
+    bench = Bench(options, server, BenchReport(["penstock", *sys.argv[1:]]), Console(stderr=True))
     try:
         run = _choose_mode(options)
         if options.json is not None:

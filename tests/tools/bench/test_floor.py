@@ -3,15 +3,15 @@ from __future__ import annotations
 import pytest
 
 from penstock.backend.options import BackendOptions
-from penstock.tools.bench.engine.bare_step import measure_floor
-from penstock.tools.bench.engine.floor import BareStep, EngineStep, decode_step_s
-from penstock.tools.bench.load_generator.load import BenchError
-from penstock.tools.bench.load_generator.stats import Outcome, RequestRecord
+from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.load_generator.stats import ObservedRequest, Outcome
+from penstock.tools.bench.serving.bare_step import measure_floor
+from penstock.tools.bench.serving.floor import BareStep, EngineStep, decode_step_s
 
 
-def stream(*event_times_s: float, tokens_per_event: int = 1) -> RequestRecord:
+def stream(*event_times_s: float, tokens_per_event: int = 1) -> ObservedRequest:
     tokens = tokens_per_event * len(event_times_s)
-    return RequestRecord(0.0, list(event_times_s), event_times_s[-1], 4, tokens, Outcome.COMPLETED)
+    return ObservedRequest(0.0, list(event_times_s), event_times_s[-1], 4, tokens, Outcome.COMPLETED)
 
 
 def test_a_step_is_the_gap_between_tokens_while_all_decode() -> None:
@@ -31,7 +31,7 @@ def test_streams_that_never_decoded_together_are_refused() -> None:
 
 def test_a_failed_request_is_no_measurement() -> None:
     with pytest.raises(BenchError, match="boom"):
-        decode_step_s([RequestRecord(0.0, error="boom")])
+        decode_step_s([ObservedRequest(0.0, error="boom")])
 
 
 def test_the_ratio_is_to_the_bare_work() -> None:

@@ -10,10 +10,10 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from penstock.backend.main import DEMO_MODEL_DIR
-from penstock.tools.bench.load_generator.load import BenchError
+from penstock.tools.bench.components.made_up_tokenizer import END, write_tokenizer
+from penstock.tools.bench.components.mask_cost import BenchVocabulary, MaskCost, RowCost, mask_aims, measure_masks
+from penstock.tools.bench.load_generator.sending import BenchError
 from penstock.tools.bench.serving.workers_scaling import MIN_CORES, Scaling, WorkersRun, scaling_aims
-from penstock.tools.bench.structured_output.made_up_tokenizer import END, write_tokenizer
-from penstock.tools.bench.structured_output.mask_cost import Cost, MaskCost, Vocabulary, mask_aims, measure_masks
 from penstock.tools.main import app
 
 VOCAB_SIZE = 3000
@@ -40,7 +40,7 @@ def test_the_same_seed_makes_the_same_tokenizer(tmp_path: Path) -> None:
 
 def test_the_dearest_grammar_of_a_vocabulary_is_held_against_the_aim_with_its_application() -> None:
     def cost(vocab_size: int, cold_us: float, warm_us: float, applied_us: float) -> MaskCost:
-        first, cold, warm, advance, applied = (Cost(us, us, us) for us in (1, cold_us, warm_us, 1, applied_us))
+        first, cold, warm, advance, applied = (RowCost(us, us, us) for us in (1, cold_us, warm_us, 1, applied_us))
         return MaskCost(vocab_size, "regex", 1, 1.0, first, cold, warm, advance, applied)
 
     aims = mask_aims([cost(10, 30, 20, 5), cost(10, 25, 21, 9), cost(99, 95, 40, 10)])
@@ -54,7 +54,7 @@ def test_grammars_that_a_vocabulary_cannot_answer_are_told(tmp_path: Path) -> No
     write_tokenizer(path, VOCAB_SIZE, seed=1)
     path.write_bytes(path.read_bytes().replace(b'"{":', b'"}}}}":'))
     with pytest.raises(BenchError, match="of the benchmark"):
-        measure_masks(Vocabulary(path, VOCAB_SIZE, (VOCAB_SIZE - 1,)), 1, 0)
+        measure_masks(BenchVocabulary(path, VOCAB_SIZE, (VOCAB_SIZE - 1,)), 1, 0)
 
 
 def test_a_model_without_a_tokenizer_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from penstock.backend.forward_pass import PassOptions, StepBatch, StepOutput, TokenMasks
 from penstock.backend.passes.fake import FakePass, next_token
+from penstock.tools.bench.serving.static import StaticComparison, StaticRound
 from penstock.tools.bench.serving.static_batch import StaticBatch, StaticJob, StaticTiming
-from penstock.tools.bench.serving.static_comparison import Comparison, Round
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,11 +62,11 @@ def test_a_timing_crosses_the_pipe_whole() -> None:
 
 def test_a_comparison_is_the_median_of_its_rounds_ratios() -> None:
     rounds = [
-        Round(90, 100, 100, 0.1, 1.0, 0.5),
-        Round(99, 110, 100, 0.1, 0.8, 0.6),
-        Round(120, 105, 100, 0.1, 0.6, 0.7),
+        StaticRound(90, 100, 100, 0.1, 1.0, 0.5),
+        StaticRound(99, 110, 100, 0.1, 0.8, 0.6),
+        StaticRound(120, 105, 100, 0.1, 0.6, 0.7),
     ]
-    comparison = Comparison.of(rounds, 8, 0.1)
+    comparison = StaticComparison.of(rounds, 8, 0.1)
     assert comparison.throughput_ratio == pytest.approx(0.99)
     assert comparison.ttft_ratio == pytest.approx(8.0)
     assert comparison.ttft_streaming_ratio == pytest.approx(6.0)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.tools.bench.load_generator.stats import Aim, Outcome, RequestRecord, percentile, spread_ms, summarize
+from penstock.tools.bench.load_generator.stats import Aim, ObservedRequest, Outcome, percentile, spread_ms, summarize
 
 times = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
 
@@ -20,8 +20,8 @@ def test_nothing_has_no_percentile() -> None:
     assert spread_ms([]).mean is None
 
 
-def record(started_s: float, events_s: list[float], outcome: Outcome = Outcome.COMPLETED) -> RequestRecord:
-    return RequestRecord(started_s, events_s, events_s[-1], 10, len(events_s), outcome)
+def record(started_s: float, events_s: list[float], outcome: Outcome = Outcome.COMPLETED) -> ObservedRequest:
+    return ObservedRequest(started_s, events_s, events_s[-1], 10, len(events_s), outcome)
 
 
 def test_a_summary_of_two_known_streams() -> None:
@@ -40,7 +40,7 @@ def test_a_summary_of_two_known_streams() -> None:
 
 
 def test_dropped_and_failed_requests_have_no_latency_but_their_tokens_count() -> None:
-    failed = RequestRecord(0.0, ended_s=0.1, error="status 500")
+    failed = ObservedRequest(0.0, ended_s=0.1, error="status 500")
     records = [record(0.0, [0.5, 1.0]), record(0.0, [0.2], Outcome.DROPPED), failed]
     summary = summarize("c=3", records, generator_cpu_s=0.0)
     assert (summary.completed, summary.dropped, summary.failed) == (1, 1, 1)
@@ -57,6 +57,6 @@ def test_an_aim_is_reached_at_its_limit(direction: str, reached: list[bool]) -> 
 
 
 def test_a_failed_run_has_finite_rates() -> None:
-    summary = summarize("c=1", [RequestRecord(0.0, ended_s=1.0)], generator_cpu_s=0.1)
+    summary = summarize("c=1", [ObservedRequest(0.0, ended_s=1.0)], generator_cpu_s=0.1)
     assert math.isfinite(summary.output_tokens_per_s)
     assert math.isfinite(summary.generator_cpu_us_per_token)

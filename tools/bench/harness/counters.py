@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.shm.client.client import BackendClient
-from penstock.tools.bench.load_generator.load import BenchError
+from penstock.tools.bench.load_generator.sending import BenchError
 
 if TYPE_CHECKING:
-    from penstock.tools.bench.harness.server import OwnServer
+    from penstock.tools.bench.harness.server import BenchServer
 
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -37,7 +37,7 @@ class Counters:
 
 
 @contextlib.asynccontextmanager
-async def backend_counters(server: OwnServer) -> AsyncIterator[Counters]:
+async def backend_counters(server: BenchServer) -> AsyncIterator[Counters]:
     """Raises BenchError where there is no connection within 10 s."""
     client = BackendClient(server.socket)
     await client.start()

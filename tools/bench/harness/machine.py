@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineDescription:
     cpu: str
     cores: int
     """Those this process may use."""
@@ -31,8 +31,8 @@ class Machine:
         )
 
 
-def this_machine() -> Machine:
-    return Machine(
+def this_machine() -> MachineDescription:
+    return MachineDescription(
         cpu=_cpu_model(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,

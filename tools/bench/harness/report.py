@@ -12,9 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from penstock.tools.bench.harness.machine import Machine, this_machine
-from penstock.tools.bench.load_generator.load import BenchError
-from penstock.tools.bench.load_generator.stats import Aim, Spread, Summary
+from penstock.tools.bench.harness.machine import MachineDescription, this_machine
+from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.load_generator.stats import Aim, LoadSummary, Spread
 
 MIN_WIDTH = 120
 """Columns of the widest table; a narrower terminal wraps its lines rather than losing its figures."""
@@ -40,12 +40,12 @@ def make_console() -> Console:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     """All that a run found. sections holds what is not a row of load: plain dataclasses by name."""
 
     command: Sequence[str]
-    machine: Machine = field(default_factory=this_machine)
-    rows: list[Summary] = field(default_factory=list)
+    machine: MachineDescription = field(default_factory=this_machine)
+    rows: list[LoadSummary] = field(default_factory=list)
     sections: dict[str, Any] = field(default_factory=dict)
     aims: list[Aim] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ def make_table(title: str, *columns: str) -> Table:
     return table
 
 
-def load_table(rows: Sequence[Summary]) -> Table:
+def load_table(rows: Sequence[LoadSummary]) -> Table:
     columns = ["load", "re-\nquests", "output\ntok/s", "prompt\ntok/s", "tok/\nevent", "req/s"]
     columns += ["TTFT ms\np50 / p99", "ITL ms\np50 / p99", "e2e ms\np50 / p99"]
     columns += ["drop-\nped", "er-\nrors", "generator\nµs/token"]

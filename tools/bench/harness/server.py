@@ -17,7 +17,7 @@ from typing import IO
 from penstock.shm.process.options import to_argv
 from penstock.shm.process.supervisor import module_argv
 from penstock.tools.bench.harness.processes import descendants, runs_module, stop_with_parent
-from penstock.tools.bench.load_generator.load import BenchError
+from penstock.tools.bench.load_generator.sending import BenchError
 from penstock.tools.serve import ServeOptions, split_keys
 
 _READY = re.compile(r"^Ready: (http://\S+)/v1$", re.MULTILINE)
@@ -26,7 +26,7 @@ _STOP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class OwnServer:
+class BenchServer:
     url: str
     pid: int
     socket: Path
@@ -48,7 +48,7 @@ class OwnServer:
 
 
 @contextlib.contextmanager
-def own_server(options: ServeOptions) -> Iterator[OwnServer]:
+def bench_server(options: ServeOptions) -> Iterator[BenchServer]:
     """Serves on a free port and socket of its own while the context lasts. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory, tempfile.TemporaryFile() as log:
         options = replace(options, host="127.0.0.1", port=0, socket=Path(directory) / "backend.sock")
@@ -63,7 +63,7 @@ def own_server(options: ServeOptions) -> Iterator[OwnServer]:
             preexec_fn=stop_with_parent,
         )
         try:
-            yield OwnServer(_wait_until_ready(process, log), process.pid, options.socket)
+            yield BenchServer(_wait_until_ready(process, log), process.pid, options.socket)
             if process.poll() is not None:
                 raise BenchError(f"the server ended with status {process.returncode} during the run\n{_tail(log)}")
         finally:

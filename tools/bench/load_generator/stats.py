@@ -1,4 +1,4 @@
-"""What a run's records add up to. Times are time.perf_counter() seconds until a Summary turns them into ms."""
+"""What a run's records add up to. Times are time.perf_counter() seconds until a LoadSummary turns them into ms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class ObservedRequest:
     """One request as its client saw it. event_times_s has one entry per event that carried text."""
 
     started_s: float
@@ -42,7 +42,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class LoadSummary:
     """One row of the table. Rates count all tokens that arrived, of dropped requests too; e2e counts whole answers."""
 
     load: str
@@ -87,29 +87,29 @@ def spread_ms(seconds: Sequence[float]) -> Spread:
     return Spread(ms(percentile(seconds, 50)), ms(percentile(seconds, 99)), ms(mean))
 
 
-def ttfts_s(records: Sequence[RequestRecord]) -> list[float]:
+def ttfts_s(records: Sequence[ObservedRequest]) -> list[float]:
     return [record.event_times_s[0] - record.started_s for record in records if record.event_times_s]
 
 
-def itls_s(records: Sequence[RequestRecord]) -> list[float]:
+def itls_s(records: Sequence[ObservedRequest]) -> list[float]:
     return [after - before for record in records for before, after in pairwise(record.event_times_s)]
 
 
-def duration_s(records: Sequence[RequestRecord]) -> float:
+def duration_s(records: Sequence[ObservedRequest]) -> float:
     """From the first start to the last end."""
     return max(record.ended_s for record in records) - min(record.started_s for record in records)
 
 
-def summarize(load: str, records: Sequence[RequestRecord], generator_cpu_s: float) -> Summary:
+def summarize(load: str, records: Sequence[ObservedRequest], generator_cpu_s: float) -> LoadSummary:
     """records of one run, at least one."""
     lasted_s = duration_s(records)
-    by_outcome: dict[Outcome, list[RequestRecord]] = {outcome: [] for outcome in Outcome}
+    by_outcome: dict[Outcome, list[ObservedRequest]] = {outcome: [] for outcome in Outcome}
     for record in records:
         by_outcome[record.outcome].append(record)
     completed = by_outcome[Outcome.COMPLETED]
     output_tokens = sum(record.output_tokens for record in records)
     prompt_tokens = sum(record.prompt_tokens for record in records)
-    return Summary(
+    return LoadSummary(
         load=load,
         requests=len(records),
         completed=len(completed),

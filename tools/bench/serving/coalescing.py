@@ -11,7 +11,7 @@ import uvloop
 
 from penstock.tools.bench.harness.counters import Counters, backend_counters
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.load import Target, run_all
+from penstock.tools.bench.load_generator.sending import Target, run_all
 from penstock.tools.bench.load_generator.stats import Aim, duration_s
 from penstock.tools.bench.load_generator.workload import Workload
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.tools.bench.harness.context import Bench
-    from penstock.tools.bench.harness.server import OwnServer
+    from penstock.tools.bench.harness.run import Bench
+    from penstock.tools.bench.harness.server import BenchServer
     from penstock.tools.bench.load_generator.workload import PlannedRequest
 
 NUM_STREAMS = 8
@@ -29,7 +29,7 @@ _ROUNDS_PER_ROUND = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class CoalescingSide:
     """From the first request to the last answer's end, and what the backend did meanwhile."""
 
     wall_s: float
@@ -42,12 +42,12 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Coalescing:
+class CoalescingResult:
     """Each round has one prompt for the one stream and another for the eight."""
 
     streams: int
-    alone: list[Side]
-    identical: list[Side]
+    alone: list[CoalescingSide]
+    identical: list[CoalescingSide]
 
     @property
     def wall_ratio(self) -> float:
@@ -69,7 +69,7 @@ class Coalescing:
 
 
 def run_coalescing(bench: Bench, console: Console) -> bool:
-    with bench.own_server() as own:
+    with bench.bench_server() as own:
         found = uvloop.run(_on(bench, own))
     bench.report.sections["coalescing"] = found
     bench.report.aims += found.aims()
@@ -77,7 +77,7 @@ def run_coalescing(bench: Bench, console: Console) -> bool:
     return True
 
 
-async def _on(bench: Bench, own: OwnServer) -> Coalescing:
+async def _on(bench: Bench, own: BenchServer) -> CoalescingResult:
     async with bench.target(own.url) as target, backend_counters(own) as counters:
         with bench.progress.status("one stream and eight identical ones, in turns"):
             return await measure_coalescing(
@@ -91,9 +91,9 @@ async def _on(bench: Bench, own: OwnServer) -> Coalescing:
 
 async def measure_coalescing(
     target: Target, workload: Workload, counters: Counters, *, num_rounds: int, seed: int
-) -> Coalescing:
+) -> CoalescingResult:
     """Who goes first alternates. Raises BenchError where a request fails."""
-    found = Coalescing(NUM_STREAMS, [], [])
+    found = CoalescingResult(NUM_STREAMS, [], [])
     for index in range(-2, num_rounds):  # the first two are for warming up
         one, other = workload.draw(2, seed + index + 2)
         turns = [([one], found.alone), ([other] * NUM_STREAMS, found.identical)]
@@ -104,11 +104,11 @@ async def measure_coalescing(
     return found
 
 
-async def _measure_side(target: Target, requests: Sequence[PlannedRequest], counters: Counters) -> Side:
+async def _measure_side(target: Target, requests: Sequence[PlannedRequest], counters: Counters) -> CoalescingSide:
     before = counters.read()
     records = await run_all(target, requests)
     did = counters.since(before)
-    return Side(
+    return CoalescingSide(
         wall_s=duration_s(records),
         output_tokens=sum(record.output_tokens for record in records),
         generated_tokens=did["generated_tokens"],
@@ -117,7 +117,7 @@ async def _measure_side(target: Target, requests: Sequence[PlannedRequest], coun
     )
 
 
-def coalescing_table(found: Coalescing) -> Table:
+def coalescing_table(found: CoalescingResult) -> Table:
     rounds = len(found.alone)
     columns = ("streams", "wall ms", "tokens streamed", "generated", "computed", "coalesced")
     table = make_table(f"Identical greedy streams: medians of {rounds} rounds", *columns)

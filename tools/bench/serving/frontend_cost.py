@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.tools.bench.harness.processes import process_use
-from penstock.tools.bench.harness.server import OwnServer
-from penstock.tools.bench.load_generator.load import Target, measure, warm_up
-from penstock.tools.bench.load_generator.stats import Summary
+from penstock.tools.bench.harness.server import BenchServer
+from penstock.tools.bench.load_generator.sending import Target, measure, warm_up
+from penstock.tools.bench.load_generator.stats import LoadSummary
 from penstock.tools.bench.load_generator.workload import Lengths, Workload
 
 NUM_STREAMS = 64
@@ -32,8 +32,8 @@ class FrontendCost:
 
 
 async def measure_frontend_cost(
-    target: Target, server: OwnServer, num_requests: int, seed: int
-) -> tuple[FrontendCost, Summary]:
+    target: Target, server: BenchServer, num_requests: int, seed: int
+) -> tuple[FrontendCost, LoadSummary]:
     workload = Workload(Lengths(32, 32), _LENGTHS, target.vocab_size)
     await warm_up(target, workload, NUM_STREAMS, NUM_STREAMS, seed)
     frontend_pids, backend_pid = server.frontend_pids(), server.backend_pid()

@@ -21,16 +21,16 @@ import uvloop
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
 from penstock.tools.bench.harness.counters import backend_counters
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.load import BenchError, Target, follow, send_one
-from penstock.tools.bench.load_generator.stats import Aim, Outcome, RequestRecord, percentile
+from penstock.tools.bench.load_generator.sending import BenchError, Target, follow, send_one
+from penstock.tools.bench.load_generator.stats import Aim, ObservedRequest, Outcome, percentile
 from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.tools.bench.harness.context import Bench
-    from penstock.tools.bench.harness.server import OwnServer
+    from penstock.tools.bench.harness.run import Bench
+    from penstock.tools.bench.harness.server import BenchServer
 
 NUM_STREAMS = 8
 _CYCLES = 4
@@ -60,7 +60,7 @@ class InterferenceRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Interference:
+class InterferenceResult:
     streams: int
     long_prompt_tokens: int
     step_tokens: int
@@ -80,7 +80,7 @@ def run_interference(bench: Bench, console: Console) -> bool:
             f"--max-running is {server.max_running} and --max-batch-tokens {step_tokens}; this measurement "
             f"has {NUM_STREAMS} running streams and wants more of both"
         )
-    with bench.own_server() as own:
+    with bench.bench_server() as own:
         found = uvloop.run(_on(bench, own, step_tokens))
     bench.report.sections["interference"] = found
     bench.report.aims.append(found.aim())
@@ -88,11 +88,11 @@ def run_interference(bench: Bench, console: Console) -> bool:
     return True
 
 
-async def _on(bench: Bench, own: OwnServer, step_tokens: int) -> Interference:
+async def _on(bench: Bench, own: BenchServer, step_tokens: int) -> InterferenceResult:
     async with backend_counters(own) as counters:
         max_context_tokens = counters.max_context_tokens
     long_prompt_tokens = min(bench.options.long_prompt_tokens, max_context_tokens - 1)
-    found = Interference(NUM_STREAMS, long_prompt_tokens, step_tokens, [])
+    found = InterferenceResult(NUM_STREAMS, long_prompt_tokens, step_tokens, [])
     async with bench.target(own.url) as target:
         load = InterferenceLoad(bench.plain_workload(target), step_tokens, long_prompt_tokens, max_context_tokens)
         for index in range(bench.num_rounds):
@@ -150,9 +150,9 @@ async def measure_round(target: Target, load: InterferenceLoad, seed: int) -> In
 
 
 @contextlib.asynccontextmanager
-async def running_streams(target: Target, requests: Sequence[PlannedRequest]) -> AsyncIterator[list[RequestRecord]]:
+async def running_streams(target: Target, requests: Sequence[PlannedRequest]) -> AsyncIterator[list[ObservedRequest]]:
     """Streams that all have a token when the context begins, and are left when it ends. Raises BenchError."""
-    records = [RequestRecord(time.perf_counter()) for _ in requests]
+    records = [ObservedRequest(time.perf_counter()) for _ in requests]
     tasks = [
         asyncio.create_task(follow(target.http, target.encode(request), record))
         for request, record in zip(requests, records, strict=True)
@@ -166,7 +166,7 @@ async def running_streams(target: Target, requests: Sequence[PlannedRequest]) ->
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _wait_for_events(records: Sequence[RequestRecord], counts: Sequence[int]) -> None:
+async def _wait_for_events(records: Sequence[ObservedRequest], counts: Sequence[int]) -> None:
     """Until each has had as many. Raises BenchError where a stream ends meanwhile."""
     while any(len(record.event_times_s) < count for record, count in zip(records, counts, strict=True)):
         if ended := next((record for record in records if record.ended_s), None):
@@ -174,7 +174,7 @@ async def _wait_for_events(records: Sequence[RequestRecord], counts: Sequence[in
         await asyncio.sleep(0.001)
 
 
-async def _arrive(target: Target, request: PlannedRequest, records: Sequence[RequestRecord]) -> tuple[float, float]:
+async def _arrive(target: Target, request: PlannedRequest, records: Sequence[ObservedRequest]) -> tuple[float, float]:
     """When the request was sent and when its first token came; every running stream has had a token since."""
     from_s = time.perf_counter()
     arrived = await send_one(target.http, target.encode(request), from_s)
@@ -184,12 +184,12 @@ async def _arrive(target: Target, request: PlannedRequest, records: Sequence[Req
     return from_s, arrived.event_times_s[0]
 
 
-def gaps_s(record: RequestRecord, from_s: float, to_s: float) -> list[float]:
+def gaps_s(record: ObservedRequest, from_s: float, to_s: float) -> list[float]:
     """The gaps between events of which any part lies in this span of time."""
     return [after - before for before, after in pairwise(record.event_times_s) if after > from_s and before < to_s]
 
 
-def interference_table(found: Interference) -> Table:
+def interference_table(found: InterferenceResult) -> Table:
     title = (
         f"{found.streams} running streams, a prompt of {found.long_prompt_tokens:,} tokens arrives, "
         f"steps of at most {found.step_tokens}"

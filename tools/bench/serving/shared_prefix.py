@@ -13,7 +13,7 @@ import uvloop
 
 from penstock.tools.bench.harness.counters import Counters, backend_counters
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.load import BenchError, Target, run_all, warm_up
+from penstock.tools.bench.load_generator.sending import BenchError, Target, run_all, warm_up
 from penstock.tools.bench.load_generator.stats import Aim, duration_s, percentile, ttfts_s
 from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.tools.bench.harness.context import Bench
-    from penstock.tools.bench.harness.server import OwnServer
+    from penstock.tools.bench.harness.run import Bench
+    from penstock.tools.bench.harness.server import BenchServer
 
 _NUM_REQUESTS = 64
 
@@ -69,7 +69,7 @@ class PrefixRound:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefix:
+class SharedPrefixResult:
     load: PrefixLoad
     distinct_tokens: int
     rounds: list[PrefixRound]
@@ -87,7 +87,7 @@ class SharedPrefix:
 def run_shared_prefix(bench: Bench, console: Console) -> bool:
     options = bench.options
     load = PrefixLoad(options.requests or _NUM_REQUESTS, options.prefix_tokens, options.suffix_tokens)
-    with bench.own_server() as own:
+    with bench.bench_server() as own:
         found = uvloop.run(_on(bench, own, load))
     bench.report.sections["shared_prefix"] = found
     bench.report.aims += found.aims()
@@ -95,8 +95,8 @@ def run_shared_prefix(bench: Bench, console: Console) -> bool:
     return True
 
 
-async def _on(bench: Bench, own: OwnServer, load: PrefixLoad) -> SharedPrefix:
-    found = SharedPrefix(load, load.distinct_tokens, [])
+async def _on(bench: Bench, own: BenchServer, load: PrefixLoad) -> SharedPrefixResult:
+    found = SharedPrefixResult(load, load.distinct_tokens, [])
     async with bench.target(own.url) as target, backend_counters(own) as counters:
         workload = bench.plain_workload(target)
         await warm_up(target, workload, bench.options.warmup, load.num_requests, bench.options.seed)
@@ -123,7 +123,7 @@ async def measure_round(target: Target, requests: list[PlannedRequest], counters
     )
 
 
-def shared_prefix_table(found: SharedPrefix) -> Table:
+def shared_prefix_table(found: SharedPrefixResult) -> Table:
     load = found.load
     title = (
         f"{load.num_requests} requests at once: {load.prefix_tokens:,} tokens in common, {load.suffix_tokens} of each "

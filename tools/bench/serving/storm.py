@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from penstock.tools.bench.load_generator.load import BenchError, ReadyState, Target
+from penstock.tools.bench.load_generator.sending import BenchError, ReadyState, Target
 
 _SETTLE_TIMEOUT_S = 10.0
 

@@ -18,8 +18,8 @@ import uvloop
 
 from penstock.tools.bench.harness.processes import process_use, stop_with_parent
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.client import HttpClient
-from penstock.tools.bench.load_generator.load import BenchError, Endpoint, Target, run_closed_loop
+from penstock.tools.bench.load_generator.http_client import HttpClient
+from penstock.tools.bench.load_generator.sending import BenchError, Endpoint, Target, run_closed_loop
 from penstock.tools.bench.load_generator.stats import Aim, Outcome
 from penstock.tools.bench.load_generator.workload import Lengths, Workload
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.tools.bench.harness.context import Bench
-    from penstock.tools.bench.harness.server import OwnServer
+    from penstock.tools.bench.harness.run import Bench
+    from penstock.tools.bench.harness.server import BenchServer
 
 NUM_CLIENTS = 64
 NUM_GENERATORS = 2
@@ -41,7 +41,7 @@ _TICK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WorkerLoad:
     """What each client sends. Prompts are random words, which the worker makes
     tokens of."""
 
@@ -53,8 +53,8 @@ class Load:
 
 
 LOADS = (
-    Load("streams of 256 tokens", "completions", prompt_words=32, output_tokens=256, requests_per_client=8),
-    Load("answers of one token", "chat", prompt_words=16, output_tokens=1, requests_per_client=32),
+    WorkerLoad("streams of 256 tokens", "completions", prompt_words=32, output_tokens=256, requests_per_client=8),
+    WorkerLoad("answers of one token", "chat", prompt_words=16, output_tokens=1, requests_per_client=32),
 )
 
 
@@ -64,7 +64,7 @@ class _Order:
 
     url: str
     api_key: str | None
-    load: Load
+    load: WorkerLoad
     num_requests: int
     seed: int
 
@@ -129,7 +129,7 @@ def run_workers_scaling(bench: Bench, console: Console) -> bool:
     found = []
     with ExitStack() as stack:
         servers = [
-            stack.enter_context(bench.own_server(replace(bench.server, forward_pass="fake", workers=workers)))  # noqa: S106
+            stack.enter_context(bench.bench_server(replace(bench.server, forward_pass="fake", workers=workers)))  # noqa: S106
             for workers in (1, 2)
         ]
         pipes = stack.enter_context(_generators())
@@ -157,7 +157,9 @@ def scaling_aims(found: Sequence[Scaling], cores: int) -> list[Aim]:
     return [Aim(f"{name}, {item.load}", item.tokens_per_s_ratio, "at least", RATIO_LIMIT) for item in found]
 
 
-def _measure_load(bench: Bench, servers: Sequence[OwnServer], load: Load, pipes: Sequence[Connection]) -> Scaling:
+def _measure_load(
+    bench: Bench, servers: Sequence[BenchServer], load: WorkerLoad, pipes: Sequence[Connection]
+) -> Scaling:
     """Raises BenchError where a request fails."""
     num_requests = bench.options.requests or load.requests_per_client * NUM_CLIENTS
     api_key = bench.server.api_key[0] if bench.server.api_key else None
@@ -174,7 +176,7 @@ def _measure_load(bench: Bench, servers: Sequence[OwnServer], load: Load, pipes:
     return Scaling.of(load.name, one, two)
 
 
-def _measure(workers: int, server: OwnServer, orders: Sequence[_Order], pipes: Sequence[Connection]) -> WorkersRun:
+def _measure(workers: int, server: BenchServer, orders: Sequence[_Order], pipes: Sequence[Connection]) -> WorkersRun:
     """Raises BenchError."""
     for order, pipe in zip(orders, pipes, strict=True):
         pipe.send(order)

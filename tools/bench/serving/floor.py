@@ -20,10 +20,10 @@ from penstock.backend.options import BackendOptions
 from penstock.shm.process.options import to_argv
 from penstock.shm.process.supervisor import module_argv
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.load import BenchError, Target, run_open_loop
-from penstock.tools.bench.load_generator.stats import Aim, Outcome, RequestRecord
+from penstock.tools.bench.load_generator.sending import BenchError, Target, run_open_loop
+from penstock.tools.bench.load_generator.stats import Aim, ObservedRequest, Outcome
 from penstock.tools.bench.load_generator.workload import Workload
-from penstock.tools.serve import ServeOptions, part
+from penstock.tools.serve import ServeOptions, select_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,7 +54,7 @@ class EngineStep:
         return Aim(f"decode step, engine / bare work, batch {self.bare.batch_size}", self.ratio, "at most", 1.5)
 
 
-def decode_step_s(records: Sequence[RequestRecord]) -> float:
+def decode_step_s(records: Sequence[ObservedRequest]) -> float:
     """Seconds of one step while all records decode. Raises BenchError where they never did so together."""
     for record in records:
         if record.outcome is not Outcome.COMPLETED or not record.event_times_s:
@@ -75,7 +75,9 @@ def measure_bare_steps(options: ServeOptions, batch_sizes: Sequence[int], contex
     """Raises BenchError; its reason is on standard error."""
     sizes = ["--batch-sizes", ",".join(map(str, batch_sizes)), "--context", str(context_tokens)]
     child = subprocess.run(
-        module_argv("penstock.tools.bench.engine.bare_step", [*sizes, *to_argv(part(options, BackendOptions))]),
+        module_argv(
+            "penstock.tools.bench.serving.bare_step", [*sizes, *to_argv(select_options(options, BackendOptions))]
+        ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         check=False,

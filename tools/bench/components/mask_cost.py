@@ -23,11 +23,11 @@ from penstock.backend.sampling.sampler import HostSampling
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints, fill_masks
 from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
 from penstock.shm.messages import Constraints, Grammar
+from penstock.tools.bench.components.grammar_cases import CASES
+from penstock.tools.bench.components.made_up_tokenizer import write_tokenizer
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.load import BenchError
+from penstock.tools.bench.load_generator.sending import BenchError
 from penstock.tools.bench.load_generator.stats import Aim, percentile
-from penstock.tools.bench.structured_output.grammar_cases import CASES
-from penstock.tools.bench.structured_output.made_up_tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from penstock.backend.forward_pass import TokenMasks
     from penstock.backend.options import BackendOptions
-    from penstock.tools.bench.harness.context import Bench
-    from penstock.tools.bench.structured_output.grammar_cases import Case
+    from penstock.tools.bench.components.grammar_cases import GrammarCase
+    from penstock.tools.bench.harness.run import Bench
 
 NUM_ROWS = 32
 LARGE_VOCAB_SIZE = 128_000
@@ -46,7 +46,7 @@ LIMIT_US = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class RowCost:
     """Microseconds of a row, in the thread's own CPU time: what other processes take does not count."""
 
     p50_us: float
@@ -54,7 +54,7 @@ class Cost:
     mean_us: float
 
     @classmethod
-    def of(cls, times_us: Sequence[float]) -> Cost:
+    def of(cls, times_us: Sequence[float]) -> RowCost:
         """times_us are one or more."""
         return cls(percentile(times_us, 50) or 0.0, percentile(times_us, 99) or 0.0, statistics.mean(times_us))
 
@@ -69,23 +69,23 @@ class MaskCost:
     """Measured, of each kind: rows of a step times steps."""
     compile_ms: float
     """Median."""
-    first: Cost
+    first: RowCost
     """The first row after each compilation."""
-    cold: Cost
+    cold: RowCost
     """All rows of the first answer after each compilation."""
-    warm: Cost
+    warm: RowCost
     """Rows of answers to come, whose grammar was at hand."""
-    warm_advance: Cost
+    warm_advance: RowCost
     """Of that, what taking the token in costs."""
-    applied: Cost
+    applied: RowCost
     """What sampling on the host takes longer with masks than without, for each masked row."""
 
-    def total_us(self, row: Cost) -> float:
+    def total_us(self, row: RowCost) -> float:
         return row.p50_us + self.applied.p50_us
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class BenchVocabulary:
     """A tokenizer.json and what the backend knows of it besides."""
 
     tokenizer_json: Path
@@ -98,7 +98,9 @@ def run_mask_cost(bench: Bench, console: Console) -> bool:
     with tempfile.TemporaryDirectory(prefix="penstock-masks-") as directory:
         path = Path(directory) / "tokenizer.json"
         with bench.progress.status(f"a tokenizer of {LARGE_VOCAB_SIZE:,} tokens"):
-            large = Vocabulary(path, LARGE_VOCAB_SIZE, (write_tokenizer(path, LARGE_VOCAB_SIZE, bench.options.seed),))
+            large = BenchVocabulary(
+                path, LARGE_VOCAB_SIZE, (write_tokenizer(path, LARGE_VOCAB_SIZE, bench.options.seed),)
+            )
         costs = []
         for vocabulary in (_served_vocabulary(bench.server), large):
             with bench.progress.status(f"masks over {vocabulary.vocab_size:,} tokens"):
@@ -109,7 +111,7 @@ def run_mask_cost(bench: Bench, console: Console) -> bool:
     return True
 
 
-def _served_vocabulary(options: BackendOptions) -> Vocabulary:
+def _served_vocabulary(options: BackendOptions) -> BenchVocabulary:
     """Raises BenchError."""
     from penstock.backend.checkpoint.generation_config import read_generation_defaults
     from penstock.backend.main import locate_model, pass_options
@@ -124,10 +126,10 @@ def _served_vocabulary(options: BackendOptions) -> Vocabulary:
     tokenizer_json = model_dir / "tokenizer.json"
     if not tokenizer_json.is_file():
         raise BenchError(f"{model_dir} has no tokenizer.json: its grammars cannot be compiled")
-    return Vocabulary(tokenizer_json, spec.vocab_size, eos_token_ids)
+    return BenchVocabulary(tokenizer_json, spec.vocab_size, eos_token_ids)
 
 
-def measure_masks(vocabulary: Vocabulary, num_rounds: int, seed: int) -> list[MaskCost]:
+def measure_masks(vocabulary: BenchVocabulary, num_rounds: int, seed: int) -> list[MaskCost]:
     """Each grammar, over num_rounds times NUM_ROWS answers cold and as many warm. Raises BenchError."""
     compiler = GrammarCompiler(vocabulary.tokenizer_json, vocabulary.vocab_size, vocabulary.eos_token_ids)
     try:
@@ -158,7 +160,7 @@ class _RowTimes:
 class _Measurement:
     """One vocabulary's."""
 
-    def __init__(self, compiler: GrammarCompiler, tokenizer: LLTokenizer, vocabulary: Vocabulary) -> None:
+    def __init__(self, compiler: GrammarCompiler, tokenizer: LLTokenizer, vocabulary: BenchVocabulary) -> None:
         self._compiler, self._tokenizer, self._vocab_size = compiler, tokenizer, vocabulary.vocab_size
         self._stop_ids = frozenset(vocabulary.eos_token_ids)
 
@@ -168,7 +170,7 @@ class _Measurement:
         future.exception()  # waits; `finished` raises what is to be raised
         return self._compiler.finished(grammar, future)
 
-    def cost(self, case: Case, num_rounds: int, rng: random.Random) -> MaskCost:
+    def cost(self, case: GrammarCase, num_rounds: int, rng: random.Random) -> MaskCost:
         compile_ms: list[float] = []
         first_us: list[float] = []
         cold, warm = _RowTimes([], []), _RowTimes([], [])
@@ -187,21 +189,21 @@ class _Measurement:
             grammar=case.grammar.kind,
             rows=len(warm.fill_us),
             compile_ms=statistics.median(compile_ms),
-            first=Cost.of(first_us),
-            cold=Cost.of(cold.rows_us),
-            warm=Cost.of(warm.rows_us),
-            warm_advance=Cost.of(warm.advance_us),
-            applied=Cost.of(self._applied_us(self._masks(case, rng), rng)),
+            first=RowCost.of(first_us),
+            cold=RowCost.of(cold.rows_us),
+            warm=RowCost.of(warm.rows_us),
+            warm_advance=RowCost.of(warm.advance_us),
+            applied=RowCost.of(self._applied_us(self._masks(case, rng), rng)),
         )
 
-    def _sequences(self, case: Case, matchers: Sequence[LLMatcher] = ()) -> list[SequenceConstraints]:
+    def _sequences(self, case: GrammarCase, matchers: Sequence[LLMatcher] = ()) -> list[SequenceConstraints]:
         """With these matchers, or copies of the one that is at hand, as later requests get them."""
         copies: list[LLMatcher | None] = list(matchers)
         copies = copies or [self._compiler.compiled(case.grammar) for _ in range(NUM_ROWS)]
         wanted = Constraints(grammar=case.grammar)
         return [SequenceConstraints(wanted, matcher, self._stop_ids, self._vocab_size) for matcher in copies]
 
-    def _answers(self, case: Case, rng: random.Random) -> list[list[int]]:
+    def _answers(self, case: GrammarCase, rng: random.Random) -> list[list[int]]:
         return [self._tokenizer.greedy_tokenize(case.answer(rng)) for _ in range(NUM_ROWS)]
 
     def _answer(self, sequences: list[SequenceConstraints], answers: list[list[int]], times: _RowTimes) -> None:
@@ -217,7 +219,7 @@ class _Measurement:
                 if faults:
                     raise BenchError(f"a grammar of the benchmark: {faults[0]}")
 
-    def _masks(self, case: Case, rng: random.Random) -> TokenMasks:
+    def _masks(self, case: GrammarCase, rng: random.Random) -> TokenMasks:
         """Of a step whose rows are at different places of their answers. Raises BenchError."""
         sequences = self._sequences(case)
         rows = []

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from penstock.tools.bench.harness.report import Report
-from penstock.tools.bench.harness.server import OwnServer, own_server
-from penstock.tools.bench.load_generator.client import HttpClient
-from penstock.tools.bench.load_generator.load import BenchError, Target, measure, warm_up
-from penstock.tools.bench.load_generator.stats import Summary
+from penstock.tools.bench.harness.report import BenchReport
+from penstock.tools.bench.harness.server import BenchServer, bench_server
+from penstock.tools.bench.load_generator.http_client import HttpClient
+from penstock.tools.bench.load_generator.sending import BenchError, Target, measure, warm_up
+from penstock.tools.bench.load_generator.stats import LoadSummary
 from penstock.tools.bench.load_generator.workload import Workload
 from penstock.tools.bench.options import BenchOptions
 from penstock.tools.serve import ServeOptions
@@ -24,7 +24,7 @@ class Bench:
 
     options: BenchOptions
     server: ServeOptions
-    report: Report
+    report: BenchReport
     progress: Console
 
     @contextlib.contextmanager
@@ -33,16 +33,16 @@ class Bench:
         if self.options.url is not None:
             yield self.options.url
         else:
-            with self.own_server() as own:
+            with self.bench_server() as own:
                 yield own.url
 
     @contextlib.contextmanager
-    def own_server(self, server: ServeOptions | None = None) -> Iterator[OwnServer]:
+    def bench_server(self, server: ServeOptions | None = None) -> Iterator[BenchServer]:
         """For what can only be measured on a server that we start. Raises BenchError where --url names another."""
         self.refuse_url()
         with contextlib.ExitStack() as stack:
             with self.progress.status("starting penstock serve"):
-                own = stack.enter_context(own_server(server or self.server))
+                own = stack.enter_context(bench_server(server or self.server))
             yield own
 
     def refuse_url(self) -> None:
@@ -89,7 +89,7 @@ class Bench:
         """Of a comparison, whose sides take turns; the median needs three."""
         return max(self.options.rounds, 3)
 
-    async def row(self, target: Target, workload: Workload, num_requests: int, concurrency: int) -> Summary:
+    async def row(self, target: Target, workload: Workload, num_requests: int, concurrency: int) -> LoadSummary:
         """The median of the rounds, by throughput. Each has prompts of its own: a cache must not answer for it."""
         seed = self.options.seed + 1_000_003 * len(self.report.rows)
         await warm_up(target, workload, self.options.warmup, concurrency, seed)

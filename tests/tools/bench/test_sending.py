@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from penstock.tools.bench.load_generator.client import ConnectionBroken, HttpClient
-from penstock.tools.bench.load_generator.load import (
+from penstock.tools.bench.load_generator.http_client import ConnectionBroken, HttpClient
+from penstock.tools.bench.load_generator.sending import (
     BenchError,
     Target,
     measure,
@@ -20,7 +20,7 @@ from penstock.tools.bench.load_generator.load import (
     send_one,
     warm_up,
 )
-from penstock.tools.bench.load_generator.stats import Outcome, RequestRecord
+from penstock.tools.bench.load_generator.stats import ObservedRequest, Outcome
 from penstock.tools.bench.load_generator.workload import Drop, Lengths, PlannedRequest, Workload
 from penstock.tools.bench.serving.interference import running_streams
 
@@ -83,7 +83,7 @@ async def serving(handler: Handler) -> AsyncIterator[Target]:
         await asyncio.gather(*gone)
 
 
-async def send(target: Target, drop: Drop | None = None) -> RequestRecord:
+async def send(target: Target, drop: Drop | None = None) -> ObservedRequest:
     return await send_one(target.http, target.encode(ONE_TOKEN), asyncio.get_running_loop().time(), drop)
 
 

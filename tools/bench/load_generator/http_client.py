@@ -32,7 +32,7 @@ class HungUp(Exception):
 
 
 @dataclass(slots=True)
-class Reply:
+class HttpReply:
     """status and headers (lower case), and the body where it was not an event stream."""
 
     status: int = 0
@@ -40,7 +40,7 @@ class Reply:
     body: bytes = b""
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One keep-alive connection; at most one exchange at a time."""
 
     def __init__(self) -> None:
@@ -49,18 +49,18 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         # One exchange: set by `exchange`, read by the parser's callbacks.
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: asyncio.Future[Reply] | None = None
-        self._reply = Reply()
+        self._answer: asyncio.Future[HttpReply] | None = None
+        self._reply = HttpReply()
         self._on_event: OnEvent | None = None
         self._is_event_stream = False
         self._arrived_s = 0.0
         self._partial = b""
 
-    async def exchange(self, request: bytes, on_event: OnEvent | None = None) -> Reply:
+    async def exchange(self, request: bytes, on_event: OnEvent | None = None) -> HttpReply:
         """Sends one request and waits for the whole answer. Raises ConnectionBroken, HungUp."""
         if self._transport is None or self._transport.is_closing():
             raise ConnectionBroken("the connection is closed")
-        self._reply, self._on_event, self._partial = Reply(), on_event, b""
+        self._reply, self._on_event, self._partial = HttpReply(), on_event, b""
         self._parser = httptools.HttpResponseParser(self)
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -141,9 +141,9 @@ class HttpClient:
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._common_headers = f"Host: {parts.netloc}\r\n{authorization}"
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> ClientConnection:
         """An idle connection, or a new one. Raises ConnectionBroken."""
         while self._idle:
             connection = self._idle.pop()
@@ -152,12 +152,12 @@ class HttpClient:
             connection.close()
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_connection(Connection, self._host, self._port)
+            _, connection = await loop.create_connection(ClientConnection, self._host, self._port)
         except OSError as error:
             raise ConnectionBroken(f"no connection to {self._host}:{self._port}: {error}") from None
         return connection
 
-    def give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: ClientConnection) -> None:
         if connection.reusable:
             self._idle.append(connection)
 
@@ -168,7 +168,7 @@ class HttpClient:
         )
         return head.encode() + body
 
-    async def get(self, path: str) -> Reply:
+    async def get(self, path: str) -> HttpReply:
         """Raises ConnectionBroken."""
         connection = await self.connect()
         reply = await connection.exchange(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._common_headers}\r\n".encode())

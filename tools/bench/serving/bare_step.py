@@ -27,8 +27,8 @@ from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.shm.process.options import fail, make_app
-from penstock.tools.bench.engine.floor import BareStep
 from penstock.tools.bench.options import Counts
+from penstock.tools.bench.serving.floor import BareStep
 
 if TYPE_CHECKING:
     from penstock.backend.passes.decoder.ops import CpuOps
@@ -70,7 +70,7 @@ class TimedOps:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class TimedDecoder:
     """One implementation with its model."""
 
     forward_pass: CpuDecoderPass
@@ -113,7 +113,7 @@ def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int, nu
         )
 
 
-def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> list[Decoder]:
+def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> list[TimedDecoder]:
     """What the backend would run first, then plain torch where that is another. Raises StartupError."""
     if choose_device(options.gpu) != "cpu":
         raise StartupError("the bare work is measured on the CPU: give --gpu none")
@@ -136,7 +136,7 @@ def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> li
                 next(iter(forward_pass.spec.kv_bytes_per_token)) if options.kv_dtype == "auto" else options.kv_dtype
             )
             forward_pass.create_cache(num_pages, options.page_size, kv_dtype)
-            decoders.append(Decoder(forward_pass, timed))
+            decoders.append(TimedDecoder(forward_pass, timed))
     return decoders
 
 

@@ -18,15 +18,14 @@ import msgspec
 import pytest
 
 from penstock.shm.process.supervisor import module_argv
-from penstock.tools.bench.engine import channel_sweep, ipc, scheduling
-from penstock.tools.bench.harness import context
-from penstock.tools.bench.harness.context import Bench
+from penstock.tools.bench.components import channel_sweep, ipc, mask_cost, scheduling
+from penstock.tools.bench.harness import run as context
 from penstock.tools.bench.harness.processes import descendants, process_use, runs_module
-from penstock.tools.bench.harness.report import Report, check_can_write
-from penstock.tools.bench.harness.server import OwnServer, own_server
+from penstock.tools.bench.harness.report import BenchReport, check_can_write
+from penstock.tools.bench.harness.run import Bench
+from penstock.tools.bench.harness.server import BenchServer, bench_server
 from penstock.tools.bench.serving import workers_scaling
-from penstock.tools.bench.serving.workers_scaling import Load
-from penstock.tools.bench.structured_output import mask_cost
+from penstock.tools.bench.serving.workers_scaling import WorkerLoad
 from penstock.tools.main import app
 from penstock.tools.serve import ServeOptions
 
@@ -40,19 +39,19 @@ class Run:
 
 
 Command = Callable[..., Run]
-Servers = Callable[[ServeOptions], AbstractContextManager[OwnServer]]
+Servers = Callable[[ServeOptions], AbstractContextManager[BenchServer]]
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
     """The benchmark's own servers, but tests that ask for the same options get the same one."""
-    started: dict[ServeOptions, OwnServer] = {}
+    started: dict[ServeOptions, BenchServer] = {}
     with ExitStack() as stack:
 
         @contextmanager
-        def server(options: ServeOptions) -> Iterator[OwnServer]:
+        def server(options: ServeOptions) -> Iterator[BenchServer]:
             if options not in started:
-                started[options] = stack.enter_context(own_server(options))
+                started[options] = stack.enter_context(bench_server(options))
             yield started[options]
 
         yield server
@@ -63,7 +62,7 @@ def bench(
     tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Command:
     """The command in this process."""
-    monkeypatch.setattr(context, "own_server", servers)
+    monkeypatch.setattr(context, "bench_server", servers)
 
     def bench(*arguments: str) -> Run:
         path = tmp_path / "report.json"
@@ -224,7 +223,7 @@ def test_masks_are_measured_over_the_models_vocabulary_and_a_large_one(
 
 
 def test_one_worker_and_two_serve_the_same_load(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = (Load("streams", "completions", 3, 7, 1), Load("answers", "chat", 4, 1, 1))
+    loads = (WorkerLoad("streams", "completions", 3, 7, 1), WorkerLoad("answers", "chat", 4, 1, 1))
     monkeypatch.setattr(workers_scaling, "LOADS", loads)
     monkeypatch.setattr(Bench, "num_rounds", 1)
     run = bench("--workers-scaling", "--requests", "6")
@@ -246,7 +245,7 @@ def test_one_worker_and_two_serve_the_same_load(bench: Command, monkeypatch: pyt
 def test_a_load_that_the_server_refuses_ends_the_measurement_of_workers(
     bench: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers_scaling, "LOADS", (Load("too long", "completions", 3, 1 << 20, 1),))
+    monkeypatch.setattr(workers_scaling, "LOADS", (WorkerLoad("too long", "completions", 3, 1 << 20, 1),))
     run = bench("--workers-scaling", "--requests", "2")
     assert run.status == 1
     assert "a request failed: status 400" in run.errors
@@ -331,7 +330,7 @@ def test_help_shows_sizes_and_counts_as_they_are_typed(capsys: pytest.CaptureFix
 
 def test_a_report_can_be_read_back(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    Report(["penstock", "bench"]).write_json(path)
+    BenchReport(["penstock", "bench"]).write_json(path)
     assert msgspec.json.decode(path.read_bytes())["command"] == ["penstock", "bench"]
 
 

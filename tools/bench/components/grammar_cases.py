@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class GrammarCase:
     """A grammar, and texts that match it."""
 
     grammar: Grammar
@@ -74,7 +74,7 @@ def _query(rng: random.Random) -> str:
 
 
 CASES = (
-    Case(Grammar("json_schema", json.dumps(_SCHEMA)), _person),
-    Case(Grammar("regex", _REGEX), _log_line),
-    Case(Grammar("lark", _LARK), _query),
+    GrammarCase(Grammar("json_schema", json.dumps(_SCHEMA)), _person),
+    GrammarCase(Grammar("regex", _REGEX), _log_line),
+    GrammarCase(Grammar("lark", _LARK), _query),
 )

@@ -6,18 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.tools.bench.engine.channel_sweep import Figure, Variant, VariantRound, VariantRow, against_default
-from penstock.tools.bench.engine.simulated_load import Load
-from penstock.tools.bench.load_generator.load import BenchError
-from penstock.tools.bench.load_generator.stats import RequestRecord
+from penstock.tools.bench.components.channel_sweep import (
+    RoundsMedian,
+    Variant,
+    VariantRound,
+    VariantSummary,
+    against_default,
+)
+from penstock.tools.bench.components.simulation import SimulationResult
+from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.load_generator.stats import ObservedRequest
 from penstock.tools.bench.load_generator.workload import Lengths, Workload
-from penstock.tools.bench.serving.coalescing import Coalescing, Side
-from penstock.tools.bench.serving.interference import Interference, InterferenceRound, gaps_s
+from penstock.tools.bench.serving.coalescing import CoalescingResult, CoalescingSide
+from penstock.tools.bench.serving.interference import InterferenceResult, InterferenceRound, gaps_s
 from penstock.tools.bench.serving.shared_prefix import PrefixLoad
 
 
 def test_the_gaps_of_a_span_are_those_that_reach_into_it() -> None:
-    record = RequestRecord(0.0, [1.0, 2.0, 4.0, 4.5, 7.0, 7.25])
+    record = ObservedRequest(0.0, [1.0, 2.0, 4.0, 4.5, 7.0, 7.25])
     assert gaps_s(record, 3.0, 5.0) == [2.0, 0.5, 2.5]
     assert gaps_s(record, 2.0, 4.0) == [2.0]
 
@@ -26,15 +32,15 @@ def test_interference_is_the_median_of_the_rounds_ratios() -> None:
     rounds = [
         InterferenceRound(1.0, full, 5.0, p99, p99, 9.0) for full, p99 in ((10.0, 30.0), (10.0, 11.0), (8.0, 12.0))
     ]
-    aim = Interference(8, 2048, 512, rounds).aim()
+    aim = InterferenceResult(8, 2048, 512, rounds).aim()
     assert aim.value == pytest.approx(1.5)
     assert aim.reached
 
 
 def test_eight_streams_are_compared_with_one_round_by_round() -> None:
-    alone = [Side(wall_s, 64, 64, 191, 0) for wall_s in (1.0, 2.0, 4.0)]
-    identical = [Side(wall_s, 512, 64, 191, 7) for wall_s in (1.5, 2.0, 4.4)]
-    found = Coalescing(8, alone, identical)
+    alone = [CoalescingSide(wall_s, 64, 64, 191, 0) for wall_s in (1.0, 2.0, 4.0)]
+    identical = [CoalescingSide(wall_s, 512, 64, 191, 7) for wall_s in (1.5, 2.0, 4.4)]
+    found = CoalescingResult(8, alone, identical)
     assert found.wall_ratio == pytest.approx(1.1)
     assert found.computed_ratio == 1.0
     assert [aim.reached for aim in found.aims()] == [False, True]
@@ -60,7 +66,7 @@ def test_prompts_with_one_prefix_have_it_in_common_and_no_more() -> None:
 
 
 def variant_round(output_tokens: int, wasted: int, first_steps: int) -> VariantRound:
-    load = Load(
+    load = SimulationResult(
         duration_s=2.0,
         steps=100,
         idle_s=0.01,
@@ -75,25 +81,28 @@ def variant_round(output_tokens: int, wasted: int, first_steps: int) -> VariantR
 
 
 def test_a_variant_is_the_medians_of_its_rounds_with_their_spread() -> None:
-    row = VariantRow.of(Variant(2), [variant_round(90, 10, 3), variant_round(100, 40, 1), variant_round(300, 20, 2)])
+    row = VariantSummary.of(
+        Variant(2), [variant_round(90, 10, 3), variant_round(100, 40, 1), variant_round(300, 20, 2)]
+    )
     assert row.name == "2"
-    assert row.output_tokens_per_s == Figure(50, 45, 150)
+    assert row.output_tokens_per_s == RoundsMedian(50, 45, 150)
     assert row.idle_us.median == pytest.approx(100)
-    assert row.tokens_per_step == Figure(1.0, 0.9, 3.0)
-    assert row.ttft_p50_ms == Figure(6, 6, 6)
-    assert row.wasted_tokens == Figure(20, 10, 40)
-    assert row.burst_first_steps == Figure(3, 2, 4)
-    assert row.burst_last_steps == Figure(35, 35, 35)
+    assert row.tokens_per_step == RoundsMedian(1.0, 0.9, 3.0)
+    assert row.ttft_p50_ms == RoundsMedian(6, 6, 6)
+    assert row.wasted_tokens == RoundsMedian(20, 10, 40)
+    assert row.burst_first_steps == RoundsMedian(3, 2, 4)
+    assert row.burst_last_steps == RoundsMedian(35, 35, 35)
 
 
 def test_a_figure_shows_its_spread_where_one_can_be_seen() -> None:
-    assert Figure(2.0, 1.0, 3.0).show(".1f") == "2.0 (1.0–3.0)"
-    assert Figure(2.0, 1.99, 2.01).show(".1f") == "2.0"
+    assert RoundsMedian(2.0, 1.0, 3.0).show(".1f") == "2.0 (1.0–3.0)"
+    assert RoundsMedian(2.0, 1.99, 2.01).show(".1f") == "2.0"
 
 
 def test_variants_are_told_against_the_default() -> None:
     rows = [
-        VariantRow.of(Variant(capacity), [variant_round(100 + 50 * capacity, 0, capacity)]) for capacity in (0, 1, 4)
+        VariantSummary.of(Variant(capacity), [variant_round(100 + 50 * capacity, 0, capacity)])
+        for capacity in (0, 1, 4)
     ]
     none_ahead, four_ahead = against_default(rows)
     assert none_ahead == (

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.shm.link.events import Event
     from penstock.shm.link.rendezvous import Connection
-    from penstock.tools.bench.harness.context import Bench
+    from penstock.tools.bench.harness.run import Bench
 
 _NUM_FRONTENDS = 4
 _PAGE_SIZE_TOKENS = 32

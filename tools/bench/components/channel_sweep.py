@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backend.engine.step_timing import StepTiming
-from penstock.tools.bench.engine.simulated_load import STEP_S, VOCAB_SIZE, Burst, Load, SimulatedLoad
+from penstock.tools.bench.components.simulation import STEP_S, VOCAB_SIZE, Burst, Simulation, SimulationResult
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.load_generator.stats import percentile
 from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.tools.bench.harness.context import Bench
+    from penstock.tools.bench.harness.run import Bench
 
 
 class Variant(NamedTuple):
@@ -61,9 +61,9 @@ _REQUESTS_PER_CLIENT = 8
 
 @dataclass(frozen=True, slots=True)
 class VariantRound:
-    steady: Load
-    drops: Load
-    spike: Load
+    steady: SimulationResult
+    drops: SimulationResult
+    spike: SimulationResult
 
     def burst_steps(self, place: int) -> float:
         """To the first token of the bursts' answer at that place, 0 the first and -1 the last; their mean."""
@@ -71,7 +71,7 @@ class VariantRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class RoundsMedian:
     """Over the rounds."""
 
     median: float
@@ -79,7 +79,7 @@ class Figure:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Figure:
+    def of(cls, values: Sequence[float]) -> RoundsMedian:
         return cls(statistics.median(values), min(values), max(values))
 
     def show(self, form: str) -> str:
@@ -89,24 +89,24 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class VariantRow:
+class VariantSummary:
     """One variant over the rounds."""
 
     name: str
-    output_tokens_per_s: Figure
-    idle_us: Figure
-    tokens_per_step: Figure
-    ttft_p50_ms: Figure
-    ttft_p99_ms: Figure
-    wasted_tokens: Figure
-    saved_tokens: Figure
-    burst_first_steps: Figure
-    burst_last_steps: Figure
+    output_tokens_per_s: RoundsMedian
+    idle_us: RoundsMedian
+    tokens_per_step: RoundsMedian
+    ttft_p50_ms: RoundsMedian
+    ttft_p99_ms: RoundsMedian
+    wasted_tokens: RoundsMedian
+    saved_tokens: RoundsMedian
+    burst_first_steps: RoundsMedian
+    burst_last_steps: RoundsMedian
 
     @classmethod
-    def of(cls, variant: Variant, rounds: Sequence[VariantRound]) -> VariantRow:
-        def figure(value: Callable[[VariantRound], float | None]) -> Figure:
-            return Figure.of([value(entry) or 0.0 for entry in rounds])
+    def of(cls, variant: Variant, rounds: Sequence[VariantRound]) -> VariantSummary:
+        def figure(value: Callable[[VariantRound], float | None]) -> RoundsMedian:
+            return RoundsMedian.of([value(entry) or 0.0 for entry in rounds])
 
         return cls(
             name=str(variant),
@@ -126,7 +126,7 @@ class VariantRow:
 class ChannelSweep:
     concurrency: int
     step_ms: float
-    rows: list[VariantRow]
+    rows: list[VariantSummary]
     rounds: dict[str, list[VariantRound]]
     """By the variant's name."""
 
@@ -139,7 +139,7 @@ def run_channel_sweep(bench: Bench, console: Console) -> bool:
             for variant in VARIANTS:
                 with bench.progress.status(f"capacity {variant}, round {index + 1} of {bench.num_rounds}"):
                     rounds[str(variant)].append(measure_variant(bench, variant, index))
-    rows = [VariantRow.of(variant, rounds[str(variant)]) for variant in VARIANTS]
+    rows = [VariantSummary.of(variant, rounds[str(variant)]) for variant in VARIANTS]
     sweep = ChannelSweep(bench.options.concurrency[-1], 1000 * STEP_S, rows, rounds)
     bench.report.sections["channel_sweep"] = sweep
     console.print(sweep_table(sweep))
@@ -168,10 +168,10 @@ def measure_variant(bench: Bench, variant: Variant, index: int) -> VariantRound:
     plain = Workload(options.prompt_tokens, options.output_tokens, VOCAB_SIZE)
     dropping = replace(plain, drop=bench.drop_or(0.5))
 
-    def load(requests: Sequence[PlannedRequest], bursts: Sequence[Burst] = ()) -> Load:
+    def load(requests: Sequence[PlannedRequest], bursts: Sequence[Burst] = ()) -> SimulationResult:
         step_timing = StepTiming() if variant.is_late else _AtOnce()
         sizes = variant.capacity, server.max_running, server.step_tokens("cpu")
-        simulated = SimulatedLoad(*sizes, step_timing=step_timing)
+        simulated = Simulation(*sizes, step_timing=step_timing)
         try:
             return simulated.run(requests, concurrency, bursts)
         finally:
@@ -215,7 +215,7 @@ def sweep_table(sweep: ChannelSweep) -> Table:
     return table
 
 
-def against_default(rows: Sequence[VariantRow]) -> list[str]:
+def against_default(rows: Sequence[VariantSummary]) -> list[str]:
     """What each other variant gives beside capacity 1, planned late."""
     by_name = {row.name: row for row in rows}
     one = by_name.pop(str(DEFAULT))

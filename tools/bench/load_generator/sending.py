@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from penstock.tools.bench.load_generator.client import ConnectionBroken, HttpClient, HungUp, Reply
-from penstock.tools.bench.load_generator.stats import Outcome, RequestRecord, Summary, summarize
+from penstock.tools.bench.load_generator.http_client import ConnectionBroken, HttpClient, HttpReply, HungUp
+from penstock.tools.bench.load_generator.stats import LoadSummary, ObservedRequest, Outcome, summarize
 from penstock.tools.bench.load_generator.workload import Drop, PlannedRequest, Workload
 
 Endpoint = Literal["completions", "chat"]
@@ -121,14 +121,14 @@ class Target:
         return self.http.encode_post("/v1/chat/completions", msgspec.json.encode(body))
 
 
-async def send_one(http: HttpClient, request: bytes, started_s: float, drop: Drop | None = None) -> RequestRecord:
+async def send_one(http: HttpClient, request: bytes, started_s: float, drop: Drop | None = None) -> ObservedRequest:
     """The record of one request: listened to until its end, or hung up on as drop says."""
-    record = RequestRecord(started_s)
+    record = ObservedRequest(started_s)
     await follow(http, request, record, drop)
     return record
 
 
-async def follow(http: HttpClient, request: bytes, record: RequestRecord, drop: Drop | None = None) -> None:
+async def follow(http: HttpClient, request: bytes, record: ObservedRequest, drop: Drop | None = None) -> None:
     """Sends, and writes down what comes as it comes. A fault of the server is in the record, never raised.
 
     A cancelled task hangs up.
@@ -148,7 +148,7 @@ async def follow(http: HttpClient, request: bytes, record: RequestRecord, drop: 
     record.output_tokens = record.output_tokens or len(record.event_times_s)
 
 
-async def _stream(http: HttpClient, request: bytes, record: RequestRecord, drop: Drop | None) -> Reply:
+async def _stream(http: HttpClient, request: bytes, record: ObservedRequest, drop: Drop | None) -> HttpReply:
     connection = await http.connect()
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
@@ -198,10 +198,12 @@ async def _stream(http: HttpClient, request: bytes, record: RequestRecord, drop:
     return reply
 
 
-async def run_closed_loop(target: Target, requests: Sequence[PlannedRequest], concurrency: int) -> list[RequestRecord]:
+async def run_closed_loop(
+    target: Target, requests: Sequence[PlannedRequest], concurrency: int
+) -> list[ObservedRequest]:
     """concurrency clients, each of which sends its next request when its last has ended."""
     remaining = iter([(target.encode(request), request.drop) for request in requests])
-    records: list[RequestRecord] = []
+    records: list[ObservedRequest] = []
 
     async def client() -> None:
         for encoded, drop in remaining:
@@ -211,7 +213,7 @@ async def run_closed_loop(target: Target, requests: Sequence[PlannedRequest], co
     return records
 
 
-async def run_all(target: Target, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
+async def run_all(target: Target, requests: Sequence[PlannedRequest]) -> list[ObservedRequest]:
     """All of them when due, each to its end. Raises BenchError where one is not answered in full length."""
     records = await run_open_loop(target, requests)
     for record, request in zip(records, requests, strict=True):
@@ -244,12 +246,12 @@ async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float
     return sum(counts) / lasted_s
 
 
-async def run_open_loop(target: Target, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
+async def run_open_loop(target: Target, requests: Sequence[PlannedRequest]) -> list[ObservedRequest]:
     """Each request is sent when due, however many are still running."""
     encoded = [target.encode(request) for request in requests]
     start_s = time.perf_counter()
 
-    async def send_when_due(request: PlannedRequest, data: bytes) -> RequestRecord:
+    async def send_when_due(request: PlannedRequest, data: bytes) -> ObservedRequest:
         due_s = start_s + request.due_s
         await asyncio.sleep(due_s - time.perf_counter())
         return await send_one(target.http, data, due_s, request.drop)
@@ -269,7 +271,7 @@ async def warm_up(target: Target, workload: Workload, num_requests: int, concurr
         raise BenchError(f"the first requests failed: {records[0].error}")
 
 
-async def measure(target: Target, workload: Workload, num_requests: int, concurrency: int, seed: int) -> Summary:
+async def measure(target: Target, workload: Workload, num_requests: int, concurrency: int, seed: int) -> LoadSummary:
     """One row of the table: an open loop where the workload has a rate, else a closed loop."""
     requests = workload.draw(num_requests, seed)
     cpu_before_s = time.process_time()

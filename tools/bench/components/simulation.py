@@ -26,7 +26,7 @@ from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.link import Cancellation, Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import Finish, Sampling, Submit
-from penstock.tools.bench.engine.scheduling import UnsentLink
+from penstock.tools.bench.components.scheduling import UnsentLink
 
 if TYPE_CHECKING:
     from penstock.backend.engine.step_timing import StepTiming
@@ -155,7 +155,7 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SimulationResult:
     """What became of a load. Steps and tokens are counts, times are the simulated clock's."""
 
     duration_s: float
@@ -196,7 +196,7 @@ class Burst:
     requests: Sequence[PlannedRequest]
 
 
-class SimulatedLoad:
+class Simulation:
     """One backend and its clients, who each send their next request when their last has ended. Used once."""
 
     def __init__(
@@ -219,7 +219,9 @@ class SimulatedLoad:
         self._requests: list[_Request] = []
         self._unsent: deque[PlannedRequest] = deque()
 
-    def run(self, requests: Sequence[PlannedRequest], concurrency: int, bursts: Sequence[Burst] = ()) -> Load:
+    def run(
+        self, requests: Sequence[PlannedRequest], concurrency: int, bursts: Sequence[Burst] = ()
+    ) -> SimulationResult:
         """requests have prompts of token ids."""
         self._unsent.extend(requests)
         for _ in range(concurrency):
@@ -230,7 +232,7 @@ class SimulatedLoad:
         while (due_s := self._next_due_s()) is not None:
             self._turn(max(self._now_s, due_s))
         device, board = self._device, self._board
-        return Load(
+        return SimulationResult(
             duration_s=self._now_s,
             steps=device.num_steps,
             idle_s=device.idle_s,

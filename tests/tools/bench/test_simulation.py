@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.tools.bench.engine.simulated_load import STEP_S, VOCAB_SIZE, WIRE_S, Burst, Load, SimulatedLoad
+from penstock.tools.bench.components.simulation import STEP_S, VOCAB_SIZE, WIRE_S, Burst, Simulation, SimulationResult
 from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
 
 WORKLOAD = Workload(Lengths(40, 40), Lengths(10, 10), VOCAB_SIZE)
@@ -18,8 +18,10 @@ def free_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.thread_time_ns", lambda: 0)
 
 
-def run(capacity: int, requests: list[PlannedRequest], concurrency: int, bursts: tuple[Burst, ...] = ()) -> Load:
-    load = SimulatedLoad(capacity, max_running=16, max_batch_tokens=64)
+def run(
+    capacity: int, requests: list[PlannedRequest], concurrency: int, bursts: tuple[Burst, ...] = ()
+) -> SimulationResult:
+    load = Simulation(capacity, max_running=16, max_batch_tokens=64)
     try:
         return load.run(requests, concurrency, bursts)
     finally:

@@ -19,7 +19,7 @@ from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import Finish, ModelCard, Sampling, Started
 from penstock.tools.bench.harness.processes import stop_with_parent
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.load import BenchError
+from penstock.tools.bench.load_generator.sending import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.shm.client.client import TokenStream
-    from penstock.tools.bench.harness.context import Bench
+    from penstock.tools.bench.harness.run import Bench
 
 STEP_S = 0.004
 NUM_STEPS = 500

@@ -22,11 +22,11 @@ import msgspec
 from penstock.backend.options import BackendOptions
 from penstock.shm.process.options import to_argv
 from penstock.shm.process.supervisor import module_argv
-from penstock.tools.bench.load_generator.load import BenchError, Target, run_all, run_whole
+from penstock.tools.bench.load_generator.sending import BenchError, Target, run_all, run_whole
 from penstock.tools.bench.load_generator.stats import Aim, duration_s, ttfts_s
 from penstock.tools.bench.load_generator.workload import PlannedRequest, Workload
 from penstock.tools.bench.serving.static_batch import StaticJob, StaticTiming
-from penstock.tools.serve import ServeOptions, part
+from penstock.tools.serve import ServeOptions, select_options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,7 +35,7 @@ NUM_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class StaticRound:
     """One round of both. Rates in output tokens a second; TTFT is the median over the requests, in seconds."""
 
     continuous_tokens_per_s: float
@@ -47,19 +47,19 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class StaticComparison:
     """Ratios above 1 favour continuous batching; each is the median of the rounds' ratios."""
 
     requests: int
     stagger_s: float
-    rounds: list[Round]
+    rounds: list[StaticRound]
     throughput_ratio: float
     whole_throughput_ratio: float
     ttft_ratio: float
     ttft_streaming_ratio: float
 
     @classmethod
-    def of(cls, rounds: Sequence[Round], num_requests: int, stagger_s: float) -> Comparison:
+    def of(cls, rounds: Sequence[StaticRound], num_requests: int, stagger_s: float) -> StaticComparison:
         return cls(
             requests=num_requests,
             stagger_s=stagger_s,
@@ -93,7 +93,7 @@ class StaticChild:
         longest_prompt = workload.prompt_tokens.high
         sizes = ["--rows", num_rows, "--longest-prompt", longest_prompt]
         sizes += ["--longest-context", longest_prompt + workload.output_tokens.high]
-        arguments = [*map(str, sizes), *to_argv(part(options, BackendOptions))]
+        arguments = [*map(str, sizes), *to_argv(select_options(options, BackendOptions))]
         self._process = subprocess.Popen(
             module_argv("penstock.tools.bench.serving.static_batch", arguments),
             stdin=subprocess.PIPE,
@@ -134,7 +134,7 @@ def static_child(options: ServeOptions, num_rows: int, workload: Workload) -> It
 
 async def compare_static(
     target: Target, child: StaticChild, workload: Workload, *, num_rounds: int, stagger_s: float, seed: int
-) -> Comparison:
+) -> StaticComparison:
     """Rounds alternate, so that a noisy minute hits both. Raises BenchError where a request fails."""
     rounds = []
     for index in range(-1, num_rounds):  # the first is for warming up
@@ -150,7 +150,7 @@ async def compare_static(
         # From an arrival to the last one, which is when the batch starts.
         waits_s = [staggered[-1].due_s - request.due_s for request in staggered]
         tokens = sum(request.output_tokens for request in burst)
-        found = Round(
+        found = StaticRound(
             continuous_tokens_per_s=sum(record.output_tokens for record in at_once) / duration_s(at_once),
             continuous_whole_tokens_per_s=whole,
             static_tokens_per_s=tokens / static_burst.total_s,
@@ -160,10 +160,10 @@ async def compare_static(
         )
         if index >= 0:
             rounds.append(found)
-    return Comparison.of(rounds, NUM_REQUESTS, stagger_s)
+    return StaticComparison.of(rounds, NUM_REQUESTS, stagger_s)
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def comparison_table(comparison: StaticComparison) -> Table:
     from penstock.tools.bench.harness.report import make_table
 
     title = f"{comparison.requests} requests: at once for throughput, {comparison.stagger_s:g} s apart for TTFT"
