@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from penstock.backend.passes.decoder.cpu.native_library import cache_dir
-from penstock.backend.passes.decoder.cuda.launch.launcher import KERNELS_DIR, KernelFailed
+from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed
 
 RUNTIME_DIR = Path(__file__).parent / "runtime"
 

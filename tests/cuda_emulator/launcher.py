@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.launch.launcher import KERNELS_DIR, Grid, Kernel, KernelFailed
+from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Grid, Kernel, KernelFailed
 from tests.cuda_emulator.build import build_kernels, build_runtime, shared_variables, source_lines
 from tests.tallies import note_launch
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Argument
+    from penstock.backend.passes.decoder.cuda.device.launcher import Argument
 
 Mode = Literal["fast", "device", "check"]
 Order = Literal["forward", "reverse", "random"]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from penstock.backend.passes.decoder.cuda.launch import nvrtc
+from penstock.backend.passes.decoder.cuda.device import nvrtc
 from penstock.tools.gpu_check.cases.ptx import SOURCE, WRAPPERS, wrapper_kernel
 from tests.cuda_emulator import EmulatedLauncher
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
+from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
 from penstock.tools.gpu_check.cases.catalogue import Check, invariance_checks, small_checks
 from penstock.tools.gpu_check.cases.ptx import WRAPPERS
 from penstock.tools.gpu_check.cases.sampling import (

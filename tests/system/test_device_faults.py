@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.backend.passes.decoder.cuda.emulated_pass import GREED, POISON
+from tests.backend.passes.decoder.cuda.emulated_pass import FAULT_TOKEN, OUT_OF_MEMORY_TOKEN
 from tests.system.processes import START_TIMEOUT_S, Command, running, wait_until
 
 PASSES = "tests.backend.passes.decoder.cuda.emulated_pass"
@@ -29,12 +29,12 @@ def test_a_fault_fails_its_request_and_names_step_and_kernel_and_a_lost_device_i
 
         before = complete(5, 6, 7)
         assert before.status_code == 200
-        assert fails(8, GREED)
+        assert fails(8, OUT_OF_MEMORY_TOKEN)
         serve.wait_for("CUDA out of memory")
         serve.wait_for(r"in a step of 2 tokens in 1 rows; the kernel launched last was \w+\[ACT=1")
         assert complete(5, 6, 7).json()["choices"] == before.json()["choices"]
         assert "restarting" not in serve.output
-        assert fails(9, POISON)
+        assert fails(9, FAULT_TOKEN)
         serve.wait_for(
             r"DeviceLost: a step of 2 tokens in 1 rows: .*illegal memory access.* given last was scan_rows\["
         )

@@ -8,8 +8,8 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
 
 if TYPE_CHECKING:
     from pathlib import Path

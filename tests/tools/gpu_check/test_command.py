@@ -28,7 +28,7 @@ import os, sys
 if "--section" in sys.orig_argv:
     from dataclasses import replace
     from functools import partial
-    from penstock.backend.passes.decoder.cuda import manifest
+    from penstock.backend.passes.decoder.cuda import kernel_manifest
     from penstock.backend.passes.decoder.ops import HeadShape
     from tests.cuda_emulator import EmulatedLauncher
     from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
@@ -50,8 +50,8 @@ if "--section" in sys.orig_argv:
 
     lab.open_lab = lambda: lab.Lab(EmulatedDevice(), ToldClock(), NoMemory(), EmulatedDevice)
     mirror_launcher.MirrorLauncher = Mirror
-    kernels = [kernel for kernel in manifest.kernels() if kernel.source == "norms.cu"]
-    manifest.kernels = lambda: iter(kernels)
+    kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source == "norms.cu"]
+    kernel_manifest.kernels = lambda: iter(kernels)
     quick = catalogue.quick_checks
     catalogue.quick_checks = lambda *_: (check for check in quick() if check.family in ("ptx", "norm"))
     attention_peers.measure = partial(attention_peers.measure, decode=(("d", 2, 64),), prefill=(("p", 32),))

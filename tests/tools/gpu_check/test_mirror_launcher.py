@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel, KernelFailed
+from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
 from penstock.tools.gpu_check.cases.ptx import wrapper_kernel
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher, mirrors_of
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from penstock.backend.passes.decoder.cuda import manifest
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.cuda.coverage import StepSizes
+from penstock.backend.passes.decoder.cuda import kernel_manifest
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.cases.catalogue import Check, small_checks
 from penstock.tools.gpu_check.cases.comparing import Mismatch
@@ -46,7 +46,7 @@ from tests.shm.buffers.fake_device import FakeDevice
 from tests.tools.gpu_check.device_context import Record, make_lab
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 HEADS = HeadShape(4, 2, 64)
 
@@ -64,7 +64,7 @@ def test_the_environment_without_a_gpu_is_said_to_have_none(record: Record) -> N
 
 
 def test_compilation_has_a_figure_for_each_architecture(record: Record) -> None:
-    kernels = [kernel for kernel in manifest.kernels() if kernel.source in ("norms.cu", "step.cu")]
+    kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source in ("norms.cu", "step.cu")]
     compilation.compile_for(record.results, kernels, ["sm_80", "sm_90"], 2)
     found = record.findings()
     assert found["compile.sm_90.kernels"].value == len(kernels)
@@ -338,7 +338,7 @@ def test_the_sanitizers_child_launches_every_kernel_source(capsys: pytest.Captur
     assert sanitizer_child.run_small_checks(Noting(), small_checks(), float("inf")) == 0
     assert "failed: none" in capsys.readouterr().out
     # The page table's changes have no case of their own: whole passes run them.
-    assert {kernel.source for kernel in manifest.kernels()} - sources == {"step.cu"}
+    assert {kernel.source for kernel in kernel_manifest.kernels()} - sources == {"step.cu"}
 
 
 def test_the_sanitizers_child_ends_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,7 +377,7 @@ def test_pages_go_to_the_host_and_back(record: Record) -> None:
 
 
 def test_pages_that_come_back_changed_are_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pages.elementwise, "copy_pages", lambda *_arguments, **_keywords: None)
+    monkeypatch.setattr(host_pages.page_copies, "copy_pages", lambda *_arguments, **_keywords: None)
     with pytest.raises(Mismatch, match="what the host sees: "):
         host_pages.check_pool(record.results, make_lab())
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from penstock.backend.passes.decoder.cuda.attention.limits import HEAD_DIMS
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO
-from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS
+from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
 from penstock.backend.passes.decoder.ops import HeadShape, supports_q8_0
 from penstock.tools.gpu_check.cases import decode, elementwise, prefill, ptx, sampling
 from penstock.tools.gpu_check.cases.comparing import require, require_same_bits, require_within

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeWorkspace
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 H200_SHARED_BYTES = 228 * 1024
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

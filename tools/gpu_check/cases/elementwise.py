@@ -11,16 +11,17 @@ import torch
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT
 from penstock.backend.passes.decoder.cpu.torch_kv_cache import quantise_q8_0
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.cuda.elementwise import Elementwise
-from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays as Rows
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.kv_cache.page_copies import copy_pages
+from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
+from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays as Rows
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits, require_within
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -245,5 +246,5 @@ def check_page_copies(launcher: Launcher, kv_dtype: str) -> None:
     expected = cache.clone()
     expected[:, 5], expected[:, 0] = cache[:, 2], cache[:, 4]
     pairs = ints(2, 5, -1, -1, 4, 0, -1, 1, 3, -1).view(5, 2)
-    make(launcher).copy_pages(cache, cache, pairs, layout)
+    copy_pages(launcher, cache, cache, pairs, layout)
     require_same_bits("the cache", cache, expected)

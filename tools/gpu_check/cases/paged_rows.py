@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.backend.passes.decoder.cpu.torch_kv_cache import quantise_q8_0
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 
 NOT_A_PAGE = 1 << 30
 """An entry of a page table that must not be read."""

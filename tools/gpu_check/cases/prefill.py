@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.tools.gpu_check.cases.comparing import require_within
 from penstock.tools.gpu_check.cases.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 ACT_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "q8_0": torch.float16, "fp8": torch.float16}
 """Queries in which the products lose nothing of them."""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel, Launcher
+from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, Launcher
 from penstock.tools.gpu_check.cases.comparing import require_close, require_same_bits
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Argument
+    from penstock.backend.passes.decoder.cuda.device.launcher import Argument
 
 SOURCE = Path(__file__).with_name("ptx_wrappers.cu")
 _E4M3_MAX = 448.0

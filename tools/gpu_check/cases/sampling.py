@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch, TokenMasks
-from penstock.backend.passes.decoder.cuda.sampling import DeviceSampler, LogprobBuffers, SlotArrays
+from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SlotArrays
 from penstock.backend.sampling.sampler import HostSampling, token_logprobs
 from penstock.tools.gpu_check.cases.comparing import require, require_close
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 POISON = -77
 CPU = torch.device("cpu")
@@ -55,9 +55,9 @@ class SamplingDevice:
             rows = torch.full((len(slots),), -1, dtype=torch.int32)
             rows[torch.from_numpy(masks.rows).long()] = torch.arange(len(masks.rows), dtype=torch.int32)
             bits = rows, torch.from_numpy(masks.bits.view(np.int32))
-        selection = self.sampler.selection(np.array([slot for slot in slots if slot >= 0], np.int32))
+        features = self.sampler.features(np.array([slot for slot in slots if slot >= 0], np.int32))
         contexts = torch.full((len(slots),), position - 1, dtype=torch.int32)
-        self.sampler.sample(logits, torch.tensor(slots, dtype=torch.int32), contexts, selection, tokens, bits)
+        self.sampler.sample(logits, torch.tensor(slots, dtype=torch.int32), contexts, features, tokens, bits)
         # The next step expects it so.
         require("histograms are left behind", not self.slots.histograms.any())
         return tokens.tolist()

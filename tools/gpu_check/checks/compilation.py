@@ -8,17 +8,17 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.decoder.cuda import manifest
-from penstock.backend.passes.decoder.cuda.launch import nvrtc
-from penstock.backend.passes.decoder.cuda.launch.cupy_launcher import CupyLauncher
-from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
+from penstock.backend.passes.decoder.cuda import kernel_manifest
+from penstock.backend.passes.decoder.cuda.device import nvrtc
+from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.tools.gpu_check.cases import ptx
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
-    from penstock.backend.passes.decoder.cuda.launch.nvrtc import CompileReport
+    from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
+    from penstock.backend.passes.decoder.cuda.device.nvrtc import CompileReport
     from penstock.tools.gpu_check.reporting.results import Results
 
 _MAX_WORKERS = 12
@@ -26,7 +26,7 @@ _REGISTERS_OF_A_MULTIPROCESSOR = 65_536
 
 
 def run(results: Results) -> None:
-    kernels, num_workers = list(manifest.kernels()), min(os.cpu_count() or 1, _MAX_WORKERS)
+    kernels, num_workers = list(kernel_manifest.kernels()), min(os.cpu_count() or 1, _MAX_WORKERS)
     arch = gpu_architecture()
     compile_for(results, kernels, nvrtc.ARCHITECTURES if arch is None else (arch,), num_workers)
     if arch is not None:

@@ -14,7 +14,7 @@ from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
     from penstock.tools.gpu_check.cases.catalogue import Check
     from penstock.tools.gpu_check.reporting.results import Results
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.coverage import StepSizes, make_layout
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.products import BLOCK_ROWS, CudaLinear, ProductsInBlocks
+from penstock.backend.passes.decoder.cuda.ops.matmul import BLOCK_ROWS, BlockedMatmul, CudaLinear
+from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, make_layout
 from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
@@ -89,10 +89,10 @@ def check_products(results: Results, lab: Lab, shapes: dict[str, tuple[int, int,
 
 def _check_product(results: Results, lab: Lab, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     weight = torch.randn(outputs, inputs, device=lab.at, dtype=dtype).mul_(inputs**-0.5)
-    linear, products = CudaLinear(weight, weight.t(), None), ProductsInBlocks()
+    linear, matmul = CudaLinear(weight, weight.t(), None), BlockedMatmul()
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
-        return products.multiply(x, linear, torch.empty(len(x), outputs, device=lab.at, dtype=dtype))
+        return matmul.multiply(x, linear, torch.empty(len(x), outputs, device=lab.at, dtype=dtype))
 
     rows, others = (torch.randn(BLOCK_ROWS, inputs, device=lab.at, dtype=dtype) for _ in range(2))
     expected = multiply(rows)

@@ -12,8 +12,8 @@ import torch
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
-from penstock.backend.passes.decoder.cuda.coverage import StepSizes
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.cases.comparing import require, require_within
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY, RandomWeights

@@ -17,7 +17,7 @@ from penstock.tools.gpu_check.runner import UNTIL_VARIABLE
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
     from penstock.tools.gpu_check.cases.catalogue import Check
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.elementwise import Elementwise
+from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.shm.buffers.cuda_driver import DriverDevice
 from penstock.shm.buffers.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from penstock.backend.passes.decoder.cuda.launch.cupy_launcher import CupyLauncher
-from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
+from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Argument, Grid, Kernel
+    from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
 
 _TO_DEVICE, _TO_HOST = 1, 2
 """cudaMemcpyKind."""

@@ -11,7 +11,7 @@ from penstock.backend.passes.decoder.ops import KV_BLOCK_VALUES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
+    from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 
 _PIECE_BLOCKS = 1 << 14
 _SCALE = 0.02

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
 from penstock.backend.passes.decoder.cuda.device.link_probe import measure_link
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
 from penstock.tools.gpu_check.devices.device_context import open_lab
 from penstock.tools.gpu_check.speed.host_pages import measure_moves
 

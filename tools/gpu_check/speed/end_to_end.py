@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.coverage import StepSizes, make_layout, plan_spec
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, make_layout, plan_spec
 from penstock.tools.gpu_check.devices.device_context import open_lab
 from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
 from penstock.tools.gpu_check.devices.random_caches import fill_cache

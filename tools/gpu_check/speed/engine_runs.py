@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from penstock.backend.passes.decoder.cuda.coverage import StepSizes
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
+from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
 from penstock.tools.gpu_check.peers.offline_requests import draw_requests
 from penstock.tools.gpu_check.speed.engine_loop import EngineLoop, LoopSizes, Stream

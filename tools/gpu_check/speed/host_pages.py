@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.passes.decoder.cuda import elementwise
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.cuda.cache.host_pool import HostPool
+from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool
 from penstock.tools.gpu_check.cases.comparing import require_same_bits
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _shape(layout: CacheLayout) -> tuple[int, int, int]:
 
 
 def _copier(lab: Lab, layout: CacheLayout) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Of source, destination and pairs, see `elementwise.copy_pages`."""
+    """Of source, destination and pairs, see `page_copies.copy_pages`."""
     launcher = lab.device.launcher
-    launcher.prepare(kernel for kernel in elementwise.kernels() if kernel.entry == "copy_pages")
-    return partial(elementwise.copy_pages, launcher, layout=layout)
+    launcher.prepare(page_copies.kernels())
+    return partial(page_copies.copy_pages, launcher, layout=layout)

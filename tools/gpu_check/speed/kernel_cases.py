@@ -13,10 +13,10 @@ import torch
 from penstock.backend.forward_pass import SamplingParams, SlotInit
 from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import CacheLayout
-from penstock.backend.passes.decoder.cuda.elementwise import Elementwise
-from penstock.backend.passes.decoder.cuda.sampling import DeviceSampler, SlotArrays
-from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
+from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, SlotArrays
+from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 
@@ -216,8 +216,8 @@ def _sampling(sizes: Sizes, params: SamplingParams, lab: Lab) -> Prepared:
     prompt = np.arange(100, dtype=np.int32)
     packed = sampler.pack([SlotInit(slot, params, prompt, len(prompt)) for slot in range(rows)])
     sampler.take_slots(torch.from_numpy(packed).to(lab.at), rows)
-    selection = sampler.selection(np.arange(rows, dtype=np.int32))
-    works: list[Callable[[], object]] = [partial(sampler.sample, x, slots, contexts, selection, tokens) for x in logits]
+    features = sampler.features(np.arange(rows, dtype=np.int32))
+    works: list[Callable[[], object]] = [partial(sampler.sample, x, slots, contexts, features, tokens) for x in logits]
     return Prepared(works, detail=f"{rows} rows of {vocab}")
 
 

@@ -17,28 +17,30 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
-from penstock.backend.passes.decoder.cuda import step_buffers
-from penstock.backend.passes.decoder.cuda.cache.host_pool import HostPool, TokenCosts, open_pool
-from penstock.backend.passes.decoder.cuda.cache.page_moves import PageMoves
-from penstock.backend.passes.decoder.cuda.coverage import (
+from penstock.backend.passes.decoder.cuda.cuda_graphs import DecodeGraphs
+from penstock.backend.passes.decoder.cuda.device.device import annotate_faults
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
+from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed, measure_link
+from penstock.backend.passes.decoder.cuda.device.transfers import Uplink
+from penstock.backend.passes.decoder.cuda.kv_cache import page_copies
+from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool, TokenCosts, open_pool
+from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import PageMoves
+from penstock.backend.passes.decoder.cuda.ops.cuda_ops import CudaOps
+from penstock.backend.passes.decoder.cuda.step import step_buffers
+from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, SamplerFeatures, SlotArrays
+from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
+from penstock.backend.passes.decoder.cuda.step.step_results import PendingTokens, ResultBuffers
+from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
+from penstock.backend.passes.decoder.cuda.workspace_plan import (
     StepSizes,
     attention_by_window,
-    choose_products,
+    choose_matmul,
     make_layout,
     mask_ints,
     max_update_ints,
     plan_spec,
     step_limits,
 )
-from penstock.backend.passes.decoder.cuda.device.device import faults_named
-from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed, measure_link
-from penstock.backend.passes.decoder.cuda.device.transfers import Uplink
-from penstock.backend.passes.decoder.cuda.graphs import DecodeGraphs
-from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
-from penstock.backend.passes.decoder.cuda.ops import CudaOps, CudaStep
-from penstock.backend.passes.decoder.cuda.results import PendingTokens, ResultBuffers
-from penstock.backend.passes.decoder.cuda.sampling import DeviceSampler, Selection, SlotArrays
-from penstock.backend.passes.decoder.cuda.step_buffers import StepBuffers
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.rope_table import RopeTable
@@ -64,14 +66,14 @@ _NO_INTS = np.empty(0, np.int32)
 class _Sampling:
     """What `sample` needs of the step that `forward` launched."""
 
-    selection: Selection
+    features: SamplerFeatures
     logprob_rows: Tensor
 
 
 class CudaDecoderPass:
     """See `IBatchedForwardPass`. Logits are tensors on the device, in the weights' dtype, and the next step's buffer.
 
-    `PassOptions.deterministic` rests on products.py and step_attention.py; all else is computed row by row anyway.
+    `PassOptions.deterministic` rests on matmul.py and step_attention.py; all else is computed row by row anyway.
     """
 
     link: LinkSpeed
@@ -96,8 +98,8 @@ class CudaDecoderPass:
         self._dtype = dtype
         self._spec = plan_spec(config, dtype, sizes)
         with torch.inference_mode():
-            products = choose_products(sizes)
-            self._ops = CudaOps(device, config, dtype, sizes.max_tokens, sizes.max_rows, products)
+            matmul = choose_matmul(sizes)
+            self._ops = CudaOps(device, config, dtype, sizes.max_tokens, sizes.max_rows, matmul)
             self._model = DecoderModel(config, self._ops, weights, dtype)
 
     @classmethod
@@ -149,9 +151,12 @@ class CudaDecoderPass:
         self._max_update_ints = max_update_ints(config, sizes)
         rope = RopeTable(config.rope).cover(longest)[:longest].to(device.torch_device, copy=True)
         self._ops.open_cache(layout, self._buffers, slots.last_tokens, rope, attention)
-        self._moves = PageMoves(self._ops, self._buffers.uplink, HostPool(device, layout, 0))
+        no_host_pages = HostPool(device, layout, 0)
+        self._moves = PageMoves(device.launcher, layout, self._ops.pages, self._buffers.uplink, no_host_pages)
         try:
-            device.launcher.prepare([*self._ops.kernels(), *self._sampler.kernels, *step_buffers.kernels()])
+            device.launcher.prepare(
+                [*self._ops.kernels(), *self._sampler.kernels, *step_buffers.kernels(), *page_copies.kernels()]
+            )
             self.link = measure_link(device)
             self._graphs = DecodeGraphs(device, sizes.max_graph_rows, self._run_padding)
             token_s = self._warm_up(min(sizes.max_tokens, longest))
@@ -166,32 +171,32 @@ class CudaDecoderPass:
 
     @property
     def num_host_pages(self) -> int:
-        return self._moves.pool.num_places
+        return self._moves.pool.num_pages
 
     @torch.inference_mode()
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Between steps: after a step's `sample`, before the next one's `forward`."""
-        with faults_named(self._device, f"saving {len(pairs)} pages"):
+        with annotate_faults(self._device, f"saving {len(pairs)} pages"):
             self._moves.save(pairs)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        with faults_named(self._device, _name(batch)):
+        with annotate_faults(self._device, _name(batch)):
             return self._forward(batch)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None = None) -> PendingTokens:
-        with faults_named(self._device, f"sampling {_name(batch)}"):
+        with annotate_faults(self._device, f"sampling {_name(batch)}"):
             return self._sample(logits, batch, masks)
 
     def host_logits(self, logits: Tensor) -> NDArray[np.float32]:
-        with faults_named(self._device, f"copying {len(logits)} rows to the host"):
+        with annotate_faults(self._device, f"copying {len(logits)} rows to the host"):
             host: NDArray[np.float32] = logits.float().cpu().numpy().copy()
         return host
 
     def device_logits(self, logits: Tensor) -> DeviceRows:
         """Of 16-bit weights it is a copy in fp32, which lives until the next one and is not in the memory plan."""
-        with faults_named(self._device, f"copying {len(logits)} rows of logits"):
+        with annotate_faults(self._device, f"copying {len(logits)} rows of logits"):
             self._shared_logits = logits.float()
         return DeviceRows(self._shared_logits.data_ptr(), self._device.stream)
 
@@ -204,34 +209,34 @@ class CudaDecoderPass:
         return self._config.hidden_size
 
     def host_hidden_states(self, logits: Tensor) -> NDArray[np.float32]:
-        return self.host_logits(self._ops.normed_of(len(logits)))
+        return self.host_logits(self._ops.last_normed(len(logits)))
 
     def device_hidden_states(self, logits: Tensor) -> DeviceRows:
         """As `device_logits`."""
-        with faults_named(self._device, f"copying {len(logits)} hidden states"):
-            self._shared_hidden_states = self._ops.normed_of(len(logits)).float()
+        with annotate_faults(self._device, f"copying {len(logits)} hidden states"):
+            self._shared_hidden_states = self._ops.last_normed(len(logits)).float()
         return DeviceRows(self._shared_hidden_states.data_ptr(), self._device.stream)
 
     def close(self) -> None:
         self._device.synchronize()
         self._ops.close()
-        self._moves.pool.close()
+        self._moves.close()
         del self._graphs, self._buffers, self._sampler, self._masks, self._results, self._model
         self._device.trim()
 
     def _forward(self, batch: StepBatch) -> Tensor:
         num_decode = _count_decode_rows(batch)
         num_logits = len(batch.logit_rows)
-        is_narrow = num_decode == num_logits == batch.num_rows
-        num_padded = self._graphs.size_for(batch.num_rows) if is_narrow else None
+        is_decode_only = num_decode == num_logits == batch.num_rows
+        num_padded = self._graphs.size_for(batch.num_rows) if is_decode_only else None
         updates, num_updates = self._pack_slots(batch.slot_inits)
         restores, copies = self._moves.pack(batch)
         tiles = self._ops.prefill_tiles(batch, num_decode) if num_decode < batch.num_rows else _NO_INTS
-        selection = self._sampler.selection(batch.slots[batch.logit_rows])
-        parts = [updates, restores, copies, tiles, selection.logprob_rows]
+        features = self._sampler.features(batch.slots[batch.logit_rows])
+        parts = [updates, restores, copies, tiles, features.logprob_rows]
         there = self._buffers.load(batch, num_padded or 0, parts)
         updates_there, restores_there, copies_there, tiles_there, logprob_rows = there
-        self._sampling = _Sampling(selection, logprob_rows)
+        self._sampling = _Sampling(features, logprob_rows)
         if num_updates:
             self._sampler.take_slots(updates_there, num_updates)
         self._moves.run(restores_there, copies_there)
@@ -239,7 +244,7 @@ class CudaDecoderPass:
             self._put_embeddings(given)
         if num_padded is not None:
             self._graphs.replay(num_padded)
-            return self._ops.logits_of(num_logits)
+            return self._ops.last_logits(num_logits)
         buffers = self._buffers
         step = CudaStep(
             num_tokens=batch.num_tokens,
@@ -248,22 +253,22 @@ class CudaDecoderPass:
             prefill_tiles=tiles_there if len(tiles) else None,
             logit_rows=buffers.logit_rows.cut(num_logits),
             logit_tokens=buffers.logit_tokens[:num_logits],
-            is_narrow=is_narrow,
+            is_decode_only=is_decode_only,
         )
         self._ops.begin(step)
         self._model.forward(step, needs_logits=num_logits > 0)
-        return self._ops.logits_of(num_logits)
+        return self._ops.last_logits(num_logits)
 
     def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingTokens:
         num_rows = len(logits)
-        selection, rows = self._sampling.selection, self._buffers.logit_rows.cut(num_rows)
+        features, rows = self._sampling.features, self._buffers.logit_rows.cut(num_rows)
         tokens = self._results.tokens(num_rows)
         placed = None if masks is None else self._send_masks(masks, num_rows)
-        self._sampler.sample(logits, rows.slots, rows.context_lens, selection, tokens, placed)
-        if len(selection.logprob_rows):
-            out = self._results.logprobs(num_rows, selection)
+        self._sampler.sample(logits, rows.slots, rows.context_lens, features, tokens, placed)
+        if len(features.logprob_rows):
+            out = self._results.logprobs(num_rows, features)
             self._sampler.logprobs(logits, tokens, self._sampling.logprob_rows, out)
-        return self._results.fetch(num_rows, selection, _name(batch))
+        return self._results.fetch(num_rows, features, _name(batch))
 
     def _run_padding(self, num_rows: int) -> None:
         """A decode step without rows, of the shape that steps of so many rows have."""

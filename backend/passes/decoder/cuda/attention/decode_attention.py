@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.attention.limits import (
+from penstock.backend.passes.decoder.cuda.attention.kernel_limits import (
     HEAD_DIMS,
     MAX_CONTEXT_TOKENS,
     MAX_GROUP,
@@ -22,8 +22,8 @@ from penstock.backend.passes.decoder.cuda.attention.limits import (
     check_shape,
     require,
 )
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO, CacheLayout
-from penstock.backend.passes.decoder.cuda.launch.launcher import Grid, Kernel, Launcher
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.ops import supports_q8_0
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _FEWEST_CHUNKS = 16
 _RING_TILES = range(2, 9)
 _RESERVED_SHARED_BYTES = 1024
 """Of each block, by CUDA."""
-_ACTS = {torch.float32: np.int32(0), torch.bfloat16: np.int32(1), torch.float16: np.int32(2)}
+_ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
 _NUMBER_BYTES = {"fp32": 4, "bf16": 2, "q8_0": 1, "fp8": 1}
 
 PLAN = Kernel("decode_plan.cu", "plan_decode", (("NUM_THREADS", _PLAN_THREADS),), _PLAN_THREADS)

@@ -12,22 +12,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from penstock.backend.passes.decoder.cuda.attention.limits import HEAD_DIMS, check_logits, check_shape
-from penstock.backend.passes.decoder.cuda.cache.cache_layout import KV_MACRO, CacheLayout
-from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel, Launcher
+from penstock.backend.passes.decoder.cuda.attention.kernel_limits import HEAD_DIMS, check_logits, check_shape
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.ops import supports_q8_0
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays
+    from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 
 MAX_TILES = 65535
 """Blocks of a grid in its second dimension."""
-_ACTS = {torch.float32: np.int32(0), torch.bfloat16: np.int32(1), torch.float16: np.int32(2)}
+_ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
 
 
 def kernels() -> Iterator[Kernel]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from penstock.backend.passes.decoder.cuda.attention.limits import require
+from penstock.backend.passes.decoder.cuda.attention.kernel_limits import require
 from penstock.backend.passes.decoder.cuda.attention.prefill_attention import MAX_TILES, PrefillAttention
 
 if TYPE_CHECKING:
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
     from penstock.backend.passes.decoder.cuda.device.device import Device
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
-    from penstock.backend.passes.decoder.cuda.ops import CudaStep
-    from penstock.backend.passes.decoder.cuda.step_buffers import RowArrays
+    from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
+    from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep, RowArrays
 
 
 class StepAttention(Protocol):

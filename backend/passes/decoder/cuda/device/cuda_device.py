@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.forward_pass import DeviceLost
-from penstock.backend.passes.decoder.cuda.launch.cupy_launcher import CupyLauncher
+from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher
 from penstock.shm.buffers.cuda_driver import DriverDevice
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 
 class Event(Protocol):
@@ -101,7 +101,7 @@ class Device(Protocol):
 
 
 @contextmanager
-def faults_named(device: Device, doing: str) -> Iterator[None]:
+def annotate_faults(device: Device, doing: str) -> Iterator[None]:
     """An error within becomes DeviceLost where the device answers no more; else it is told what was being done, and the
     kernel launched last. On any thread."""
     try:

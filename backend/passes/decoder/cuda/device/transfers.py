@@ -78,15 +78,15 @@ class Downlink:
         self._free = deque([_HostBlock(device, num_ints) for _ in range(_NUM_BLOCKS)])
         self.block = torch.zeros(num_ints, dtype=torch.int32, device=device.torch_device)
 
-    def fetch(self, num_ints: int) -> Fetched:
+    def fetch(self, num_ints: int) -> PendingCopy:
         """The first num_ints of the block, as they are once all kernels launched so far have run."""
         host = self._free.popleft() if self._free else _HostBlock(self._device, len(self.block))
         host.tensor[:num_ints].copy_(self.block[:num_ints], non_blocking=True)
         host.done = self._device.record()
-        return Fetched(host, num_ints, self._free)
+        return PendingCopy(host, num_ints, self._free)
 
 
-class Fetched:
+class PendingCopy:
     """Ints on their way to the host."""
 
     def __init__(self, host: _HostBlock, num_ints: int, free: deque[_HostBlock]) -> None:

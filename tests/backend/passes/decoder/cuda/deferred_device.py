@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.forward_pass import PassOptions, StepBatch, TokenMasks
-    from penstock.backend.passes.decoder.cuda.results import PendingTokens
+    from penstock.backend.passes.decoder.cuda.step.step_results import PendingTokens
 
 
 @dataclass

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Argument, Grid, Kernel, Launcher
+    from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel, Launcher
 
 
 class RecordingLauncher:

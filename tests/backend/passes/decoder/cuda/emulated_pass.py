@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.forward_pass import PassOptions, StepBatch
-    from penstock.backend.passes.decoder.cuda.launch.launcher import Kernel
+    from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
 
 
 class EmulatedCudaPass(CudaDecoderPass):
@@ -34,19 +34,19 @@ class EmulatedCudaPass(CudaDecoderPass):
         return loaded
 
 
-POISON, GREED = 13, 17
-"""Tokens of which `FaultyCudaPass` is ill."""
+FAULT_TOKEN, OUT_OF_MEMORY_TOKEN = 13, 17
+"""Tokens that make a step of `FaultyCudaPass` fail."""
 
 
 class FaultyCudaPass(EmulatedCudaPass):
-    """A step that has the token POISON is an illegal access, after which the device answers no more; for one that has
-    GREED there is no memory."""
+    """Two tokens make a step fail: FAULT_TOKEN is an illegal access, after which the device no longer answers;
+    OUT_OF_MEMORY_TOKEN is a failed allocation."""
 
     def _forward(self, batch: StepBatch) -> Tensor:
         logits = super()._forward(batch)
-        if GREED in batch.input_ids:
+        if OUT_OF_MEMORY_TOKEN in batch.input_ids:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        if POISON in batch.input_ids:
+        if FAULT_TOKEN in batch.input_ids:
             self.device.fault = RuntimeError("CUDA error: an illegal memory access was encountered")
         return logits
 

@@ -21,7 +21,7 @@ from penstock.shm.messages import (
     Submit,
 )
 from tests.backend.harness import GREEDY, ScriptedLink
-from tests.backend.passes.decoder.cuda.emulators_memory import EmulatorsMemory
+from tests.backend.passes.decoder.cuda.emulator_shared_device import EmulatorSharedDevice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ class LendingLink(ScriptedLink):
 
     def __init__(self, kind: str, directory: Path, embedding_size: int, vocab_size: int, gpu: EmulatedDevice) -> None:
         super().__init__()
-        self.device = EmulatorsMemory(directory, gpu)
+        self.device = EmulatorSharedDevice(directory, gpu)
         contents = (
             ContentSpec(BufferContent.PROMPT_EMBEDDINGS, embedding_size, "<f4"),
             ContentSpec(BufferContent.LOGITS, vocab_size, "<f4"),

@@ -13,8 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.backend.passes.decoder.cuda import products
-from penstock.backend.passes.decoder.cuda.graphs import DecodeGraphs
+from penstock.backend.passes.decoder.cuda.cuda_graphs import DecodeGraphs
+from penstock.backend.passes.decoder.cuda.ops import matmul
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.decoder.cuda.tiny_models import checkpoint, options, prompts
 from tests.backend.passes.decoder.driver import Driver, Row
@@ -117,7 +117,7 @@ def test_captured_and_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", MODELS[:2], ids="-".join)
 def test_in_whatever_block_and_place_of_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four rows, so that a captured step has several."""
-    monkeypatch.setattr(products, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(matmul, "BLOCK_ROWS", 4)
     expected = alone(model)
     for num_before in (3, 4, 5):
         driver = make(model)

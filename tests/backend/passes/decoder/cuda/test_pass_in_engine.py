@@ -17,10 +17,10 @@ from penstock.backend.engine.executor import Executor, ExecutorFailed
 from penstock.backend.engine.loop import Engine
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import FROM_SLOT, DeviceLost, PassOptions, SlotInit, StepBatch
-from penstock.backend.passes.decoder.cuda import coverage as plan
+from penstock.backend.passes.decoder.cuda import workspace_plan as plan
+from penstock.backend.passes.decoder.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.launch.launcher import KernelFailed
 from penstock.shm.messages import Failure, Finish
 from tests.backend.harness import Bench, ScriptedLink
 from tests.backend.passes.decoder.cuda.deferred_device import DeferredCudaPass

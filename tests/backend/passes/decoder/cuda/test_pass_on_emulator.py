@@ -12,8 +12,8 @@ import torch
 
 from penstock.backend.forward_pass import SamplingParams
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
+from penstock.backend.passes.decoder.cuda.cuda_graphs import DecodeGraphs
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda.graphs import DecodeGraphs
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.decoder.cuda.tiny_models import (

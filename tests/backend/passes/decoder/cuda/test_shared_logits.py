@@ -12,7 +12,7 @@ import torch
 from penstock.backend.buffers.shared_prompts import SharedPromptRows
 from penstock.shm.client.client import BufferSlice, GenerationRequest
 from penstock.shm.messages import BufferContent, BufferKind, BufferWish, Sampling
-from tests.backend.passes.decoder.cuda.emulators_memory import EmulatorsMemory
+from tests.backend.passes.decoder.cuda.emulator_shared_device import EmulatorSharedDevice
 from tests.backend.passes.decoder.cuda.tiny_models import VOCAB_SIZE, make_pass, oracle, oracle_logits, prompts
 from tests.backend.served import connected, generate, served
 from tests.shm.buffers.fake_device import FakeDevice
@@ -49,7 +49,7 @@ async def test_clients_get_the_passes_rows_on_the_device(
         forward_pass.create_cache(NUM_PAGES, PAGE_SIZE, "fp32")
         return forward_pass
 
-    device, clients_device = EmulatorsMemory(tmp_path), FakeDevice(tmp_path)
+    device, clients_device = EmulatorSharedDevice(tmp_path), FakeDevice(tmp_path)
     wish = BufferWish(2, NUM_ROWS * 4 * VOCAB_SIZE, (BufferKind.CUDA,))
     with served(load, "cuda", device, num_pages=NUM_PAGES, page_size=PAGE_SIZE) as path:
         async with connected(path, wish, clients_device) as client:
@@ -91,7 +91,7 @@ async def test_clients_hand_in_embeddings_and_get_what_their_tokens_get(
         return forward_pass
 
     monkeypatch.setattr(SharedPromptRows, "read", lambda _rows: pytest.fail("read by the host, where the device can"))
-    device, clients_device = EmulatorsMemory(tmp_path), FakeDevice(tmp_path)
+    device, clients_device = EmulatorSharedDevice(tmp_path), FakeDevice(tmp_path)
     asked = prompts((7, 17))
     table = oracle("llama3").get_input_embeddings()
     greedy = Sampling(temperature=0.0)

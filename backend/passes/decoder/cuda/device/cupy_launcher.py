@@ -1,0 +1,121 @@
+"""`Launcher` on a GPU: CuPy compiles the kernels, loads them, and puts them into torch's current stream.
+
+cupy is imported here alone, and only when a launcher is made. CuPy 13 and 14 both serve.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed, group_by_module
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
+
+
+class _Stream:
+    """All that a launch asks of a stream. CuPy 13 and 14 have other classes for it, and 14.0 destroys what it wraps."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, address: int) -> None:
+        self.ptr = address
+
+
+class _Launch(NamedTuple):
+    """Words are made of it only where they are wanted."""
+
+    kernel: Kernel
+    grid: Grid
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.grid}"
+
+
+class CupyLauncher:
+    """See `Launcher`. CuPy allocates nothing here and has no stream of its own."""
+
+    def __init__(self, device_index: int) -> None:
+        """Raises KernelFailed where CuPy cannot be imported, or not use the device: a driver too old for it, say."""
+        try:
+            import cupy
+
+            cupy.cuda.Device(device_index).use()
+        # Its faults of the runtime are RuntimeErrors; and importing it makes the directory of its cache.
+        except (ImportError, RuntimeError, OSError) as error:
+            raise KernelFailed(f"CuPy does not work here: {' '.join(str(error).split())}") from error
+        self._cupy = cupy
+        self._device_index = device_index
+        cuda = cupy.cuda
+        self._faults = (cuda.compiler.CompileException, cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
+        self._functions: dict[Kernel, Any] = {}
+        self.last_launch: object = "none"
+        """As a text, the kernel launched last and its grid."""
+
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._functions]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for functions in pool.map(self._load, group_by_module(missing)):
+                self._functions |= functions
+
+    def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
+        if 0 in grid:
+            return
+        function = self._functions.get(kernel)
+        if function is None:
+            raise KernelFailed(f"{kernel} was launched before it was prepared; this is a bug")
+        self.last_launch = _Launch(kernel, grid)
+        pointers = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+        stream = _Stream(torch.cuda.current_stream(self._device_index).cuda_stream)
+        try:
+            function(grid, (kernel.num_threads,), pointers, kernel.shared_bytes, stream)
+        except self._faults as error:
+            raise KernelFailed(f"{kernel} cannot be launched with grid {grid}: {error}") from error
+
+    def _load(self, kernels: list[Kernel]) -> dict[Kernel, Any]:
+        """kernels: of one source with the same macros, so one module. On any thread."""
+        source, macros = kernels[0].source, kernels[0].macros
+        options = (
+            "--std=c++17",
+            f"-I{KERNELS_DIR}",
+            # CuPy keeps what it has compiled under a name that does not know of included files.
+            f"-DPENSTOCK_SOURCES=0x{sources_digest()}",
+            *(f"-D{name}={value}" for name, value in macros),
+        )
+        # Included, so that messages name the file, and CuPy need not write it again in whatever encoding.
+        code = f'#include "{source}"\n'
+        try:
+            self._cupy.cuda.Device(self._device_index).use()  # of this thread
+            module = self._cupy.RawModule(code=code, options=options, backend="nvrtc")
+            return {kernel: _function(module, kernel) for kernel in kernels}
+        # Also where there are no headers of CUDA's, or no NVRTC, and where its cache cannot be written.
+        except (*self._faults, RuntimeError, OSError) as error:
+            named = ", ".join(map(str, kernels))
+            raise KernelFailed(f"{named} of {source} cannot be compiled or loaded: {error}") from error
+
+
+def _function(module: Any, kernel: Kernel) -> Any:
+    raw = module.get_function(kernel.entry)
+    if kernel.shared_bytes:
+        # Kernels that differ in nothing else are one function of the driver's, which must allow for the largest.
+        raw.max_dynamic_shared_size_bytes = max(kernel.shared_bytes, raw.max_dynamic_shared_size_bytes)
+    return raw.kernel
+
+
+@cache
+def sources_digest() -> str:
+    """Of all kernel sources, 16 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(KERNELS_DIR.glob("*.cu*")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,155 @@
+"""Compiles kernels for GPUs that need not be there, with NVRTC alone, and reads what ptxas says of them.
+
+The library comes from the wheel nvidia-cuda-nvrtc, or from a CUDA toolkit that the system's loader finds. It serves
+several threads at once, and leaves the interpreter to others meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import re
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed, group_by_module
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
+"""What every kernel is compiled for before it is released."""
+
+SHARED_BYTES_LIMIT = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
+"""Of a block, static and dynamic together."""
+
+_OPTIONS = ("--std=c++17", f"-I{KERNELS_DIR}", "-ftz=true", "--ptxas-options=-v")
+"""As the GPU's launcher has them; -ftz is CuPy's own addition, and the last makes ptxas talk."""
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)' for '\w+'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileReport:
+    """What one kernel takes of a GPU of one architecture, "sm_90" for instance."""
+
+    kernel: Kernel
+    arch: str
+    registers: int
+    """Of a thread."""
+    spill_bytes: int
+    """What a thread stores to and loads from memory for want of registers, and its stack."""
+    shared_bytes: int
+    """Static shared memory of a block; the kernel's own dynamic memory comes on top."""
+    log: str
+
+
+def compile_kernel(kernel: Kernel, arch: str) -> CompileReport:
+    """Raises KernelFailed: no NVRTC here, or errors of the compiler, which the message repeats."""
+    (report,) = _compile_source((kernel,), arch)
+    return report
+
+
+def compile_kernels(kernels: Iterable[Kernel], arch: str, num_threads: int = 1) -> list[CompileReport]:
+    """As `compile_kernel` for each, but kernels of one source with the same macros are compiled at one go."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        reports = pool.map(lambda group: _compile_source(group, arch), group_by_module(kernels))
+        return [report for group in reports for report in group]
+
+
+def _compile_source(kernels: Iterable[Kernel], arch: str) -> list[CompileReport]:
+    """kernels: of one source, with the same macros."""
+    kernels = list(kernels)
+    source, macros = kernels[0].source, kernels[0].macros
+    options = (*_OPTIONS, f"-arch={arch}", *(f"-D{name}={value}" for name, value in macros))
+    try:
+        # The encoding is said, for NVRTC 12 leaves its thread with an ASCII locale.
+        log = _compile((KERNELS_DIR / source).read_text("utf-8"), source, options)
+    except (OSError, NvrtcError) as error:
+        raise KernelFailed(f"{kernels[0]} of {source} for {arch}: {error}") from error
+    entries = dict(_ENTRY.findall(log))
+    return [_report(kernel, arch, entries, log) for kernel in kernels]
+
+
+def _report(kernel: Kernel, arch: str, entries: dict[str, str], log: str) -> CompileReport:
+    if kernel.entry not in entries:
+        raise KernelFailed(f"{kernel}: {kernel.source} has no such kernel for {arch}")
+    said = entries[kernel.entry]
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, said)
+        return int(found[1]) if found else 0
+
+    spills = (r"(\d+) bytes stack frame", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
+    return CompileReport(
+        kernel,
+        arch,
+        registers=number(r"Used (\d+) registers"),
+        spill_bytes=sum(map(number, spills)),
+        shared_bytes=number(r"(\d+) bytes smem"),
+        log=log,
+    )
+
+
+def version() -> str:
+    """NVRTC's own, "13.0" for instance. Raises KernelFailed where there is none."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    try:
+        _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    except NvrtcError as error:
+        raise KernelFailed(str(error)) from error
+    return f"{major.value}.{minor.value}"
+
+
+class NvrtcError(Exception):
+    """What NVRTC said, or why it is not to be had."""
+
+
+def _compile(text: str, name: str, options: tuple[str, ...]) -> str:
+    """Returns the log. Raises NvrtcError."""
+    library = _library()
+    program = ctypes.c_void_p()
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None))
+    try:
+        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        result = library.nvrtcCompileProgram(program, len(options), encoded)
+        size = ctypes.c_size_t()
+        _check(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+        log = ctypes.create_string_buffer(size.value)
+        _check(library.nvrtcGetProgramLog(program, log))
+        said = log.value.decode(errors="replace")
+        if result != 0:
+            raise NvrtcError(said.strip() or _error_name(result))
+        return said
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise NvrtcError(_error_name(result))
+
+
+def _error_name(result: int) -> str:
+    return str(_library().nvrtcGetErrorString(result).decode())
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Raises NvrtcError."""
+    for directory in (Path(path, "nvidia") for path in sys.path):
+        for path in sorted(directory.glob("*/lib/libnvrtc.so.*")):
+            # NVRTC asks for this one by name, in directories of the system only.
+            for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
+                ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
+            return _declare(ctypes.CDLL(str(path)))
+    name = ctypes.util.find_library("nvrtc")
+    if name is None:
+        raise NvrtcError("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
+    return _declare(ctypes.CDLL(name))
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library

@@ -1,0 +1,267 @@
+"""The decoder's operations on a GPU: products by torch, all else by our kernels, every buffer allocated beforehand.
+
+All work runs in the device's stream, in the order it is given. An operation's result is a buffer that its next call
+overwrites; no step allocates. The residual stream carries what was last added to it apart, so that the addition and the
+norm after it are one kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
+from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
+from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
+from penstock.backend.passes.decoder.ops import HeadShape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.passes.decoder.cuda.attention.step_attention import StepAttention
+    from penstock.backend.passes.decoder.cuda.device.device import Device
+    from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
+    from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.decoder.cuda.ops.matmul import Matmul
+    from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
+    from penstock.backend.passes.decoder.ops import AttentionLayer
+
+
+class Residual:
+    """values [T, hidden] fp32 plus pending, where there is any: [T, hidden] in the weights' dtype."""
+
+    __slots__ = ("pending", "values")
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.pending: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Buffers of a step, one row a token."""
+
+    residual: Tensor
+    hidden: Tensor
+    """After a norm."""
+    qkv: Tensor
+    attended: Tensor
+    added: Tensor
+    """What a product adds to the residual stream."""
+    gate_up: Tensor
+    gated: Tensor
+
+    def cut(self, num_tokens: int) -> Activations:
+        return Activations(*(getattr(self, name)[:num_tokens] for name in Activations.__slots__))
+
+
+def activation_widths(config: DecoderConfig) -> dict[str, int]:
+    """Numbers a token, of each of `Activations`."""
+    heads = head_shape(config)
+    return {
+        "residual": config.hidden_size,
+        "hidden": config.hidden_size,
+        "qkv": heads.qkv_size,
+        "attended": heads.output_size,
+        "added": config.hidden_size,
+        "gate_up": 2 * config.intermediate_size,
+        "gated": config.intermediate_size,
+    }
+
+
+def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int, matmul: Matmul) -> int:
+    """What `CudaOps` allocates besides weights in their dtype and the cache, at most."""
+    widths = activation_widths(config)
+    per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
+    per_row = widths["residual"] * 4 + widths["qkv"] * dtype.itemsize
+    logits = matmul.padded_rows(max_rows) * config.vocab_size * dtype.itemsize
+    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim  # in fp32
+    return matmul.padded_rows(max_tokens) * per_token + max_rows * per_row + logits + 4 * norms + 16
+
+
+def head_shape(config: DecoderConfig) -> HeadShape:
+    return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+
+
+def windows_of(config: DecoderConfig) -> tuple[int | None, ...]:
+    """The window of each layer."""
+    return config.layer_window_tokens or (None,) * config.num_layers
+
+
+class CudaOps:
+    """See `Ops`. dtype is the weights' and activations'. `open_cache` comes before the first step."""
+
+    def __init__(
+        self,
+        device: Device,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        max_tokens: int,
+        max_rows: int,
+        matmul: Matmul,
+    ) -> None:
+        self._device = device
+        self._launcher = device.launcher
+        self._config = config
+        self._dtype = dtype
+        self._matmul = matmul
+
+        def zeros(rows: int, width: int, of: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(rows, width, dtype=of, device=device.torch_device)
+
+        widths, num_rows = activation_widths(config), matmul.padded_rows(max_tokens)
+        self._all = Activations(
+            **{name: zeros(num_rows, width) for name, width in widths.items() if name != "residual"},
+            residual=zeros(num_rows, config.hidden_size, torch.float32),
+        )
+        self._now = self._all
+        """Cut to the operations' current number of tokens."""
+        self._last_residual = zeros(max_rows, config.hidden_size, torch.float32)
+        self._last_qkv = zeros(max_rows, widths["qkv"])
+        self._logits = zeros(matmul.padded_rows(max_rows), config.vocab_size)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
+        placed = self.table(weight)
+        return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias))
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
+        return self.pack_linear(weight, bias)
+
+    def vector(self, weight: Tensor) -> Tensor:
+        return weight.to(self._device.torch_device, torch.float32).contiguous()
+
+    def table(self, weight: Tensor) -> Tensor:
+        return weight.to(self._device.torch_device, self._dtype).contiguous()
+
+    def tied_table(self, weight: Tensor, lm_head: CudaLinear) -> Tensor:  # noqa: ARG002 - one copy serves both
+        return lm_head.weight
+
+    def open_cache(
+        self,
+        layout: CacheLayout,
+        buffers: StepBuffers,
+        last_tokens: Tensor,
+        rope: Tensor,
+        attention: dict[int | None, StepAttention],
+    ) -> None:
+        """Allocates the cache. rope [positions, rotary_dim]; last_tokens int32 by slot; attention by window."""
+        config = self._config
+        self.layout = layout
+        self.cache = torch.zeros(
+            layout.num_layers, layout.layer_bytes, dtype=torch.uint8, device=self._device.torch_device
+        )
+        self._layer_caches = list(self.cache)
+        self.pages = self.cache.view(layout.num_layers, layout.num_pages, layout.page_bytes)
+        self._buffers = buffers
+        self._last_tokens = last_tokens
+        self._rope = rope
+        self._elementwise = Elementwise(
+            self._launcher,
+            head_shape(config),
+            config.hidden_size,
+            config.rope.rotary_dim,
+            config.rms_norm_eps,
+            self._dtype,
+            layout.kv_dtype,
+            layout.page_size_tokens,
+            self._device.torch_device,
+        )
+        self._attention = attention
+        for each in attention.values():
+            each.open(self._device)
+        self._last_window = windows_of(config)[-1]
+
+    def kernels(self) -> Iterator[Kernel]:
+        """All that steps launch."""
+        yield from self._elementwise.kernels
+        for attention in self._attention.values():
+            yield from attention.kernels()
+
+    def prefill_tiles(self, batch: StepBatch, first_row: int) -> NDArray[np.int32]:
+        """What `CudaStep.prefill_tiles` shall hold, for the rows from first_row on."""
+        attention = next(iter(self._attention.values()))
+        return attention.prefill.tiles(batch.query_starts, batch.context_lens, first_row)
+
+    def begin(self, step: CudaStep) -> None:
+        """First of a step: what all its layers share."""
+        self._now = self._all.cut(step.num_tokens)
+        if step.num_decode:
+            for attention in self._attention.values():
+                attention.begin(step.rows, step.num_decode)
+
+    def residual_rows(self, first: int, num_rows: int) -> Tensor:
+        """Where the embeddings of tokens that the step is given go, before `embed`: [num_rows, hidden] fp32."""
+        return self._all.residual[first : first + num_rows]
+
+    def embed(self, table: Tensor, step: CudaStep) -> Residual:
+        residual = self._now.residual
+        ids = self._buffers.input_ids[: step.num_tokens]
+        self._elementwise.embed(table, ids, step.rows, self._last_tokens, residual)
+        return Residual(residual)
+
+    def rms_norm(self, residual: Residual, weight: Tensor) -> Tensor:
+        out = self._now.hidden
+        self._elementwise.add_rms_norm(residual.values, residual.pending, weight, out)
+        residual.pending = None
+        return out
+
+    def linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
+        return self._matmul.multiply(x, weights, self._now.qkv)
+
+    def linear_add(self, x: Tensor, weights: CudaLinear, residual: Residual) -> None:
+        residual.pending = self._matmul.multiply(x, weights, self._now.added)
+
+    def gated_linear(self, x: Tensor, weights: CudaLinear) -> Tensor:
+        out = self._now.gated
+        self._elementwise.silu_mul(self._matmul.multiply(x, weights, self._now.gate_up), out)
+        return out
+
+    def rotate_and_store(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> None:
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        rope = self._rope if layer.uses_rope else None
+        cache = self._layer_caches[layer.index]
+        self._elementwise.rope_and_store(qkv, cache, self._buffers.page_table, step.rows, rope, norms)
+
+    def attention(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> Tensor:
+        out = self._now.attended
+        cache, page_table = self._layer_caches[layer.index], self._buffers.page_table
+        self._attention[layer.window_tokens].attend(qkv, cache, page_table, step, out)
+        return out
+
+    def last_tokens(self, qkv: Tensor, residual: Residual, step: CudaStep) -> tuple[Tensor, Residual, CudaStep]:
+        if step.is_decode_only:
+            return qkv, residual, step
+        if residual.pending is not None:
+            raise RuntimeError("a norm should have added what is pending; this is a bug")
+        num_logits = len(step.logit_tokens)
+        self._now = self._all.cut(num_logits)
+        last_qkv, values = self._last_qkv[:num_logits], self._last_residual[:num_logits]
+        self._elementwise.gather_rows(qkv, step.logit_tokens, last_qkv)
+        self._elementwise.gather_rows(residual.values, step.logit_tokens, values)
+        self._attention[self._last_window].begin(step.logit_rows, num_logits)
+        narrowed = CudaStep(num_logits, step.logit_rows, num_logits, None, step.logit_rows, step.logit_tokens, True)
+        return last_qkv, Residual(values), narrowed
+
+    def logits(self, x: Tensor, weights: CudaLinear) -> Tensor:
+        """[L, vocab] in the weights' dtype; see `last_logits`."""
+        return self._matmul.multiply(x, weights, self._logits[: len(x)])
+
+    def last_logits(self, num_rows: int) -> Tensor:
+        """What `logits` wrote last, [num_rows, vocab]: a buffer that the next step overwrites."""
+        return self._logits[:num_rows]
+
+    def last_normed(self, num_rows: int) -> Tensor:
+        """What the final norm gave for these logits, [num_rows, hidden] in the weights' dtype: until the next step."""
+        return self._all.hidden[:num_rows]
+
+    def close(self) -> None:
+        """Lets go of the cache and the buffers."""
+        self.__dict__.clear()

@@ -1,0 +1,190 @@
+"""Norms, rotary embedding and cache writes, gated activations, gathers and page copies: what is done to each row alone.
+
+None allocates or waits; `out` and in-place arguments are the caller's. T tokens of a step lie back to back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.decoder.ops import supports_q8_0
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+    from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
+    from penstock.backend.passes.decoder.ops import HeadShape
+
+_VALUES = 8
+"""Numbers that a thread takes at a time."""
+_UNIT_BYTES = 16
+_MAX_NORM_SIZE = 1024 * 2 * _VALUES
+"""The widest row that a block of 1024 threads holds in registers."""
+_MAX_HEAD_DIM = 32 * _VALUES
+
+_GATHER_ROWS = Kernel("copies.cu", "gather_rows", (), num_threads=256)
+
+
+def kernels() -> Iterator[Kernel]:
+    """All instantiations, see `kernel_manifest`."""
+    yield _GATHER_ROWS
+    for act in ACT_MACRO.values():
+        yield from (_embed(act), _add_rms_norm(act, 256), _gate(act, "silu_mul"), _gate(act, "gelu_mul"))
+        yield from (_rope_and_store(act, kv_dtype) for kv_dtype in KV_MACRO)
+
+
+def unsupported_reason(
+    hidden_size: int, intermediate_size: int, head_dim: int, rotary_dim: int, kv_dtype: str
+) -> str | None:
+    """Why these kernels cannot serve a model, or None."""
+    for name, value, unit, limit in (
+        ("hidden_size", hidden_size, _VALUES, _MAX_NORM_SIZE),
+        ("intermediate_size", intermediate_size, _VALUES, None),
+        ("head_dim", head_dim, _VALUES, _MAX_HEAD_DIM),
+        ("rotary_dim", rotary_dim, 2 * _VALUES, head_dim),
+    ):
+        if value % unit or (limit is not None and value > limit):
+            return f"{name} is {value}; it must be a multiple of {unit}" + (f", at most {limit}" if limit else "")
+    if kv_dtype == "q8_0" and not supports_q8_0(head_dim):
+        return f"head_dim is {head_dim}; a q8_0 cache needs a multiple of 32"
+    return None
+
+
+class Elementwise:
+    """The kernels for one model on one device; its sizes passed `unsupported_reason`."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        heads: HeadShape,
+        hidden_size: int,
+        rotary_dim: int,
+        rms_norm_eps: float,
+        dtype: torch.dtype,
+        kv_dtype: str,
+        page_size_tokens: int,
+        device: torch.device,
+    ) -> None:
+        act = ACT_MACRO[dtype]
+        self._launcher = launcher
+        self._hidden = np.int32(hidden_size)
+        self._unused = torch.zeros(4, device=device)
+        self._eps = np.float32(rms_norm_eps)
+        self._embed = _embed(act)
+        self._embed_blocks = _blocks(hidden_size // _VALUES, self._embed)
+        self._add_rms_norm = _add_rms_norm(act, min(1024, -(-hidden_size // (2 * _VALUES * 32)) * 32))
+        self._silu_mul = _gate(act, "silu_mul")
+        self._gelu_mul = _gate(act, "gelu_mul")
+        self._rope_and_store = _rope_and_store(act, kv_dtype)
+        self._rotary_dim = np.int32(rotary_dim)
+        self._page_size = np.int32(page_size_tokens)
+        self._head_shape = tuple(map(np.int32, (heads.num_heads, heads.num_kv_heads, heads.head_dim)))
+        # As the kernel cuts a block of threads into groups, one a head.
+        lanes = 8 if heads.head_dim <= 64 else 16 if heads.head_dim <= 128 else 32
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        self._head_blocks = -(-num_heads * lanes // self._rope_and_store.num_threads)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What `Launcher.prepare` should have."""
+        mine = (self._embed, self._add_rms_norm, self._silu_mul, self._gelu_mul, self._rope_and_store)
+        return (*mine, _GATHER_ROWS)
+
+    def embed(self, table: Tensor, input_ids: Tensor, rows: RowArrays, last_tokens: Tensor, residual: Tensor) -> None:
+        """residual [T, hidden] fp32 becomes the embeddings of input_ids [T]; zeros for an id outside table [V, hidden].
+
+        FROM_SLOT is the last token of the row's slot, last_tokens [max_slots]. Rows of FROM_EMBEDDINGS stay.
+        """
+        self._launcher.launch(
+            self._embed, (len(residual), self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts,
+            rows.slots, residual, np.int32(len(rows.slots)), np.int32(len(table)), self._hidden,
+        )  # fmt: skip
+
+    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
+        """residual [T, hidden] fp32 += delta [T, hidden], and out [T, hidden] = its RMS norm * weight [hidden]."""
+        added = out if delta is None else delta
+        self._launcher.launch(
+            self._add_rms_norm, (len(residual), 1, 1), residual, added, weight, out, self._hidden,
+            np.int32(delta is not None), self._eps,
+        )  # fmt: skip
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        layer_cache: Tensor,
+        page_table: Tensor,
+        rows: RowArrays,
+        rope: Tensor | None,
+        norms: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Norms and rotates q of qkv [T, qkv_size] in place, and writes its k, so treated, and v to the cache.
+
+        k and v of qkv stay as they were. layer_cache: the layer's bytes of the cache. rope [positions, rotary_dim] fp32
+        is [cos | sin], None for a layer without; norms: weights of q and k, [head_dim] fp32. Of rows whose slot is -1
+        nothing changes.
+        """
+        table = self._unused if rope is None else rope
+        q_norm, k_norm = norms or (self._unused, self._unused)
+        num_rows, max_pages = np.int32(len(rows.slots)), np.int32(page_table.shape[1])
+        self._launcher.launch(
+            self._rope_and_store, (len(qkv), self._head_blocks, 1), qkv, q_norm, k_norm, table, layer_cache, page_table,
+            rows.query_starts, rows.context_lens, rows.slots, num_rows, max_pages, self._page_size, *self._head_shape,
+            self._rotary_dim if rope is not None else np.int32(0), np.int32(norms is not None), self._eps,
+        )  # fmt: skip
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out [T, n] = silu(gate) * up of gate_up [T, 2 n], [gate | up]."""
+        self._gated(self._silu_mul, gate_up, out)
+
+    def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """As `silu_mul`, with GELU in its tanh form."""
+        self._gated(self._gelu_mul, gate_up, out)
+
+    def gather_rows(self, source: Tensor, rows: Tensor, out: Tensor) -> None:
+        """out [n, m] = source[rows, :m], of any one dtype; rows int32 [n], where it is negative out stays.
+
+        Raises ValueError where rows are not made of whole 16 bytes.
+        """
+        size, width = source.element_size(), out.shape[1] * out.element_size()
+        strides = source.stride(0) * size, out.stride(0) * size
+        if width % _UNIT_BYTES or strides[0] % _UNIT_BYTES or strides[1] % _UNIT_BYTES:
+            raise ValueError(f"rows of {width} bytes, {strides} apart, are not made of whole {_UNIT_BYTES} bytes")
+        units = width // _UNIT_BYTES
+        self._launcher.launch(
+            _GATHER_ROWS, (len(rows), _blocks(units, _GATHER_ROWS), 1), source, rows, out, np.int32(units),
+            *(np.int64(stride // _UNIT_BYTES) for stride in strides),
+        )  # fmt: skip
+
+    def _gated(self, kernel: Kernel, gate_up: Tensor, out: Tensor) -> None:
+        num_tokens, size = out.shape
+        grid = (num_tokens, _blocks(size // _VALUES, kernel), 1)
+        self._launcher.launch(kernel, grid, gate_up, out, np.int32(size))
+
+
+def _blocks(num_threads: int, kernel: Kernel) -> int:
+    return -(-num_threads // kernel.num_threads)
+
+
+def _embed(act: int) -> Kernel:
+    return Kernel("embed.cu", "embed", (("ACT", act),), num_threads=128)
+
+
+def _add_rms_norm(act: int, num_threads: int) -> Kernel:
+    return Kernel("norms.cu", "add_rms_norm", (("ACT", act),), num_threads)
+
+
+def _gate(act: int, entry: str) -> Kernel:
+    return Kernel("activations.cu", entry, (("ACT", act),), num_threads=128)
+
+
+def _rope_and_store(act: int, kv_dtype: str) -> Kernel:
+    macros = (("ACT", act), ("KV_DTYPE", KV_MACRO[kv_dtype]))
+    return Kernel("rope_and_store.cu", "rope_and_store", macros, num_threads=256)

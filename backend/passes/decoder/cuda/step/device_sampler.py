@@ -1,0 +1,324 @@
+"""Sampling on the device: the host sampler's rules with other random numbers; no token waits for the host.
+
+A token is the argmax of logit / temperature + Gumbel noise over what the filters leave; the noise is Philox4x32-10 of
+(the request's seed, the token's position, the token's id), so that neither batch nor slot matters. Thresholds come of
+histograms of integers (kernels/filters.cu), hence the same whatever the order of blocks. All tokens that tie with a
+filter's last one are kept, with typical_p too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.backend.forward_pass import FROM_EMBEDDINGS
+from penstock.backend.passes.decoder.cuda.device.launcher import ACT_MACRO, Kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.forward_pass import SamplingParams, SlotInit
+    from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Launcher
+
+    Ints = NDArray[np.int32]
+
+MAX_VOCAB = 1 << 18
+MAX_BIASES = 300
+"""Of one slot, as the wire allows."""
+
+_SEGMENT = 4096
+_NUM_BINS = 2048
+_STATE_INTS = 20
+_NUM_LEVELS = 3
+_MIN_TEMPERATURE = 1e-6
+"""As in `penstock.backend.sampling.sampler`."""
+_MAX_COUNT = (1 << 13) - 1
+"""A token that a sequence had generated more often when it took its slot counts as this often."""
+
+_PARAMS = (
+    ("inverse_temperature", "<f4"),
+    ("top_k", "<i4"),
+    ("top_p", "<f4"),
+    ("typical_p", "<f4"),
+    ("largest_gap", "<f4"),
+    ("repetition", "<f4"),
+    ("frequency", "<f4"),
+    ("presence", "<f4"),
+    ("seed", "<u8"),
+    ("is_penalised", "<i4"),
+    ("is_filtered", "<i4"),
+    ("num_biases", "<i4"),
+    ("padding", "<i4", 3),
+)
+"""SlotParams of kernels/sampling.cuh."""
+_UPDATE = np.dtype([*_PARAMS, ("slot", "<i4"), ("first_bias", "<i4"), ("first_count", "<i4"), ("num_counts", "<i4")])
+"""SlotUpdate of kernels/take_slots.cu."""
+_PARAM_INTS = np.dtype([*_PARAMS]).itemsize // 4
+_UPDATE_INTS = _UPDATE.itemsize // 4
+
+_TAKE_SLOTS = Kernel("take_slots.cu", "take_slots", (("ACT", 0),), num_threads=256)
+
+
+class Filter(IntEnum):
+    """In the order in which they apply; the numbers are those of kernels/filters.cu."""
+
+    TOP_K = 0
+    TYPICAL = 1
+    TOP_P = 2
+
+
+def kernels() -> Iterator[Kernel]:
+    """All instantiations, see `kernel_manifest`."""
+    yield _TAKE_SLOTS
+    for act in ACT_MACRO.values():
+        yield from _SamplingKernels.of(act).all
+
+
+@dataclass(frozen=True, slots=True)
+class _SamplingKernels:
+    scan_rows: Kernel
+    mean_gaps: Kernel
+    filter_level: Kernel
+    draw_rows: Kernel
+    log_probabilities: Kernel
+
+    @classmethod
+    def of(cls, act: int) -> _SamplingKernels:
+        macros = (("ACT", act),)
+        return cls(
+            Kernel("sampling.cu", "scan_rows", macros, num_threads=256),
+            Kernel("filters.cu", "mean_gaps", macros, num_threads=256),
+            Kernel("filters.cu", "filter_level", macros, num_threads=256),
+            Kernel("sampling.cu", "draw_rows", macros, num_threads=256),
+            Kernel("logprobs.cu", "log_probabilities", macros, num_threads=1024),
+        )
+
+    @property
+    def all(self) -> tuple[Kernel, ...]:
+        return self.scan_rows, self.mean_gaps, self.filter_level, self.draw_rows, self.log_probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerFeatures:
+    """What the rows of a step ask of the sampler, so that kernels nobody needs are not launched."""
+
+    filters: tuple[Filter, ...]
+    is_filtered: bool
+    """Some row has a filter, be it only min_p."""
+    logprob_rows: Ints
+    """[K] ascending: rows that report log probabilities."""
+    num_top: int
+    """The largest num_logprobs among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobBuffers:
+    """The results of up to K rows, on the device."""
+
+    chosen: Tensor
+    """fp32 [K]"""
+    ranks: Tensor
+    """int32 [K]"""
+    top_ids: Tensor
+    """int32 [K, N], contiguous; N at most the vocabulary."""
+    top: Tensor
+    """fp32 [K, N], contiguous"""
+
+
+class SlotArrays:
+    """What the device keeps of each slot between steps, and the scratch of as many rows. Allocated once."""
+
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+        """Raises ValueError for a vocabulary that is too large."""
+        if not 0 < vocab_size <= MAX_VOCAB:
+            raise ValueError(f"vocab_size is {vocab_size}; sampling serves 1 to {MAX_VOCAB}")
+        self.vocab_size = vocab_size
+        self.params = torch.zeros(max_slots, _PARAM_INTS, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(max_slots, _aligned(vocab_size), dtype=torch.int16, device=device)
+        """Of each token: times generated << 1 | whether it is in the prompt. Kept where the slot has penalties."""
+        self.bias_tokens = torch.zeros(max_slots, MAX_BIASES, dtype=torch.int32, device=device)
+        self.bias_values = torch.zeros(max_slots, MAX_BIASES, device=device)
+        self.last_tokens = torch.zeros(max_slots, dtype=torch.int32, device=device)
+        self.states = torch.zeros(max_slots, _STATE_INTS, dtype=torch.int32, device=device)
+        self.histograms = torch.zeros(max_slots, _NUM_BINS, dtype=torch.int64, device=device)
+        self.no_mask_rows = torch.full((max_slots,), -1, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def num_bytes(max_slots: int, vocab_size: int) -> int:
+        """Of the device's memory."""
+        ints = _PARAM_INTS + 2 * MAX_BIASES + _STATE_INTS + 2
+        return max_slots * (4 * ints + 2 * _aligned(vocab_size) + 8 * _NUM_BINS)
+
+
+class DeviceSampler:
+    """Samples the rows of a step. Owns the host's knowledge of which slot asks for what; used by the pass's thread."""
+
+    def __init__(self, launcher: Launcher, slots: SlotArrays, logits_dtype: torch.dtype) -> None:
+        max_slots = len(slots.params)
+        self._launcher = launcher
+        self._slots = slots
+        self._vocab_size = np.int32(slots.vocab_size)
+        self._num_segments = -(-slots.vocab_size // _SEGMENT)
+        self._kernels = _SamplingKernels.of(ACT_MACRO[logits_dtype])
+        self._has_filter = np.zeros((max_slots, len(Filter)), np.bool_)
+        self._is_filtered = np.zeros(max_slots, np.bool_)
+        self._num_logprobs = np.full(max_slots, -1, np.int32)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What `Launcher.prepare` should have."""
+        return (_TAKE_SLOTS, *self._kernels.all)
+
+    def pack(self, inits: Sequence[SlotInit]) -> Ints:
+        """New owners of slots as int32 [n], for `take_slots` once it is on the device at a multiple of 16 bytes.
+
+        20 ints a slot, 2 a bias, and with penalties 1 a different token of the sequence. Raises ValueError for a slot,
+        a token or a number of biases out of range.
+        """
+        updates = np.zeros(len(inits), _UPDATE)
+        parts: list[Ints] = []
+        start = len(inits) * _UPDATE_INTS
+        # Pairs first: they begin at even places.
+        for update, init in zip(updates, inits, strict=True):
+            self._note(update, init)
+            biases = self._packed_biases(init.sampling)
+            update["num_biases"], update["first_bias"] = len(biases), start
+            parts.append(biases.ravel())
+            start += biases.size
+        for update, init in zip(updates, inits, strict=True):
+            counts = self._packed_counts(init)
+            update["num_counts"], update["first_count"] = len(counts), start
+            parts.append(counts)
+            start += len(counts)
+        return np.concatenate([updates.view(np.int32), *parts])
+
+    def features(self, slots: Ints) -> SamplerFeatures:
+        """For a step whose logit rows are of these slots, [L]."""
+        has_filter: list[bool] = np.any(self._has_filter[slots], axis=0).tolist()
+        num_logprobs = self._num_logprobs[slots]
+        return SamplerFeatures(
+            tuple(kind for kind in Filter if has_filter[kind]),
+            bool(self._is_filtered[slots].any()),
+            np.flatnonzero(num_logprobs >= 0).astype(np.int32),
+            max(int(num_logprobs.max(initial=-1)), 0),
+        )
+
+    def take_slots(self, updates: Tensor, num_slots: int) -> None:
+        """What `pack` made for num_slots slots. Before the step in which they are first sampled."""
+        arrays = self._slots
+        self._launcher.launch(
+            _TAKE_SLOTS, (num_slots, 1, 1), updates, arrays.params, arrays.counts, arrays.bias_tokens,
+            arrays.bias_values, self._vocab_size, np.int32(MAX_BIASES),
+        )  # fmt: skip
+
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        context_lens: Tensor,
+        features: SamplerFeatures,
+        tokens: Tensor,
+        masks: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """tokens int32 [L] of logits [L, vocab_size], whose rows may be further apart; NOT_FINITE where there is none.
+
+        slots and context_lens int32 [L], the latter without the token whose logits these are; of rows whose slot is -1
+        nothing is read or written. masks: int32 [L], -1 or a row of the other's [M, ceil(vocab_size / 32)] int32, whose
+        bit i % 32 of word i // 32 allows token i. Also notes the tokens as the slots' last ones, and counts them.
+
+        Raises ValueError for more rows than slots, padding included.
+        """
+        if len(logits) > len(self._is_filtered):
+            raise ValueError(f"{len(logits)} rows are to be sampled; there are {len(self._is_filtered)} slots")
+        arrays, launch, kernels = self._slots, self._launcher.launch, self._kernels
+        mask_rows, bits = masks or (arrays.no_mask_rows, arrays.no_mask_rows)
+        step: tuple[Argument, ...] = (
+            logits, np.int64(logits.stride(0)), self._vocab_size, slots, context_lens, mask_rows, bits, arrays.params,
+            arrays.counts, arrays.bias_tokens, arrays.bias_values, np.int32(MAX_BIASES), arrays.last_tokens,
+            arrays.states, tokens,
+        )  # fmt: skip
+        grid = (self._num_segments, len(logits), 1)
+        launch(kernels.scan_rows, grid, *step)
+        for kind in features.filters:
+            if kind is Filter.TYPICAL:
+                launch(kernels.mean_gaps, grid, *step)
+            for level in range(_NUM_LEVELS):
+                launch(kernels.filter_level, grid, *step, arrays.histograms, np.int32(kind), np.int32(level))
+        if features.is_filtered:
+            launch(kernels.draw_rows, grid, *step)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, rows: Tensor, out: LogprobBuffers) -> None:
+        """Of rows int32 [K] of logits [L, vocab_size], with what `sample` chose; -1 is padding.
+
+        By the raw logits, fp32. A row without a token gets NaN, rank 0 and ids of -1.
+        """
+        self._launcher.launch(
+            self._kernels.log_probabilities, (len(rows), 1, 1), logits, np.int64(logits.stride(0)), self._vocab_size,
+            tokens, rows, out.chosen, out.ranks, out.top_ids, out.top, np.int32(out.top_ids.shape[1]),
+        )  # fmt: skip
+
+    def _note(self, update: np.void, init: SlotInit) -> None:
+        slot, params = init.slot, init.sampling
+        if not 0 <= slot < len(self._is_filtered):
+            raise ValueError(f"slot is {slot}; there are {len(self._is_filtered)}")
+        update["slot"] = slot
+        update["inverse_temperature"] = 1 / max(params.temperature, _MIN_TEMPERATURE) if params.temperature else 0.0
+        update["top_k"] = params.top_k if params.top_k < self._vocab_size else 0
+        update["top_p"], update["typical_p"] = params.top_p, params.typical_p
+        gap = -np.log(params.min_p) * max(params.temperature, _MIN_TEMPERATURE) if params.min_p else np.inf
+        update["largest_gap"] = gap
+        update["repetition"] = params.repetition_penalty
+        update["frequency"], update["presence"] = params.frequency_penalty, params.presence_penalty
+        update["seed"] = params.seed
+        update["is_penalised"] = _is_penalised(params)
+        has_filter = np.array([update["top_k"] > 0, update["typical_p"] < 1, update["top_p"] < 1])
+        has_filter &= params.temperature > 0
+        is_filtered = bool(params.temperature > 0 and (has_filter.any() or params.min_p > 0))
+        update["is_filtered"] = is_filtered
+        self._has_filter[slot], self._is_filtered[slot] = has_filter, is_filtered
+        self._num_logprobs[slot] = min(params.num_logprobs, int(self._vocab_size))
+
+    def _packed_biases(self, params: SamplingParams) -> Ints:
+        """[n, 2] tokens and the bits of their values; several biases of a token become their sum."""
+        if len(params.logit_bias) > MAX_BIASES:
+            raise ValueError(f"a slot has {len(params.logit_bias)} biases; at most {MAX_BIASES} are allowed")
+        summed: dict[int, float] = {}
+        for token, bias in params.logit_bias:
+            self._check_tokens(token, token)
+            summed[token] = summed.get(token, 0.0) + bias
+        packed = np.empty((len(summed), 2), np.int32)
+        packed[:, 0] = list(summed)
+        packed[:, 1] = np.array(list(summed.values()), np.float32).view(np.int32)
+        return packed
+
+    def _packed_counts(self, init: SlotInit) -> Ints:
+        prompt, generated = np.split(init.token_ids, [init.num_prompt_tokens])
+        prompt = prompt[prompt != FROM_EMBEDDINGS]
+        if not _is_penalised(init.sampling) or not len(prompt) + len(generated):
+            return np.empty(0, np.int32)
+        known = np.concatenate([prompt, generated])
+        self._check_tokens(int(known.min()), int(known.max()))
+        words = np.minimum(np.bincount(generated, minlength=int(self._vocab_size)), _MAX_COUNT).astype(np.uint32) << 1
+        words[prompt] |= 1
+        tokens = np.flatnonzero(words)
+        return (tokens.astype(np.uint32) << 14 | words[tokens]).view(np.int32)
+
+    def _check_tokens(self, lowest: int, highest: int) -> None:
+        if lowest < 0 or highest >= self._vocab_size:
+            raise ValueError(f"token ids are {lowest} … {highest}; the vocabulary has {self._vocab_size}")
+
+
+def _is_penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+
+
+def _aligned(vocab_size: int) -> int:
+    """To 16 bytes of counts."""
+    return -(-vocab_size // 8) * 8

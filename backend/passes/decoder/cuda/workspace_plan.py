@@ -1,0 +1,160 @@
+"""Which models the kernels cover, and how much memory a pass takes: known before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.backend.errors import StartupError
+from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
+from penstock.backend.passes.decoder.cuda.attention.kernel_limits import PAGE_SIZES_TOKENS
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.attention.step_attention import (
+    OneKernelAttention,
+    StepAttention,
+    TwoKernelAttention,
+)
+from penstock.backend.passes.decoder.cuda.cuda_graphs import graph_sizes
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import MAX_PAGE_MOVES
+from penstock.backend.passes.decoder.cuda.ops import elementwise
+from penstock.backend.passes.decoder.cuda.ops.cuda_ops import activation_bytes, windows_of
+from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
+from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
+from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, StepLimits
+from penstock.backend.passes.decoder.cuda.step.step_results import ResultBuffers
+from penstock.backend.passes.decoder.spec import make_spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.forward_pass import PassSpec
+
+LIBRARY_BYTES = 96 << 20
+"""What cuBLAS keeps for its matmul, and torch and CuPy for their kernels. An estimate, not measured."""
+_NODE_BYTES = 8 << 10
+"""Of a captured kernel. An estimate, not measured."""
+_PRODUCTS_PER_LAYER = 4
+_OTHER_NODES_PER_LAYER = 5
+_SM_SHARED_BYTES = 164 << 10
+"""Of the least device that serves (A100); only for what does not depend on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a pass's memory follows from: the largest step, the longest sequence, and `PassOptions.deterministic`."""
+
+    max_rows: int
+    max_tokens: int
+    max_context_tokens: int
+    deterministic: bool = False
+
+    @property
+    def max_graph_rows(self) -> int:
+        return min(self.max_rows, self.max_tokens)
+
+
+def plan_spec(config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes) -> PassSpec:
+    """Raises StartupError for a model that no kernel covers."""
+    check_model_supported(config, sizes)
+    smallest = PAGE_SIZES_TOKENS[0]
+    layout = make_layout(config, 1, smallest, "bf16")
+    attention = attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
+    matmul = choose_matmul(sizes)
+    parts = (
+        activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
+        StepBuffers.num_bytes(step_limits(config, sizes, smallest, num_pages=1)),
+        SlotArrays.num_bytes(sizes.max_rows, config.vocab_size),
+        ResultBuffers.num_bytes(sizes.max_rows),
+        4 * mask_ints(config, sizes),
+        4 * sizes.max_context_tokens * config.rope.rotary_dim,
+        *(each.workspace_bytes for each in attention.values()),
+        LIBRARY_BYTES,
+        sum(_num_nodes(config, matmul, size) for size in graph_sizes(sizes.max_graph_rows)) * _NODE_BYTES,
+    )
+    spec = make_spec(config, dtype, KV_MACRO)
+    return replace(
+        spec, workspace_bytes=sum(parts), graph_bytes=parts[-1], runs_ahead=True, page_sizes=PAGE_SIZES_TOKENS
+    )
+
+
+def choose_matmul(sizes: StepSizes) -> Matmul:
+    return BlockedMatmul() if sizes.deterministic else WholeMatmul()
+
+
+def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
+    """Raises StartupError naming what no kernel covers."""
+    reason = elementwise.unsupported_reason(
+        config.hidden_size, config.intermediate_size, config.head_dim, config.rope.rotary_dim, "bf16"
+    )
+    if config.vocab_size > MAX_VOCAB:
+        reason = f"vocab_size is {config.vocab_size}; sampling serves up to {MAX_VOCAB}"
+    if reason is None:
+        layout = make_layout(config, 1, PAGE_SIZES_TOKENS[0], "bf16")
+        try:
+            attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
+        except ValueError as error:
+            reason = str(error)
+    if reason is not None:
+        raise StartupError(f"the GPU's kernels do not cover this model: {reason}; serve it with --gpu none")
+
+
+def make_layout(config: DecoderConfig, num_pages: int, page_size_tokens: int, kv_dtype: str) -> CacheLayout:
+    return CacheLayout(config.num_layers, num_pages, page_size_tokens, config.num_kv_heads, config.head_dim, kv_dtype)
+
+
+def attention_by_window(
+    config: DecoderConfig, layout: CacheLayout, sizes: StepSizes, *, num_sms: int, shared_bytes_per_sm: int
+) -> dict[int | None, StepAttention]:
+    """One for all layers of the same window. Raises ValueError for what no kernel covers."""
+    scale = config.head_dim**-0.5
+
+    def of_window(window_tokens: int) -> StepAttention:
+        if sizes.deterministic:
+            return OneKernelAttention(PrefillAttention(layout, config.num_heads, scale, window_tokens), sizes.max_rows)
+        return TwoKernelAttention(
+            DecodeAttention(
+                layout,
+                config.num_heads,
+                scale,
+                max_rows=sizes.max_rows,
+                max_context_tokens=sizes.max_context_tokens,
+                num_sms=num_sms,
+                shared_bytes_per_sm=shared_bytes_per_sm,
+                window_tokens=window_tokens,
+            )
+        )
+
+    return {window: of_window(window or 0) for window in dict.fromkeys(windows_of(config))}
+
+
+def max_update_ints(config: DecoderConfig, sizes: StepSizes) -> int:
+    """Of what `DeviceSampler.pack` makes of one slot; several slots share as much."""
+    return 64 + 2 * MAX_BIASES + min(config.vocab_size, sizes.max_context_tokens)
+
+
+def mask_ints(config: DecoderConfig, sizes: StepSizes) -> int:
+    """Of the masks of all rows, and which row has which."""
+    return sizes.max_rows * (-(-config.vocab_size // 32) + 1) + 8
+
+
+def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, num_pages: int) -> StepLimits:
+    group = config.num_heads // config.num_kv_heads
+    tile_ints = 2 * (sizes.max_tokens * group // 32 + sizes.max_rows)
+    return StepLimits(
+        max_rows=sizes.max_rows,
+        max_tokens=sizes.max_tokens,
+        max_pages=-(-sizes.max_context_tokens // page_size_tokens),
+        page_size_tokens=page_size_tokens,
+        num_pages=num_pages,
+        vocab_size=config.vocab_size,
+        tail_ints=max_update_ints(config, sizes) + tile_ints + 4 * MAX_PAGE_MOVES + sizes.max_rows + 16,
+    )
+
+
+def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
+    """Of a captured step."""
+    launches = matmul.num_launches(num_rows)
+    per_layer = _PRODUCTS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
+    return per_layer * config.num_layers + launches + 3

@@ -1,0 +1,192 @@
+"""Prefill attention on the emulator, against attention in float64 over the same quantised cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention, kernels
+from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+from penstock.tools.gpu_check.cases import prefill
+from penstock.tools.gpu_check.cases.paged_rows import PagedRows, Row
+from penstock.tools.gpu_check.cases.prefill import TOLERANCE, attention_of, prepare, relative_error, rows_of
+from tests.cuda_emulator import EmulatedLauncher
+
+FAST = EmulatedLauncher()
+REVERSE, RANDOM = EmulatedLauncher(order="reverse"), EmulatedLauncher(order="random", seed=3)
+CHECKED = (EmulatedLauncher("check"), EmulatedLauncher("check", "reverse"), EmulatedLauncher("check", "random", seed=5))
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+KV_DTYPES = tuple(TOLERANCE)
+SHAPES = [(dict(kernel.macros)["HEAD_DIM"], KV_DTYPES[dict(kernel.macros)["KV_DTYPE"]]) for kernel in kernels()]
+
+
+def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher = FAST, first_row: int = 0) -> Tensor:
+    return prefill.run(attention, step, launcher, first_row)
+
+
+def check(
+    attention: PrefillAttention, rows: list[Row], launcher: Launcher = FAST, act: torch.dtype | None = None
+) -> Tensor:
+    step = prepare(attention, rows, act)
+    out = run(attention, step, launcher)
+    error, limit = prefill.error_of(attention, step, out), TOLERANCE[attention.layout.kv_dtype]
+    assert error <= limit, f"{error} > {limit}"
+    return out
+
+
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), SHAPES)
+def test_every_head_size_and_cache_equals_float64(head_dim: int, kv_dtype: str) -> None:
+    attention = attention_of(head_dim, kv_dtype, kv_heads=2, page_size=32)
+    check(attention, rows_of((0, 1), (40, 1), (0, 33), (70, 80)))
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_lengths_and_histories_around_pages_and_tiles(kv_dtype: str, page_size: int) -> None:
+    edges = sorted({1, page_size - 1, page_size, page_size + 1, 63, 64, 65})
+    shapes = [(0, edge) for edge in edges] + [(edge, 3) for edge in edges] + [(page_size, page_size), (65, 130)]
+    check(attention_of(64, kv_dtype, group=1, page_size=page_size), rows_of(*shapes))
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_groups_of_any_size(kv_dtype: str, group: int) -> None:
+    check(attention_of(64, kv_dtype, group=group, kv_heads=2), rows_of((0, 1), (30, 2), (17, 40)))
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 65, 100])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_windows_read_nothing_before_them(kv_dtype: str, window: int) -> None:
+    check(attention_of(64, kv_dtype, window=window), rows_of((0, 150), (208, 70), (129, 1), (5, 3)))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("window", [0, 50])
+def test_soft_caps(kv_dtype: str, window: int) -> None:
+    check(attention_of(64, kv_dtype, softcap=0.7, window=window), rows_of((0, 70), (100, 20)))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_logits_far_from_0_that_rise_or_fall_all_the_way(kv_dtype: str) -> None:
+    prefill.check_steep(FAST, kv_dtype)
+
+
+@pytest.mark.parametrize("act", [FP32, BF16, FP16])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
+def test_activations_of_any_dtype(kv_dtype: str, act: torch.dtype) -> None:
+    attention = attention_of(64, kv_dtype)
+    step = prepare(attention, rows_of((0, 9), (30, 40)), act)
+    expected = step.expected(attention.scale, 0, 0.0)
+    # What is rounded besides the weights: queries to bf16 for products with it, results to act.
+    tolerance = 1e-2 if kv_dtype == "bf16" else {FP32: 1e-5, BF16: 5e-3, FP16: 1e-3}[act]
+    assert relative_error(run(attention, step), expected) <= tolerance
+
+
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, "bf16"), (128, "bf16"), (128, "q8_0"), (64, "fp32")])
+def test_long_histories_and_long_chunks(head_dim: int, kv_dtype: str) -> None:
+    attention = attention_of(head_dim, kv_dtype, group=4, page_size=32)
+    check(attention, rows_of((2000, 30), (0, 300), (777, 129)))
+
+
+SEQUENCE_TOKENS = 150
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "group"),
+    [
+        (64, "bf16", 3), (80, "bf16", 3), (256, "bf16", 3), (96, "q8_0", 3), (64, "fp8", 3), (64, "fp32", 3),
+        (64, "bf16", 1), (64, "q8_0", 8), (64, "fp8", 16), (64, "fp32", 1), (256, "fp32", 7),
+    ],
+)  # fmt: skip
+def test_a_sequence_has_the_same_bits_however_it_is_cut(head_dim: int, kv_dtype: str, group: int, window: int) -> None:
+    """And so wherever its rows stand in tiles, in whatever pages, in whatever order threads run."""
+    attention = attention_of(head_dim, kv_dtype, group=group, window=window)
+    whole = run(attention, prepare(attention, [Row(0, SEQUENCE_TOKENS)]))
+    for size, launcher in ((7, FAST), (64, REVERSE)):
+        chunks = [Row(at, min(size, SEQUENCE_TOKENS - at)) for at in range(0, SEQUENCE_TOKENS, size)]
+        parts = [run(attention, prepare(attention, [chunk], seed=size), launcher) for chunk in chunks]
+        assert torch.equal(torch.cat(parts), whole)
+    singles = [Row(at, 1) for at in range(SEQUENCE_TOKENS)]
+    assert torch.equal(run(attention, prepare(attention, singles), RANDOM), whole)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_row_has_the_same_bits_alone_and_in_company(kv_dtype: str) -> None:
+    attention = attention_of(64, kv_dtype, group=3, kv_heads=2)
+    row = Row(50, 60, seed=9)
+    alone = run(attention, prepare(attention, [row]))
+    company = [Row(0, 1, 1), Row(99, 1, 2), Row(0, 21, 3), row, Row(3, 140, 4)]
+    together = run(attention, prepare(attention, company, seed=7))
+    assert torch.equal(together[23:83], alone)
+
+
+def test_rows_before_the_first_are_left_alone() -> None:
+    attention = attention_of()
+    step = prepare(attention, rows_of((3, 1), (30, 1), (0, 20), (9, 5)))
+    out, all_out = run(attention, step, first_row=2), run(attention, step)
+    assert out[:2].isnan().all()
+    assert torch.equal(out[2:], all_out[2:])
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_of_rows_without_a_slot_nothing_is_read_or_written(kv_dtype: str) -> None:
+    """With tiles as captured steps have them, of one token each; in check mode, where a stray access is an error."""
+    attention = attention_of(64, kv_dtype, group=3)
+    step = prepare(attention, rows_of((5, 1), (70, 1), (0, 1), (33, 1)))
+    expected = run(attention, step)
+    for row in (0, 2):
+        step.arrays.slots[row] = -1
+        step.arrays.context_lens[row] = 0
+    out = run(attention, step, CHECKED[0])
+    assert out[[0, 2]].isnan().all()
+    assert torch.equal(out[[1, 3]], expected[[1, 3]])
+
+
+@pytest.mark.parametrize("launcher", CHECKED)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_no_races_nor_reads_out_of_bounds(kv_dtype: str, launcher: Launcher) -> None:
+    """Check mode: every access within the tensors, ordered by barriers, and of written memory."""
+    check(attention_of(64, kv_dtype, group=3), rows_of((70, 1), (0, 20), (60, 9)), launcher)
+
+
+@pytest.mark.parametrize("launcher", CHECKED, ids=["forward", "reverse", "random"])
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), SHAPES)
+def test_no_races_with_heads_of_any_size_and_windows(head_dim: int, kv_dtype: str, launcher: Launcher) -> None:
+    check(attention_of(head_dim, kv_dtype, group=1, window=20, softcap=5.0), rows_of((64, 20)), launcher)
+
+
+def test_tiles_cover_each_query_once_longest_first() -> None:
+    attention = attention_of(group=3)
+    starts, contexts = np.array([0, 1, 2, 102, 302], np.int32), np.array([5, 9, 1000, 0], np.int32)
+    tiles = attention.tiles(starts, contexts, first_row=1)
+    assert tiles.dtype == np.int32
+    assert sorted(map(tuple, tiles.tolist())) == [
+        (1, 0), *((2, first) for first in range(0, 300, 128)), *((3, first) for first in range(0, 600, 128))
+    ]  # fmt: skip
+    assert tiles[:4].tolist() == [[2, 256], [2, 128], [2, 0], [3, 512]]
+    assert attention.tiles(starts, contexts, first_row=4).shape == (0, 2)
+
+
+def test_a_step_without_tiles_launches_nothing() -> None:
+    attention = attention_of()
+    assert run(attention, prepare(attention, rows_of((3, 1))), first_row=1).isnan().all()
+
+
+def test_what_no_kernel_covers_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim is 72"):
+        attention_of(72)
+    with pytest.raises(ValueError, match="q8_0 cache needs a multiple of 32"):
+        attention_of(80, "q8_0")
+    with pytest.raises(ValueError, match="34 heads share 2 KV heads"):
+        attention_of(kv_heads=2, group=17)
+    with pytest.raises(ValueError, match="page_size_tokens is 8"):
+        attention_of(page_size=8)
+    with pytest.raises(ValueError, match="window_tokens is -1"):
+        attention_of(window=-1)
+    with pytest.raises(ValueError, match="65536 tiles"):
+        attention_of(group=1).tiles(np.array([0, 128 << 16], np.int32), np.array([0], np.int32))
+    with pytest.raises(ValueError, match="scale is 0"):
+        PrefillAttention(attention_of().layout, 2, 0.0)

@@ -1,0 +1,181 @@
+"""What CuPy is told, on a machine where it is not: a stand-in with the few names that the launcher uses."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
+from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, sources_digest
+from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
+
+KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=70_000)
+TENSOR = torch.zeros(4)
+
+
+class Fault(Exception):
+    """Of the driver, the runtime or the compiler."""
+
+
+class Function:
+    """A loaded kernel: notes its launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.fault: Exception | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.launches.append(arguments)
+
+
+class FakeCupy:
+    def __init__(self) -> None:
+        self.function = Function()
+        self.modules: list[dict[str, Any]] = []
+        self.raws: dict[str, Any] = {}
+        self.compile_fault: Exception | None = None
+        self.devices: list[int] = []
+        self.cuda = SimpleNamespace(
+            Device=lambda index: SimpleNamespace(use=lambda: self.devices.append(index)),
+            compiler=SimpleNamespace(CompileException=Fault),
+            driver=SimpleNamespace(CUDADriverError=Fault),
+            runtime=SimpleNamespace(CUDARuntimeError=Fault),
+        )
+
+    def RawModule(self, **options: Any) -> Any:  # noqa: N802 - CuPy's name
+        self.modules.append(options)
+        if self.compile_fault is not None:
+            raise self.compile_fault
+        return SimpleNamespace(get_function=self.get_function)
+
+    def get_function(self, entry: str) -> Any:
+        raw = SimpleNamespace(kernel=self.function, max_dynamic_shared_size_bytes=48 << 10)
+        return self.raws.setdefault(entry, raw)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    return install(monkeypatch, FakeCupy())
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fake: FakeCupy) -> FakeCupy:
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=77))
+    return fake
+
+
+def test_a_kernel_is_compiled_with_its_macros_its_headers_and_a_name_for_all_sources(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(3)
+    launcher.prepare([KERNEL, KERNEL])
+    (module,) = cupy.modules
+    assert module["code"] == '#include "norms.cu"\n'
+    assert module["backend"] == "nvrtc"
+    assert set(module["options"]) == {
+        "--std=c++17",
+        f"-I{KERNELS_DIR}",
+        f"-DPENSTOCK_SOURCES=0x{sources_digest()}",
+        "-DACT=1",
+    }
+    assert cupy.raws["add_rms_norm"].max_dynamic_shared_size_bytes == 70_000
+    assert set(cupy.devices) == {3}
+
+
+def test_kernels_of_one_source_with_the_same_macros_are_one_module(cupy: FakeCupy) -> None:
+    gates = [Kernel("activations.cu", entry, (("ACT", 1),), num_threads=128) for entry in ("silu_mul", "gelu_mul")]
+    launcher = CupyLauncher(0)
+    launcher.prepare([KERNEL, *gates, *gates])
+    assert len(cupy.modules) == 2
+    assert set(cupy.raws) == {"add_rms_norm", "silu_mul", "gelu_mul"}
+    launcher.prepare(gates)
+    assert len(cupy.modules) == 2
+
+
+def test_a_function_allows_for_the_most_shared_memory_that_any_kernel_asks_of_it(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(0)
+    for shared_bytes in (60_000, 80_000, 50_000):
+        launcher.prepare([replace(KERNEL, shared_bytes=shared_bytes)])
+    assert cupy.raws["add_rms_norm"].max_dynamic_shared_size_bytes == 80_000
+
+
+def test_tensors_travel_as_addresses_and_scalars_as_they_are_in_torchs_stream(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(0)
+    launcher.prepare([KERNEL])
+    for _ in range(2):
+        launcher.launch(KERNEL, (5, 2, 1), TENSOR, np.int32(7), np.float32(0.5))
+    grid, block, arguments, shared_bytes, stream = cupy.function.launches[1]
+    assert (grid, block, shared_bytes) == ((5, 2, 1), (256,), 70_000)
+    assert arguments == (TENSOR.data_ptr(), 7, 0.5)
+    assert [type(argument) for argument in arguments] == [int, np.int32, np.float32]
+    assert stream.ptr == 77
+    assert str(launcher.last_launch) == "add_rms_norm[ACT=1] (5, 2, 1)"
+
+
+def test_an_empty_grid_is_no_launch(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(0)
+    launcher.prepare([KERNEL])
+    launcher.launch(KERNEL, (0, 4, 1), TENSOR)
+    assert cupy.function.launches == []
+
+
+def test_a_cupy_that_does_not_work_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> None:
+    def refuse(_index: int) -> None:
+        raise RuntimeError("cudaErrorInsufficientDriver:\nthe driver is too old")
+
+    monkeypatch.setattr(cupy.cuda, "Device", refuse)
+    with pytest.raises(KernelFailed, match=r"^CuPy does not work here: cudaErrorInsufficientDriver: the driver is too"):
+        CupyLauncher(0)
+    monkeypatch.setattr(CudaDevice, "__init__", lambda _self, index: CupyLauncher(index) and None)
+    with pytest.raises(StartupError, match=r"^GPU 1 cannot be used: CuPy does not work here: cudaError.* is too old$"):
+        DecoderPass.load(Path(), PassOptions(device="cuda:1"))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(KernelFailed, match=r"^CuPy does not work here: import of cupy halted"):
+        CupyLauncher(0)
+
+
+class UnwritableHome(MetaPathFinder):
+    """Finds a CuPy that cannot make the directory of its cache, which it does as it is imported."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "cupy":
+            raise PermissionError(13, "Permission denied", "/.cupy")
+
+
+def test_a_cupy_whose_cache_has_no_directory_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [UnwritableHome(), *sys.meta_path])
+    with pytest.raises(KernelFailed, match=r"^CuPy does not work here: \[Errno 13\] Permission denied: '/.cupy'$"):
+        CupyLauncher(0)
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left"), RuntimeError("Failed to find CUDA headers")], ids=str)
+def test_what_keeps_cupy_from_compiling_is_the_kernels_fault(cupy: FakeCupy, fault: Exception) -> None:
+    cupy.compile_fault = fault
+    with pytest.raises(KernelFailed, match=rf"^add_rms_norm\[ACT=1\] of norms.cu cannot .*: {re.escape(str(fault))}$"):
+        CupyLauncher(0).prepare([KERNEL])
+
+
+def test_what_fails_is_named(cupy: FakeCupy) -> None:
+    launcher = CupyLauncher(0)
+    with pytest.raises(KernelFailed, match=r"add_rms_norm\[ACT=1\] was launched before it was prepared"):
+        launcher.launch(KERNEL, (1, 1, 1), TENSOR)
+    launcher.prepare([KERNEL])
+    cupy.function.fault = Fault("CUDA_ERROR_INVALID_VALUE")
+    with pytest.raises(KernelFailed, match=r"add_rms_norm\[ACT=1\] cannot be launched with grid \(9, 1, 1\): CUDA_ERR"):
+        launcher.launch(KERNEL, (9, 1, 1), TENSOR)
+    cupy.compile_fault = Fault("line 3: no such thing")
+    with pytest.raises(KernelFailed, match=r"of norms.cu cannot be compiled or loaded: line 3"):
+        CupyLauncher(0).prepare([KERNEL])

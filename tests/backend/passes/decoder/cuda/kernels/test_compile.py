@@ -1,0 +1,144 @@
+"""Every kernel compiles for every architecture, without spills, and fits there. Needs no GPU: NVRTC alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from penstock.backend.passes.decoder.cuda import kernel_manifest
+from penstock.backend.passes.decoder.cuda.device import nvrtc
+from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed, group_by_module
+from tests.tallies import COMPILED
+
+REGISTERS_OF_A_MULTIPROCESSOR = 65536
+CACHE_KEY = "nvrtc/reports"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Kernels that are compiled together: of one source, with the same macros."""
+
+    kernels: tuple[Kernel, ...]
+    arch: str
+
+    def __str__(self) -> str:
+        macros = ",".join(f"{name}={value}" for name, value in self.kernels[0].macros)
+        return f"{self.arch}-{Path(self.kernels[0].source).stem}-{macros}"
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides how they compile."""
+        files = (KERNELS_DIR / self.kernels[0].source, *sorted(KERNELS_DIR.glob("*.cuh")), Path(nvrtc.__file__))
+        texts = (repr(self), nvrtc.version(), *(path.read_text() for path in files))
+        return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
+
+
+def cases() -> list[Case]:
+    groups = group_by_module(kernel_manifest.kernels())
+    return [Case(tuple(group), arch) for group in groups for arch in nvrtc.ARCHITECTURES]
+
+
+Resources = list[list[int]]
+"""Of each kernel: registers, bytes spilled, bytes of static shared memory."""
+
+
+class Compilations:
+    """Of all selected cases, on all cores, from the first moment that one is asked for."""
+
+    def __init__(self, selected: list[Case], known: dict[str, Resources]) -> None:
+        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self.results: dict[str, Resources] = {}
+        self._futures: dict[Case, Future[Resources]] = {}
+        for case in selected:
+            digest = case.digest
+            self._futures[case] = self._pool.submit(self._compile, case, digest, known.get(digest))
+
+    def of(self, case: Case) -> Resources:
+        return self._futures[case].result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _compile(self, case: Case, digest: str, known: Resources | None) -> Resources:
+        if known is None:
+            reports = nvrtc.compile_kernels(case.kernels, case.arch)
+            known = [[report.registers, report.spill_bytes, report.shared_bytes] for report in reports]
+        self.results[digest] = known
+        return known
+
+
+@pytest.fixture(scope="module")
+def compilations(request: pytest.FixtureRequest) -> Iterator[Compilations]:
+    """A developer's unchanged kernels are not compiled again: their figures lie in pytest's cache."""
+    cache = request.config.cache
+    assert cache is not None
+    selected = [
+        cast(Case, item.callspec.params["case"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and "compilations" in item.fixturenames
+    ]
+    compilations = Compilations(selected, cache.get(CACHE_KEY, {}))
+    yield compilations
+    compilations.close()
+    if len(selected) == len(cases()):
+        cache.set(CACHE_KEY, compilations.results)
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_a_kernel_compiles_without_spills_and_fits(
+    case: Case, compilations: Compilations, record_property: Callable[[str, object], None]
+) -> None:
+    resources = compilations.of(case)
+    record_property(COMPILED, [(case.arch, str(kernel)) for kernel in case.kernels])
+    for kernel, (registers, spill_bytes, shared_bytes) in zip(case.kernels, resources, strict=True):
+        assert spill_bytes == 0, kernel
+        assert registers * kernel.num_threads <= REGISTERS_OF_A_MULTIPROCESSOR, kernel
+        assert kernel.shared_bytes + shared_bytes <= nvrtc.SHARED_BYTES_LIMIT[case.arch], kernel
+
+
+def test_every_instantiation_is_listed_once() -> None:
+    listed = list(kernel_manifest.kernels())
+    assert len(listed) == len(set(listed))
+
+
+def test_every_source_is_used_and_has_what_is_listed() -> None:
+    assert {kernel.source for kernel in kernel_manifest.kernels()} == {path.name for path in KERNELS_DIR.glob("*.cu")}
+
+
+def test_a_kernel_that_does_not_compile_is_named_with_the_compilers_words(tmp_path: Path) -> None:
+    source = os.path.relpath(tmp_path / "broken.cu", KERNELS_DIR)
+    (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken(float* x) { x[0] = nothing; }\n')
+    with pytest.raises(KernelFailed, match=r'broken\[SIZE=3\] of .* for sm_90: .*identifier "nothing" is undefined'):
+        nvrtc.compile_kernel(Kernel(source, "broken", (("SIZE", 3),), 32), "sm_90")
+
+
+def test_spills_and_static_shared_memory_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "spilling.cu").write_text(
+        """
+        extern "C" __global__ void __launch_bounds__(1024, 2) spilling(const float* in, float* out, int n) {
+            __shared__ float numbers[100];
+            float x[100];
+            numbers[threadIdx.x % 100] = in[threadIdx.x];
+            __syncthreads();
+            for (int i = 0; i < 100; ++i) x[i] = in[i] * numbers[i];
+            for (int k = 0; k < n; ++k)
+            #pragma unroll
+                for (int i = 0; i < 100; ++i) x[i] = x[i] * x[(i * 7 + 3) % 100] + in[k];
+            float sum = 0;
+            for (int i = 0; i < 100; ++i) sum += x[i];
+            out[threadIdx.x] = sum;
+        }
+        """
+    )
+    source = os.path.relpath(tmp_path / "spilling.cu", KERNELS_DIR)
+    report = nvrtc.compile_kernel(Kernel(source, "spilling", (), 1024), "sm_80")
+    assert report.spill_bytes > 0
+    assert report.shared_bytes == 400
+    assert 0 < report.registers <= 32

@@ -1,0 +1,124 @@
+"""The kernels where arrays are larger than 32 bits count: in reserved memory, of which little is touched."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
+from penstock.backend.passes.decoder.cuda.attention.prefill_attention import PrefillAttention
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.decoder.cuda.kv_cache.page_copies import copy_pages
+from penstock.backend.passes.decoder.cuda.step.device_sampler import LogprobBuffers
+from penstock.backend.passes.decoder.cuda.step.step_buffers import kernels
+from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
+from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.tools.gpu_check.cases.elementwise import ints, make
+from penstock.tools.gpu_check.cases.sampling import SamplingDevice, slot_init
+from tests.cuda_emulator import EmulatedLauncher
+
+LAUNCHER = EmulatedLauncher()
+HEADS = HeadShape(4, 2, 64)
+PAGE_TOKENS = 16
+LAYER_BYTES = 125 << 30
+"""All that a GPU has for a cache, in one layer."""
+MAX_PAGES = 1 << 20
+"""Of a sequence: 16 Mi tokens."""
+_MAP_NORESERVE = 0x4000
+"""Of Linux: asm-generic/mman.h."""
+
+
+def reserved(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """Zeroes that take no memory before they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, num_elements * dtype.itemsize, flags), dtype=dtype)
+
+
+def attend(kv_dtype: str, num_pages: int, pages: list[int], slot: int) -> list[Tensor]:
+    """Of one sequence of 40 tokens, in these pages: its queries after the rotation, and all tokens' outputs as a chunk,
+    the last one's as a row of one token."""
+    layout = CacheLayout(1, num_pages, PAGE_TOKENS, HEADS.num_kv_heads, HEADS.head_dim, kv_dtype)
+    cache = reserved(layout.layer_bytes, torch.uint8)
+    page_table = reserved((slot + 1) * MAX_PAGES, torch.int32).view(-1, MAX_PAGES)
+    page_table[slot, : len(pages)] = ints(*pages)
+    qkv = torch.randn(40, HEADS.qkv_size, generator=torch.Generator().manual_seed(1))
+    chunk = RowArrays(ints(0, 40), ints(0), ints(slot))
+    rope = torch.randn(40, HEADS.head_dim, generator=torch.Generator().manual_seed(2))
+    elementwise = make(LAUNCHER, heads=HEADS, kv_dtype=kv_dtype, page_size=PAGE_TOKENS)
+    elementwise.rope_and_store(qkv, cache, page_table, chunk, rope, None)
+
+    outputs = torch.zeros(40, HEADS.output_size)
+    prefill = PrefillAttention(layout, HEADS.num_heads, 0.125)
+    tiles = torch.from_numpy(prefill.tiles(np.array([0, 40], np.int32), np.zeros(1, np.int32)))
+    prefill.attend(LAUNCHER, qkv, cache, page_table, chunk, tiles, outputs)
+
+    last = torch.zeros(1, HEADS.output_size)
+    decode = DecodeAttention(
+        layout, HEADS.num_heads, 0.125, max_rows=1, max_context_tokens=64, num_sms=1, shared_bytes_per_sm=228 << 10
+    )
+    workspace = decode.make_workspace("cpu")
+    decode.plan(LAUNCHER, workspace, ints(39), ints(slot), 1)
+    decode.attend(LAUNCHER, workspace, qkv[39:], cache, page_table, last)
+    return [qkv, outputs, last]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_MACRO)
+def test_a_sequence_at_the_end_of_a_large_cache_is_what_it_is_at_the_start_of_a_small_one(kv_dtype: str) -> None:
+    page_bytes = CacheLayout(1, 1, PAGE_TOKENS, HEADS.num_kv_heads, HEADS.head_dim, kv_dtype).page_bytes
+    num_pages = LAYER_BYTES // page_bytes
+    # The slot's entries of the page table lie beyond 2^31 as well.
+    large = attend(kv_dtype, num_pages, [num_pages - 1, num_pages // 2, num_pages - 3], slot=2049)
+    small = attend(kv_dtype, 3, [0, 1, 2], slot=0)
+    assert all(x.isfinite().all() and x.any() for x in small)
+    assert all(map(torch.equal, large, small))
+
+
+def test_pages_of_far_layers_are_copied() -> None:
+    layout = CacheLayout(3, LAYER_BYTES // 3 // 8192, PAGE_TOKENS, 2, 64, "bf16")
+    cache = reserved(layout.num_bytes, torch.uint8).view(layout.num_layers, -1, layout.page_bytes)
+    source, target = 1, layout.num_pages - 1
+    cache[:, source] = torch.arange(1, 4, dtype=torch.uint8)[:, None]
+    for pair in ((source, target), (target, 2)):
+        copy_pages(LAUNCHER, cache, cache, ints(*pair).view(1, 2), layout)
+        assert cache[:, pair[1]].unique(dim=1).tolist() == [[1], [2], [3]]
+    assert not cache[:, target - 1].any()
+
+
+def test_a_page_changes_in_the_row_of_a_far_slot() -> None:
+    (change_pages,) = kernels()
+    page_table = reserved(4096 * MAX_PAGES, torch.int32)
+    LAUNCHER.launch(change_pages, (1, 1, 1), ints(4095, 7, 5), page_table, np.int32(1), np.int32(MAX_PAGES))
+    assert page_table[4095 * MAX_PAGES + 7] == 5
+
+
+def test_the_last_token_of_a_large_table_is_embedded_and_a_far_row_is_gathered() -> None:
+    hidden, vocab_size = 16384, 1 << 18
+    table = reserved(hidden * vocab_size, torch.bfloat16).view(vocab_size, hidden)
+    table[-1] = torch.arange(hidden) % 251
+    rows, residual = RowArrays(ints(0, 1), ints(0), ints(0)), torch.zeros(1, hidden)
+    elementwise = make(LAUNCHER, torch.bfloat16, hidden=hidden)
+    elementwise.embed(table, ints(vocab_size - 1), rows, ints(0), residual)
+    assert torch.equal(residual[0], table[-1].float())
+    gathered = torch.zeros(1, hidden, dtype=torch.bfloat16)
+    elementwise.gather_rows(table, ints(vocab_size - 1), gathered)
+    assert torch.equal(gathered[0], table[-1])
+
+
+def test_rows_of_logits_that_lie_far_apart_are_sampled() -> None:
+    vocab_size, num_rows, stride = 5000, 3, 3 << 30
+    logits = reserved(stride * num_rows, torch.bfloat16).as_strided((num_rows, vocab_size), (stride, 1))
+    wanted = [4321, 17, 4999]
+    logits[range(num_rows), wanted] = 5.0
+    device = SamplingDevice(LAUNCHER, vocab_size, num_rows, torch.bfloat16)
+    device.take(
+        slot_init(0, temperature=0.0, num_logprobs=1), slot_init(1, temperature=0.01), slot_init(2, top_k=1, top_p=0.5)
+    )
+    assert device.sample(logits, [0, 1, 2]) == wanted
+    out = LogprobBuffers(torch.zeros(3), ints(0, 0, 0), torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, 1))
+    device.sampler.logprobs(logits, ints(*wanted), ints(0, 1, 2), out)
+    assert out.top_ids.flatten().tolist() == wanted
+    assert out.ranks.tolist() == [1, 1, 1]

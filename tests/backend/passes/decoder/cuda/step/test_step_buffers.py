@@ -1,0 +1,191 @@
+"""Steps on their way to the device: what arrives is what the host sent, and page tables follow by their changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.backend.forward_pass import FROM_SLOT, StepBatch
+from penstock.backend.passes.decoder.cuda.step import step_buffers
+from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, StepLimits
+from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice, RecordingLauncher
+from tests.cuda_emulator.launcher import EmulatedLauncher, Order
+
+LIMITS = StepLimits(
+    max_rows=6, max_tokens=40, max_pages=8, page_size_tokens=4, num_pages=50, vocab_size=100, tail_ints=20
+)
+
+
+def make_buffers(limits: StepLimits = LIMITS, launcher: EmulatedLauncher | None = None) -> StepBuffers:
+    device = EmulatedDevice()
+    if launcher is not None:
+        device.launcher = RecordingLauncher(launcher)
+    device.launcher.prepare(step_buffers.kernels())
+    return StepBuffers(device, limits)
+
+
+def make_batch(
+    rows: list[tuple[int, int, int]],
+    *,
+    seed: int = 0,
+    wanting: list[int] | None = None,
+    max_pages: int = LIMITS.max_pages,
+) -> StepBatch:
+    """rows: (slot, context, tokens), with pages at random; entries beyond them are poisoned."""
+    rng = np.random.default_rng(seed)
+    slots, contexts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    table = np.full((len(rows), max_pages), 10**6, np.int32)
+    for row, end in enumerate(contexts + lengths):
+        count = -(-end // LIMITS.page_size_tokens)
+        table[row, :count] = rng.integers(0, LIMITS.num_pages, count)
+    return StepBatch(
+        input_ids=rng.integers(0, LIMITS.vocab_size, lengths.sum()).astype(np.int32),
+        query_starts=np.cumsum([0, *lengths]).astype(np.int32),
+        context_lens=contexts,
+        page_table=table,
+        slots=slots,
+        logit_rows=np.array(range(len(rows)) if wanting is None else wanting, np.int32),
+    )
+
+
+def expect_arrived(buffers: StepBuffers, batch: StepBatch) -> None:
+    rows = buffers.rows.cut(batch.num_rows)
+    assert buffers.input_ids[: batch.num_tokens].tolist() == batch.input_ids.tolist()
+    assert rows.query_starts.tolist() == batch.query_starts.tolist()
+    assert rows.context_lens.tolist() == batch.context_lens.tolist()
+    assert rows.slots.tolist() == batch.slots.tolist()
+    wanting = batch.logit_rows
+    logit_rows = buffers.logit_rows.cut(len(wanting))
+    assert logit_rows.query_starts.tolist() == list(range(len(wanting) + 1))
+    assert logit_rows.slots.tolist() == batch.slots[wanting].tolist()
+    last = batch.context_lens + np.diff(batch.query_starts) - 1
+    assert logit_rows.context_lens.tolist() == last[wanting].tolist()
+    assert buffers.logit_tokens[: len(wanting)].tolist() == (batch.query_starts[1:][wanting] - 1).tolist()
+    for row, slot in enumerate(batch.slots.tolist()):
+        count = last[row] // LIMITS.page_size_tokens + 1
+        assert buffers.page_table[slot, :count].tolist() == batch.page_table[row, :count].tolist()
+
+
+_rows = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 24), st.integers(1, 6)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda x: x[0],
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(_rows, min_size=1, max_size=4))
+def test_every_step_arrives_whatever_came_before_it(steps: list[list[tuple[int, int, int]]]) -> None:
+    buffers = make_buffers()
+    for index, rows in enumerate(steps):
+        batch = make_batch(rows, seed=index, wanting=list(range(0, len(rows), 2)))
+        buffers.load(batch, 0, [])
+        expect_arrived(buffers, batch)
+
+
+def test_padding_rows_have_no_slot_and_one_token_each() -> None:
+    buffers = make_buffers()
+    buffers.load(make_batch([(slot, 20, 1) for slot in range(6)], seed=1), 0, [])
+    batch = make_batch([(4, 9, 1), (2, 3, 1)], seed=2)
+    buffers.load(batch, 5, [])
+    expect_arrived(buffers, batch)
+    for rows in (buffers.rows.cut(5), buffers.logit_rows.cut(5)):
+        assert rows.query_starts.tolist() == [0, 1, 2, 3, 4, 5]
+        assert rows.slots[2:].tolist() == [-1, -1, -1]
+        assert rows.context_lens[2:].tolist() == [0, 0, 0]
+    assert buffers.logit_tokens[:5].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_page_that_the_device_knows_does_not_travel_again() -> None:
+    buffers = make_buffers()
+    batch = make_batch([(3, 6, 1), (1, 2, 1)])
+    buffers.load(batch, 0, [])
+    buffers.page_table.fill_(-7)
+    grown = replace(batch, context_lens=batch.context_lens + 2, page_table=batch.page_table % LIMITS.num_pages)
+    buffers.load(grown, 0, [])
+    assert buffers.page_table[3, :3].tolist() == [-7, -7, grown.page_table[0, 2]]
+    assert buffers.page_table[1, :2].tolist() == [-7, grown.page_table[1, 1]]
+
+
+def test_parts_travel_along_and_pages_beyond_one_copy_go_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_buffers, "_CHANGES_AT_ONCE", 10)
+    buffers = make_buffers()
+    batch = make_batch([(slot, 28, 3) for slot in range(6)], seed=3)
+    first, second = buffers.load(batch, 0, [np.arange(8, dtype=np.int32), np.arange(5, dtype=np.int32)])
+    assert first.tolist() == list(range(8))
+    assert second.tolist() == list(range(5))
+    expect_arrived(buffers, batch)
+    with pytest.raises(ValueError, match="ints are to be sent; the block holds"):
+        buffers.load(batch, 0, [np.zeros(200, np.int32)])
+    other = make_batch([(slot, 9, 1) for slot in range(6)], seed=4)
+    with pytest.raises(ValueError, match="ints are to be sent; the block holds"):
+        buffers.load(other, 0, [np.zeros(200, np.int32)])
+    buffers.load(other, 0, [])
+    expect_arrived(buffers, other)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_more_pages_arrive_at_once_than_a_block_of_the_kernel_has_threads(order: Order) -> None:
+    buffers = make_buffers(replace(LIMITS, max_pages=40), EmulatedLauncher("check", order))
+    batch = make_batch([(slot, 150, 1) for slot in range(6)], max_pages=40)
+    buffers.load(batch, 0, [])
+    expect_arrived(buffers, batch)
+
+
+def test_a_block_is_written_only_after_the_device_has_read_it() -> None:
+    device = EmulatedDevice()
+    device.launcher.prepare(step_buffers.kernels())
+    buffers = StepBuffers(device, LIMITS)
+    for _ in range(2):
+        buffers.load(make_batch([(0, 4, 1)]), 0, [])
+    device.fault = RuntimeError("the device never gets there")
+    with pytest.raises(RuntimeError, match="never gets there"):
+        buffers.load(make_batch([(0, 4, 1)]), 0, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slots": np.array([0, 6], np.int32)}, "slots are 0 … 6; there are 6"),
+        ({"slots": np.array([-1, 2], np.int32)}, "slots are -1 … 2"),
+        ({"input_ids": np.array([4, 100], np.int32)}, "token ids are 4 … 100; the vocabulary has 100"),
+        ({"input_ids": np.array([-3, 1], np.int32)}, "token ids are -3"),
+        ({"input_ids": np.array([-2, 1], np.int32)}, r"embeddings of 0 tokens are given, from \[\] on; 1 tokens are"),
+        ({"context_lens": np.array([0, 32], np.int32)}, "a row ends at 33 tokens; its pages hold 32"),
+        ({"query_starts": np.array([0, 2], np.int32)}, "rows begin at"),
+        ({"query_starts": np.array([0, 0, 2], np.int32)}, "rows begin at"),
+        ({"query_starts": np.array([1, 1, 2], np.int32)}, "rows begin at"),
+        ({"query_starts": np.array([0, 1, 3], np.int32)}, "rows begin at"),
+        ({"logit_rows": np.array([0, 2], np.int32)}, "logits are wanted of rows 0 … 2; there are 2"),
+        ({"context_lens": np.array([-1, 3], np.int32)}, "a row ends at"),
+        ({"page_table": np.full((2, 8), 50, np.int32)}, "pages are 50 … 50; there are 50"),
+    ],
+)
+def test_a_batch_that_breaks_its_contract_is_refused(changes: dict[str, np.ndarray], message: str) -> None:
+    buffers = make_buffers()
+    with pytest.raises(ValueError, match=message):
+        buffers.load(replace(make_batch([(0, 3, 1), (1, 5, 1)]), **changes), 0, [])
+    good = make_batch([(0, 3, 1), (1, 5, 1)], seed=9)
+    good.input_ids[0] = FROM_SLOT
+    buffers.load(good, 0, [])
+    expect_arrived(buffers, good)
+
+
+def test_too_many_tokens_are_refused() -> None:
+    batch = make_batch([(0, 0, 30)])
+    batch = replace(batch, input_ids=np.zeros(41, np.int32), query_starts=np.array([0, 41], np.int32))
+    with pytest.raises(ValueError, match="the step has 41 tokens in 1 rows; at most 40 in 6"):
+        make_buffers().load(batch, 0, [])
+
+
+def test_the_device_memory_is_what_is_announced() -> None:
+    buffers = make_buffers()
+    tensors: list[torch.Tensor] = [buffers.uplink.block, buffers.page_table]
+    taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert taken == StepBuffers.num_bytes(LIMITS)
