@@ -32,7 +32,7 @@ from penstock.backend.plugins import find_forward_pass
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
-from penstock.shm.link.link import BackendLink
+from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.rendezvous import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.process.logs import set_up_logging

@@ -10,7 +10,8 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.errors import StartupError
-from penstock.shm.process.options import ByteSize, default_socket_path, parse_size
+from penstock.shm.process.options import ByteSize, parse_size
+from penstock.shm.process.socket_path import default_socket_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

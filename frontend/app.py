@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
     from penstock.frontend.settings import WorkerLimits
     from penstock.frontend.transport.exchange import Receive, Scope, Send
-    from penstock.shm.client.client import BackendClient
+    from penstock.shm.client import BackendClient
 
 _log = logging.getLogger("penstock.app")
 

@@ -12,7 +12,8 @@ from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.frontend.settings import ReasoningParserName, ToolParserName
-from penstock.shm.process.options import ByteSize, default_socket_path
+from penstock.shm.process.options import ByteSize
+from penstock.shm.process.socket_path import default_socket_path
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 Seconds = Annotated[float, Parameter(validator=Number(gt=0.0, lte=86_400.0))]

@@ -25,7 +25,7 @@ from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
 from penstock.frontend.transport.connections import raise_fd_limit
 from penstock.frontend.transport.server import HttpServer
 from penstock.frontend.transport.tls import ServerTls, TlsError
-from penstock.shm.client.client import BackendClient
+from penstock.shm.client import BackendClient
 from penstock.shm.process.logs import set_up_logging
 
 if TYPE_CHECKING:

@@ -25,6 +25,8 @@ MAX_TO_BACKEND_BYTES = 192 << 10
 """No message to the backend is longer: the longest is a Submit with an inline prompt, full constraints and a grammar
 all of characters of four bytes."""
 MAX_TO_FRONTEND_BYTES = 4 << 20
+NO_TOKEN = -1
+"""The token id of an event without a token."""
 MAX_SHARED_BUFFERS = 64
 """Of one client."""
 MAX_SHARED_BUFFER_BYTES = 1 << 30
@@ -168,7 +170,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """As Sampling.num_logprobs, for the prompt's tokens, each given those before it."""
     output: BufferRef | None = None
     """What else than tokens is wanted, of the first num_rows generated tokens. Such a request joins no other."""
-    in_bundles: bool = False
+    batch_delivery: bool = False
     """Nobody reads its tokens one by one: all but the first may be kept for a moment and sent together."""
 
 
@@ -273,7 +275,7 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     """Before or with the end of their requests, never behind it."""
 
 
-class BufferWish(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BufferRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Shared buffers that a client wants for as long as it is connected, and the kinds that it can use."""
 
     num_buffers: Annotated[int, Meta(ge=1, le=MAX_SHARED_BUFFERS)]
@@ -323,10 +325,10 @@ class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=
     """Frontend → backend over the rendezvous socket: the first word."""
 
     protocol_version: Annotated[int, Meta(ge=0, le=1 << 16)]
-    buffers: BufferWish | None = None
+    buffers: BufferRequest | None = None
 
 
-class Farewell(Struct, frozen=True, array_like=True, tag=13, forbid_unknown_fields=True):
+class BuffersClosed(Struct, frozen=True, array_like=True, tag=13, forbid_unknown_fields=True):
     """Frontend → backend over the rendezvous socket: the last word of one that lives on. It has no device memory of the
     backend's open any more."""
 
@@ -362,7 +364,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_field
     buffers: BufferGrant | None = None
 
 
-class Goodbye(Struct, frozen=True, array_like=True, tag=12, forbid_unknown_fields=True):
+class Refusal(Struct, frozen=True, array_like=True, tag=12, forbid_unknown_fields=True):
     """Backend → frontend: refused, in one sentence."""
 
     reason: Annotated[str, Meta(max_length=512)]
@@ -376,7 +378,7 @@ _encoder = msgspec.msgpack.Encoder()
 _to_backend: msgspec.msgpack.Decoder[Submit | Cancel | Credit] = msgspec.msgpack.Decoder(Submit | Cancel | Credit)
 _to_frontend = msgspec.msgpack.Decoder(StepOutputs)
 _hello = msgspec.msgpack.Decoder(Hello)
-_welcome: msgspec.msgpack.Decoder[Welcome | Goodbye] = msgspec.msgpack.Decoder(Welcome | Goodbye)
+_welcome: msgspec.msgpack.Decoder[Welcome | Refusal] = msgspec.msgpack.Decoder(Welcome | Refusal)
 
 encode = _encoder.encode
 
@@ -409,5 +411,5 @@ def decode_hello(data: bytes | memoryview) -> Hello:
     return _decode(_hello, data)
 
 
-def decode_welcome(data: bytes | memoryview) -> Welcome | Goodbye:
+def decode_welcome(data: bytes | memoryview) -> Welcome | Refusal:
     return _decode(_welcome, data)

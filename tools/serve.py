@@ -22,7 +22,8 @@ from penstock.frontend.main import listening_socket, read_access, reloads, tls_f
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.listening import address_of, unlink
 from penstock.shm.link.rendezvous import AddressInUse, CannotListen, check_free
-from penstock.shm.process.options import ENV_PREFIX, default_socket_path, fail, to_argv
+from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
+from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 
 _COMMAND = "penstock serve"

@@ -36,9 +36,9 @@ def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, plan: Plan) ->
     for row, index in enumerate(plan.logit_rows):
         sequence = plan.sequences[index]
         loan, generated_index = sequence.output, plan.ends[index] - sequence.output_start
-        if loan is None or generated_index < 0 or not loan.wants(generated_index):
+        if loan is None or generated_index < 0 or not loan.needs_row(generated_index):
             continue
-        hidden = loan.is_of_hidden_states
+        hidden = loan.holds_hidden_states
         if loan.is_on_device:
             if hidden not in on_device:
                 on_device[hidden] = _device_rows(forward_pass, logits, hidden=hidden)

@@ -10,7 +10,7 @@ from penstock.backend.engine.executor import ExecutorFailed
 from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
 from penstock.backend.scheduling.step_plan import NO_SAMPLE
-from penstock.shm.link.link import Cancellation, FrontendDeath, Submission
+from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.messages import EventLogprobs, FailureCode
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import TokenLogprobs
     from penstock.backend.scheduling.scheduler import Scheduler
     from penstock.backend.scheduling.step_plan import Plan
-    from penstock.shm.link.link import BackendLink
+    from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.memory.board import BackendBoard
 
 logger = logging.getLogger("penstock.backend")

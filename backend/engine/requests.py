@@ -17,8 +17,7 @@ from penstock.backend.forward_pass import FROM_EMBEDDINGS, SamplingParams
 from penstock.backend.sequences.sequence import Sequence, Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
-from penstock.shm.link.link import NO_TOKEN
-from penstock.shm.messages import Constraints, EventLogprobs, Failure, FailureCode, Finish, Started
+from penstock.shm.messages import NO_TOKEN, Constraints, EventLogprobs, Failure, FailureCode, Finish, Started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.scheduler import Scheduler
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import Waiting
-    from penstock.shm.link.link import BackendLink, Submission
+    from penstock.shm.link.backend_link import BackendLink
+    from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.messages import Submit
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-    from penstock.shm.link.link import Submission
+    from penstock.shm.link.events import Submission
     from penstock.shm.messages import Grammar
 
 

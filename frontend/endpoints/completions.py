@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.generation import GenerationBody
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client.client import BackendClient
+    from penstock.shm.client import BackendClient
     from penstock.shm.messages import ModelCard
 
     MakeFormat = Callable[[Identity, Usage, StreamedUsage], Format]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.chat import Role
     from penstock.frontend.schemas.messages import AnthropicTool, Block, CountTokensBody, ResultBlock
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client.client import BackendClient
+    from penstock.shm.client import BackendClient
 
 _RENAMED = (
     (re.compile(r"^max_completion_tokens$"), "max_tokens"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client.client import BackendClient
+    from penstock.shm.client import BackendClient
 
 VERSION = importlib.metadata.version("penstock")
 

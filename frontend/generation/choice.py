@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.frontend.text.tokenizer import ModelTokenizer
-    from penstock.shm.client.client import TokenBatch, TokenStream
-    from penstock.shm.client.stream import TokenLogprobs
+    from penstock.shm.client import LogprobEntry, TokenBatch, TokenStream
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -255,7 +254,7 @@ class Choice:
         num_missing = num_characters + len(decoder.decode(b"", final=True)) - len(text)
         return [max(0, start - num_missing) for start in starts]
 
-    def _told(self, token_id: int, logprobs: TokenLogprobs, offset: int) -> TokenLogprob:
+    def _told(self, token_id: int, logprobs: LogprobEntry, offset: int) -> TokenLogprob:
         spelled = self._tokenizer.raw.spelled
         top = tuple(
             TokenLogprob(top_id, *spelled(top_id), logprob)

@@ -12,7 +12,7 @@ from penstock.frontend.parsing.deltas import Delta, Message
 from penstock.frontend.telemetry.timings import Timings
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shutting_down
 from penstock.frontend.transport.sse import EventStream
-from penstock.shm.client.client import BackendUnavailable
+from penstock.shm.client import BackendUnavailable
 from penstock.shm.messages import FailureCode, Finish
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.frontend.generation.choice import Choice
     from penstock.frontend.telemetry.request_log import RequestLogEntry
     from penstock.frontend.transport.exchange import Exchange, Headers
-    from penstock.shm.client.client import TokenBatch, TokenStream
+    from penstock.shm.client import TokenBatch, TokenStream
 
 _RETRY_AFTER_S = 1
 _INLINE_LOGPROBS = 64

@@ -14,7 +14,7 @@ from penstock.frontend.settings import ParserNames
 from penstock.frontend.text.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
-    from penstock.shm.client.client import BackendClient
+    from penstock.shm.client import BackendClient
     from penstock.shm.messages import ModelCard
 
 _log = logging.getLogger("penstock.model")

@@ -14,7 +14,7 @@ from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS, GenerationBody
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later
-from penstock.shm.client.client import BackendUnavailable, GenerationRequest, Overloaded
+from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded
 from penstock.shm.messages import Constraints, Grammar, Sampling
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.frontend.generation.choice import OutputParser
     from penstock.frontend.generation.request_policy import Terms
     from penstock.frontend.generation.served_model import ServedModel
-    from penstock.shm.client.client import BackendClient
+    from penstock.shm.client import BackendClient
     from penstock.shm.messages import ModelCard
 
 _MASK_63 = (1 << 63) - 1
@@ -72,7 +72,7 @@ async def submit(
     # With a seed that was drawn here the tokens are this request's alone.
     is_determined = sampling.temperature == 0.0 or body.seed is not None
     # A text in which nothing ends it here, and that nobody reads as it comes.
-    in_bundles = not (body.stream or wanted.stop_strings or guidance.may_end_answer)
+    batch_delivery = not (body.stream or wanted.stop_strings or guidance.may_end_answer)
     choices: list[Choice] = []
     try:
         for prompt_index, prompt in enumerate(prompts):
@@ -88,7 +88,7 @@ async def submit(
                     deadline_s=terms.deadline_s,
                     constraints=constraints,
                     num_prompt_logprobs=prompt_logprobs,
-                    in_bundles=in_bundles,
+                    batch_delivery=batch_delivery,
                 )
                 stream = backend.submit(request)
                 text = texts[prompt_index] if texts else None

@@ -20,15 +20,15 @@ from penstock.shm.messages import BufferContent, BufferGrant, BufferKind, Buffer
 
 if TYPE_CHECKING:
     from penstock.shm.buffers.device_api import DeviceApi, DeviceRow
-    from penstock.shm.messages import BufferRef, BufferWish, ContentSpec
+    from penstock.shm.messages import BufferRef, BufferRequest, ContentSpec
 
 _log = logging.getLogger("penstock.buffers")
 
 _GRANULE_BYTES = {BufferKind.HOST: 4096, BufferKind.CUDA: BLOCK_BYTES}
 
 
-class WishRefused(Exception):
-    """A client's wish for buffers cannot be granted. The message is for the client, in one sentence."""
+class BufferRequestRefused(Exception):
+    """A client's buffer_request for buffers cannot be granted. The message is for the client, in one sentence."""
 
 
 class LoanError(ValueError):
@@ -44,13 +44,13 @@ class Loan:
         self._lock = threading.Lock()
         self._is_open = True
         self._num_written = 0
-        self.is_of_hidden_states = ref.content is BufferContent.HIDDEN_STATES
+        self.holds_hidden_states = ref.content is BufferContent.HIDDEN_STATES
         self.is_on_device = isinstance(memory, ExportedDeviceMemory)
         self.device_reads = memory.device_reads
         """`copy_rows` is possible."""
         self.row_bytes = spec.row_bytes
 
-    def wants(self, row: int) -> bool:
+    def needs_row(self, row: int) -> bool:
         """Whether a `write` of this row would be more than dropped, as far as is known now."""
         return self._is_open and row <= self._num_written and row < self._ref.num_rows
 
@@ -60,7 +60,7 @@ class Loan:
         source is row_bytes of host memory, or a place on the device where the buffer is on it. Raises DeviceError.
         """
         with self._lock:
-            if self.wants(row):
+            if self.needs_row(row):
                 self._memory.write(self._ref.index, row * self.row_bytes, self.row_bytes, source)
                 self._num_written = max(self._num_written, row + 1)
 
@@ -221,29 +221,31 @@ class BufferExporter:
     def num_orphans(self) -> int:
         return len(self._orphans)
 
-    def export(self, wish: BufferWish, pid: int) -> ExportedBuffers:
-        """Raises WishRefused."""
-        kind = next((kind for kind in self._kinds if kind in wish.kinds), None)
+    def export(self, buffer_request: BufferRequest, pid: int) -> ExportedBuffers:
+        """Raises BufferRequestRefused."""
+        kind = next((kind for kind in self._kinds if kind in buffer_request.kinds), None)
         if kind is None:
-            wanted, offered = (" or ".join(k.name.lower() for k in kinds) for kinds in (wish.kinds, self._kinds))
-            raise WishRefused(f"the client can use {wanted} buffers, the backend shares {offered} buffers")
-        num_bytes = -(-wish.num_bytes // _GRANULE_BYTES[kind]) * _GRANULE_BYTES[kind]
+            usable, offered = (
+                " or ".join(k.name.lower() for k in kinds) for kinds in (buffer_request.kinds, self._kinds)
+            )
+            raise BufferRequestRefused(f"the client can use {usable} buffers, the backend shares {offered} buffers")
+        num_bytes = -(-buffer_request.num_bytes // _GRANULE_BYTES[kind]) * _GRANULE_BYTES[kind]
         left_bytes = self._budget_bytes - self.held_bytes
-        if wish.num_buffers * num_bytes > left_bytes:
-            raise WishRefused(
-                f"{wish.num_buffers} shared buffers of {num_bytes} bytes are wanted; "
+        if buffer_request.num_buffers * num_bytes > left_bytes:
+            raise BufferRequestRefused(
+                f"{buffer_request.num_buffers} shared buffers of {num_bytes} bytes are wanted; "
                 f"{left_bytes} of {self._budget_bytes} bytes are left"
             )
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            raise WishRefused(f"the client's process cannot be watched: {error.strerror}") from None
+            raise BufferRequestRefused(f"the client's process cannot be watched: {error.strerror}") from None
         try:
-            buffers = self._make(kind, wish.num_buffers, num_bytes, pidfd)
+            buffers = self._make(kind, buffer_request.num_buffers, num_bytes, pidfd)
         except (OSError, DeviceError) as error:
             os.close(pidfd)
             _log.warning("a client (pid %d) gets no shared buffers: %s", pid, error)
-            raise WishRefused("the backend has no memory for more shared buffers") from None
+            raise BufferRequestRefused("the backend has no memory for more shared buffers") from None
         self.held_bytes += buffers.num_bytes
         return buffers
 
@@ -266,7 +268,7 @@ class BufferExporter:
             self._page_locks = False
             _log.info("shared buffers on the host are not page-locked, and so copied there before use: %s", error)
 
-    def take_leave(self, buffers: ExportedBuffers, *, has_closed: bool) -> None:
+    def release_client(self, buffers: ExportedBuffers, *, has_closed: bool) -> None:
         """The client has left. Its memory goes once it has said that it has closed it, or its process is gone; and
         once the device has read what it was told to, for which nobody waits here: a device may hang."""
         buffers.end_loans()

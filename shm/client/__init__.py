@@ -1,0 +1,46 @@
+"""The backend's client, for the frontend and for any other asyncio server: `BackendClient`.
+
+Everything a user of the client needs is exported here; docs/client.md explains it with complete programs.
+The package may import the rest of `shm`, and nothing else of Penstock. Start reading in `client.py`.
+"""
+
+from penstock.shm.buffers.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, DeviceArray, SharedBuffer
+from penstock.shm.client.client import BackendClient, BackendUnavailable, Overloaded
+from penstock.shm.client.stream import GenerationRequest, LogprobEntry, TokenBatch, TokenStream
+from penstock.shm.messages import (
+    BufferContent,
+    BufferKind,
+    BufferRequest,
+    Constraints,
+    FailureCode,
+    Finish,
+    Grammar,
+    ModelCard,
+    Sampling,
+)
+from penstock.shm.process.socket_path import default_socket_path
+
+__all__ = [
+    "BackendClient",
+    "BackendUnavailable",
+    "BufferContent",
+    "BufferGone",
+    "BufferKind",
+    "BufferRequest",
+    "BufferSlice",
+    "BuffersExhausted",
+    "Constraints",
+    "DeviceArray",
+    "FailureCode",
+    "Finish",
+    "GenerationRequest",
+    "Grammar",
+    "LogprobEntry",
+    "ModelCard",
+    "Overloaded",
+    "Sampling",
+    "SharedBuffer",
+    "TokenBatch",
+    "TokenStream",
+    "default_socket_path",
+]

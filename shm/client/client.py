@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.buffers.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, SharedBuffer, SharedBuffers
 from penstock.shm.client.session import Session
-from penstock.shm.client.stream import GenerationRequest, TokenBatch, TokenLogprobs, TokenStream
-from penstock.shm.link.link import NO_TOKEN, LinkBroken
-from penstock.shm.link.rendezvous import Refused
+from penstock.shm.client.stream import GenerationRequest, LogprobEntry, TokenBatch, TokenStream
+from penstock.shm.link.frontend_link import LinkBroken
+from penstock.shm.link.join import Refused
 from penstock.shm.memory.arena import ArenaFull
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.memory.region import RegionError
 from penstock.shm.messages import (
     MAX_CONTEXT_TOKENS,
+    NO_TOKEN,
     BufferContent,
     BufferKind,
     BufferRef,
-    BufferWish,
+    BufferRequest,
     FailureCode,
     Finish,
     ModelCard,
@@ -102,7 +103,7 @@ class BackendClient:
         socket_path: Path,
         *,
         resume_timeout_s: float = 30.0,
-        buffers: BufferWish | None = None,
+        buffers: BufferRequest | None = None,
         open_device: OpenDevice | None = None,
     ) -> None:
         """buffers is what to ask the backend for, see `take_buffer`; those on a GPU need open_device, which is
@@ -221,7 +222,7 @@ class BackendClient:
             priority=request.priority,
             constraints=request.constraints,
             num_prompt_logprobs=request.num_prompt_logprobs,
-            in_bundles=request.in_bundles,
+            batch_delivery=request.batch_delivery,
         )
         try:
             # What the backend's decoder would drop must fail here, where somebody can still be told.
@@ -431,7 +432,7 @@ class BackendClient:
         """The backend's GPU cannot be used here: buffers on the host, if those will do. Returns when to try again."""
         if self._wish is not None and BufferKind.HOST in self._wish.kinds:
             _log.warning("shared buffers are on the host, for the GPU's cannot be opened: %s", error)
-            self._wish = BufferWish(self._wish.num_buffers, self._wish.num_bytes, (BufferKind.HOST,))
+            self._wish = BufferRequest(self._wish.num_buffers, self._wish.num_bytes, (BufferKind.HOST,))
             return _RECONNECT_S
         _log.warning("the GPU's shared buffers cannot be opened: %s", error)
         return _REFUSED_S
@@ -586,10 +587,10 @@ def _identity(model: ModelCard) -> tuple[str, str, int]:
     return model.model_id, model.fingerprint, model.vocab_size
 
 
-def _token_logprobs(told: EventLogprobs | None) -> TokenLogprobs:
+def _token_logprobs(told: EventLogprobs | None) -> LogprobEntry:
     if told is None:
         raise LinkBroken("a token without the log probability that was asked for")
-    return TokenLogprobs(told.logprob, told.rank, told.top_ids, told.top_logprobs)
+    return LogprobEntry(told.logprob, told.rank, told.top_ids, told.top_logprobs)
 
 
 def _note_prompt_logprobs(stream: TokenStream, scored: PromptLogprobs) -> None:

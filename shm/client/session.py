@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.shm.buffers.shared_buffers import SharedBuffers
-from penstock.shm.link.link import FrontendLink
-from penstock.shm.link.rendezvous import join
+from penstock.shm.link.frontend_link import FrontendLink
+from penstock.shm.link.join import join
 from penstock.shm.memory.arena import Arena
 from penstock.shm.memory.board import BackendBoard, FrontendBoard
-from penstock.shm.messages import MAX_INLINE_PROMPT_TOKENS, ArenaRef, Cancel, Credit, Farewell, Submit, encode
+from penstock.shm.messages import MAX_INLINE_PROMPT_TOKENS, ArenaRef, BuffersClosed, Cancel, Credit, Submit, encode
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.shm.buffers.device_api import OpenDevice
-    from penstock.shm.link.rendezvous import Invitation
+    from penstock.shm.link.join import Invitation
     from penstock.shm.memory.ledger import Ledger
-    from penstock.shm.messages import BufferWish, StepOutputs
+    from penstock.shm.messages import BufferRequest, StepOutputs
 
 
 class Session:
@@ -68,11 +68,11 @@ class Session:
         cls,
         socket_path: Path,
         ledger: Ledger,
-        wish: BufferWish | None = None,
+        buffer_request: BufferRequest | None = None,
         open_device: OpenDevice | None = None,
     ) -> Session:
         """Raises what `rendezvous.join` and the constructor raise."""
-        return cls(await join(socket_path, wish), ledger, open_device)
+        return cls(await join(socket_path, buffer_request), ledger, open_device)
 
     @property
     def readable(self) -> bool:
@@ -148,7 +148,7 @@ class Session:
         """Frees our device memory in the backend, though this process lives on; not while some of it is still open."""
         if self.buffers is None or self.buffers.is_closed:
             with contextlib.suppress(OSError):  # the backend may have gone before
-                self._control.send(encode(Farewell()))
+                self._control.send(encode(BuffersClosed()))
 
     def close(self) -> None:
         """To be called once. The backend learns of it at once."""

@@ -40,12 +40,12 @@ class GenerationRequest:
     output: BufferSlice | None = None
     """What else than tokens is wanted, of the first generated tokens; the buffer is the caller's again when the stream
     has ended, or soon after it was cancelled. Such a request joins no other."""
-    in_bundles: bool = False
+    batch_delivery: bool = False
     """The tokens are wanted together: they come many at a time, up to a quarter of a second late."""
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class LogprobEntry:
     """One token's log probability and rank, and the likeliest tokens at its place, falling."""
 
     logprob: float
@@ -66,7 +66,7 @@ class TokenBatch:
     failure: FailureCode | None = None
     failure_limit: int = 0
     failure_text: str = ""
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[LogprobEntry] | None = None
     """One for each of token_ids, where the request asks for them."""
 
 
@@ -111,7 +111,7 @@ class TokenStream:
         """Prompt tokens served from the prefix cache; known once the first batch has come."""
         self.is_coalesced: bool | None = None
         """Whether it listens to what another request had started; None until the first batch has come."""
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[LogprobEntry] = []
         """Of the prompt's tokens but the first, where the request asks for them; complete with the first batch."""
         self.num_preemptions = 0
         """Times that it was set back because pages were short."""
@@ -130,7 +130,7 @@ class TokenStream:
         self._failure: FailureCode | None = None
         self._failure_limit = 0
         self._failure_text = ""
-        self._logprobs: list[TokenLogprobs] | None = [] if submit.sampling.num_logprobs >= 0 else None
+        self._logprobs: list[LogprobEntry] | None = [] if submit.sampling.num_logprobs >= 0 else None
         """Of the tokens that are not delivered yet."""
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None

@@ -52,4 +52,4 @@ class FrontendDeath:
     frontend: int
 
 
-Event = Submission | Cancellation | FrontendDeath
+LinkEvent = Submission | Cancellation | FrontendDeath

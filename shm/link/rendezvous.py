@@ -6,7 +6,6 @@ death notice: the kernel closes it whatever a process dies of. This side never b
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -21,15 +20,11 @@ from typing import TYPE_CHECKING
 
 from penstock.shm.messages import (
     PROTOCOL_VERSION,
-    BufferKind,
-    BufferWish,
-    Farewell,
-    Goodbye,
+    BuffersClosed,
     Hello,
-    Welcome,
+    Refusal,
     WireError,
     decode_hello,
-    decode_welcome,
     encode,
 )
 
@@ -37,16 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from penstock.shm.messages import Welcome
+
 MAX_PATH_BYTES = 107 - len(".zmq")
 """A unix socket's path has 107 bytes at most; the message socket stands beside this one under a longer name."""
 
 _MAX_HELLO_BYTES = 64
-_MAX_WELCOME_BYTES = 1 << 16
-_MAX_FDS = 5
-"""One more than any welcome has, so that there being more is noticed."""
 _UCRED = struct.Struct("3i")
 _ACCEPT_PAUSE_S = 0.1
-_FAREWELL = encode(Farewell())
+_BUFFERS_CLOSED = encode(BuffersClosed())
 
 
 class CannotListen(Exception):
@@ -59,10 +53,6 @@ class AddressInUse(CannotListen):
 
 class UnsafeDirectory(CannotListen):
     """The socket's directory or path cannot be used, or not safely."""
-
-
-class Refused(Exception):
-    """The backend answered the handshake with a reason instead of a welcome."""
 
 
 @contextlib.contextmanager
@@ -139,14 +129,14 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int]:
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class ControlConnection:
     """One frontend's control socket. deadline_s (monotonic) is when a handshake must be over; None once it is."""
 
     socket: socket.socket
     pid: int
     deadline_s: float | None
     hello: Hello | None = None
-    said_farewell: bool = False
+    has_closed_buffers: bool = False
     """Its last word was that it has none of our device memory open."""
 
 
@@ -158,7 +148,7 @@ class Rendezvous:
         self._path = socket_path
         self._max_connections = max_connections
         self._handshake_timeout_s = handshake_timeout_s
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, ControlConnection] = {}
         self._accept_again_s: float | None = None
         self.refused = 0
         """Connections turned away: too many, another user's, no proper Hello, no Hello in time, no memory."""
@@ -187,17 +177,17 @@ class Rendezvous:
             times.append(self._accept_again_s)
         return min(times, default=None)
 
-    def turn(self) -> tuple[list[Connection], list[Connection]]:
+    def turn(self) -> tuple[list[ControlConnection], list[ControlConnection]]:
         """Accepts, reads, expires. Returns (those that have said Hello and await `welcome`, those that have died)."""
-        arrived: list[Connection] = []
-        died: list[Connection] = []
+        arrived: list[ControlConnection] = []
+        died: list[ControlConnection] = []
         for fd, _ in self._epoll.poll(0):
             if fd == self._listener.fileno():
                 self._accept()
             elif (connection := self._connections.get(fd)) is not None:
                 if connection.deadline_s is None:
-                    # A frontend has no more to say here after its Hello than Farewell: the connection is over.
-                    connection.said_farewell = _last_word(connection) == _FAREWELL
+                    # A frontend has no more to say here after its Hello than BuffersClosed: the connection is over.
+                    connection.has_closed_buffers = _last_word(connection) == _BUFFERS_CLOSED
                     self.drop(connection)
                     died.append(connection)
                 elif self._hello(connection):
@@ -228,7 +218,7 @@ class Rendezvous:
                 raise
             accepted.setblocking(False)
             pid, uid = peer_credentials(accepted)
-            connection = Connection(accepted, pid, time.monotonic() + self._handshake_timeout_s)
+            connection = ControlConnection(accepted, pid, time.monotonic() + self._handshake_timeout_s)
             self._connections[accepted.fileno()] = connection
             self._epoll.register(accepted.fileno(), select.EPOLLIN)
             if uid != os.geteuid():
@@ -236,7 +226,7 @@ class Rendezvous:
             elif len(self._connections) > self._max_connections:
                 self.refuse(connection, f"{self._max_connections} frontends are connected already")
 
-    def _hello(self, connection: Connection) -> bool:
+    def _hello(self, connection: ControlConnection) -> bool:
         """Whether the connection has said a Hello that we can answer with a welcome."""
         try:
             data, _, flags, _ = connection.socket.recvmsg(_MAX_HELLO_BYTES)
@@ -258,16 +248,16 @@ class Rendezvous:
         connection.hello = hello
         return True
 
-    def refuse(self, connection: Connection, reason: str) -> None:
+    def refuse(self, connection: ControlConnection, reason: str) -> None:
         """Ends a handshake without a welcome; the frontend is told the reason and may come again later."""
         self.refused += 1
         with contextlib.suppress(OSError):  # the peer may have gone: then nobody waits for the reason
-            connection.socket.send(encode(Goodbye(reason)))
+            connection.socket.send(encode(Refusal(reason)))
             # A Hello left unread would turn the close into a reset, which hides the reason.
             connection.socket.recv(_MAX_HELLO_BYTES)
         self.drop(connection)
 
-    def welcome(self, connection: Connection, welcome: Welcome, fds: Sequence[int]) -> bool:
+    def welcome(self, connection: ControlConnection, welcome: Welcome, fds: Sequence[int]) -> bool:
         """Ends the handshake. False when the peer has gone meanwhile; the connection is dropped then."""
         try:
             socket.send_fds(connection.socket, [encode(welcome)], list(fds))
@@ -277,7 +267,7 @@ class Rendezvous:
         connection.deadline_s = None
         return True
 
-    def drop(self, connection: Connection) -> None:
+    def drop(self, connection: ControlConnection) -> None:
         """Closes a connection, which the frontend takes for our death; idempotent."""
         if self._connections.pop(connection.socket.fileno(), None) is not None:
             self._epoll.unregister(connection.socket.fileno())
@@ -295,73 +285,9 @@ class Rendezvous:
         os.close(self._lock_fd)
 
 
-@dataclass(slots=True)
-class Invitation:
-    """What the backend answered a Hello. The receiver owns the control socket and the fds."""
-
-    control: socket.socket
-    welcome: Welcome
-    arena_fd: int
-    backend_board_fd: int
-    frontend_board_fd: int
-    buffer_fds: tuple[int, ...] = ()
-    """One where the welcome grants buffers on the host, else none."""
-
-    def close_fds(self) -> None:
-        for fd in (self.arena_fd, self.backend_board_fd, self.frontend_board_fd, *self.buffer_fds):
-            os.close(fd)
-
-
-async def join(socket_path: Path, wish: BufferWish | None = None) -> Invitation:
-    """The frontend's side of the handshake. Waits while the backend is busy, for its death would end the wait.
-
-    Raises OSError when no backend listens, Refused with its reason, WireError for an answer that is none of ours.
-    """
-    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    try:
-        control.connect(str(socket_path))
-        if peer_credentials(control)[1] != os.geteuid():
-            raise Refused("the socket belongs to another user's process")
-        with contextlib.suppress(BrokenPipeError):  # refused at once: the reason is there to be read
-            control.send(encode(Hello(PROTOCOL_VERSION, wish)))
-        await _readable(control)
-        data, fds, flags, _ = socket.recv_fds(control, _MAX_WELCOME_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-        try:
-            if not data:
-                raise ConnectionResetError(errno.ECONNRESET, "the backend went away during the handshake")
-            answer = decode_welcome(data)
-            if isinstance(answer, Goodbye):
-                raise Refused(answer.reason)
-            grant = answer.buffers
-            num_fds = 4 if grant is not None and grant.kind is BufferKind.HOST else 3
-            if len(fds) != num_fds or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise WireError(f"a welcome with {len(fds)} file descriptors instead of {num_fds}")
-            if (grant is None) is not (wish is None):
-                raise WireError("a welcome without the buffers that were asked for, or with others")
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
-            raise
-        arena_fd, backend_board_fd, frontend_board_fd, *buffer_fds = fds
-        return Invitation(control, answer, arena_fd, backend_board_fd, frontend_board_fd, tuple(buffer_fds))
-    except BaseException:
-        control.close()
-        raise
-
-
-def _last_word(connection: Connection) -> bytes:
+def _last_word(connection: ControlConnection) -> bytes:
     """What a connection that is over has still to say; nothing where it was reset."""
     try:
         return connection.socket.recv(_MAX_HELLO_BYTES)
     except OSError:
         return b""
-
-
-async def _readable(connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(connection.fileno(), readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(connection.fileno())

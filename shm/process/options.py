@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import App, Parameter
@@ -71,13 +69,6 @@ def make_app(name: str, help_text: str) -> App:
         version_flags=[],
         error_formatter=say_in_one_line,
     )
-
-
-def default_socket_path() -> Path:
-    """One per user: in XDG_RUNTIME_DIR where there is one (0700 by its specification), else under /tmp."""
-    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime_dir) if runtime_dir else Path(f"/tmp/penstock-{os.getuid()}")  # noqa: S108 - made 0700 and checked by the rendezvous
-    return base / "penstock" / "backend.sock"
 
 
 def to_argv(options: Any) -> list[str]:

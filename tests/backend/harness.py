@@ -14,7 +14,7 @@ from penstock.backend.engine.requests import EngineLimits, Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass, next_token
 from penstock.backend.scheduling.scheduler import Scheduler
-from penstock.shm.link.link import Cancellation, FrontendDeath, Submission
+from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import EventLogprobs, Failure, Finish, Sampling, Started, Submit
 

@@ -18,10 +18,10 @@ from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.buffers.device_api import DeviceApi
-from penstock.shm.client.client import BackendClient, GenerationRequest
-from penstock.shm.link.link import BackendLink
+from penstock.shm.client import BackendClient, GenerationRequest
+from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import BufferWish, ModelCard
+from penstock.shm.messages import BufferRequest, ModelCard
 
 MAX_RUNNING = 8
 
@@ -63,9 +63,11 @@ def served(
 
 
 @asynccontextmanager
-async def connected(path: Path, wish: BufferWish, device: DeviceApi | None = None) -> AsyncIterator[BackendClient]:
+async def connected(
+    path: Path, buffer_request: BufferRequest, device: DeviceApi | None = None
+) -> AsyncIterator[BackendClient]:
     open_device = None if device is None else (lambda _uuid: device)
-    client = BackendClient(path, buffers=wish, open_device=open_device)
+    client = BackendClient(path, buffers=buffer_request, open_device=open_device)
     await client.start()
     async with asyncio.timeout(20):
         while not client.ready:  # noqa: ASYNC110 - another thread brings it about

@@ -23,7 +23,7 @@ from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.server import server_config
-from penstock.shm.client.client import BackendUnavailable, GenerationRequest, TokenBatch
+from penstock.shm.client import BackendUnavailable, GenerationRequest, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import Finish, ModelCard, Sampling
 

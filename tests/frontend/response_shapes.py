@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
 from penstock.frontend.settings import ParserNames
-from penstock.shm.client.client import GenerationRequest, TokenBatch
+from penstock.shm.client import GenerationRequest, TokenBatch
 from penstock.shm.messages import Finish
 from tests.frontend.harness import FakeBackend, Script, byte_level_tokenizer, make_app, model_card, served_model
 

@@ -23,9 +23,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.shm.buffers.buffer_export import BufferExporter
-from penstock.shm.link.link import NO_TOKEN, BackendLink, Cancellation, FrontendDeath, Submission
+from penstock.shm.link.backend_link import BackendLink
+from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import Failure, FailureCode, Finish, ModelCard, Started
+from penstock.shm.messages import NO_TOKEN, Failure, FailureCode, Finish, ModelCard, Started
 
 NextToken = Callable[["array[int]", int, int], int]
 """(tokens so far, how many of them are the prompt, vocabulary size) → the next token."""

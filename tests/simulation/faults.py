@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.scheduler import Chunk
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence, Subscriber
-    from penstock.shm.link.link import Submission
+    from penstock.shm.link.events import Submission
     from penstock.shm.messages import EventLogprobs
     from tests.simulation.world import World
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.shm.link.link import Cancellation, FrontendDeath, Submission
+from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.messages import EventLogprobs, Failure, FailureCode, Finish, Started, Submit
 from tests.simulation.models import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.shm.link.events import Event
+    from penstock.shm.link.events import LinkEvent
     from tests.simulation.workload import Ask
     from tests.simulation.world import World
 
@@ -48,7 +48,7 @@ class Frontend:
         self.epoch = epoch
         self.asks: dict[int, Ask] = {}
         """Those without an end, by request id."""
-        self.wire: deque[Event] = deque()
+        self.wire: deque[LinkEvent] = deque()
         """Sent, and not yet with the backend."""
         self.inbox: deque[list[Message]] = deque()
         self.credit = credit
@@ -123,15 +123,15 @@ class SimulatedLink:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._arrived: list[Event] = []
+        self._arrived: list[LinkEvent] = []
         self._outboxes: dict[int, list[Message]] = {}
         self.open: dict[tuple[int, int], Open] = {}
         self.num_accepted = 0
 
-    def take(self, event: Event) -> None:
+    def take(self, event: LinkEvent) -> None:
         self._arrived.append(event)
 
-    def receive(self) -> Iterator[Event]:
+    def receive(self) -> Iterator[LinkEvent]:
         """What follows from an event holds from the moment at which the engine has seen to it."""
         arrived, self._arrived = self._arrived, []
         for event in arrived:
@@ -153,7 +153,7 @@ class SimulatedLink:
                     self.open = {key: heard for key, heard in self.open.items() if key[0] != epoch}
                     self._outboxes.pop(epoch, None)
 
-    def _receive_submission(self, event: Submission) -> Iterator[Event]:
+    def _receive_submission(self, event: Submission) -> Iterator[LinkEvent]:
         world, submit = self._world, event.submit
         key = event.frontend, event.request_id
         ask = world.ask_of(*key)

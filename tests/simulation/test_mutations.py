@@ -29,8 +29,7 @@ from penstock.backend.scheduling.wait_queue import WaitQueue
 from penstock.backend.sequences.sequence import Sequence, Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
-from penstock.shm.link.link import NO_TOKEN
-from penstock.shm.messages import Finish
+from penstock.shm.messages import NO_TOKEN, Finish
 from tests.simulation import device as device_module
 from tests.simulation.world import run_seed
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.forward_pass import StepBatch
-    from penstock.shm.link.link import Submission
+    from penstock.shm.link.events import Submission
 
     Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -11,7 +11,7 @@ from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import EngineLimits
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
-from penstock.shm.link.link import FrontendDeath
+from penstock.shm.link.events import FrontendDeath
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import FailureCode, Finish
 from tests.simulation.device import SimulatedExecutor

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from penstock.backend.main import DEMO_MODEL_DIR
-from penstock.shm.client.client import BackendClient, BufferSlice, GenerationRequest
-from penstock.shm.messages import BufferContent, BufferWish, Finish, Sampling
+from penstock.shm.client import BackendClient, BufferSlice, GenerationRequest
+from penstock.shm.messages import BufferContent, BufferRequest, Finish, Sampling
 from tests.backend.served import connected, generate
 from tests.checkpoints import load_oracle
 from tests.system.processes import REPOSITORY, start_backend
@@ -28,12 +28,12 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(50, 90)), [271]]
 _DIES_IN_THE_MIDDLE = """
 import asyncio, os, sys
 from pathlib import Path
-from penstock.shm.client.client import BufferSlice, GenerationRequest
-from penstock.shm.messages import BufferContent, BufferWish, Sampling
+from penstock.shm.client import BufferSlice, GenerationRequest
+from penstock.shm.messages import BufferContent, BufferRequest, Sampling
 from tests.backend.served import connected
 
 async def main():
-    async with connected(Path(sys.argv[1]), BufferWish(1, 1 << 16)) as client:
+    async with connected(Path(sys.argv[1]), BufferRequest(1, 1 << 16)) as client:
         part = BufferSlice(client.take_buffer(), BufferContent.PROMPT_EMBEDDINGS, 30)
         stream = client.submit(GenerationRequest(part, 2000, Sampling(temperature=0.0)))
         await anext(stream)
@@ -62,7 +62,7 @@ async def test_embeddings_get_their_tokens_answer_through_deaths_of_clients_and_
     socket = tmp_path / "private" / "backend.sock"
     backend = start_backend(socket, *BACKEND)
     try:
-        async with connected(socket, BufferWish(len(PROMPTS), 1 << 16)) as client:
+        async with connected(socket, BufferRequest(len(PROMPTS), 1 << 16)) as client:
             for is_restarted in (False, True):
                 parts = [hand_in(client.take_buffer(), prompt, table) for prompt in PROMPTS]
                 asked: list[list[int] | BufferSlice] = [*PROMPTS, *parts]

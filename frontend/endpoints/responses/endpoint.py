@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.responses import ResponsesBody
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client.client import BackendClient
+    from penstock.shm.client import BackendClient
 
 _log = logging.getLogger("penstock.responses")
 

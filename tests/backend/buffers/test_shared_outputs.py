@@ -18,8 +18,8 @@ from penstock.backend.forward_pass import DeviceRows, EmbeddingRows, IBatchedFor
 from penstock.backend.main import DEMO_MODEL_DIR
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.fake import FakePass, embedded_token
-from penstock.shm.client.client import BufferSlice, GenerationRequest
-from penstock.shm.messages import BufferContent, BufferKind, BufferWish, ContentSpec, Finish, Sampling
+from penstock.shm.client import BufferSlice, GenerationRequest
+from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, Finish, Sampling
 from tests.backend.served import MAX_RUNNING, connected, generate, served
 from tests.checkpoints import load_oracle
 from tests.shm.buffers.fake_device import FakeDevice
@@ -105,7 +105,7 @@ def logits_alone(load: Callable[[], IBatchedForwardPass], tokens: list[int], num
 async def test_each_row_is_what_its_token_was_sampled_from(load: Callable[[], IBatchedForwardPass]) -> None:
     """In a crowd that is preempted and chunked; against each context computed alone."""
     with served(load) as path:
-        async with connected(path, BufferWish(3, 1 << 17)) as client:
+        async with connected(path, BufferRequest(3, 1 << 17)) as client:
             buffers = [client.take_buffer() for _ in range(3)]
             prompts = [[*PROMPT, number] for number in range(3)]
             crowd = [generate(client, GenerationRequest([number] * 20, 20, GREEDY)) for number in range(4)]
@@ -127,7 +127,7 @@ async def test_hidden_states_arrive_as_logits_do_beside_them() -> None:
     oracle = load_oracle(DEMO_MODEL_DIR)
     contents = (BufferContent.HIDDEN_STATES, BufferContent.LOGITS, BufferContent.HIDDEN_STATES)
     with served(decoder) as path:
-        async with connected(path, BufferWish(3, 1 << 17)) as client:
+        async with connected(path, BufferRequest(3, 1 << 17)) as client:
             buffers = [client.take_buffer() for _ in contents]
             prompts = [[*PROMPT, number] for number in range(3)]
             asked = [
@@ -171,7 +171,7 @@ def test_hidden_states_are_offered_where_the_pass_has_them_in_every_kind_of_memo
 
 async def test_a_request_that_wants_logits_shares_prefixes_but_no_sequence() -> None:
     with served(fake) as path:
-        async with connected(path, BufferWish(2, 1 << 12)) as client:
+        async with connected(path, BufferRequest(2, 1 << 12)) as client:
             plain = GenerationRequest(PROMPT, 6, GREEDY, may_share=True)
             buffer = client.take_buffer()
             part = BufferSlice(buffer, BufferContent.LOGITS, 1)
@@ -183,7 +183,7 @@ async def test_a_request_that_wants_logits_shares_prefixes_but_no_sequence() -> 
 
 async def test_where_the_prompt_is_scored_the_first_row_is_still_the_first_generated_token() -> None:
     with served(fake) as path:
-        async with connected(path, BufferWish(1, 1 << 14)) as client:
+        async with connected(path, BufferRequest(1, 1 << 14)) as client:
             buffer = client.take_buffer()
             part = BufferSlice(buffer, BufferContent.LOGITS, 3)
             stream = client.submit(GenerationRequest(PROMPT, 5, GREEDY, output=part, num_prompt_logprobs=0))
@@ -194,7 +194,7 @@ async def test_where_the_prompt_is_scored_the_first_row_is_still_the_first_gener
 
 async def test_a_prompt_in_a_buffer_is_checked_as_any_other() -> None:
     with served(fake) as path:
-        async with connected(path, BufferWish(1, 1 << 12)) as client:
+        async with connected(path, BufferRequest(1, 1 << 12)) as client:
             buffer = client.take_buffer()
             part = BufferSlice(buffer, BufferContent.TOKENS, len(PROMPT))
             buffer.view()[: 4 * len(PROMPT)] = array("i", PROMPT).tobytes()
@@ -208,7 +208,7 @@ async def test_a_prompt_in_a_buffer_is_checked_as_any_other() -> None:
 
 async def test_cancelled_in_the_middle_the_buffer_comes_back_and_serves_again() -> None:
     with served(fake) as path:
-        async with connected(path, BufferWish(1, 1 << 14)) as client:
+        async with connected(path, BufferRequest(1, 1 << 14)) as client:
             for length in range(1, 20):
                 async with asyncio.timeout(10):
                     while True:
@@ -241,7 +241,7 @@ async def test_on_a_device_logits_and_prompts_never_touch_the_host(device: FakeD
 
     clients_device = FakeDevice(tmp_path)
     with served(load, "cuda", device) as path:
-        async with connected(path, BufferWish(2, 1 << 12, (BufferKind.CUDA,)), clients_device) as client:
+        async with connected(path, BufferRequest(2, 1 << 12, (BufferKind.CUDA,)), clients_device) as client:
             prompt, output = client.take_buffer(), client.take_buffer()
             pointer = prompt.device_view().__cuda_array_interface__["data"][0]
             clients_device.poke(pointer, array("i", PROMPT).tobytes())

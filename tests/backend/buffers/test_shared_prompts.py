@@ -21,13 +21,13 @@ from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, IBatc
 from penstock.backend.main import DEMO_MODEL_DIR
 from penstock.backend.passes.fake import FakePass, embedded_token
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.shm.client.client import BackendClient, BufferSlice, GenerationRequest, SharedBuffer, TokenStream
-from penstock.shm.link.link import Submission
+from penstock.shm.client import BackendClient, BufferSlice, GenerationRequest, SharedBuffer, TokenStream
+from penstock.shm.link.events import Submission
 from penstock.shm.messages import (
     BufferContent,
     BufferKind,
     BufferRef,
-    BufferWish,
+    BufferRequest,
     Constraints,
     ContentSpec,
     FailureCode,
@@ -68,7 +68,7 @@ async def finished(stream: TokenStream) -> tuple[list[int], Finish, FailureCode 
 
 async def test_in_a_crowd_that_is_preempted_and_chunked_each_gets_its_own_tokens() -> None:
     with served(fake) as path:
-        async with connected(path, BufferWish(6, 1 << 12)) as client:
+        async with connected(path, BufferRequest(6, 1 << 12)) as client:
             prompts = [random_rows(length, length) for length in (1, 2, 13, 30, 41)]
             output = client.take_buffer()
             crowd = [client.submit(GenerationRequest([number] * 4, 40, GREEDY)) for number in range(2)]
@@ -102,7 +102,7 @@ async def test_embeddings_of_tokens_give_what_the_tokens_and_transformers_give()
     tokens = [[3, 1, 4, 1, 5, 9, 2, 6], [271], list(range(50, 77))]
     drawn = Sampling(temperature=1.0, top_p=0.9, seed=7, repetition_penalty=1.0)
     with served(decoder) as path:
-        async with connected(path, BufferWish(3, 1 << 16)) as client:
+        async with connected(path, BufferRequest(3, 1 << 16)) as client:
             buffers = [client.take_buffer() for _ in tokens]
             for sampling in (GREEDY, drawn):
                 streams = [generate(client, GenerationRequest(each, 8, sampling)) for each in tokens]
@@ -126,7 +126,7 @@ async def test_penalties_count_no_token_of_embeddings() -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     repeated = Sampling(temperature=0.0, repetition_penalty=50.0, frequency_penalty=1.0, num_logprobs=0)
     with served(decoder) as path:
-        async with connected(path, BufferWish(1, 1 << 16)) as client:
+        async with connected(path, BufferRequest(1, 1 << 16)) as client:
             part = hand_in(client.take_buffer(), looked_up(prompt))
             (first,) = await generate(client, GenerationRequest(part, 1, repeated))
             assert [first] == await generate(client, GenerationRequest(prompt, 1, GREEDY))
@@ -136,7 +136,7 @@ async def test_penalties_count_no_token_of_embeddings() -> None:
 
 async def test_lists_of_tokens_and_log_probabilities_are_of_what_is_generated() -> None:
     with served(fake) as path:
-        async with connected(path, BufferWish(1, 1 << 12)) as client:
+        async with connected(path, BufferRequest(1, 1 << 12)) as client:
             part = hand_in(client.take_buffer(), random_rows(9))
             sampling = Sampling(temperature=0.0, num_logprobs=2)
             allowed = Constraints(allowed_token_ids=(5, 6), min_tokens=3)
@@ -154,7 +154,7 @@ async def test_values_that_are_no_numbers_end_their_own_request_alone() -> None:
     bad[2, 5] = np.inf
     prompt = [2, 7, 1, 8, 2, 8]
     with served(decoder) as path:
-        async with connected(path, BufferWish(1, 1 << 16)) as client:
+        async with connected(path, BufferRequest(1, 1 << 16)) as client:
             part = hand_in(client.take_buffer(), bad)
             await generate(client, GenerationRequest([*prompt, 1], 1, GREEDY))
             spoilt = client.submit(GenerationRequest(part, 8, GREEDY))
@@ -172,7 +172,7 @@ async def test_nothing_that_was_computed_of_embeddings_is_found_by_another() -> 
     """The buffer is rewritten as soon as it is back: neither equal embeddings nor any others see what was before."""
     one, other = random_rows(17, 1), random_rows(17, 2)
     with served(fake) as path:
-        async with connected(path, BufferWish(3, 1 << 12)) as client:
+        async with connected(path, BufferRequest(3, 1 << 12)) as client:
             buffer = client.take_buffer()
             for rows in (one, other, one):
                 stream = client.submit(GenerationRequest(hand_in(buffer, rows), 6, GREEDY))
@@ -189,7 +189,7 @@ async def test_nothing_that_was_computed_of_embeddings_is_found_by_another() -> 
 
 async def test_more_embeddings_than_the_context_are_rejected_with_the_limit_and_come_back() -> None:
     with served(fake) as path:
-        async with connected(path, BufferWish(1, 1 << 12)) as client:
+        async with connected(path, BufferRequest(1, 1 << 12)) as client:
             buffer = client.take_buffer()
             for num_rows, is_fine in ((CONTEXT + 1, False), (CONTEXT - 1, True), (CONTEXT, True)):
                 stream = client.submit(GenerationRequest(hand_in(buffer, random_rows(num_rows)), 3, GREEDY))
@@ -212,17 +212,17 @@ async def close_in_the_middle(client: BackendClient, num_tokens: int) -> None:
 
 async def test_clients_that_go_away_in_the_middle_leave_nothing_behind_and_others_go_on() -> None:
     with served(fake) as path:
-        async with connected(path, BufferWish(1, 1 << 12)) as staying:
+        async with connected(path, BufferRequest(1, 1 << 12)) as staying:
             part = hand_in(staying.take_buffer(), random_rows(11))
             for number in range(8):
-                async with connected(path, BufferWish(2, 1 << 12)) as client:
+                async with connected(path, BufferRequest(2, 1 << 12)) as client:
                     await close_in_the_middle(client, number % 3)
                 assert await generate(staying, GenerationRequest(part, 7, GREEDY)) == fakes_tokens(random_rows(11), 7)
 
 
 async def test_a_cancelled_request_gives_its_embeddings_back_and_the_buffer_serves_again() -> None:
     with served(fake) as path:
-        async with connected(path, BufferWish(1, 1 << 12)) as client:
+        async with connected(path, BufferRequest(1, 1 << 12)) as client:
             for number in range(12):
                 async with asyncio.timeout(10):
                     while not client._buffers(client._session).num_free:  # noqa: ASYNC110 - the backend brings it about
@@ -246,7 +246,7 @@ async def test_on_a_device_embeddings_never_touch_the_host(tmp_path: Path) -> No
 
     prompts = [random_rows(length, length) for length in (1, 13, 30)]
     with served(load, "cuda", device) as path:
-        async with connected(path, BufferWish(3, 1 << 12, (BufferKind.CUDA,)), clients_device) as client:
+        async with connected(path, BufferRequest(3, 1 << 12, (BufferKind.CUDA,)), clients_device) as client:
             for _ in range(2):
                 streams = [generate(client, GenerationRequest([number] * 20, 20, GREEDY)) for number in range(3)]
                 buffers = [client.take_buffer() for _ in prompts]
@@ -279,11 +279,11 @@ def test_buffers_on_the_host_are_read_by_the_device_for_a_pass_that_has_its_outp
     device = FakeDevice(tmp_path)
     for forward_pass, device_reads in ((fake(), False), (DeviceFakePass(device), True)):
         exporter = make_exporter("host", 1 << 20, forward_pass, device)
-        buffers = exporter.export(BufferWish(1, 1 << 12), os.getpid())
+        buffers = exporter.export(BufferRequest(1, 1 << 12), os.getpid())
         loan = buffers.borrow(BufferRef(0, 0, EMBEDDINGS, 1), to_backend=True)
         assert SharedPromptRows(loan, 0, 1).device_reads is device_reads
         assert bool(device.registered) is device_reads
-        exporter.take_leave(buffers, has_closed=True)
+        exporter.release_client(buffers, has_closed=True)
         forward_pass.close()
     assert (device.registered, device.num_allocated) == ({}, 0)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.shm.link.link import FrontendDeath
+from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens
 

@@ -16,7 +16,7 @@ from penstock.backend.engine.requests import EngineLimits
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.sequences.sequence import Sequence
-from penstock.shm.link.link import FrontendDeath
+from penstock.shm.link.events import FrontendDeath
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import FailureCode, Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens

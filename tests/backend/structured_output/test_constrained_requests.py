@@ -15,7 +15,7 @@ from penstock.backend.passes.fake import FakePass
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
-from penstock.shm.link.link import FrontendDeath
+from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Constraints, FailureCode, Finish, Grammar, Sampling
 from tests.backend.buffers.test_shared_prompts import random_rows, submit_embedded
 from tests.backend.engine.test_loop import PassingFault

@@ -11,7 +11,7 @@ import anthropic
 import pytest
 from anthropic.types import Message
 
-from penstock.shm.client.client import Overloaded
+from penstock.shm.client import Overloaded
 from tests.frontend.clients.test_openai_sdk import Script, over_the_link, serving, until
 from tests.frontend.harness import FakeBackend, make_app, says, silent, token_ids
 from tests.frontend.named_events import REASONED_CALLS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.shm.client.client import Overloaded, TokenBatch
+from penstock.shm.client import Overloaded, TokenBatch
 from penstock.shm.messages import FailureCode, Finish, Sampling
 from tests.frontend.harness import (
     END_TOKEN,

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.frontend.transport.error_format import anthropic_error
 from penstock.frontend.transport.errors import ApiError, ErrorKind
-from penstock.shm.client.client import BackendUnavailable, Overloaded, TokenBatch
+from penstock.shm.client import BackendUnavailable, Overloaded, TokenBatch
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.endpoints.test_messages import HI, KEYS, PATH, TIME, error
 from tests.frontend.harness import ClientConnection, FakeBackend, silent, token_ids

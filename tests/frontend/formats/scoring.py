@@ -6,17 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.shm.client.client import GenerationRequest, TokenBatch
-from penstock.shm.client.stream import TokenLogprobs
+from penstock.shm.client import GenerationRequest, LogprobEntry, TokenBatch
 from penstock.shm.messages import Finish
 from tests.frontend.harness import END_TOKEN, VOCAB_SIZE, FakeBackend, FakeStream, token_ids
 
 
-def entry(token_id: int, place: int, width: int) -> TokenLogprobs:
+def entry(token_id: int, place: int, width: int) -> LogprobEntry:
     """The token is the second likeliest of its place; whoever asks for fewer is told fewer."""
     top_ids = ((token_id + 1) % VOCAB_SIZE, token_id, *((token_id + 2 + i) % VOCAB_SIZE for i in range(18)))[:width]
     top_logprobs = tuple(-0.25 - 0.25 * rank - place for rank in range(width))
-    return TokenLogprobs(-0.5 - place, 2, top_ids, top_logprobs)
+    return LogprobEntry(-0.5 - place, 2, top_ids, top_logprobs)
 
 
 @dataclass
@@ -51,7 +50,7 @@ def _batches(request: GenerationRequest, ids: list[int], size: int, lowered: flo
             break
     width = request.sampling.num_logprobs
     told = [entry(token, place, max(0, width)) for place, token in enumerate(ids)]
-    told = [TokenLogprobs(t.logprob - lowered, t.rank, t.top_ids, t.top_logprobs) for t in told]
+    told = [LogprobEntry(t.logprob - lowered, t.rank, t.top_ids, t.top_logprobs) for t in told]
     batches = [
         TokenBatch(ids[start : start + size], logprobs=told[start : start + size] if width >= 0 else None)
         for start in range(0, len(ids), size)

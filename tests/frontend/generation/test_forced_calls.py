@@ -23,7 +23,7 @@ from penstock.frontend.generation.guidance import guide_chat
 from penstock.frontend.generation.submission import Guidance
 from penstock.frontend.parsing.deltas import Message
 from penstock.frontend.schemas.chat import ChatBody, check_chat
-from penstock.shm.client.client import TokenBatch
+from penstock.shm.client import TokenBatch
 from penstock.shm.messages import Constraints, Finish, Grammar
 from tests.frontend.harness import FakeStream
 from tests.frontend.response_shapes import ALWAYS_THINKING, MODELS, THINKING_HERMES, Model

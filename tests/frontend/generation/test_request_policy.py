@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.frontend.access.api_keys import tenant_salt
-from penstock.shm.client.client import GenerationRequest, TokenBatch
+from penstock.shm.client import GenerationRequest, TokenBatch
 from penstock.shm.messages import Finish, Sampling
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, model_card, request_bytes, silent, token_ids
 

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from penstock.frontend.generation.structured_output import of_choices
-from penstock.shm.client.client import TokenBatch
+from penstock.shm.client import TokenBatch
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, FailureCode, Finish, Grammar
 from tests.frontend.harness import ClientConnection, FakeBackend, token_ids
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.frontend.parsing.choose import choose_dialect
 from penstock.frontend.parsing.tool_formats.mistral import Mistral
 from penstock.frontend.settings import ParserNames
-from penstock.shm.client.client import TokenBatch
+from penstock.shm.client import TokenBatch
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, Finish, Grammar
 from tests.frontend.harness import CHAT_TEMPLATE, ClientConnection, FakeBackend
 from tests.frontend.parsing.test_reasoning import CHAT, HI, talking
@@ -385,6 +385,6 @@ async def test_a_stream_of_no_tokens_at_all(connect: Callable[..., ClientConnect
 
 
 async def test_tokens_come_one_by_one_where_a_call_may_end_the_answer_and_together_where_nothing_does() -> None:
-    for body, in_bundles in ((TOOLS, False), ({**TOOLS, "tool_choice": "none"}, True), (HI, True)):
+    for body, batch_delivery in ((TOOLS, False), ({**TOOLS, "tool_choice": "none"}, True), (HI, True)):
         backend, _ = await posted(Model(THINKING_HERMES), body, "<think>a</think>b")
-        assert backend.last.in_bundles is in_bundles
+        assert backend.last.batch_delivery is batch_delivery

@@ -11,7 +11,7 @@ import pytest
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
-from penstock.shm.client.client import GenerationRequest
+from penstock.shm.client import GenerationRequest
 from penstock.shm.messages import Constraints, Sampling
 from tests.frontend.formats.scoring import ScoringBackend
 from tests.frontend.harness import (
@@ -177,10 +177,10 @@ async def test_what_reaches_the_backend(
         GenerationRequest(plain.token_ids, 1000 - len(plain.token_ids), Sampling(temperature=0.5, seed=11)),
         stop_token_ids=(END_TOKEN,),
         may_share=True,
-        in_bundles=True,
+        batch_delivery=True,
     )
     await ask(connection, path, stream=stream, **fields)
-    assert backend.last == changed(plain, in_bundles=not stream and "stop" not in fields, **changes)
+    assert backend.last == changed(plain, batch_delivery=not stream and "stop" not in fields, **changes)
 
 
 @PATHS
@@ -380,7 +380,7 @@ async def test_fields_that_are_null_are_not_given(
 
 
 @pytest.mark.parametrize(
-    ("fields", "in_bundles"),
+    ("fields", "batch_delivery"),
     [
         ({}, True),
         ({"n": 2, "logprobs": 1}, True),
@@ -389,8 +389,8 @@ async def test_fields_that_are_null_are_not_given(
     ],
 )
 async def test_tokens_are_wanted_one_by_one_only_where_somebody_reads_them_so(
-    backend: FakeBackend, connection: ClientConnection, fields: dict[str, Any], in_bundles: bool
+    backend: FakeBackend, connection: ClientConnection, fields: dict[str, Any], batch_delivery: bool
 ) -> None:
     response = await connection.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 3, **fields})
     assert response.status == 200
-    assert backend.last.in_bundles is in_bundles
+    assert backend.last.batch_delivery is batch_delivery

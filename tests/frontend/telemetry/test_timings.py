@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.frontend.telemetry.timings import Timings
-from penstock.shm.client.client import GenerationRequest, TokenBatch
+from penstock.shm.client import GenerationRequest, TokenBatch
 from penstock.shm.messages import Finish
 from tests.frontend.harness import ClientConnection, FakeBackend, token_ids
 

@@ -21,18 +21,19 @@ from penstock.shm.buffers.buffer_export import BufferExporter
 from penstock.shm.buffers.device_api import DeviceApi
 from penstock.shm.buffers.shared_buffers import BufferSlice
 from penstock.shm.client.session import Session
-from penstock.shm.link.link import BackendLink, Cancellation, FrontendDeath, Submission
-from penstock.shm.link.rendezvous import Invitation
+from penstock.shm.link.backend_link import BackendLink
+from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
+from penstock.shm.link.join import Invitation
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import (
     PROTOCOL_VERSION,
     BufferContent,
     BufferKind,
-    BufferWish,
+    BufferRequest,
     ContentSpec,
-    Goodbye,
     Hello,
+    Refusal,
     Sampling,
     StepOutputs,
     Submit,
@@ -54,8 +55,8 @@ BOTH = (BufferKind.CUDA, BufferKind.HOST)
 BLOCK = 2 << 20
 
 
-class Refusal(Exception):
-    """The backend has said Goodbye."""
+class WelcomeRefused(Exception):
+    """The backend answered the Hello with a Refusal."""
 
 
 class TurnedBackend:
@@ -94,18 +95,18 @@ class TurnedBackend:
         self.events.remove(event)
         return event
 
-    def invite(self, wish: BufferWish | None) -> Invitation:
-        """Raises Refusal."""
+    def invite(self, buffer_request: BufferRequest | None) -> Invitation:
+        """Raises WelcomeRefused."""
         control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             control.connect(str(self._path))
-            control.send(encode(Hello(PROTOCOL_VERSION, wish)))
+            control.send(encode(Hello(PROTOCOL_VERSION, buffer_request)))
             self.until(lambda: select.select([control], [], [], 0)[0])
             data, fds, _, _ = socket.recv_fds(control, 1 << 16, 5)
             control.setblocking(False)
             answer = decode_welcome(data)
-            if isinstance(answer, Goodbye):
-                raise Refusal(answer.reason)
+            if isinstance(answer, Refusal):
+                raise WelcomeRefused(answer.reason)
         except BaseException:
             control.close()
             raise
@@ -113,9 +114,9 @@ class TurnedBackend:
         return Invitation(control, answer, arena_fd, backend_board_fd, frontend_board_fd, tuple(buffer_fds))
 
     @contextmanager
-    def visit(self, wish: BufferWish) -> Iterator[Invitation]:
+    def visit(self, buffer_request: BufferRequest) -> Iterator[Invitation]:
         """A client that opens nothing of what it is given, and goes without a word."""
-        invitation = self.invite(wish)
+        invitation = self.invite(buffer_request)
         try:
             yield invitation
         finally:
@@ -123,8 +124,8 @@ class TurnedBackend:
             invitation.close_fds()
 
     @contextmanager
-    def client(self, wish: BufferWish | None, device: DeviceApi | None = None) -> Iterator[TurnedClient]:
-        session = Session(self.invite(wish), Ledger(), None if device is None else lambda _uuid: device)
+    def client(self, buffer_request: BufferRequest | None, device: DeviceApi | None = None) -> Iterator[TurnedClient]:
+        session = Session(self.invite(buffer_request), Ledger(), None if device is None else lambda _uuid: device)
         try:
             yield TurnedClient(session, self)
         finally:
@@ -217,8 +218,8 @@ class ClientProcess:
 
 async def _be_client(socket_path: Path, directory: Path) -> None:
     device = FakeDevice(directory)
-    wish = BufferWish(2, BLOCK, (BufferKind.CUDA,))
-    session = await Session.open(socket_path, Ledger(), wish, lambda _uuid: device)
+    buffer_request = BufferRequest(2, BLOCK, (BufferKind.CUDA,))
+    session = await Session.open(socket_path, Ledger(), buffer_request, lambda _uuid: device)
     buffers = session.buffers
     assert buffers is not None
     held = buffers.take()

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.shm.buffers.buffer_export import BufferExporter, ExportedBuffers, Loan, LoanError, WishRefused
+from penstock.shm.buffers.buffer_export import BufferExporter, BufferRequestRefused, ExportedBuffers, Loan, LoanError
 from penstock.shm.buffers.device_api import DeviceRow
 from penstock.shm.buffers.shared_buffers import BuffersExhausted, BufferSlice, SharedBuffer, SharedBuffers
-from penstock.shm.messages import BufferContent, BufferKind, BufferRef, BufferReturn, BufferWish, ContentSpec
+from penstock.shm.messages import BufferContent, BufferKind, BufferRef, BufferRequest, BufferReturn, ContentSpec
 from tests.shm.buffers.buffer_backend import BLOCK, make_submit
 from tests.shm.buffers.fake_device import FakeDevice
 
@@ -115,13 +115,13 @@ class Buffers(RuleBasedStateMachine):
     @precondition(lambda self: len(self.connected()) < 3)
     @rule(num_buffers=st.integers(1, 3), on_device=st.booleans())
     def come(self, num_buffers: int, on_device: bool) -> None:
-        wish = BufferWish(num_buffers, 3 * ROW_BYTES, (BufferKind.CUDA if on_device else BufferKind.HOST,))
+        buffer_request = BufferRequest(num_buffers, 3 * ROW_BYTES, (BufferKind.CUDA if on_device else BufferKind.HOST,))
         death_fd = os.eventfd(0)
         held_bytes = self.exporter.held_bytes
         with patch("os.pidfd_open", lambda _pid: os.dup(death_fd)):
             try:
-                exported = self.exporter.export(wish, 1)
-            except WishRefused:
+                exported = self.exporter.export(buffer_request, 1)
+            except BufferRequestRefused:
                 assert held_bytes + num_buffers * (BLOCK if on_device else 4096) > BUDGET
                 os.close(death_fd)
                 return
@@ -154,7 +154,7 @@ class Buffers(RuleBasedStateMachine):
 
     def _lose(self, client: Client, *, has_closed: bool) -> None:
         client.is_connected = False
-        self.exporter.take_leave(client.exported, has_closed=has_closed)
+        self.exporter.release_client(client.exported, has_closed=has_closed)
         for lent in self.open_loans():
             lent.is_open = lent.client is not client
 

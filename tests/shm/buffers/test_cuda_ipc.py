@@ -19,15 +19,24 @@ from penstock.shm.buffers.device_api import HANDLE_BYTES, DeviceError, DeviceRow
 from penstock.shm.buffers.host_memory import PageLock
 from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice
 from penstock.shm.client.session import Session
-from penstock.shm.link.link import NO_TOKEN, FrontendDeath
+from penstock.shm.link.events import FrontendDeath
 from penstock.shm.memory.ledger import Ledger
-from penstock.shm.messages import BufferContent, BufferGrant, BufferKind, BufferRef, BufferWish, ContentSpec, Finish
+from penstock.shm.messages import (
+    NO_TOKEN,
+    BufferContent,
+    BufferGrant,
+    BufferKind,
+    BufferRef,
+    BufferRequest,
+    ContentSpec,
+    Finish,
+)
 from tests.shm.buffers import fake_device
-from tests.shm.buffers.buffer_backend import BLOCK, HIDDEN, ClientProcess, Refusal, TurnedBackend
+from tests.shm.buffers.buffer_backend import BLOCK, HIDDEN, ClientProcess, TurnedBackend, WelcomeRefused
 from tests.shm.buffers.fake_device import UUID, FakeDevice
 
-ON_DEVICE = BufferWish(2, BLOCK, (BufferKind.CUDA,))
-ON_HOST = BufferWish(2, BLOCK, (BufferKind.HOST,))
+ON_DEVICE = BufferRequest(2, BLOCK, (BufferKind.CUDA,))
+ON_HOST = BufferRequest(2, BLOCK, (BufferKind.HOST,))
 STREAM = 7
 
 
@@ -88,7 +97,7 @@ def test_every_buffer_is_an_allocation_of_whole_blocks(socket_path: Path, device
     backend = TurnedBackend(socket_path, device)
     with pytest.raises(ValueError, match="only multiples"):
         ExportedDeviceMemory(device, 1, BLOCK + 4096)
-    with backend.visit(BufferWish(3, BLOCK + 1, (BufferKind.CUDA,))):
+    with backend.visit(BufferRequest(3, BLOCK + 1, (BufferKind.CUDA,))):
         assert device.allocated_bytes() == [2 * BLOCK_BYTES] * 3
     backend.close()
     device.die()
@@ -338,11 +347,13 @@ def test_the_budget_counts_what_the_dead_may_still_have_open(
 ) -> None:
     backend = TurnedBackend(socket_path, device, budget_bytes=3 * BLOCK)
     with ClientProcess(backend, socket_path, tmp_path) as peer:
-        with pytest.raises(Refusal, match=f"2 shared buffers of {BLOCK} bytes are wanted; {BLOCK} of {3 * BLOCK}"):
+        with pytest.raises(
+            WelcomeRefused, match=f"2 shared buffers of {BLOCK} bytes are wanted; {BLOCK} of {3 * BLOCK}"
+        ):
             backend.invite(ON_DEVICE)
         peer.do("desert")
         backend.until(lambda: backend.exporter.num_orphans)
-        with pytest.raises(Refusal, match="are wanted"):
+        with pytest.raises(WelcomeRefused, match="are wanted"):
             backend.invite(ON_DEVICE)
         peer.kill()
         backend.until(lambda: not backend.exporter.held_bytes)
@@ -395,7 +406,7 @@ def test_a_backend_that_ends_before_its_clients_keeps_nothing_page_locked(
     fds = len(os.listdir("/proc/self/fd"))
     buffers = backend.exporter.export(ON_HOST, os.getpid())
     assert device.registered
-    backend.exporter.take_leave(buffers, has_closed=False)
+    backend.exporter.release_client(buffers, has_closed=False)
     assert backend.exporter.num_orphans == 1
     backend.exporter.close()
     assert (device.registered, backend.exporter.held_bytes, len(os.listdir("/proc/self/fd"))) == ({}, 0, fds)

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.shm.buffers.buffer_export import BufferExporter
 from penstock.shm.buffers.device_api import DeviceError, DeviceRow
-from penstock.shm.client.client import (
+from penstock.shm.client import (
     BackendClient,
     BackendUnavailable,
     BufferGone,
@@ -21,17 +21,18 @@ from penstock.shm.client.client import (
     BufferSlice,
     GenerationRequest,
 )
-from penstock.shm.link.link import NO_TOKEN, FrontendDeath
+from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import (
     MAX_CONTEXT_TOKENS,
     MAX_SHARED_BUFFERS,
+    NO_TOKEN,
     PROTOCOL_VERSION,
     BufferContent,
     BufferGrant,
     BufferKind,
     BufferRef,
+    BufferRequest,
     BufferReturn,
-    BufferWish,
     FailureCode,
     Finish,
     Hello,
@@ -49,9 +50,9 @@ from tests.shm.buffers.buffer_backend import (
     CONTENTS,
     HIDDEN,
     VOCAB,
-    Refusal,
     TurnedBackend,
     TurnedClient,
+    WelcomeRefused,
     make_submit,
 )
 from tests.shm.buffers.fake_device import FakeDevice
@@ -61,7 +62,7 @@ from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, 
 GREEDY = Sampling(temperature=0.0)
 LOGITS, TOKENS, EMBEDDINGS = BufferContent.LOGITS, BufferContent.TOKENS, BufferContent.PROMPT_EMBEDDINGS
 ROW_BYTES = 4 * VOCAB
-ON_HOST = BufferWish(2, 4 * ROW_BYTES)
+ON_HOST = BufferRequest(2, 4 * ROW_BYTES)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_nothing_is_written_after_the_end_nor_beyond_the_loan_nor_out_of_order(
     loan.write(1, row(9.0))  # row 0 is not there yet
     loan.write(0, row(1.0))
     loan.write(0, row(2.0))  # a step that was done again
-    assert not loan.wants(2)
+    assert not loan.needs_row(2)
     loan.write(2, row(9.0))
     backend.link.push(client.session.epoch, 1, NO_TOKEN, Finish.LENGTH)
     loan.write(1, row(9.0))
@@ -237,7 +238,7 @@ def test_a_dead_clients_loans_end(backend: TurnedBackend) -> None:
         loan = backend.submission().output
         assert loan is not None
     backend.until(lambda: any(isinstance(event, FrontendDeath) for event in backend.events))
-    assert not loan.wants(0)
+    assert not loan.needs_row(0)
     loan.write(0, row(1.0))
 
 
@@ -301,7 +302,7 @@ def test_a_buffer_cannot_be_lent_twice(backend: TurnedBackend, client: TurnedCli
     first = backend.submission().output
     backend.until(lambda: backend.link.counters.faults == 1)
     assert first is not None
-    assert first.wants(0)
+    assert first.needs_row(0)
 
 
 def test_a_client_without_buffers_can_lend_none(backend: TurnedBackend) -> None:
@@ -335,17 +336,17 @@ def test_a_client_believes_no_return_of_what_it_has_not_lent(
 
 
 @pytest.mark.parametrize(
-    ("wish", "reason"),
+    ("buffer_request", "reason"),
     [
-        (BufferWish(1, 4096, (BufferKind.CUDA,)), "can use cuda buffers, the backend shares host buffers"),
-        (BufferWish(64, 1 << 30), "64 shared buffers of 1073741824 bytes are wanted; 1073741824 of"),
+        (BufferRequest(1, 4096, (BufferKind.CUDA,)), "can use cuda buffers, the backend shares host buffers"),
+        (BufferRequest(64, 1 << 30), "64 shared buffers of 1073741824 bytes are wanted; 1073741824 of"),
     ],
 )
 def test_a_wish_that_cannot_be_granted_is_refused_with_the_reason(
-    backend: TurnedBackend, wish: BufferWish, reason: str
+    backend: TurnedBackend, buffer_request: BufferRequest, reason: str
 ) -> None:
-    with pytest.raises(Refusal, match=reason):
-        backend.invite(wish)
+    with pytest.raises(WelcomeRefused, match=reason):
+        backend.invite(buffer_request)
     assert backend.exporter.held_bytes == 0
 
 
@@ -353,8 +354,8 @@ def test_a_wish_that_cannot_be_granted_is_refused_with_the_reason(
 
 
 @asynccontextmanager
-async def connected(socket_path: Path, wish: BufferWish = ON_HOST) -> AsyncIterator[BackendClient]:
-    client = BackendClient(socket_path, buffers=wish)
+async def connected(socket_path: Path, buffer_request: BufferRequest = ON_HOST) -> AsyncIterator[BackendClient]:
+    client = BackendClient(socket_path, buffers=buffer_request)
     await client.start()
     try:
         await until(lambda: client.ready)
@@ -545,7 +546,7 @@ async def test_where_the_gpu_cannot_be_opened_the_hosts_buffers_serve(
     device = FakeDevice(tmp_path)
     exporter = BufferExporter(BOTH, CONTENTS, 8 * BLOCK, device)
     with ScriptedBackend(socket_path, Script(exporter=exporter)):
-        client = BackendClient(socket_path, buffers=BufferWish(2, 4096, BOTH), open_device=no_device)
+        client = BackendClient(socket_path, buffers=BufferRequest(2, 4096, BOTH), open_device=no_device)
         await client.start()
         await until(lambda: client.ready)
         assert client.take_buffer().view().nbytes == 4096
@@ -553,7 +554,7 @@ async def test_where_the_gpu_cannot_be_opened_the_hosts_buffers_serve(
         assert device.num_allocated == 0  # it had said farewell
         await client.close()
     with pytest.raises(ValueError, match="needs open_device"):
-        BackendClient(socket_path, buffers=BufferWish(1, 1, BOTH))
+        BackendClient(socket_path, buffers=BufferRequest(1, 1, BOTH))
 
 
 # Messages
@@ -578,11 +579,18 @@ def test_a_reference_beyond_its_bounds_is_no_message(ref: BufferRef, field: str)
 
 
 @pytest.mark.parametrize(
-    "wish", [BufferWish(0, 1), BufferWish(65, 1), BufferWish(1, 0), BufferWish(1, (1 << 30) + 1), BufferWish(1, 1, ())]
+    "buffer_request",
+    [
+        BufferRequest(0, 1),
+        BufferRequest(65, 1),
+        BufferRequest(1, 0),
+        BufferRequest(1, (1 << 30) + 1),
+        BufferRequest(1, 1, ()),
+    ],
 )
-def test_a_wish_beyond_its_bounds_is_no_hello(wish: BufferWish) -> None:
+def test_a_wish_beyond_its_bounds_is_no_hello(buffer_request: BufferRequest) -> None:
     with pytest.raises(WireError):
-        decode_hello(encode(Hello(PROTOCOL_VERSION, wish)))
+        decode_hello(encode(Hello(PROTOCOL_VERSION, buffer_request)))
 
 
 def test_the_longest_grant_fits_a_welcome_and_odd_handles_do_not() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from penstock.shm.client.client import (
+from penstock.shm.client import (
     BackendClient,
     BackendUnavailable,
     GenerationRequest,
@@ -439,10 +439,10 @@ async def test_the_frontends_board_tells_its_counts_to_the_backend(socket_path: 
 async def test_tokens_that_come_together_share_the_time_since_the_one_before(
     socket_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.shm.link.peer._BUNDLE_S", 60.0)
+    monkeypatch.setattr("penstock.shm.link.connected_frontend._MAX_HOLD_S", 60.0)
     with ScriptedBackend(socket_path, Script(step_s=0.01)) as backend:
         async with connected(socket_path) as client:
-            bundled = replace(request([1], 9), in_bundles=True)
+            bundled = replace(request([1], 9), batch_delivery=True)
             batches = [batch async for batch in client.submit(bundled)]
             assert [len(batch.token_ids) for batch in batches] == [1, 8]
             assert [token for batch in batches for token in batch.token_ids] == expected_tokens([1], 9)
@@ -734,7 +734,7 @@ async def test_a_request_that_kills_backends_is_given_up_and_others_finish(socke
 async def test_a_backend_of_another_protocol_version_is_refused_and_logged(
     socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("penstock.shm.link.rendezvous.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    monkeypatch.setattr("penstock.shm.link.join.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
     with BackendProcess(socket_path):
         client = BackendClient(socket_path)
         await client.start()
@@ -746,7 +746,7 @@ async def test_a_backend_of_another_protocol_version_is_refused_and_logged(
 LIGHT = """
 import asyncio, json, sys
 from pathlib import Path
-from penstock.shm.client.client import BackendClient, GenerationRequest
+from penstock.shm.client import BackendClient, GenerationRequest
 from penstock.shm.messages import Sampling
 
 async def main() -> None:

@@ -21,15 +21,17 @@ import pytest
 import zmq
 
 from penstock.shm.client.session import Session
-from penstock.shm.link import link, peer
-from penstock.shm.link.link import NO_TOKEN, BackendLink, Cancellation, FrontendDeath, Submission
-from penstock.shm.link.peer import MAX_EVENTS_PER_MESSAGE, MAX_LOGPROBS_PER_MESSAGE
-from penstock.shm.link.rendezvous import Invitation
+from penstock.shm.link import backend_link, connected_frontend
+from penstock.shm.link.backend_link import BackendLink
+from penstock.shm.link.connected_frontend import MAX_EVENTS_PER_MESSAGE, MAX_LOGPROBS_PER_MESSAGE
+from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
+from penstock.shm.link.join import Invitation
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import (
     MAX_LOGPROBS,
     MAX_TO_FRONTEND_BYTES,
+    NO_TOKEN,
     PROTOCOL_VERSION,
     ArenaRef,
     Cancel,
@@ -38,8 +40,8 @@ from penstock.shm.messages import (
     Failure,
     FailureCode,
     Finish,
-    Goodbye,
     Hello,
+    Refusal,
     Sampling,
     Started,
     StepOutputs,
@@ -245,7 +247,7 @@ def test_tokens_of_several_requests_are_pushed_together_and_those_of_closed_ones
 def test_tokens_that_nobody_waits_for_are_sent_with_the_first_that_somebody_does(backend: Backend) -> None:
     with backend.session() as frontend:
         for request_id in (1, 2):
-            frontend.submit(request_id, [1], in_bundles=True)
+            frontend.submit(request_id, [1], batch_delivery=True)
         frontend.submit(3, [1])
         backend.until(Submission, 3)
         link, epoch = backend.link, frontend.epoch
@@ -273,12 +275,12 @@ def test_tokens_that_nobody_waits_for_are_sent_with_the_first_that_somebody_does
 
 def test_tokens_that_nobody_waits_for_are_not_kept_for_long(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     with backend.session() as frontend:
-        frontend.submit(1, [1], in_bundles=True)
+        frontend.submit(1, [1], batch_delivery=True)
         backend.until(Submission)
         backend.link.push_tokens(frontend.epoch, [1], [10])
         backend.link.flush()
         assert backend.link.counters.messages_out == 0
-        monkeypatch.setattr(peer, "_BUNDLE_S", 0.0)
+        monkeypatch.setattr(connected_frontend, "_MAX_HOLD_S", 0.0)
         backend.link.flush()
         assert columns(frontend.receive(1)) == [(1, 10, 0)]
 
@@ -464,7 +466,7 @@ def test_a_frontend_that_returns_no_credit_is_given_up(backend: Backend) -> None
 def test_more_events_than_one_message_takes_are_split_in_order(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "MAX_EVENTS_PER_MESSAGE", 10)
+    monkeypatch.setattr(connected_frontend, "MAX_EVENTS_PER_MESSAGE", 10)
     assert MAX_EVENTS_PER_MESSAGE > 10
     with backend.session() as frontend:
         for request_id in range(25):
@@ -493,9 +495,11 @@ def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(backend:
             backend.link.push_prompt_logprobs(*names, told)
             backend.link.push(*names, index, logprobs=told)
         sizes = []
-        original = link.encode
+        original = backend_link.encode
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(link, "encode", lambda message: sizes.append(len(original(message))) or original(message))
+            patch.setattr(
+                backend_link, "encode", lambda message: sizes.append(len(original(message))) or original(message)
+            )
             backend.link.flush()
         outputs = frontend.receive(2)
         assert max(sizes) <= MAX_TO_FRONTEND_BYTES
@@ -539,7 +543,7 @@ def test_without_memory_a_newcomer_is_told_and_others_stay(backend: Backend, mon
             while not select.select([newcomer], [], [], 0)[0]:
                 backend.turn(0.1)
             answer = decode_welcome(newcomer.recv(4096))
-            assert isinstance(answer, Goodbye)
+            assert isinstance(answer, Refusal)
             assert "no memory" in answer.reason
         with backend.session():
             frontend.submit(1, [1])
@@ -601,7 +605,7 @@ def test_a_backend_that_closes_delivers_what_it_flushed(socket_path: Path) -> No
 FRONTEND_PROCESS = """
 import asyncio, sys
 from pathlib import Path
-from penstock.shm.client.client import BackendClient, GenerationRequest
+from penstock.shm.client import BackendClient, GenerationRequest
 from penstock.shm.messages import Sampling
 
 async def main() -> None:

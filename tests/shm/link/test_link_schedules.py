@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.shm.link.link import NO_TOKEN, Cancellation, FrontendDeath, Submission
+from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.memory.arena import ArenaFull
-from penstock.shm.messages import Cancel, Credit, Finish, StepOutputs
+from penstock.shm.messages import NO_TOKEN, Cancel, Credit, Finish, StepOutputs
 from tests.shm.link.test_link import Backend, Event, Frontend, columns
 
 TINY, LONG = [1, 2], list(range(4100))

@@ -17,16 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.shm.link.rendezvous import (
-    AddressInUse,
-    CannotListen,
-    Invitation,
-    Refused,
-    Rendezvous,
-    UnsafeDirectory,
-    join,
-)
-from penstock.shm.messages import PROTOCOL_VERSION, Cancel, Goodbye, Hello, Welcome, decode_welcome, encode
+from penstock.shm.link.join import Invitation, Refused, join
+from penstock.shm.link.rendezvous import AddressInUse, CannotListen, Rendezvous, UnsafeDirectory
+from penstock.shm.messages import PROTOCOL_VERSION, Cancel, Hello, Refusal, Welcome, decode_welcome, encode
 from tests.shm.scripted_backend import BackendProcess, ScriptedBackend, model_card
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +53,7 @@ def settle(rendezvous: Rendezvous) -> None:
 def reason(peer: socket.socket) -> str:
     """The backend's last word, after which it has closed the connection."""
     answer = decode_welcome(peer.recv(4096))
-    assert isinstance(answer, Goodbye)
+    assert isinstance(answer, Refusal)
     assert peer.recv(1) == b""
     return answer.reason
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from penstock.shm.client.client import BackendClient, GenerationRequest
-from penstock.shm.link.link import BackendLink, Submission
+from penstock.shm.client import BackendClient, GenerationRequest
+from penstock.shm.link.backend_link import BackendLink
+from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import Finish, ModelCard, Sampling, Started
 from penstock.tools.bench.harness.processes import stop_with_parent
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.shm.client.client import TokenStream
+    from penstock.shm.client import TokenStream
     from penstock.tools.bench.harness.run import Bench
 
 STEP_S = 0.004

@@ -19,8 +19,8 @@ from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import EngineLimits, Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
-from penstock.shm.link.link import Submission
-from penstock.shm.link.peer import Peer
+from penstock.shm.link.connected_frontend import ConnectedFrontend
+from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import EventLogprobs, Failure, Finish, Sampling, Started, Submit, encode
 from penstock.tools.bench.harness.report import make_table
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
-    from penstock.shm.link.events import Event
-    from penstock.shm.link.rendezvous import Connection
+    from penstock.shm.link.events import LinkEvent
+    from penstock.shm.link.rendezvous import ControlConnection
     from penstock.tools.bench.harness.run import Bench
 
 _NUM_FRONTENDS = 4
@@ -84,12 +84,14 @@ class UnsentLink:
     """BackendLink without sockets: every message is made and none is sent."""
 
     def __init__(self) -> None:
-        self.arrivals: list[Event] = []
-        no_connection = cast("Connection", None)
-        self._peers = {epoch: Peer(epoch, no_connection, _CONTEXT_TOKENS, 1) for epoch in range(_NUM_FRONTENDS)}
-        self._pending: dict[int, Peer] = {}
+        self.arrivals: list[LinkEvent] = []
+        no_connection = cast("ControlConnection", None)
+        self._peers = {
+            epoch: ConnectedFrontend(epoch, no_connection, _CONTEXT_TOKENS, 1) for epoch in range(_NUM_FRONTENDS)
+        }
+        self._pending: dict[int, ConnectedFrontend] = {}
 
-    def receive(self) -> list[Event]:
+    def receive(self) -> list[LinkEvent]:
         arrived, self.arrivals = self.arrivals, []
         return arrived
 

@@ -23,7 +23,7 @@ from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import EngineLimits, Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
-from penstock.shm.link.link import Cancellation, Submission
+from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import Finish, Sampling, Submit
 from penstock.tools.bench.components.scheduling import UnsentLink

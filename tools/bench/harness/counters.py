@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.shm.client.client import BackendClient
+from penstock.shm.client import BackendClient
 from penstock.tools.bench.load_generator.sending import BenchError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.text.chat_template import ChatTemplate
-from penstock.shm.client.client import Overloaded, TokenBatch
+from penstock.shm.client import Overloaded, TokenBatch
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.endpoints.responses.test_responses import HI, MODEL, PATH, TIME, WEATHER, prompt, talking
 from tests.frontend.harness import END_TOKEN, ClientConnection, FakeBackend, make_app, model_card, silent, token_ids

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.shm.client.client import TokenBatch
-from penstock.shm.client.stream import TokenLogprobs
+from penstock.shm.client import LogprobEntry, TokenBatch
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.harness import (
     END_TOKEN,
@@ -203,9 +202,9 @@ async def test_logprobs_are_told_with_the_text(connection: ClientConnection, bac
     ids = token_ids("Hello")
 
     def script(request: Any) -> list[TokenBatch]:
-        told = [TokenLogprobs(-0.5, 1, (token,), (-0.5,)) for token in ids]
+        told = [LogprobEntry(-0.5, 1, (token,), (-0.5,)) for token in ids]
         batches = [TokenBatch([token], logprobs=[logprob]) for token, logprob in zip(ids, told, strict=True)]
-        return [*batches, TokenBatch([END_TOKEN], Finish.STOP, logprobs=[TokenLogprobs(-1.0, 1)])]
+        return [*batches, TokenBatch([END_TOKEN], Finish.STOP, logprobs=[LogprobEntry(-1.0, 1)])]
 
     backend.script = script
     body = {**HI, "include": ["message.output_text.logprobs"], "top_logprobs": 1}

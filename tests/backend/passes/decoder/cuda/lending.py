@@ -9,12 +9,12 @@ import numpy as np
 
 from penstock.shm.buffers.buffer_export import BufferExporter
 from penstock.shm.buffers.cuda_ipc import ExportedDeviceMemory
-from penstock.shm.link.link import Cancellation, FrontendDeath, Submission
+from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.messages import (
     BufferContent,
     BufferKind,
     BufferRef,
-    BufferWish,
+    BufferRequest,
     ContentSpec,
     Finish,
     Sampling,
@@ -71,8 +71,8 @@ class LendingLink(ScriptedLink):
     ) -> Loan:
         """The loan of the prompt."""
         if frontend not in self.clients:
-            wish = BufferWish(_NUM_BUFFERS, _BUFFER_BYTES, (self._kind,))
-            self.clients[frontend] = self.exporter.export(wish, os.getpid())
+            buffer_request = BufferRequest(_NUM_BUFFERS, _BUFFER_BYTES, (self._kind,))
+            self.clients[frontend] = self.exporter.export(buffer_request, os.getpid())
         index = self._free_buffer(frontend)
         self._write(frontend, index, rows.tobytes())
         ref, loan = self._lend(frontend, request_id, index, BufferContent.PROMPT_EMBEDDINGS, len(rows))
@@ -135,7 +135,7 @@ class LendingLink(ScriptedLink):
         client = self.clients.pop(frontend)
         for key in [key for key in self._loans if key[0] == frontend]:
             del self._loans[key]
-        self.exporter.take_leave(client, has_closed=True)
+        self.exporter.release_client(client, has_closed=True)
         assert client.num_lent == client.num_returned
         self.dead.add(frontend)
 

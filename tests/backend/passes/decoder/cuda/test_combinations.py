@@ -15,7 +15,7 @@ import torch
 from penstock.backend.engine.executor import ExecutorFailed
 from penstock.backend.passes.decoder.cuda.device.link_probe import LinkSpeed
 from penstock.shm.buffers.device_api import DeviceError
-from penstock.shm.link.link import FrontendDeath
+from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Constraints, Finish, Sampling
 from tests.backend.harness import GREEDY, Bench, Received
 from tests.backend.passes.decoder.cuda.deferred_device import DeferredCudaPass

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from penstock.backend.buffers.shared_prompts import SharedPromptRows
-from penstock.shm.client.client import BufferSlice, GenerationRequest
-from penstock.shm.messages import BufferContent, BufferKind, BufferWish, Sampling
+from penstock.shm.client import BufferSlice, GenerationRequest
+from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, Sampling
 from tests.backend.passes.decoder.cuda.emulator_shared_device import EmulatorSharedDevice
 from tests.backend.passes.decoder.cuda.tiny_models import VOCAB_SIZE, make_pass, oracle, oracle_logits, prompts
 from tests.backend.served import connected, generate, served
@@ -50,7 +50,7 @@ async def test_clients_get_the_passes_rows_on_the_device(
         return forward_pass
 
     device, clients_device = EmulatorSharedDevice(tmp_path), FakeDevice(tmp_path)
-    wish = BufferWish(2, NUM_ROWS * 4 * VOCAB_SIZE, (BufferKind.CUDA,))
+    wish = BufferRequest(2, NUM_ROWS * 4 * VOCAB_SIZE, (BufferKind.CUDA,))
     with served(load, "cuda", device, num_pages=NUM_PAGES, page_size=PAGE_SIZE) as path:
         async with connected(path, wish, clients_device) as client:
             asked = [(prompt, client.take_buffer()) for prompt in prompts((7, 17))]
@@ -96,7 +96,7 @@ async def test_clients_hand_in_embeddings_and_get_what_their_tokens_get(
     table = oracle("llama3").get_input_embeddings()
     greedy = Sampling(temperature=0.0)
     with served(load, "auto", device, num_pages=NUM_PAGES, page_size=PAGE_SIZE) as path:
-        async with connected(path, BufferWish(2, 1 << 13, (kind,)), clients_device) as client:
+        async with connected(path, BufferRequest(2, 1 << 13, (kind,)), clients_device) as client:
             streams = [generate(client, GenerationRequest(prompt, 5, greedy)) for prompt in asked]
             for prompt in asked:
                 buffer = client.take_buffer()

@@ -13,22 +13,22 @@ import os
 import secrets
 import time
 from collections import deque
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
 
-from penstock.shm.buffers.buffer_export import LoanError, WishRefused
-from penstock.shm.link.events import Cancellation, Event, FrontendDeath, Submission
-from penstock.shm.link.peer import Peer
+from penstock.shm.buffers.buffer_export import BufferRequestRefused, LoanError
+from penstock.shm.link.connected_frontend import ConnectedFrontend
+from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Submission
 from penstock.shm.link.rendezvous import Rendezvous, private_umask
+from penstock.shm.link.zmq_sockets import HANDSHAKE_TIMEOUT_S, MAX_REQUESTS_IN_FLIGHT, new_socket, receive
 from penstock.shm.memory.arena import DescriptorError
 from penstock.shm.memory.board import FrontendTotals
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import (
     MAX_TO_BACKEND_BYTES,
-    MAX_TO_FRONTEND_BYTES,
+    NO_TOKEN,
     Cancel,
     Credit,
     EventLogprobs,
@@ -37,12 +37,10 @@ from penstock.shm.messages import (
     Finish,
     ModelCard,
     Started,
-    StepOutputs,
     Submit,
     Welcome,
     WireError,
     decode_to_backend,
-    decode_to_frontend,
     encode,
 )
 
@@ -50,120 +48,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.shm.buffers.buffer_export import BufferExporter, ExportedBuffers
-    from penstock.shm.link.rendezvous import Connection
+    from penstock.shm.link.rendezvous import ControlConnection
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
-
-__all__ = ["NO_TOKEN", "BackendLink", "Cancellation", "FrontendDeath", "FrontendLink", "LinkBroken", "Submission"]
 
 _log = logging.getLogger("penstock.link")
 
 MAX_FAULTS = 3
 """Bad messages or descriptors after which a frontend is not listened to any more."""
 _MAX_MESSAGES_PER_TURN = 4096
-_MAX_REQUESTS_IN_FLIGHT = 1024
-"""Messages of one frontend between the processes; what comes on top waits in the frontend."""
-_HANDSHAKE_TIMEOUT_S = 3.0
 _LAST_WORDS_MS = 1000
 """How long a closing backend waits for what it has sent to reach its frontends."""
 _RETRY_S = 0.02
 _TOTALS_EVERY_S = 0.25
-_ONE_PART = 1
-NO_TOKEN = -1
-
-
-if zmq.zmq_version_info() < (4, 3, 5):
-    raise ImportError(f"libzmq {zmq.zmq_version()} is too old; 4.3.5 or later is needed")
-
-
-class LinkBroken(Exception):
-    """The backend's messages do not add up: one is missing, malformed or has parts too many."""
-
-
-def _new_socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, *, max_unsent: int, max_unread: int, max_message_bytes: int
-) -> zmq.Socket[bytes]:
-    zsocket = context.socket(kind)
-    zsocket.setsockopt(zmq.LINGER, 0)
-    zsocket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    zsocket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_TIMEOUT_S * 1000))
-    zsocket.setsockopt(zmq.SNDHWM, max_unsent)
-    zsocket.setsockopt(zmq.RCVHWM, max_unread)
-    return zsocket
-
-
-def _receive(zsocket: zmq.Socket[bytes], num_parts: int) -> list[bytes] | None:
-    """One message, or None when none is there. Parts beyond num_parts + 1 are dropped: the length tells."""
-    try:
-        parts = [zsocket.recv(zmq.NOBLOCK)]
-    except zmq.Again:
-        return None
-    while zsocket.getsockopt(zmq.RCVMORE):
-        part = zsocket.recv(zmq.NOBLOCK)
-        if len(parts) <= num_parts:
-            parts.append(part)
-    return parts
-
-
-class FrontendLink:
-    """The frontend's end. Watch `fd` for reading and `drain` at each wake: the fd tells of changes, not of states.
-
-    Without ZMQ_IMMEDIATE, for with it a disconnection discards what has been received and not been read yet. Messages
-    that it would have kept from queueing towards a dead backend end here with the link, when the control socket ends.
-    """
-
-    def __init__(self, welcome: Welcome) -> None:
-        """Begins to connect. Raises OSError."""
-        self._next_sequence = 0
-        with ExitStack() as opened:
-            context = zmq.Context()
-            opened.callback(context.term)
-            try:
-                self._socket = _new_socket(
-                    context,
-                    zmq.DEALER,
-                    max_unsent=_MAX_REQUESTS_IN_FLIGHT,
-                    max_unread=4 * welcome.credit,
-                    max_message_bytes=MAX_TO_FRONTEND_BYTES,
-                )
-                opened.callback(self._socket.close)
-                self._socket.setsockopt(zmq.IDENTITY, welcome.identity)
-                self._socket.connect(welcome.endpoint)
-            except zmq.ZMQError as error:
-                raise OSError(error.errno, str(error)) from None
-            self._opened = opened.pop_all()
-        self.fd = int(self._socket.getsockopt(zmq.FD))
-
-    def send(self, message: Submit | Cancel | Credit) -> bool:
-        """False when it cannot be sent at present; `fd` wakes when that changes. Afterwards look at `readable`."""
-        try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    @property
-    def readable(self) -> bool:
-        """To be asked after each send, which may have swallowed the fd's wake-up."""
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def drain(self) -> list[StepOutputs]:
-        """All messages that are there. Raises LinkBroken; the link is of no more use then."""
-        outputs = []
-        while (parts := _receive(self._socket, _ONE_PART)) is not None:
-            if len(parts) != _ONE_PART:
-                raise LinkBroken("a message of several parts")
-            try:
-                output = decode_to_frontend(parts[0])
-            except WireError as error:
-                raise LinkBroken(str(error)) from None
-            if output.sequence != self._next_sequence:
-                raise LinkBroken(f"message {output.sequence} came where {self._next_sequence} was due")
-            self._next_sequence += 1
-            outputs.append(output)
-        return outputs
-
-    def close(self) -> None:
-        self._opened.close()
 
 
 @dataclass(slots=True)
@@ -209,24 +105,24 @@ class BackendLink:
         self._totals = FrontendTotals()
         self._totals_due_s = 0.0
         self._credit = credit
-        self._frontends: dict[int, Peer] = {}
-        self._by_identity: dict[bytes, Peer] = {}
-        self._pending: dict[int, Peer] = {}  # those with columns that are not empty
-        self._events: deque[Event] = deque()
+        self._frontends: dict[int, ConnectedFrontend] = {}
+        self._by_identity: dict[bytes, ConnectedFrontend] = {}
+        self._pending: dict[int, ConnectedFrontend] = {}  # those with columns that are not empty
+        self._events: deque[LinkEvent] = deque()
         self._wake_fd = -1
         self._next_epoch = secrets.randbits(62)
         self.counters = LinkCounters()
         self.ledger = Ledger()
         self._rendezvous = Rendezvous(
-            socket_path, max_connections=max_frontends, handshake_timeout_s=_HANDSHAKE_TIMEOUT_S
+            socket_path, max_connections=max_frontends, handshake_timeout_s=HANDSHAKE_TIMEOUT_S
         )
         self._message_path = socket_path.with_name(socket_path.name + ".zmq")
         self._context = zmq.Context()
-        self._socket = _new_socket(
+        self._socket = new_socket(
             self._context,
             zmq.ROUTER,
             max_unsent=4 * credit,
-            max_unread=_MAX_REQUESTS_IN_FLIGHT,
+            max_unread=MAX_REQUESTS_IN_FLIGHT,
             max_message_bytes=MAX_TO_BACKEND_BYTES,
         )
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -288,7 +184,7 @@ class BackendLink:
 
     # Receiving
 
-    def receive(self) -> list[Event]:
+    def receive(self) -> list[LinkEvent]:
         """All that has happened, in order; never blocks. Answers by itself what is malformed.
 
         Several times a second it also adds up the frontends' boards on the backend's.
@@ -303,7 +199,7 @@ class BackendLink:
 
     def _receive_messages(self) -> None:
         for _ in range(_MAX_MESSAGES_PER_TURN):
-            parts = _receive(self._socket, 2)
+            parts = receive(self._socket, 2)
             if parts is None:
                 return
             self.counters.messages_in += 1
@@ -318,7 +214,7 @@ class BackendLink:
             except WireError:
                 self._fault(frontend)
 
-    def _take(self, frontend: Peer, message: Submit | Cancel | Credit) -> None:
+    def _take(self, frontend: ConnectedFrontend, message: Submit | Cancel | Credit) -> None:
         match message:
             case Submit():
                 self._take_submit(frontend, message)
@@ -333,7 +229,7 @@ class BackendLink:
                 if frontend.epoch in self._pending and frontend.is_due:
                     self._flush_one(frontend)
 
-    def _take_submit(self, frontend: Peer, submit: Submit) -> None:
+    def _take_submit(self, frontend: ConnectedFrontend, submit: Submit) -> None:
         if submit.request_id in frontend.open_requests:
             raise WireError(f"request {submit.request_id} is open already")
         frontend.open(submit)
@@ -352,12 +248,12 @@ class BackendLink:
             self.push(frontend.epoch, submit.request_id, NO_TOKEN)
         self._events.append(Submission(frontend.epoch, submit, tokens, output, embeddings))
 
-    def _close_request(self, frontend: Peer, request_id: int) -> None:
+    def _close_request(self, frontend: ConnectedFrontend, request_id: int) -> None:
         frontend.end(request_id)
         if frontend.num_unsent:
             self._pending[frontend.epoch] = frontend
 
-    def _fault(self, frontend: Peer) -> None:
+    def _fault(self, frontend: ConnectedFrontend) -> None:
         self.counters.faults += 1
         frontend.num_faults += 1
         if frontend.num_faults == MAX_FAULTS:
@@ -377,16 +273,16 @@ class BackendLink:
         if self._exporter is not None:
             self._exporter.reap()
 
-    def _welcome(self, connection: Connection) -> None:
+    def _welcome(self, connection: ControlConnection) -> None:
         epoch = self._next_epoch
         self._next_epoch += 1
         try:
             buffers = self._export_buffers(connection)
-        except WishRefused as refusal:
+        except BufferRequestRefused as refusal:
             self._rendezvous.refuse(connection, str(refusal))
             return
         try:
-            frontend = Peer(epoch, connection, self._card.max_context_tokens, self._credit, buffers)
+            frontend = ConnectedFrontend(epoch, connection, self._card.max_context_tokens, self._credit, buffers)
         except OSError as error:
             self._take_back_buffers(buffers, has_closed=True)
             # No memory or fds for one more: it may come again, and those that are here stay.
@@ -412,26 +308,26 @@ class BackendLink:
         else:
             self._bury(frontend)
 
-    def _export_buffers(self, connection: Connection) -> ExportedBuffers | None:
-        """Raises WishRefused."""
-        wish = connection.hello.buffers if connection.hello is not None else None
-        if wish is None:
+    def _export_buffers(self, connection: ControlConnection) -> ExportedBuffers | None:
+        """Raises BufferRequestRefused."""
+        buffer_request = connection.hello.buffers if connection.hello is not None else None
+        if buffer_request is None:
             return None
         if self._exporter is None:
-            raise WishRefused("this backend shares no buffers")
-        return self._exporter.export(wish, connection.pid)
+            raise BufferRequestRefused("this backend shares no buffers")
+        return self._exporter.export(buffer_request, connection.pid)
 
     def _take_back_buffers(self, buffers: ExportedBuffers | None, *, has_closed: bool) -> None:
         if buffers is not None and self._exporter is not None:
-            self._exporter.take_leave(buffers, has_closed=has_closed)
+            self._exporter.release_client(buffers, has_closed=has_closed)
 
-    def _bury(self, frontend: Peer) -> None:
+    def _bury(self, frontend: ConnectedFrontend) -> None:
         """Exactly once per frontend: it is found in the tables by every caller."""
         del self._frontends[frontend.epoch]
         del self._by_identity[frontend.identity]
         self._pending.pop(frontend.epoch, None)
         self._rendezvous.drop(frontend.connection)
-        self._take_back_buffers(frontend.buffers, has_closed=frontend.connection.said_farewell)
+        self._take_back_buffers(frontend.buffers, has_closed=frontend.connection.has_closed_buffers)
         self._totals.retire(frontend.board)
         frontend.close()
         self.ledger.release("frontend", frontend.epoch)
@@ -511,7 +407,7 @@ class BackendLink:
             if frontend.is_due:
                 self._flush_one(frontend)
 
-    def _flush_one(self, frontend: Peer) -> None:
+    def _flush_one(self, frontend: ConnectedFrontend) -> None:
         while frontend.num_unsent:
             if not frontend.credit or not self._send(frontend):
                 if frontend.waiting_since_s is None:
@@ -520,7 +416,7 @@ class BackendLink:
         frontend.waiting_since_s = None
         del self._pending[frontend.epoch]
 
-    def _send(self, frontend: Peer) -> bool:
+    def _send(self, frontend: ConnectedFrontend) -> bool:
         outputs = frontend.next_outputs()
         try:
             self._socket.send(frontend.identity, zmq.NOBLOCK | zmq.SNDMORE)

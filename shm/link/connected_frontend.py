@@ -30,24 +30,24 @@ from penstock.shm.messages import (
 
 if TYPE_CHECKING:
     from penstock.shm.buffers.buffer_export import ExportedBuffers, Loan
-    from penstock.shm.link.rendezvous import Connection
+    from penstock.shm.link.rendezvous import ControlConnection
     from penstock.shm.messages import BufferReturn, Submit
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
-_BUNDLE_S = 0.25
+_MAX_HOLD_S = 0.25
 """What nobody waits for is kept this long: by then the engine's next turn sends it."""
 MAX_LOGPROBS_PER_MESSAGE = 1 << 13
 """Of the prompts' and the others together. At most 20 likeliest tokens each, 14 bytes apiece: with the events they stay
 under a message's limit."""
 
 
-class Peer:
+class ConnectedFrontend:
     """Lives from the welcome to the death. Private to the backend: nothing in it can be reached by the frontend."""
 
     def __init__(
         self,
         epoch: int,
-        connection: Connection,
+        connection: ControlConnection,
         max_context_tokens: int,
         credit: int,
         buffers: ExportedBuffers | None = None,
@@ -163,7 +163,7 @@ class Peer:
     def open(self, submit: Submit) -> None:
         """A request that is not open."""
         self.open_requests.add(submit.request_id)
-        if submit.in_bundles:
+        if submit.batch_delivery:
             self._in_bundles.add(submit.request_id)
 
     def end(self, request_id: int) -> None:
@@ -188,7 +188,7 @@ class Peer:
     def is_due(self) -> bool:
         """What is not sent yet is waited for, or has waited long enough."""
         held_s = 0.0 if self._held_since_s is None else time.monotonic() - self._held_since_s
-        return self._is_urgent or held_s >= _BUNDLE_S
+        return self._is_urgent or held_s >= _MAX_HOLD_S
 
     def _hold(self) -> None:
         """An event was added that may wait."""

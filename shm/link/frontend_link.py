@@ -1,0 +1,82 @@
+"""The frontend's end of the link: sends requests, receives StepOutputs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import zmq
+
+from penstock.shm.link.zmq_sockets import MAX_REQUESTS_IN_FLIGHT, new_socket, receive
+from penstock.shm.messages import MAX_TO_FRONTEND_BYTES, WireError, decode_to_frontend, encode
+
+if TYPE_CHECKING:
+    from penstock.shm.messages import Cancel, Credit, StepOutputs, Submit, Welcome
+
+_ONE_PART = 1
+
+
+class LinkBroken(Exception):
+    """The backend's messages are inconsistent: one is missing, malformed or has too many parts."""
+
+
+class FrontendLink:
+    """The frontend's end. Watch `fd` for reading and `drain` at each wake: the fd tells of changes, not of states.
+
+    Without ZMQ_IMMEDIATE, for with it a disconnection discards what has been received and not been read yet. Messages
+    that it would have kept from queueing towards a dead backend end here with the link, when the control socket ends.
+    """
+
+    def __init__(self, welcome: Welcome) -> None:
+        """Begins to connect. Raises OSError."""
+        self._next_sequence = 0
+        with ExitStack() as opened:
+            context = zmq.Context()
+            opened.callback(context.term)
+            try:
+                self._socket = new_socket(
+                    context,
+                    zmq.DEALER,
+                    max_unsent=MAX_REQUESTS_IN_FLIGHT,
+                    max_unread=4 * welcome.credit,
+                    max_message_bytes=MAX_TO_FRONTEND_BYTES,
+                )
+                opened.callback(self._socket.close)
+                self._socket.setsockopt(zmq.IDENTITY, welcome.identity)
+                self._socket.connect(welcome.endpoint)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, str(error)) from None
+            self._opened = opened.pop_all()
+        self.fd = int(self._socket.getsockopt(zmq.FD))
+
+    def send(self, message: Submit | Cancel | Credit) -> bool:
+        """False when it cannot be sent at present; `fd` wakes when that changes. Afterwards look at `readable`."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    @property
+    def readable(self) -> bool:
+        """To be asked after each send, which may have swallowed the fd's wake-up."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def drain(self) -> list[StepOutputs]:
+        """All messages that are there. Raises LinkBroken; the link is of no more use then."""
+        outputs = []
+        while (parts := receive(self._socket, _ONE_PART)) is not None:
+            if len(parts) != _ONE_PART:
+                raise LinkBroken("a message of several parts")
+            try:
+                output = decode_to_frontend(parts[0])
+            except WireError as error:
+                raise LinkBroken(str(error)) from None
+            if output.sequence != self._next_sequence:
+                raise LinkBroken(f"message {output.sequence} came where {self._next_sequence} was due")
+            self._next_sequence += 1
+            outputs.append(output)
+        return outputs
+
+    def close(self) -> None:
+        self._opened.close()

@@ -1,0 +1,91 @@
+"""The frontend's side of the rendezvous: say Hello, receive the memory that the backend hands over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.shm.link.rendezvous import peer_credentials
+from penstock.shm.messages import PROTOCOL_VERSION, BufferKind, Hello, Refusal, WireError, decode_welcome, encode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.shm.messages import BufferRequest, Welcome
+
+_MAX_WELCOME_BYTES = 1 << 16
+_MAX_FDS = 5
+"""One more than any welcome has, so that a surplus fd is noticed."""
+
+
+class Refused(Exception):
+    """The backend answered the handshake with a reason instead of a welcome."""
+
+
+@dataclass(slots=True)
+class Invitation:
+    """What the backend answered a Hello. The receiver owns the control socket and the fds."""
+
+    control: socket.socket
+    welcome: Welcome
+    arena_fd: int
+    backend_board_fd: int
+    frontend_board_fd: int
+    buffer_fds: tuple[int, ...] = ()
+    """One where the welcome grants buffers on the host, else none."""
+
+    def close_fds(self) -> None:
+        for fd in (self.arena_fd, self.backend_board_fd, self.frontend_board_fd, *self.buffer_fds):
+            os.close(fd)
+
+
+async def join(socket_path: Path, buffer_request: BufferRequest | None = None) -> Invitation:
+    """The frontend's side of the handshake. Waits while the backend is busy, for its death would end the wait.
+
+    Raises OSError when no backend listens, Refused with its reason, WireError for an answer that is none of ours.
+    """
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        control.connect(str(socket_path))
+        if peer_credentials(control)[1] != os.geteuid():
+            raise Refused("the socket belongs to another user's process")
+        with contextlib.suppress(BrokenPipeError):  # refused at once: the reason is there to be read
+            control.send(encode(Hello(PROTOCOL_VERSION, buffer_request)))
+        await _readable(control)
+        data, fds, flags, _ = socket.recv_fds(control, _MAX_WELCOME_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if not data:
+                raise ConnectionResetError(errno.ECONNRESET, "the backend went away during the handshake")
+            answer = decode_welcome(data)
+            if isinstance(answer, Refusal):
+                raise Refused(answer.reason)
+            grant = answer.buffers
+            num_fds = 4 if grant is not None and grant.kind is BufferKind.HOST else 3
+            if len(fds) != num_fds or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise WireError(f"a welcome with {len(fds)} file descriptors instead of {num_fds}")
+            if (grant is None) is not (buffer_request is None):
+                raise WireError("a welcome without the buffers that were asked for, or with others")
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        arena_fd, backend_board_fd, frontend_board_fd, *buffer_fds = fds
+        return Invitation(control, answer, arena_fd, backend_board_fd, frontend_board_fd, tuple(buffer_fds))
+    except BaseException:
+        control.close()
+        raise
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(connection.fileno(), readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(connection.fileno())
