@@ -18,7 +18,7 @@ from penstock.frontend.endpoints.openapi import Pages
 from penstock.frontend.endpoints.responses.endpoint import Responses
 from penstock.frontend.endpoints.responses.store import ResponseStore
 from penstock.frontend.endpoints.routes import Methods, Route, pattern, reading
-from penstock.frontend.schemas.unknown import check_unknown_fields
+from penstock.frontend.schemas.unknown_fields import check_unknown_fields
 from penstock.frontend.telemetry import metrics
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
 from penstock.frontend.transport.exchange import ClientGoneError, Exchange

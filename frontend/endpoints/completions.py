@@ -7,14 +7,14 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from penstock.frontend.formats.base import Identity, StreamedUsage, Usage
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.chat import ChatFormat
 from penstock.frontend.formats.completion import CompletionFormat
+from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
+from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.generate import Generation, outcome
-from penstock.frontend.generation.guidance import guide_chat
-from penstock.frontend.generation.request_policy import read_terms
-from penstock.frontend.generation.structured_output import read_grammar
-from penstock.frontend.generation.submission import Guidance, asked_tokens, submit
+from penstock.frontend.generation.request_policy import read_request_policy
+from penstock.frontend.generation.submission import AnswerRules, requested_max_tokens, submit
 from penstock.frontend.schemas.decoding import decode_chat, decode_completion
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.text.chat_template import TemplateRefusedError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.shm.client import BackendClient
     from penstock.shm.messages import ModelCard
 
-    MakeFormat = Callable[[Identity, Usage, StreamedUsage], Format]
+    MakeFormat = Callable[[Identity, Usage, StreamUsageOptions], Format]
 
 _INLINE_CHARACTERS = 64 << 10
 """Longer chats are rendered in a thread."""
@@ -58,7 +58,7 @@ async def answer_chat(
     """
     async with exchange.attended():
         prompt = await render_chat(body, served, is_long=size > _INLINE_CHARACTERS)
-        prompt, guidance = await guide_chat(body, prompt, served)
+        prompt, guidance = await chat_answer_rules(body, prompt, served)
     await generate(exchange, body, [prompt], guidance, served, backend, id_prefix, make_format)
 
 
@@ -75,7 +75,7 @@ async def completion(exchange: Exchange, data: bytes, served: ServedModel, backe
         prompts = [prompt for prompt in asked if isinstance(prompt, list)]
         for position, prompt in enumerate(prompts):
             _check_token_ids(f"prompt[{position}]" if body.has_several_prompts() else "prompt", prompt, served.card)
-    guidance = Guidance(grammar=read_grammar(body))
+    guidance = AnswerRules(grammar=requested_grammar(body))
     await generate(exchange, body, prompts, guidance, served, backend, "cmpl-", CompletionFormat)
 
 
@@ -106,7 +106,7 @@ async def _encode(
 ) -> list[list[int]]:
     limit = served.card.max_context_tokens
     for text in texts if body.truncate_prompt_tokens is None else ():
-        least = served.tokenizer.least_tokens(text)
+        least = served.tokenizer.min_num_tokens(text)
         if least > limit:
             message = f"{field}: at least {least} tokens, but the context of this model is {limit} tokens"
             raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
@@ -117,14 +117,14 @@ async def generate(
     exchange: Exchange,
     body: GenerationBody,
     prompts: list[list[int]],
-    guidance: Guidance,
+    guidance: AnswerRules,
     served: ServedModel,
     backend: BackendClient,
     id_prefix: str,
     make_format: MakeFormat,
 ) -> None:
     """Runs the prompts and answers in the endpoint's own format. Raises ApiError, ClientGoneError."""
-    terms = read_terms(exchange, body)
+    terms = read_request_policy(exchange, body)
     card = served.card
     check_model(body.model, card)
     prompts = [_truncated(body, prompt, card) for prompt in prompts]
@@ -158,12 +158,12 @@ async def generate(
         record.observe(backend.board, time.monotonic())
 
 
-def _streamed_usage(body: GenerationBody) -> StreamedUsage:
+def _streamed_usage(body: GenerationBody) -> StreamUsageOptions:
     options = body.stream_options
     in_every_chunk = body.timings_per_token is True
     if options is None:
-        return StreamedUsage(timings_in_every_chunk=in_every_chunk)
-    return StreamedUsage(options.include_usage is True, options.continuous_usage_stats is True, in_every_chunk)
+        return StreamUsageOptions(timings_in_every_chunk=in_every_chunk)
+    return StreamUsageOptions(options.include_usage is True, options.continuous_usage_stats is True, in_every_chunk)
 
 
 def _truncated(body: GenerationBody, prompt: list[int], card: ModelCard) -> list[int]:
@@ -174,7 +174,7 @@ def _truncated(body: GenerationBody, prompt: list[int], card: ModelCard) -> list
     if limit == 0:
         invalid("truncate_prompt_tokens", "must be -1 or at least 1, got 0")
     if limit == -1:
-        limit = max(1, card.max_context_tokens - (asked_tokens(body)[1] or 1))
+        limit = max(1, card.max_context_tokens - (requested_max_tokens(body)[1] or 1))
     return prompt[:limit] if body.truncation_side == "right" else prompt[-limit:]
 
 

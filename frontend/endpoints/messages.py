@@ -11,14 +11,14 @@ from penstock.frontend.endpoints.chat_bodies import instructed, renamed, shared_
 from penstock.frontend.endpoints.completions import answer_chat, check_model, render_chat
 from penstock.frontend.formats.messages import MessagesFormat
 from penstock.frontend.schemas.chat import (
-    CalledTool,
     ChatBody,
     ChatMessage,
-    Function,
+    ChatTool,
     FunctionCall,
+    FunctionDefinition,
+    MessageToolCall,
     NamedFunction,
     NamedTool,
-    Tool,
     check_chat,
 )
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
@@ -28,10 +28,10 @@ from penstock.frontend.transport.errors import invalid
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.formats.base import Identity, StreamedUsage, Usage
+    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import Role
-    from penstock.frontend.schemas.messages import AnthropicTool, Block, CountTokensBody, ResultBlock
+    from penstock.frontend.schemas.messages import AnthropicTool, ContentBlock, CountTokensBody, ResultBlock
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import BackendClient
 
@@ -57,7 +57,7 @@ async def create_message(exchange: Exchange, data: bytes, served: ServedModel, b
         chat = as_chat(body)
         check_chat(chat)
 
-        def make_format(identity: Identity, usage: Usage, _: StreamedUsage) -> MessagesFormat:
+        def make_format(identity: Identity, usage: Usage, _: StreamUsageOptions) -> MessagesFormat:
             return MessagesFormat(identity, usage, exchange.request_id)
 
         await answer_chat(exchange, chat, served, backend, "msg_", make_format, size=len(data))
@@ -103,7 +103,7 @@ def as_chat(body: CountTokensBody) -> ChatBody:
     )
 
 
-def _messages(role: Role, content: str | Sequence[Block]) -> list[ChatMessage]:
+def _messages(role: Role, content: str | Sequence[ContentBlock]) -> list[ChatMessage]:
     """One of Anthropic's is several of a chat's where it holds results of tools."""
     if isinstance(content, str):
         return [ChatMessage(role, content)]
@@ -125,11 +125,11 @@ def _user(role: Role, texts: list[str]) -> list[ChatMessage]:
     return [ChatMessage(role, "\n".join(texts))] if texts else []
 
 
-def _assistant(content: Sequence[Block]) -> list[ChatMessage]:
+def _assistant(content: Sequence[ContentBlock]) -> list[ChatMessage]:
     """Thinking that was redacted is not known."""
     texts = [block.text or "" for block in content if block.type == "text"]
     calls = [
-        CalledTool(block.id or "", FunctionCall(block.name or "", msgspec.json.encode(block.input).decode()))
+        MessageToolCall(block.id or "", FunctionCall(block.name or "", msgspec.json.encode(block.input).decode()))
         for block in content
         if block.type == "tool_use"
     ]
@@ -151,14 +151,14 @@ def _named(messages: list[ChatMessage]) -> list[ChatMessage]:
     ]
 
 
-def _joined(content: str | Sequence[Block] | Sequence[ResultBlock]) -> str:
+def _joined(content: str | Sequence[ContentBlock] | Sequence[ResultBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text or "" for block in content)
 
 
-def _tools(tools: Sequence[AnthropicTool] | None) -> list[Tool] | None:
+def _tools(tools: Sequence[AnthropicTool] | None) -> list[ChatTool] | None:
     if not tools:
         return None
-    return [Tool(Function(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools]
+    return [ChatTool(FunctionDefinition(tool.name, tool.description, tool.input_schema, tool.strict)) for tool in tools]
 
 
 def _choice(kind: str, name: str | None) -> Any:

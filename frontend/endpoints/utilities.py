@@ -102,12 +102,12 @@ async def _each(token_ids: list[int], tell: Callable[[int], object]) -> msgspec.
 
 
 def _text(served: ServedModel, token_id: int) -> str:
-    return served.tokenizer.raw(token_id).decode(errors="replace")
+    return served.tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
 def _piece(served: ServedModel, token_id: int) -> str | list[int]:
     """A part of a character is told by its bytes."""
-    raw = served.tokenizer.raw(token_id)
+    raw = served.tokenizer.token_bytes(token_id)
     try:
         return raw.decode()
     except UnicodeDecodeError:

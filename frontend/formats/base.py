@@ -12,7 +12,7 @@ from penstock.frontend.transport.errors import error_body
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.frontend.parsing.deltas import Delta, Message
+    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta
     from penstock.frontend.transport.errors import ApiError
 
 encode = msgspec.json.Encoder().encode
@@ -73,15 +73,15 @@ class Format(Protocol):
         """The stream's last events when it cannot go on: its status has been sent and can no longer say so."""
         ...
 
-    def whole(self, messages: list[Message]) -> bytes:
+    def whole(self, messages: list[ChoiceOutput]) -> bytes:
         """The body of an answer that is not streamed."""
         ...
 
 
-class Chunks:
+class OpenAIChunks:
     """The part of OpenAI's chunks that does not change: {"id":…,"object":…,…,"choices":[ before, and ]} after."""
 
-    def __init__(self, identity: Identity, object_name: str, usage: Usage, streamed_usage: StreamedUsage) -> None:
+    def __init__(self, identity: Identity, object_name: str, usage: Usage, streamed_usage: StreamUsageOptions) -> None:
         self.before = b"data: " + encode(fields(identity, object_name))[:-1] + b',"choices":['
         self._usage = usage
         self._streamed = streamed_usage
@@ -110,7 +110,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedUsage:
+class StreamUsageOptions:
     """Where a stream tells its usage."""
 
     at_the_end: bool = False

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields, numbers
+from penstock.frontend.formats.base import (
+    Identity,
+    OpenAIChunks,
+    StreamUsageOptions,
+    Usage,
+    encode,
+    error_event,
+    fields,
+    numbers,
+)
 from penstock.frontend.formats.logprobs import chat_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.parsing.deltas import Delta, Message, ToolCallDelta
+    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ToolCallDelta
     from penstock.frontend.transport.errors import ApiError
 
 
@@ -20,10 +29,15 @@ _TEXT_TAIL = b'},"logprobs":null,"finish_reason":null}'
 class ChatFormat:
     """See `Format`."""
 
-    def __init__(self, identity: Identity, usage: Usage, streamed_usage: StreamedUsage = StreamedUsage()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        identity: Identity,
+        usage: Usage,
+        streamed_usage: StreamUsageOptions = StreamUsageOptions(),  # noqa: B008 - frozen
+    ) -> None:
         self._identity = identity
         self._usage = usage
-        self._chunks = Chunks(identity, "chat.completion.chunk", usage, streamed_usage)
+        self._chunks = OpenAIChunks(identity, "chat.completion.chunk", usage, streamed_usage)
         self._text_heads: dict[int, bytes] = {}
         """Of each choice, what stands before the text in a chunk that has nothing else."""
 
@@ -66,7 +80,7 @@ class ChatFormat:
     def failure(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, messages: list[Message]) -> bytes:
+    def whole(self, messages: list[ChoiceOutput]) -> bytes:
         choices = [_whole_choice(index, message) for index, message in enumerate(messages)]
         whole = {**fields(self._identity, "chat.completion"), "choices": choices, **numbers(self._usage)}
         # A chat has one prompt, whatever the number of its choices.
@@ -97,7 +111,7 @@ def _tool_call(piece: ToolCallDelta) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
-def _whole_choice(index: int, message: Message) -> dict[str, Any]:
+def _whole_choice(index: int, message: ChoiceOutput) -> dict[str, Any]:
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.frontend.formats.base import Chunks, Identity, StreamedUsage, Usage, encode, error_event, fields, numbers
+from penstock.frontend.formats.base import (
+    Identity,
+    OpenAIChunks,
+    StreamUsageOptions,
+    Usage,
+    encode,
+    error_event,
+    fields,
+    numbers,
+)
 from penstock.frontend.formats.logprobs import legacy_logprobs, prompt_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.parsing.deltas import Delta, Message
+    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta
     from penstock.frontend.transport.errors import ApiError
 
 
 class CompletionFormat:
     """See `Format`."""
 
-    def __init__(self, identity: Identity, usage: Usage, streamed_usage: StreamedUsage = StreamedUsage()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        identity: Identity,
+        usage: Usage,
+        streamed_usage: StreamUsageOptions = StreamUsageOptions(),  # noqa: B008 - frozen
+    ) -> None:
         self._identity = identity
         self._usage = usage
-        self._chunks = Chunks(identity, "text_completion", usage, streamed_usage)
+        self._chunks = OpenAIChunks(identity, "text_completion", usage, streamed_usage)
         self._prompt_token_ids: dict[int, Sequence[int]] = {}
         """Of the choices whose first chunk is to tell them."""
 
@@ -44,7 +58,7 @@ class CompletionFormat:
     def failure(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, messages: list[Message]) -> bytes:
+    def whole(self, messages: list[ChoiceOutput]) -> bytes:
         choices = [_whole_choice(index, message) for index, message in enumerate(messages)]
         whole = {**fields(self._identity, "text_completion"), "choices": choices, **numbers(self._usage)}
         return encode(whole)
@@ -64,7 +78,7 @@ class CompletionFormat:
         return self._chunks.before + choice + self._chunks.after
 
 
-def _whole_choice(index: int, message: Message) -> dict[str, Any]:
+def _whole_choice(index: int, message: ChoiceOutput) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
         "text": message.text,

@@ -12,7 +12,7 @@ from penstock.frontend.formats.base import encode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.parsing.deltas import TokenLogprob
+    from penstock.frontend.parsing.deltas import ScoredToken
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON has no number for."""
@@ -22,12 +22,12 @@ def _number(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, _LEAST)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> Raw:
+def chat_logprobs(entries: Sequence[ScoredToken]) -> Raw:
     """choices[].logprobs of a chat completion."""
     return Raw(b'{"content":%b,"refusal":null}' % bytes(chat_entries(entries)))
 
 
-def chat_entries(entries: Sequence[TokenLogprob]) -> Raw:
+def chat_entries(entries: Sequence[ScoredToken]) -> Raw:
     """The tokens with their log probabilities as chats and responses have them."""
     told = [
         b'%b,"top_logprobs":[%b]}' % (_chat_entry(entry), b",".join(_chat_entry(top) + b"}" for top in entry.top))
@@ -36,7 +36,7 @@ def chat_entries(entries: Sequence[TokenLogprob]) -> Raw:
     return Raw(b"[%b]" % b",".join(told))
 
 
-def _chat_entry(entry: TokenLogprob) -> bytes:
+def _chat_entry(entry: ScoredToken) -> bytes:
     """Without the brace that closes it."""
     return _chat_head(entry.text, entry.raw) + encode(_number(entry.logprob))
 
@@ -47,7 +47,7 @@ def _chat_head(text: str, raw: bytes) -> bytes:
     return encode({"token": text, "bytes": list(raw)})[:-1] + b',"logprob":'
 
 
-def legacy_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+def legacy_logprobs(entries: Sequence[ScoredToken]) -> dict[str, Any]:
     """choices[].logprobs of a completion. The token itself is always among the likeliest, and may be one more."""
     return {
         "tokens": [_legacy_text(entry) for entry in entries],
@@ -62,19 +62,19 @@ def legacy_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def _legacy_text(entry: TokenLogprob) -> str:
+def _legacy_text(entry: ScoredToken) -> str:
     """Parts of characters by their bytes, as OpenAI writes them: as texts they would all be the same."""
     if "\ufffd" not in entry.text or entry.text.encode() == entry.raw:
         return entry.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.raw)
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprob]) -> Raw:
+def prompt_logprobs(entries: Sequence[ScoredToken]) -> Raw:
     """choices[].prompt_logprobs as vLLM has it: by token id, the prompt's own token and the likeliest at its place."""
     return Raw(b"[%b]" % b",".join(map(_prompt_entry, entries)))
 
 
-def _prompt_entry(entry: TokenLogprob) -> bytes:
+def _prompt_entry(entry: ScoredToken) -> bytes:
     if entry.logprob is None:
         return b"null"
     ranked = {entry.token_id: _ranked(entry, entry.rank)}
@@ -83,7 +83,7 @@ def _prompt_entry(entry: TokenLogprob) -> bytes:
     return b"{%b}" % b",".join(ranked.values())
 
 
-def _ranked(entry: TokenLogprob, rank: int) -> bytes:
+def _ranked(entry: ScoredToken, rank: int) -> bytes:
     text = _text(entry.text)
     return b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % (
         entry.token_id,

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.frontend.formats.base import encode
-from penstock.frontend.parsing.blocks import Block, BlockKind, Blocks
+from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
 from penstock.frontend.transport.error_format import anthropic_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.deltas import Delta, Message, TokenLogprob
+    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ScoredToken
     from penstock.frontend.transport.errors import ApiError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -34,7 +34,7 @@ class MessagesFormat:
         self._identity = identity
         self._usage = usage
         self._request_id = request_id
-        self._blocks = Blocks(self)
+        self._blocks = OutputBlocks(self)
         self._delta_head = b""
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:  # noqa: ARG002 - one choice, no ids
@@ -56,7 +56,7 @@ class MessagesFormat:
         _, body = anthropic_error(error, self._request_id)
         return b"event: error\ndata: %b\n\n" % body
 
-    def whole(self, messages: list[Message]) -> bytes:
+    def whole(self, messages: list[ChoiceOutput]) -> bytes:
         message = messages[0]
         self._blocks = message.blocks
         self._blocks.close()
@@ -91,7 +91,7 @@ class MessagesFormat:
 
     # What happens to a block: see `BlockEvents`
 
-    def opened(self, block: Block) -> bytes:
+    def opened(self, block: OutputBlock) -> bytes:
         self._delta_head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{%b' % (
             block.index,
             _DELTAS[block.kind],
@@ -100,17 +100,17 @@ class MessagesFormat:
         start = _event("content_block_start", index=block.index, content_block=content)
         return start + _PING if block.index == 0 else start
 
-    def grown(self, block: Block, piece: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:  # noqa: ARG002
+    def grown(self, block: OutputBlock, piece: str, logprobs: tuple[ScoredToken, ...]) -> bytes:  # noqa: ARG002
         return b"%b%b}}\n\n" % (self._delta_head, encode(piece))
 
-    def closed(self, block: Block) -> bytes:
+    def closed(self, block: OutputBlock) -> bytes:
         events = b""
         if block.kind is BlockKind.REASONING:
             delta = {"type": "signature_delta", "signature": self._signature}
             events = _event("content_block_delta", index=block.index, delta=delta)
         return events + _event("content_block_stop", index=block.index)
 
-    def _content(self, block: Block, text: str) -> dict[str, Any]:
+    def _content(self, block: OutputBlock, text: str) -> dict[str, Any]:
         match block.kind:
             case BlockKind.REASONING:
                 return {"type": "thinking", "thinking": text, "signature": self._signature}

@@ -9,13 +9,13 @@ from msgspec import Raw
 
 from penstock.frontend.formats.base import encode
 from penstock.frontend.formats.logprobs import chat_entries
-from penstock.frontend.parsing.blocks import Block, BlockKind, Blocks
+from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.deltas import Delta, Message, TokenLogprob
+    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ScoredToken
     from penstock.frontend.transport.errors import ApiError
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
@@ -44,8 +44,8 @@ class ResponsesFormat:
         self._model = identity.model
         self._usage = usage
         self._on_end = on_end
-        self._blocks = Blocks(self)
-        self._cut_block: Block | None = None
+        self._blocks = OutputBlocks(self)
+        self._cut_block: OutputBlock | None = None
         """The one in which the answer broke off."""
         self._id_suffix = identity.response_id.partition("_")[2]
         self._delta_head = b""
@@ -53,7 +53,7 @@ class ResponsesFormat:
         self._ended_at: int | None = None
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[OutputBlock]:
         return self._blocks.all
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:  # noqa: ARG002 - one choice, no ids
@@ -88,7 +88,7 @@ class ResponsesFormat:
         self._break_off("cancelled")
         self._on_end(self)
 
-    def whole(self, messages: list[Message]) -> bytes:
+    def whole(self, messages: list[ChoiceOutput]) -> bytes:
         message = messages[0]
         self._blocks = message.blocks
         self.closing(0, message.finish_reason, message.stopped_by)
@@ -131,7 +131,7 @@ class ResponsesFormat:
 
     # What happens to a block: see `BlockEvents`
 
-    def opened(self, block: Block) -> bytes:
+    def opened(self, block: OutputBlock) -> bytes:
         item = self._item(block)
         if block.kind is not BlockKind.CALL:
             item["content"] = []
@@ -147,7 +147,7 @@ class ResponsesFormat:
         self._delta_head = self._head(name, place)
         return events
 
-    def grown(self, block: Block, piece: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:
+    def grown(self, block: OutputBlock, piece: str, logprobs: tuple[ScoredToken, ...]) -> bytes:
         number = self.num_events
         self.num_events += 1
         if block.kind is not BlockKind.TEXT:
@@ -155,7 +155,7 @@ class ResponsesFormat:
         told = bytes(chat_entries(logprobs)) if logprobs else b"[]"
         return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._delta_head, encode(piece), told, number)
 
-    def closed(self, block: Block) -> bytes:
+    def closed(self, block: OutputBlock) -> bytes:
         place, text = self._place(block), block.text
         if block.kind is BlockKind.CALL:
             events = self._event("response.function_call_arguments.done", **place, arguments=text)
@@ -170,7 +170,7 @@ class ResponsesFormat:
             events += self._event("response.content_part.done", **place, part=part)
         return events + self._event("response.output_item.done", output_index=block.index, item=self._item(block))
 
-    def _item(self, block: Block) -> dict[str, Any]:
+    def _item(self, block: OutputBlock) -> dict[str, Any]:
         told: dict[str, Any] = {"id": self._item_id(block), "type": "message", "status": self._item_status(block)}
         match block.kind:
             case BlockKind.CALL:
@@ -187,15 +187,15 @@ class ResponsesFormat:
                 content = [_part(block.kind, block.text, chat_entries(block.logprobs))]
                 return told | {"role": "assistant", "content": content}
 
-    def _item_status(self, block: Block) -> str:
+    def _item_status(self, block: OutputBlock) -> str:
         if block is self._cut_block:
             return "incomplete"
         return "in_progress" if block is self._blocks.current else "completed"
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: OutputBlock) -> str:
         return f"{_ID_PREFIXES[block.kind]}{self._id_suffix}_{block.index}"
 
-    def _place(self, block: Block) -> dict[str, Any]:
+    def _place(self, block: OutputBlock) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index}
 
     def _event(self, name: str, **fields: Any) -> bytes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.frontend.generation.stop_strings import StopMatcher
-from penstock.frontend.parsing.deltas import Delta, Message, TokenLogprob, joined_calls
+from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ScoredToken, joined_calls
 from penstock.shm.messages import Finish
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class OutputParser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputOptions:
     """What a request wants of each of its choices."""
 
     stop_strings: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class Choice:
         prompt: Sequence[int],
         stream: TokenStream,
         tokenizer: ModelTokenizer,
-        wanted: Wanted,
+        wanted: OutputOptions,
         prompt_text: str | None = None,
     ) -> None:
         """prompt_text is what stands for the prompt where it is echoed; None is what its tokens say."""
@@ -115,12 +115,12 @@ class Choice:
         self._echoed: Delta | None = None
 
     @property
-    def told_prompt(self) -> Sequence[int]:
+    def reported_prompt(self) -> Sequence[int]:
         """The prompt, where its tokens are to be told."""
         return self.prompt if self._wanted.token_ids else ()
 
     @property
-    def tells_prompt_logprobs(self) -> bool:
+    def reports_prompt_logprobs(self) -> bool:
         """In whatever shape: there may be hundreds of thousands, all at once."""
         return self._wanted.prompt_logprobs or (self._wanted.echo and self._wanted.logprobs)
 
@@ -155,7 +155,7 @@ class Choice:
             self._end(batch.finish, pieces)
         return pieces.joined()
 
-    def finish(self, message: Message) -> None:
+    def finish(self, message: ChoiceOutput) -> None:
         """Adds to its whole what came in no piece."""
         message.finish_reason = self.finish_reason or "stop"
         message.stopped_by = self.stopped_by
@@ -231,17 +231,17 @@ class Choice:
             text = self._tokenizer.decode(self.prompt, skip_special_tokens=False)
         return Delta(text, logprobs=tuple(self.prompt_logprobs(text)) if self._wanted.logprobs else ())
 
-    def prompt_logprobs(self, text: str = "") -> list[TokenLogprob]:
+    def prompt_logprobs(self, text: str = "") -> list[ScoredToken]:
         """Of the prompt's tokens, the first of which has none; known when the first batch has come. text is what they
         are shown as."""
         first = self.prompt[0]
-        first_text, first_raw = self._tokenizer.raw.spelled(first)
+        first_text, first_raw = self._tokenizer.token_bytes.text_and_bytes(first)
         offsets = self._offsets(text)
         told = [
             self._told(token, entry, offset)
             for token, entry, offset in zip(self.prompt[1:], self.stream.prompt_logprobs, offsets[1:], strict=True)
         ]
-        return [TokenLogprob(first, first_text, first_raw, None), *told]
+        return [ScoredToken(first, first_text, first_raw, None), *told]
 
     def _offsets(self, text: str) -> list[int]:
         """Where the prompt's tokens begin in their text, counted from its end: a special token that the tokenizer put
@@ -250,18 +250,18 @@ class Choice:
         starts, num_characters = [], 0
         for token_id in self.prompt:
             starts.append(num_characters)
-            num_characters += len(decoder.decode(self._tokenizer.raw(token_id)))
+            num_characters += len(decoder.decode(self._tokenizer.token_bytes(token_id)))
         num_missing = num_characters + len(decoder.decode(b"", final=True)) - len(text)
         return [max(0, start - num_missing) for start in starts]
 
-    def _told(self, token_id: int, logprobs: LogprobEntry, offset: int) -> TokenLogprob:
-        spelled = self._tokenizer.raw.spelled
+    def _told(self, token_id: int, logprobs: LogprobEntry, offset: int) -> ScoredToken:
+        spelled = self._tokenizer.token_bytes.text_and_bytes
         top = tuple(
-            TokenLogprob(top_id, *spelled(top_id), logprob)
+            ScoredToken(top_id, *spelled(top_id), logprob)
             for top_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         )
         text, raw = spelled(token_id)
-        return TokenLogprob(token_id, text, raw, logprobs.logprob, logprobs.rank, top, offset)
+        return ScoredToken(token_id, text, raw, logprobs.logprob, logprobs.rank, top, offset)
 
 
 class _Pieces:
@@ -271,7 +271,7 @@ class _Pieces:
         self.deltas: list[Delta] = []
         self.token_ids: list[int] = []
 
-    def tell(self, num_before: int, logprob: TokenLogprob) -> None:
+    def tell(self, num_before: int, logprob: ScoredToken) -> None:
         """The log probability of a token goes with the last piece that it brought, of those from num_before on."""
         if len(self.deltas) > num_before:
             self.deltas[-1].logprobs = (logprob,)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.frontend.parsing.deltas import Delta, Message
+from penstock.frontend.parsing.deltas import ChoiceOutput, Delta
 from penstock.frontend.telemetry.timings import Timings
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shutting_down
 from penstock.frontend.transport.sse import EventStream
@@ -60,7 +60,7 @@ class Generation:
 
         Raises ApiError, or ClientGoneError.
         """
-        messages = {choice.index: Message() for choice in self._choices}
+        messages = {choice.index: ChoiceOutput() for choice in self._choices}
 
         async def collect(choice: Choice, delta: Delta) -> None:
             messages[choice.index].add(delta)
@@ -74,7 +74,7 @@ class Generation:
             return self._answer.whole([messages[choice.index] for choice in kept])
 
         # Hundreds of thousands of log probabilities may have come with the prompt's end.
-        whole = await asyncio.to_thread(tell) if kept[0].tells_prompt_logprobs else tell()
+        whole = await asyncio.to_thread(tell) if kept[0].reports_prompt_logprobs else tell()
         await self._exchange.respond(200, whole, self._headers(is_whole=True))
 
     async def answer_stream(self) -> None:
@@ -89,7 +89,7 @@ class Generation:
             event = b""
             if choice.index not in opened:
                 opened.add(choice.index)
-                event = answer.opening(choice.index, choice.told_prompt)
+                event = answer.opening(choice.index, choice.reported_prompt)
             if len(delta.logprobs) > _INLINE_LOGPROBS:
                 event += await asyncio.to_thread(answer.delta, choice.index, delta)
             elif delta:
@@ -129,7 +129,7 @@ class Generation:
             async for batch in choice.stream:
                 if batch.token_ids and self._record.first_token_s is None:
                     self._record.first_token_s = time.monotonic()
-                if batch.token_ids and choice.num_tokens == 0 and choice.tells_prompt_logprobs:
+                if batch.token_ids and choice.num_tokens == 0 and choice.reports_prompt_logprobs:
                     await asyncio.to_thread(choice.prepare_echo)
                 if batch.finish is Finish.CANCELLED:
                     self._usage.completion_tokens += len(batch.token_ids)

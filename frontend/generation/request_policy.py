@@ -17,7 +17,7 @@ _TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestPolicy:
     """Lower priority numbers run sooner. deadline_s is on time.monotonic()'s clock; None is never."""
 
     salt: bytes
@@ -26,7 +26,7 @@ class Terms:
     deadline_s: float | None
 
 
-def read_terms(exchange: Exchange, body: GenerationBody) -> Terms:
+def read_request_policy(exchange: Exchange, body: GenerationBody) -> RequestPolicy:
     """Raises ApiError naming the header that is wrong. The time limit counts from the request's arrival here."""
     coalesce = exchange.header(_COALESCE_HEADER.lower().encode())
     if coalesce is not None and coalesce.lower() not in (b"on", b"off"):
@@ -34,7 +34,7 @@ def read_terms(exchange: Exchange, body: GenerationBody) -> Terms:
     may_join = coalesce is None or coalesce.lower() == b"on"
     limits_ms = [limit for limit in (_header_timeout_ms(exchange), body.timeout_ms) if limit is not None]
     deadline_s = exchange.received_s + min(limits_ms) / 1000 if limits_ms else None
-    return Terms(exchange.tenant, may_join, body.priority or 0, deadline_s)
+    return RequestPolicy(exchange.tenant, may_join, body.priority or 0, deadline_s)
 
 
 def _header_timeout_ms(exchange: Exchange) -> int | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.frontend.parsing.choose import Dialect, choose_dialect
+from penstock.frontend.parsing.model_syntax import ModelSyntax, choose_model_syntax
 from penstock.frontend.settings import ParserNames
 from penstock.frontend.text.tokenizer import ModelTokenizer
 
@@ -29,13 +29,13 @@ _PATIENCE_S = 2.0
 class ServedModel:
     card: ModelCard
     tokenizer: ModelTokenizer
-    dialect: Dialect = Dialect()  # noqa: RUF009 - frozen
+    syntax: ModelSyntax = ModelSyntax()  # noqa: RUF009 - frozen
 
 
-def dialect_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> Dialect:  # noqa: B008 - frozen
+def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> ModelSyntax:  # noqa: B008 - frozen
     template = tokenizer.chat_template
     source = None if template is None else template.tool_source
-    return choose_dialect(source, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
+    return choose_model_syntax(source, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
 
 
 class ModelKeeper:
@@ -71,6 +71,6 @@ class ModelKeeper:
             self.current, self._unusable = None, card
             _log.error("cannot serve %s: %s", card.model_id, error)
         else:
-            self.current = ServedModel(card, tokenizer, dialect_of(tokenizer, self._parsers))
+            self.current = ServedModel(card, tokenizer, model_syntax_of(tokenizer, self._parsers))
             _log.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)
         self.settled.set()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from penstock.frontend.generation.choice import Choice, Wanted
-from penstock.frontend.generation.structured_output import asked_grammar
+from penstock.frontend.generation.answer_rules.requested_grammar import grammar_field
+from penstock.frontend.generation.choice import Choice, OutputOptions
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS, GenerationBody
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.frontend.generation.choice import OutputParser
-    from penstock.frontend.generation.request_policy import Terms
+    from penstock.frontend.generation.request_policy import RequestPolicy
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.shm.client import BackendClient
     from penstock.shm.messages import ModelCard
@@ -36,7 +36,7 @@ _MAX_BAD_WORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Guidance:
+class AnswerRules:
     """What an endpoint found the answer must look like, and how it is to be read."""
 
     grammar: Grammar | None = None
@@ -47,14 +47,14 @@ class Guidance:
     may_end_answer: bool = False
     """What the parser reads may end the answer: a call, where one is enough."""
     kept_token_ids: frozenset[int] = frozenset()
-    """As in `penstock.frontend.generation.choice.Wanted`."""
+    """As in `penstock.frontend.generation.choice.OutputOptions`."""
 
 
 async def submit(
     body: GenerationBody,
-    terms: Terms,
+    terms: RequestPolicy,
     prompts: list[list[int]],
-    guidance: Guidance,
+    guidance: AnswerRules,
     served: ServedModel,
     backend: BackendClient,
 ) -> list[Choice]:
@@ -102,9 +102,9 @@ async def submit(
     return choices
 
 
-def _wanted(body: GenerationBody, guidance: Guidance) -> Wanted:
+def _wanted(body: GenerationBody, guidance: AnswerRules) -> OutputOptions:
     completion = body if isinstance(body, CompletionBody) else None
-    return Wanted(
+    return OutputOptions(
         stop_strings=body.stop_strings(),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         keeps_stop=body.include_stop_str_in_output is True,
@@ -115,14 +115,14 @@ def _wanted(body: GenerationBody, guidance: Guidance) -> Wanted:
         echo=completion is not None and completion.echo is True,
         prompt_logprobs=body.prompt_logprobs is not None,
         ranks_choices=body.num_candidates > (body.n or 1),
-        grammar_field=None if guidance.grammar is None else asked_grammar(body) or "tools",
+        grammar_field=None if guidance.grammar is None else grammar_field(body) or "tools",
         no_output=_is_prompt_alone(body),
         make_parser=guidance.make_parser,
         kept_token_ids=guidance.kept_token_ids,
     )
 
 
-async def _constraints(body: GenerationBody, guidance: Guidance, served: ServedModel) -> Constraints | None:
+async def _constraints(body: GenerationBody, guidance: AnswerRules, served: ServedModel) -> Constraints | None:
     """None where nothing is constrained, so that equal requests look equal."""
     for token_id in body.allowed_token_ids or ():
         if token_id >= served.card.vocab_size:
@@ -192,7 +192,7 @@ def _check_logprobs(body: GenerationBody, prompts: list[list[int]], max_tokens: 
             invalid(field, f"choices × tokens × ({field} + 1) is {cells}; the limit is {limit}")
 
 
-def asked_tokens(body: GenerationBody) -> tuple[str, int | None]:
+def requested_max_tokens(body: GenerationBody) -> tuple[str, int | None]:
     """The field that says it, and what it says."""
     if isinstance(body, ChatBody):
         if body.max_completion_tokens is not None:
@@ -206,7 +206,7 @@ def asked_tokens(body: GenerationBody) -> tuple[str, int | None]:
 def _max_tokens(body: GenerationBody, prompt: list[int], card: ModelCard) -> int:
     """What was asked, or the rest of the context. Raises ApiError where prompt and answer do not fit."""
     limit = card.max_context_tokens
-    field, asked = asked_tokens(body)
+    field, asked = requested_max_tokens(body)
     of_prompt = "messages" if isinstance(body, ChatBody) else "prompt"
     if not prompt:
         invalid(of_prompt, "no tokens; this model needs at least one")

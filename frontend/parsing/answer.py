@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.frontend.parsing.output import Output
-from penstock.frontend.parsing.reader import Reader, Steps
+from penstock.frontend.parsing.parsed_output import ParsedOutput
+from penstock.frontend.parsing.reader import Reader, Reading
 from penstock.frontend.parsing.reasoning import ReasoningFormat, read_reasoning
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class AnswerParser:
 
     def __init__(self, shape: AnswerShape) -> None:
         new_call_id = shape.tools.new_call_id if shape.tools is not None else str
-        self._output = Output(
+        self._output = ParsedOutput(
             new_call_id, tells_reasoning=shape.tells_reasoning, max_calls=1 if shape.one_call else _MANY_CALLS
         )
         self._reader = Reader()
@@ -64,7 +64,7 @@ class AnswerParser:
         return self._output.take()
 
 
-def _read(reader: Reader, output: Output, shape: AnswerShape) -> Steps[None]:
+def _read(reader: Reader, output: ParsedOutput, shape: AnswerShape) -> Reading[None]:
     if shape.reasoning is not None:
         yield from read_reasoning(reader, output, shape.reasoning, is_open=shape.is_reasoning_open)
     if shape.tools is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from penstock.frontend.parsing.deltas import Delta, TokenLogprob, ToolCallDelta
+    from penstock.frontend.parsing.deltas import Delta, ScoredToken, ToolCallDelta
 
 
 class BlockKind(enum.Enum):
@@ -17,14 +17,14 @@ class BlockKind(enum.Enum):
 
 
 @dataclass(slots=True)
-class Block:
+class OutputBlock:
     """text is a call's arguments where it is a call."""
 
     index: int
     kind: BlockKind
     call_id: str = ""
     name: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[ScoredToken] = field(default_factory=list)
     """Of the tokens of a text."""
     pieces: list[str] = field(default_factory=list)
 
@@ -36,38 +36,38 @@ class Block:
 class BlockEvents(Protocol):
     """What is told as it happens to a block."""
 
-    def opened(self, block: Block) -> bytes: ...
+    def opened(self, block: OutputBlock) -> bytes: ...
 
-    def grown(self, block: Block, piece: str, logprobs: tuple[TokenLogprob, ...]) -> bytes: ...
+    def grown(self, block: OutputBlock, piece: str, logprobs: tuple[ScoredToken, ...]) -> bytes: ...
 
-    def closed(self, block: Block) -> bytes: ...
+    def closed(self, block: OutputBlock) -> bytes: ...
 
 
 class _NoEvents:
     """For an answer that is told at its end."""
 
-    def opened(self, block: Block) -> bytes:  # noqa: ARG002
+    def opened(self, block: OutputBlock) -> bytes:  # noqa: ARG002
         return b""
 
-    def grown(self, block: Block, piece: str, logprobs: tuple[TokenLogprob, ...]) -> bytes:  # noqa: ARG002
+    def grown(self, block: OutputBlock, piece: str, logprobs: tuple[ScoredToken, ...]) -> bytes:  # noqa: ARG002
         return b""
 
-    def closed(self, block: Block) -> bytes:  # noqa: ARG002
+    def closed(self, block: OutputBlock) -> bytes:  # noqa: ARG002
         return b""
 
 
 _NO_EVENTS = _NoEvents()
 
 
-class Blocks:
+class OutputBlocks:
     """Gathers one choice's pieces; a block is complete where another kind of piece comes, or another call begins."""
 
     def __init__(self, events: BlockEvents = _NO_EVENTS) -> None:
-        self.all: list[Block] = []
-        self.current: Block | None = None
+        self.all: list[OutputBlock] = []
+        self.current: OutputBlock | None = None
         """The one that may grow; it is the last of all."""
         self._events = events
-        self._untold: tuple[TokenLogprob, ...] = ()
+        self._untold: tuple[ScoredToken, ...] = ()
         """Log probabilities of tokens whose text is being held back."""
 
     def take(self, delta: Delta) -> bytes:
@@ -93,7 +93,7 @@ class Blocks:
         """The next block; the one before is complete. What was held back was a mark between them."""
         self._untold = ()
         events = self.close()
-        self.current = Block(len(self.all), kind, call_id, name)
+        self.current = OutputBlock(len(self.all), kind, call_id, name)
         self.all.append(self.current)
         return events + self._events.opened(self.current)
 
@@ -107,7 +107,7 @@ class Blocks:
         self._untold = ()
         return self._events.closed(current)
 
-    def _add(self, kind: BlockKind, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> bytes:
+    def _add(self, kind: BlockKind, text: str, logprobs: tuple[ScoredToken, ...] = ()) -> bytes:
         current = self.current
         if current is not None and current.kind is kind:
             return self._grow(current, text, logprobs)
@@ -122,7 +122,7 @@ class Blocks:
             raise ValueError(f"a piece of call {piece.index} came when the call was no longer open")
         return self._grow(self.current, piece.arguments)
 
-    def _grow(self, block: Block, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> bytes:
+    def _grow(self, block: OutputBlock, text: str, logprobs: tuple[ScoredToken, ...] = ()) -> bytes:
         block.pieces.append(text)
         block.logprobs += logprobs
         return self._events.grown(block, text, logprobs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.frontend.parsing.blocks import BlockKind, Blocks
+from penstock.frontend.parsing.blocks import BlockKind, OutputBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +32,7 @@ def joined_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     return tuple(joined)
 
 
-class TokenLogprob(NamedTuple):
+class ScoredToken(NamedTuple):
     """One token as answers report it. raw is its text in bytes, which may be a part of a character.
 
     logprob is None for a prompt's first token, which nothing comes before.
@@ -43,7 +43,7 @@ class TokenLogprob(NamedTuple):
     raw: bytes
     logprob: float | None
     rank: int = 0
-    top: tuple[TokenLogprob, ...] = ()
+    top: tuple[ScoredToken, ...] = ()
     offset: int = 0
     """Where it begins in the choice's text, in characters."""
 
@@ -57,7 +57,7 @@ class Delta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()
     """All tokens behind this piece, where the request wants them."""
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[ScoredToken, ...] = ()
     parts: tuple[Delta, ...] = ()
     """The same one after the other, where it is of several kinds."""
 
@@ -73,17 +73,17 @@ class ToolCall:
 
 
 @dataclass(slots=True)
-class Message:
+class ChoiceOutput:
     """A whole choice, gathered from its pieces."""
 
     finish_reason: str = "stop"
     stopped_by: str | int | None = None
     """The stop string or the stop token id, of the request's own, that ended it."""
-    blocks: Blocks = field(default_factory=Blocks)
+    blocks: OutputBlocks = field(default_factory=OutputBlocks)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[ScoredToken] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[ScoredToken] | None = None
 
     @property
     def text(self) -> str:

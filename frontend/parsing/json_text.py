@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from penstock.frontend.parsing.reader import Malformed, Reader, Steps
+from penstock.frontend.parsing.reader import Malformed, Reader, Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ _WORDS = {"t": "true", "f": "false", "n": "null"}
 _CLOSERS = {"{": "}", "[": "]"}
 
 
-def read_json(reader: Reader, emit: Callable[[str], object]) -> Steps[None]:
+def read_json(reader: Reader, emit: Callable[[str], object]) -> Reading[None]:
     """One value. Raises Malformed."""
     closers: list[str] = []
     while True:
@@ -38,7 +38,7 @@ def read_json(reader: Reader, emit: Callable[[str], object]) -> Steps[None]:
             return
 
 
-def _has_more(reader: Reader, emit: Callable[[str], object], closers: list[str]) -> Steps[bool]:
+def _has_more(reader: Reader, emit: Callable[[str], object], closers: list[str]) -> Reading[bool]:
     """Behind a value, or before an empty one's end: closes what ends here; whether another value follows."""
     while closers:
         yield from reader.run(_SPACES, emit)
@@ -54,7 +54,7 @@ def _has_more(reader: Reader, emit: Callable[[str], object], closers: list[str])
     return False
 
 
-def _read_key(reader: Reader, emit: Callable[[str], object]) -> Steps[None]:
+def _read_key(reader: Reader, emit: Callable[[str], object]) -> Reading[None]:
     yield from read_json_string(reader, emit)
     yield from reader.run(_SPACES, emit)
     yield from reader.expect(":")
@@ -62,7 +62,7 @@ def _read_key(reader: Reader, emit: Callable[[str], object]) -> Steps[None]:
     yield from reader.run(_SPACES, emit)
 
 
-def _read_scalar(reader: Reader, emit: Callable[[str], object], first: str) -> Steps[None]:
+def _read_scalar(reader: Reader, emit: Callable[[str], object], first: str) -> Reading[None]:
     if first == '"':
         yield from read_json_string(reader, emit)
     elif (word := _WORDS.get(first)) is not None:
@@ -78,7 +78,7 @@ def _read_scalar(reader: Reader, emit: Callable[[str], object], first: str) -> S
             raise Malformed
 
 
-def read_json_string(reader: Reader, emit: Callable[[str], object]) -> Steps[None]:
+def read_json_string(reader: Reader, emit: Callable[[str], object]) -> Reading[None]:
     """One text, with its quotes. Raises Malformed."""
     yield from reader.expect('"')
     emit('"')

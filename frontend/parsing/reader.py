@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from re import Pattern
 
 _Result = TypeVar("_Result")
-Steps = Generator[None, None, _Result]
+Reading = Generator[None, None, _Result]
 """A reading under way. Run it on when more text has come, or the end; `yield from` gives its result."""
 
 SPACES = " \t\r\n"
@@ -60,13 +60,13 @@ class Reader:
         self._held.clear()
         return held
 
-    def peek(self) -> Steps[str]:
+    def peek(self) -> Reading[str]:
         """The next character, unread; nothing at the end."""
         while self._place == len(self._text) and not self._ended:
             yield
         return self._text[self._place : self._place + 1]
 
-    def next(self) -> Steps[str]:
+    def next(self) -> Reading[str]:
         """The next character. Raises Malformed at the end."""
         character = yield from self.peek()
         if not character:
@@ -74,7 +74,7 @@ class Reader:
         self._place += 1
         return character
 
-    def accept(self, literal: str) -> Steps[bool]:
+    def accept(self, literal: str) -> Reading[bool]:
         """Reads the literal if it comes next, and else nothing."""
         while True:
             there = self._text[self._place : self._place + len(literal)]
@@ -85,12 +85,12 @@ class Reader:
                 return False
             yield
 
-    def expect(self, literal: str) -> Steps[None]:
+    def expect(self, literal: str) -> Reading[None]:
         """Raises Malformed."""
         if not (yield from self.accept(literal)):
             raise Malformed
 
-    def run(self, pattern: Pattern[str], emit: Callable[[str], object]) -> Steps[None]:
+    def run(self, pattern: Pattern[str], emit: Callable[[str], object]) -> Reading[None]:
         """Reads and passes on as many characters as the pattern, one of a single repeated class, matches."""
         while (yield from self.peek()):
             match = pattern.match(self._text, self._place)
@@ -99,11 +99,11 @@ class Reader:
             self._place = match.end()
             emit(match[0])
 
-    def skip_spaces(self) -> Steps[None]:
+    def skip_spaces(self) -> Reading[None]:
         while (character := (yield from self.peek())) and character in SPACES:
             self._place += 1
 
-    def until(self, marker: str, emit: Callable[[str], object]) -> Steps[bool]:
+    def until(self, marker: str, emit: Callable[[str], object]) -> Reading[bool]:
         """Passes text on up to the marker, which stays unread; False at the end without one."""
         while True:
             start = self._text.find(marker, self._place)
@@ -117,7 +117,7 @@ class Reader:
                 return False
             yield
 
-    def rest(self, emit: Callable[[str], object]) -> Steps[None]:
+    def rest(self, emit: Callable[[str], object]) -> Reading[None]:
         """All that is still to come."""
         while (yield from self.peek()):
             emit(self._text[self._place :])

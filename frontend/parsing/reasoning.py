@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.frontend.parsing.output import Output
-    from penstock.frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.parsed_output import ParsedOutput
+    from penstock.frontend.parsing.reader import Reader, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
 """Of Magistral."""
 
 
-def read_reasoning(reader: Reader, output: Output, form: ReasoningFormat, *, is_open: bool) -> Steps[None]:
+def read_reasoning(reader: Reader, output: ParsedOutput, form: ReasoningFormat, *, is_open: bool) -> Reading[None]:
     """Only what an answer begins with is reasoning; markers further on are its text. Reasoning may never end.
 
     is_open: the prompt ends with the opening marker. Some models write it once more.

@@ -72,15 +72,15 @@ class TimingsAnswer(Struct):
     preemptions: int
 
 
-class CalledFunction(Struct):
+class FunctionCallAnswer(Struct):
     name: str
     arguments: str
 
 
-class CalledToolAnswer(Struct):
+class ToolCallAnswer(Struct):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: FunctionCallAnswer
 
 
 class AnswerMessage(Struct):
@@ -88,7 +88,7 @@ class AnswerMessage(Struct):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
-    tool_calls: list[CalledToolAnswer] | None = None
+    tool_calls: list[ToolCallAnswer] | None = None
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -37,7 +37,7 @@ class FunctionCall(Struct, frozen=True):
     arguments: str = ""
 
 
-class CalledTool(Struct, frozen=True):
+class MessageToolCall(Struct, frozen=True):
     id: ShortText
     function: FunctionCall
     type: Literal["function"] = "function"
@@ -48,20 +48,20 @@ class ChatMessage(Struct, frozen=True):
     content: str | Annotated[list[ContentPart], Meta(max_length=2048)] | None = None
     name: ShortText | None = None
     tool_call_id: ShortText | None = None
-    tool_calls: Annotated[list[CalledTool], Meta(max_length=256)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
     function_call: Raw = ABSENT
 
 
-class Function(Struct, frozen=True):
+class FunctionDefinition(Struct, frozen=True):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Struct, frozen=True):
-    function: Function
+class ChatTool(Struct, frozen=True):
+    function: FunctionDefinition
     type: Literal["function"] = "function"
 
 
@@ -78,7 +78,7 @@ class AllowedTools(Struct, frozen=True):
     tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=128)]
 
 
-class AllowedChoice(Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+class AllowedToolsChoice(Struct, frozen=True, tag_field="type", tag="allowed_tools"):
     """tool_choice of some of the tools."""
 
     allowed_tools: AllowedTools
@@ -96,8 +96,8 @@ class ChatBody(GenerationBody, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    tools: Annotated[list[ChatTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
@@ -121,17 +121,17 @@ class ChatBody(GenerationBody, kw_only=True):
     web_search_options: Raw = ABSENT
 
     @property
-    def offered_tools(self) -> list[Tool]:
+    def offered_tools(self) -> list[ChatTool]:
         """Those that the model may call."""
         if self.tool_choice == "none":
             return []
-        if isinstance(self.tool_choice, AllowedChoice):
+        if isinstance(self.tool_choice, AllowedToolsChoice):
             return [tool for tool in self.tools or () if tool.function.name in self.tool_choice.names]
         return self.tools or []
 
     @property
     def must_call(self) -> bool:
-        if isinstance(self.tool_choice, AllowedChoice):
+        if isinstance(self.tool_choice, AllowedToolsChoice):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
@@ -189,7 +189,7 @@ def _check_tools(body: ChatBody) -> None:
     choice = body.tool_choice
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         invalid("tool_choice.function.name", f"{shorten(choice.function.name)} is none of the tools")
-    for position, allowed in enumerate(choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else ()):
+    for position, allowed in enumerate(choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else ()):
         if allowed.function.name not in names:
             path = f"tool_choice.allowed_tools.tools[{position}].function.name"
             invalid(path, f"{shorten(allowed.function.name)} is none of the tools")

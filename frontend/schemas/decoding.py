@@ -57,7 +57,7 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     """Raises ApiError naming the field, its value and the limit; also for a field that is declared to be refused."""
     # The codec raises these four for hostile bytes.
     try:
-        body = decode_uncollected(decoder, data)
+        body = decode_without_gc(decoder, data)
     except msgspec.ValidationError as error:
         raise _explain(str(error), data, decoder.type) from None
     except msgspec.DecodeError as error:
@@ -72,7 +72,7 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     return body
 
 
-def decode_uncollected(decoder: msgspec.json.Decoder[_Decoded], data: bytes) -> _Decoded:
+def decode_without_gc(decoder: msgspec.json.Decoder[_Decoded], data: bytes) -> _Decoded:
     """JSON has no cycles: the collector would look through a large body again and again while it is being made."""
     if len(data) <= _SMALL_BODY_BYTES or not gc.isenabled():
         return decoder.decode(data)
@@ -165,7 +165,7 @@ def _steps(path: str) -> list[str]:
 def _value_at(path: str, data: bytes) -> str | None:
     """The value at a path such as messages[0].role, shortened; None where it cannot be said."""
     try:
-        value = decode_uncollected(_any, data)
+        value = decode_without_gc(_any, data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     for step in _steps(path):

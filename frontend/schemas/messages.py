@@ -25,7 +25,7 @@ class ResultBlock(Struct, frozen=True):
     text: str | None = None
 
 
-class Block(Struct, frozen=True):
+class ContentBlock(Struct, frozen=True):
     """A part of a content: every kind's fields, of which `_check_block` wants those of its own kind."""
 
     type: TypeName
@@ -39,7 +39,7 @@ class Block(Struct, frozen=True):
     is_error: bool | None = None
 
 
-Content = str | Annotated[list[Block], Meta(max_length=_MAX_BLOCKS)]
+Content = str | Annotated[list[ContentBlock], Meta(max_length=_MAX_BLOCKS)]
 
 
 class AnthropicMessage(Struct, frozen=True):
@@ -176,7 +176,7 @@ _KINDS = {
 }
 
 
-def _check_block(path: str, block: Block, role: str) -> None:
+def _check_block(path: str, block: ContentBlock, role: str) -> None:
     if block.type not in _KINDS[role]:
         allowed = ", ".join(_KINDS[role])
         raise _unsupported(f"{path}.type", f"must be one of {allowed} in the {role}'s words, got {shorten(block.type)}")

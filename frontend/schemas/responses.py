@@ -15,13 +15,13 @@ from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 MAX_ITEMS = 2048
 TypeName = Annotated[str, Meta(max_length=64)]
-Role = Literal["system", "developer", "user", "assistant"]
+ItemRole = Literal["system", "developer", "user", "assistant"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
-class Part(Struct, frozen=True):
+class ItemPart(Struct, frozen=True):
     """A part of a content. A refusal has its text in a field of its own."""
 
     type: TypeName
@@ -33,15 +33,15 @@ class Part(Struct, frozen=True):
         return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
-Parts = Annotated[list[Part], Meta(max_length=MAX_ITEMS)]
+Parts = Annotated[list[ItemPart], Meta(max_length=MAX_ITEMS)]
 
 
-class Item(Struct, frozen=True):
+class ResponseItem(Struct, frozen=True):
     """One of the input: every kind's fields, of which `check_items` wants those of its own kind."""
 
     type: TypeName | None = None
     id: ShortText | None = None
-    role: Role | None = None
+    role: ItemRole | None = None
     content: str | Parts | None = None
     call_id: ShortText | None = None
     name: FunctionName | None = None
@@ -64,7 +64,7 @@ class FunctionTool(Struct, frozen=True):
     strict: bool | None = None
 
 
-class NamedChoice(Struct, frozen=True):
+class NamedToolChoice(Struct, frozen=True):
     """{"type": "function", "name": …}, or {"type": "allowed_tools", "mode": …, "tools": […]}."""
 
     type: TypeName
@@ -95,12 +95,12 @@ class Reasoning(Struct, frozen=True):
 class ResponsesBody(GenerationBody, kw_only=True):
     """input may be left out where previous_response_id is given."""
 
-    input: str | Annotated[list[Item], Meta(max_length=MAX_ITEMS)] | None = None
+    input: str | Annotated[list[ResponseItem], Meta(max_length=MAX_ITEMS)] | None = None
     instructions: str | None = None
     previous_response_id: ShortText | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -126,7 +126,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
     messages: Raw = ABSENT
 
     @property
-    def wants_logprobs(self) -> bool:
+    def requests_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
@@ -188,7 +188,7 @@ def _check_tools(body: ResponsesBody) -> None:
     for position, tool in enumerate(body.tools or ()):
         _check_function(f"tools[{position}]", tool)
     choice = body.tool_choice
-    if not isinstance(choice, NamedChoice):
+    if not isinstance(choice, NamedToolChoice):
         return
     if choice.type not in ("function", "allowed_tools"):
         invalid("tool_choice.type", f'must be "function" or "allowed_tools", got {shorten(choice.type)}')
@@ -211,7 +211,7 @@ def _check_function(path: str, tool: FunctionTool) -> None:
     _required(f"{path}.name", tool.name)
 
 
-def check_items(items: list[Item]) -> None:
+def check_items(items: list[ResponseItem]) -> None:
     """Each has what its kind needs. Raises ApiError."""
     for position, item in enumerate(items):
         path = f"input[{position}]"
@@ -238,7 +238,7 @@ def check_items(items: list[Item]) -> None:
                 raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{path}.type")
 
 
-def _check_parts(path: str, content: str | list[Part] | None) -> None:
+def _check_parts(path: str, content: str | list[ItemPart] | None) -> None:
     for position, part in enumerate(content if isinstance(content, list) else ()):
         where = f"{path}[{position}]"
         if part.type not in _TEXT_PARTS:

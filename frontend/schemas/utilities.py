@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.frontend.schemas.chat import ChatBody, ChatMessage, Tool
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool
 from penstock.frontend.schemas.decoding import decode_body, decode_chat
 from penstock.frontend.schemas.generation import ShortText, TokenId
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
@@ -28,7 +28,7 @@ class TokenizeBody(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[ChatTool], Meta(max_length=128)] | None = None
 
     content: str | None = None
     add_special: bool | None = None

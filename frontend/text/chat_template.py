@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from jinja2.parser import Parser
 
-    from penstock.frontend.schemas.chat import CalledTool, ChatBody, ChatMessage, Tool
+    from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool, MessageToolCall
 
 
 _RENDERING_FAILS = (
@@ -165,7 +165,7 @@ def _name_results(messages: list[dict[str, Any]]) -> None:
             message.setdefault("name", name)
 
 
-def _described(tool: Tool) -> dict[str, Any]:
+def _described(tool: ChatTool) -> dict[str, Any]:
     """As models have been taught, in this order; templates rely on all three."""
     function = tool.function
     parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
@@ -173,7 +173,7 @@ def _described(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": told}
 
 
-def _called(call: CalledTool) -> dict[str, Any]:
+def _called(call: MessageToolCall) -> dict[str, Any]:
     """Templates want the arguments as an object, none at all as an empty one; a text that is none they get as it is."""
     function: dict[str, Any] = {"name": call.function.name, "arguments": call.function.arguments.strip() or "{}"}
     with contextlib.suppress(ValueError, RecursionError):

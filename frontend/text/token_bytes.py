@@ -34,12 +34,12 @@ class TokenBytes:
         self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         self._is_byte_level = "ByteLevel" in _decoder_kinds(tokenizer)
 
-        self.spelled = lru_cache(_NUM_KEPT)(self._spelled)
+        self.text_and_bytes = lru_cache(_NUM_KEPT)(self._spelled)
         """The token's text, as far as it is one, and its bytes. Answers with log probabilities ask for many."""
 
     def __call__(self, token_id: int) -> bytes:
         """Empty for an id that no token has: models are often padded with such."""
-        return self.spelled(token_id)[1]
+        return self.text_and_bytes(token_id)[1]
 
     def _spelled(self, token_id: int) -> tuple[str, bytes]:
         raw = self._bytes(token_id)

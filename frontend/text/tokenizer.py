@@ -41,7 +41,7 @@ class ModelTokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """The tokens that stand beside the vocabulary, special or not: each is one token wherever it is written."""
-        self.raw = TokenBytes(tokenizer)
+        self.token_bytes = TokenBytes(tokenizer)
         """The bytes of a single token."""
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
@@ -61,7 +61,7 @@ class ModelTokenizer:
         template = ChatTemplate(source, special_tokens_of(config), tool_source) if source is not None else None
         return cls(Tokenizer.from_file(str(path)), template)
 
-    def least_tokens(self, text: str) -> int:
+    def min_num_tokens(self, text: str) -> int:
         """A lower bound of the tokens in a text, from its length alone: to refuse what can never fit unread."""
         return len(text) // self._most_characters_per_token
 

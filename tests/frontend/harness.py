@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import named_keys
 from penstock.frontend.app import App
-from penstock.frontend.generation.served_model import ModelKeeper, ServedModel, dialect_of
+from penstock.frontend.generation.served_model import ModelKeeper, ServedModel, model_syntax_of
 from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
@@ -186,7 +186,7 @@ def served_model(
     parsers: ParserNames = ParserNames(),  # noqa: B008 - frozen
 ) -> ServedModel:
     loaded = ModelTokenizer(tokenizer, ChatTemplate(template, {}))
-    return ServedModel(card, loaded, dialect_of(loaded, parsers))
+    return ServedModel(card, loaded, model_syntax_of(loaded, parsers))
 
 
 def make_app(backend: FakeBackend, **options: Any) -> App:

@@ -186,6 +186,6 @@ async def test_a_loaded_model_is_read_as_its_template_or_the_operator_says(
     finally:
         watching.cancel()
     assert keeper.current is not None
-    dialect = keeper.current.dialect
-    found = (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name)
+    syntax = keeper.current.syntax
+    found = (syntax.tools and syntax.tools.name, syntax.reasoning and syntax.reasoning.name)
     assert found == expected

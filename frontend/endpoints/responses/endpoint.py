@@ -18,7 +18,7 @@ from penstock.frontend.endpoints.responses.pending_response import PendingRespon
 from penstock.frontend.endpoints.responses.truncation import fitted
 from penstock.frontend.formats.responses import response_of_item
 from penstock.frontend.schemas.chat import check_chat
-from penstock.frontend.schemas.responses import Item, decode_responses
+from penstock.frontend.schemas.responses import ResponseItem, decode_responses
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later, shorten
 from penstock.frontend.transport.exchange import ClientGoneError
 
@@ -157,7 +157,7 @@ class Responses:
     def _chat(self, tenant: bytes, body: ResponsesBody, previous: StoredResponse | None) -> ChatBody:
         """The request as a chat. Raises ApiError."""
         if isinstance(body.input, list):
-            outputs: dict[str, dict[str | None, Item]] = {}
+            outputs: dict[str, dict[str | None, ResponseItem]] = {}
             body.input = [self._resolved(tenant, place, item, outputs) for place, item in enumerate(body.input)]
         chat = as_chat(body, () if previous is None else previous.messages)
         with renamed(RENAMED):
@@ -166,7 +166,9 @@ class Responses:
 
     # What is kept
 
-    def _resolved(self, tenant: bytes, place: int, item: Item, outputs: dict[str, dict[str | None, Item]]) -> Item:
+    def _resolved(
+        self, tenant: bytes, place: int, item: ResponseItem, outputs: dict[str, dict[str | None, ResponseItem]]
+    ) -> ResponseItem:
         """The output of a kept response that the item refers to, if it does. outputs: of those decoded so far."""
         if item.kind != "item_reference" or item.id is None:
             return item
@@ -185,7 +187,7 @@ class Responses:
             raise self._unknown(response_id, param)
         return stored
 
-    def _input_of(self, tenant: bytes, response_id: str) -> Sequence[Item]:
+    def _input_of(self, tenant: bytes, response_id: str) -> Sequence[ResponseItem]:
         run = self._run_of(tenant, response_id)
         if run is not None:
             return run.answer.input_items
@@ -264,11 +266,11 @@ class Responses:
 class _Output(msgspec.Struct):
     """Of a response object, what can be referred to."""
 
-    output: list[Item]
+    output: list[ResponseItem]
 
 
 _output = msgspec.json.Decoder(_Output)
-_items = msgspec.json.Decoder(list[Item])
+_items = msgspec.json.Decoder(list[ResponseItem])
 
 
 def _asked(exchange: Exchange) -> str:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.endpoints.chat_bodies import instructed, shared_fields
 from penstock.frontend.schemas.chat import (
-    CalledTool,
     ChatBody,
     ChatMessage,
-    Function,
+    ChatTool,
     FunctionCall,
+    FunctionDefinition,
+    MessageToolCall,
     NamedFunction,
     NamedTool,
-    Tool,
 )
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
-from penstock.frontend.schemas.responses import MAX_ITEMS, Item, NamedChoice, Part
+from penstock.frontend.schemas.responses import MAX_ITEMS, ItemPart, NamedToolChoice, ResponseItem
 from penstock.frontend.transport.errors import invalid
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
         **shared_fields(body),
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        logprobs=body.wants_logprobs or None,
+        logprobs=body.requests_logprobs or None,
         top_logprobs=body.top_logprobs,
         tools=tools,
         tool_choice=choice,
@@ -63,10 +63,10 @@ def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
     )
 
 
-def input_items(body: ResponsesBody) -> list[Item]:
+def input_items(body: ResponsesBody) -> list[ResponseItem]:
     if body.input is None:
         return []
-    return [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    return [ResponseItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
 class _Turn:
@@ -75,7 +75,7 @@ class _Turn:
     def __init__(self) -> None:
         self.reasoning: list[str] = []
         self.texts: list[str] = []
-        self.calls: list[CalledTool] = []
+        self.calls: list[MessageToolCall] = []
 
     @property
     def is_begun(self) -> bool:
@@ -90,7 +90,7 @@ class _Turn:
         )
 
 
-def to_messages(items: Sequence[Item]) -> list[ChatMessage]:
+def to_messages(items: Sequence[ResponseItem]) -> list[ChatMessage]:
     """Reasoning, answer and calls that follow each other are one message of the assistant's."""
     messages: list[ChatMessage] = []
     turn = _Turn()
@@ -110,7 +110,7 @@ def to_messages(items: Sequence[Item]) -> list[ChatMessage]:
                 turn.reasoning.append(thought)
         elif item.kind == "function_call":
             names[item.call_id] = item.name
-            turn.calls.append(CalledTool(item.call_id or "", FunctionCall(item.name or "", item.arguments or "")))
+            turn.calls.append(MessageToolCall(item.call_id or "", FunctionCall(item.name or "", item.arguments or "")))
         elif item.kind == "function_call_output":
             end_turn()
             messages.append(
@@ -127,11 +127,11 @@ def to_messages(items: Sequence[Item]) -> list[ChatMessage]:
     return messages
 
 
-def joined(content: str | Sequence[Part] | None) -> str:
+def joined(content: str | Sequence[ItemPart] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part.said for part in content or ())
 
 
-def listed(item: Item, item_id: str) -> dict[str, Any]:
+def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
     """An input item as it is told."""
     told: dict[str, Any] = {"id": item.id or item_id, "type": item.kind, "status": "completed"}
     match item.kind:
@@ -159,10 +159,10 @@ def _response_format(body: ResponsesBody) -> ResponseFormat | None:
     return ResponseFormat(form.type, schema if form.type == "json_schema" else None)
 
 
-def _tools(body: ResponsesBody) -> tuple[list[Tool] | None, Any]:
+def _tools(body: ResponsesBody) -> tuple[list[ChatTool] | None, Any]:
     """The tools that may be called, and the choice among them."""
     choice = body.tool_choice
-    if not isinstance(choice, NamedChoice):
+    if not isinstance(choice, NamedToolChoice):
         return _as_tools(body.tools), choice
     if choice.type == "function":
         return _as_tools(body.tools), NamedTool(NamedFunction(choice.name or ""))
@@ -170,7 +170,9 @@ def _tools(body: ResponsesBody) -> tuple[list[Tool] | None, Any]:
     return _as_tools([tool for tool in body.tools or () if tool.name in allowed]), choice.mode
 
 
-def _as_tools(tools: list[FunctionTool] | None) -> list[Tool] | None:
+def _as_tools(tools: list[FunctionTool] | None) -> list[ChatTool] | None:
     if not tools:
         return None
-    return [Tool(Function(tool.name or "", tool.description, tool.parameters, tool.strict)) for tool in tools]
+    return [
+        ChatTool(FunctionDefinition(tool.name or "", tool.description, tool.parameters, tool.strict)) for tool in tools
+    ]

@@ -10,8 +10,8 @@ from penstock.frontend.endpoints.responses.items import input_items, to_messages
 from penstock.frontend.endpoints.responses.store import StoredResponse
 from penstock.frontend.formats.responses import ResponsesFormat
 from penstock.frontend.parsing.blocks import BlockKind
-from penstock.frontend.schemas.chat import CalledTool, ChatMessage, FunctionCall
-from penstock.frontend.schemas.responses import NamedChoice
+from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
+from penstock.frontend.schemas.responses import NamedToolChoice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from msgspec import Struct
 
     from penstock.frontend.endpoints.responses.store import ResponseStore
-    from penstock.frontend.formats.base import Identity, StreamedUsage, Usage
-    from penstock.frontend.schemas.responses import Item, ResponsesBody
+    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
+    from penstock.frontend.schemas.responses import ResponseItem, ResponsesBody
     from penstock.shm.messages import ModelCard
 
 
@@ -36,7 +36,7 @@ class PendingResponse:
         card: ModelCard,
     ) -> None:
         """previous is what the request continues."""
-        self.input_items: list[Item] = input_items(body)
+        self.input_items: list[ResponseItem] = input_items(body)
         self.format: ResponsesFormat | None = None
         """Set when the request is about to be submitted."""
         self._store = store
@@ -45,7 +45,7 @@ class PendingResponse:
         self._previous = previous
         self._settings = _settings(body, card)
 
-    def make_format(self, identity: Identity, usage: Usage, streamed_usage: StreamedUsage) -> ResponsesFormat:  # noqa: ARG002 - a response's last event has the usage always
+    def make_format(self, identity: Identity, usage: Usage, streamed_usage: StreamUsageOptions) -> ResponsesFormat:  # noqa: ARG002 - a response's last event has the usage always
         on_end = _ignore if self._body.background else self.keep
         self.format = ResponsesFormat(identity, usage, self._settings, on_end)
         return self.format
@@ -80,10 +80,10 @@ def _ignore(answer: ResponsesFormat) -> None:
 def _said(answer: ResponsesFormat) -> ChatMessage:
     """The answer as a message of the conversation."""
     texts: dict[BlockKind, list[str]] = {BlockKind.TEXT: [], BlockKind.REASONING: []}
-    calls: list[CalledTool] = []
+    calls: list[MessageToolCall] = []
     for block in answer.blocks:
         if block.kind is BlockKind.CALL:
-            calls.append(CalledTool(block.call_id, FunctionCall(block.name, block.text)))
+            calls.append(MessageToolCall(block.call_id, FunctionCall(block.name, block.text)))
         else:
             texts[block.kind].append(block.text)
     return ChatMessage(
@@ -124,7 +124,7 @@ def _settings(body: ResponsesBody, card: ModelCard) -> dict[str, Any]:
 
 def _choice(body: ResponsesBody) -> str | dict[str, Any]:
     choice = body.tool_choice
-    if not isinstance(choice, NamedChoice):
+    if not isinstance(choice, NamedToolChoice):
         return choice or "auto"
     tools = {} if choice.tools is None else {"tools": [_without_null(tool) for tool in choice.tools]}
     return _without_null(choice) | tools

@@ -10,12 +10,12 @@ import msgspec
 from msgspec import Raw
 
 from penstock.frontend.parsing.json_text import read_json, read_json_string
-from penstock.frontend.parsing.reader import Malformed, Reader, Steps
+from penstock.frontend.parsing.reader import Malformed, Reader, Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.frontend.parsing.output import Output
+    from penstock.frontend.parsing.parsed_output import ParsedOutput
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
@@ -42,7 +42,7 @@ class ToolFormat(Protocol):
         """A call is these two texts, with the JSON object of its arguments between."""
         ...
 
-    def read(self, reader: Reader, output: Output, names: frozenset[str], /) -> Steps[None]:
+    def read(self, reader: Reader, output: ParsedOutput, names: frozenset[str], /) -> Reading[None]:
         """An answer with calls of these functions in it, or a part of one: what is left unread is text."""
         ...
 
@@ -61,7 +61,7 @@ def is_function_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read_json_call(reader: Reader, output: Output, is_callable: Callable[[str], bool]) -> Steps[bool]:
+def read_json_call(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[bool]:
     """{"name": …, "arguments": {…}}, in any order, other members ignored. The reader holds what stands before it.
 
     What is no call is passed on as text, as far as it was read; then the result is False.
@@ -77,7 +77,7 @@ def read_json_call(reader: Reader, output: Output, is_callable: Callable[[str], 
     return True
 
 
-def _read_members(reader: Reader, output: Output, is_callable: Callable[[str], bool]) -> Steps[None]:
+def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
     name: str | None = None
     arguments: list[str] = []
     is_told = False
@@ -112,7 +112,7 @@ def _read_members(reader: Reader, output: Output, is_callable: Callable[[str], b
         output.arguments(whole)
 
 
-def read_arguments(reader: Reader, output: Output, name: str) -> Steps[None]:
+def read_arguments(reader: Reader, output: ParsedOutput, name: str) -> Reading[None]:
     """The arguments' object of a call that is certain from here on."""
     reader.release()
     output.begin_call(name)
@@ -133,7 +133,7 @@ def _as_object(arguments: str) -> str:
     return text
 
 
-def _read_text(reader: Reader) -> Steps[str]:
+def _read_text(reader: Reader) -> Reading[str]:
     parts: list[str] = []
     yield from read_json_string(reader, parts.append)
     try:

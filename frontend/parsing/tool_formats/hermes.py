@@ -9,8 +9,8 @@ import msgspec
 from penstock.frontend.parsing.tool_formats.base import is_function_name, openai_call_id, read_json_call
 
 if TYPE_CHECKING:
-    from penstock.frontend.parsing.output import Output
-    from penstock.frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.parsed_output import ParsedOutput
+    from penstock.frontend.parsing.reader import Reader, Reading
 
 _OPENING = "<tool_call>"
 _CLOSING = "</tool_call>"
@@ -30,7 +30,7 @@ class Hermes:
         before = f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": '
         return f"{_OPENING}\n{before}", f"}}\n{_CLOSING}"
 
-    def read(self, reader: Reader, output: Output, _names: frozenset[str]) -> Steps[None]:
+    def read(self, reader: Reader, output: ParsedOutput, _names: frozenset[str]) -> Reading[None]:
         while (yield from reader.until(_OPENING, output.content)):
             reader.hold()
             yield from reader.accept(_OPENING)

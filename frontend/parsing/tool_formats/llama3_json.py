@@ -10,8 +10,8 @@ import msgspec
 from penstock.frontend.parsing.tool_formats.base import openai_call_id, read_json_call
 
 if TYPE_CHECKING:
-    from penstock.frontend.parsing.output import Output
-    from penstock.frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.parsed_output import ParsedOutput
+    from penstock.frontend.parsing.reader import Reader, Reading
 
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -29,7 +29,7 @@ class Llama3Json:
     def around(self, name: str) -> tuple[str, str]:
         return f'{{"name": {msgspec.json.encode(name).decode()}, "parameters": ', "}"
 
-    def read(self, reader: Reader, output: Output, names: frozenset[str]) -> Steps[None]:
+    def read(self, reader: Reader, output: ParsedOutput, names: frozenset[str]) -> Reading[None]:
         reader.hold()
         yield from reader.skip_spaces()
         if (yield from reader.peek()) == "{":
@@ -45,7 +45,7 @@ class Llama3Json:
         return openai_call_id()
 
 
-def _read_calls(reader: Reader, output: Output, names: frozenset[str]) -> Steps[None]:
+def _read_calls(reader: Reader, output: ParsedOutput, names: frozenset[str]) -> Reading[None]:
     while (yield from read_json_call(reader, output, names.__contains__)):
         reader.hold()
         yield from reader.skip_spaces()

@@ -13,8 +13,8 @@ from penstock.frontend.parsing.reader import Malformed
 from penstock.frontend.parsing.tool_formats.base import drop, is_function_name, read_arguments, read_json_call
 
 if TYPE_CHECKING:
-    from penstock.frontend.parsing.output import Output
-    from penstock.frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.parsed_output import ParsedOutput
+    from penstock.frontend.parsing.reader import Reader, Reading
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 _CALL_ID = "[CALL_ID]"
@@ -40,7 +40,7 @@ class Mistral:
             return f"{_TOOL_CALLS}{name}{_ARGUMENTS}", ""
         return f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": ', "}"
 
-    def read(self, reader: Reader, output: Output, _names: frozenset[str]) -> Steps[None]:
+    def read(self, reader: Reader, output: ParsedOutput, _names: frozenset[str]) -> Reading[None]:
         while (yield from reader.until(_TOOL_CALLS, output.content)):
             reader.hold()
             yield from reader.accept(_TOOL_CALLS)
@@ -55,7 +55,7 @@ class Mistral:
         return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
 
 
-def _read_list(reader: Reader, output: Output) -> Steps[None]:
+def _read_list(reader: Reader, output: ParsedOutput) -> Reading[None]:
     while (yield from read_json_call(reader, output, is_function_name)):
         reader.hold()
         yield from reader.skip_spaces()
@@ -65,7 +65,7 @@ def _read_list(reader: Reader, output: Output) -> Steps[None]:
             return
 
 
-def _read_named(reader: Reader, output: Output) -> Steps[None]:
+def _read_named(reader: Reader, output: ParsedOutput) -> Reading[None]:
     try:
         name: list[str] = []
         yield from reader.run(_NAME_CHARACTERS, name.append)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.frontend.parsing.reader import Malformed
 
 if TYPE_CHECKING:
-    from penstock.frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.reader import Reader, Reading
 
 _MAX_DEPTH = 32
 _WORD_CHARACTERS = re.compile(r"[-+.\w]+")
@@ -29,7 +29,7 @@ _HEX = re.compile(r"[0-9a-fA-F]+")
 _CLOSERS = {"[": "]", "(": ")"}
 
 
-def read_value(reader: Reader, depth: int = 0) -> Steps[Any]:
+def read_value(reader: Reader, depth: int = 0) -> Reading[Any]:
     """Raises Malformed, also where values are nested more than 32 deep."""
     if depth > _MAX_DEPTH:
         raise Malformed
@@ -57,7 +57,7 @@ def _word(word: str) -> Any:
     raise Malformed
 
 
-def _read_list(reader: Reader, depth: int, closer: str) -> Steps[list[Any]]:
+def _read_list(reader: Reader, depth: int, closer: str) -> Reading[list[Any]]:
     yield from reader.next()
     values: list[Any] = []
     yield from reader.skip_spaces()
@@ -68,7 +68,7 @@ def _read_list(reader: Reader, depth: int, closer: str) -> Steps[list[Any]]:
     return values
 
 
-def _read_dict(reader: Reader, depth: int) -> Steps[dict[str, Any]]:
+def _read_dict(reader: Reader, depth: int) -> Reading[dict[str, Any]]:
     yield from reader.next()
     values: dict[str, Any] = {}
     yield from reader.skip_spaces()
@@ -83,7 +83,7 @@ def _read_dict(reader: Reader, depth: int) -> Steps[dict[str, Any]]:
     return values
 
 
-def _goes_on(reader: Reader, closer: str) -> Steps[bool]:
+def _goes_on(reader: Reader, closer: str) -> Reading[bool]:
     """Behind a value: reads a comma, after which another may come, or the end."""
     yield from reader.skip_spaces()
     if (yield from reader.accept(",")):
@@ -93,7 +93,7 @@ def _goes_on(reader: Reader, closer: str) -> Steps[bool]:
     return False
 
 
-def _read_string(reader: Reader) -> Steps[str]:
+def _read_string(reader: Reader) -> Reading[str]:
     quote = yield from reader.next()
     if quote not in ("'", '"'):
         raise Malformed
@@ -108,7 +108,7 @@ def _read_string(reader: Reader) -> Steps[str]:
         raise Malformed from None
 
 
-def _read_escape(reader: Reader) -> Steps[str]:
+def _read_escape(reader: Reader) -> Reading[str]:
     character = yield from reader.next()
     if character in _ESCAPES:
         return _ESCAPES[character]

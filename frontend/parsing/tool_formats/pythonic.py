@@ -11,8 +11,8 @@ from penstock.frontend.parsing.tool_formats.base import openai_call_id
 from penstock.frontend.parsing.tool_formats.python_values import read_value
 
 if TYPE_CHECKING:
-    from penstock.frontend.parsing.output import Output
-    from penstock.frontend.parsing.reader import Reader, Steps
+    from penstock.frontend.parsing.parsed_output import ParsedOutput
+    from penstock.frontend.parsing.reader import Reader, Reading
 
 _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")
 _WORD = re.compile(r"\w+")
@@ -32,7 +32,7 @@ class Pythonic:
         # Keywords could not say all that a schema may ask for.
         return f"{name}(**", ")"
 
-    def read(self, reader: Reader, output: Output, names: frozenset[str]) -> Steps[None]:
+    def read(self, reader: Reader, output: ParsedOutput, names: frozenset[str]) -> Reading[None]:
         reader.hold()
         try:
             yield from reader.skip_spaces()
@@ -52,7 +52,7 @@ class Pythonic:
         return openai_call_id()
 
 
-def _read_call(reader: Reader, output: Output, names: frozenset[str]) -> Steps[None]:
+def _read_call(reader: Reader, output: ParsedOutput, names: frozenset[str]) -> Reading[None]:
     yield from reader.skip_spaces()
     parts: list[str] = []
     yield from reader.run(_NAME_CHARACTERS, parts.append)
@@ -74,7 +74,7 @@ def _read_call(reader: Reader, output: Output, names: frozenset[str]) -> Steps[N
     output.end_call()
 
 
-def _read_argument(reader: Reader) -> Steps[dict[str, Any]]:
+def _read_argument(reader: Reader) -> Reading[dict[str, Any]]:
     """A keyword with its value, or several behind two stars."""
     if (yield from reader.accept("**")):
         several = yield from read_value(reader)

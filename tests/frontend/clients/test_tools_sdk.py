@@ -82,7 +82,7 @@ async def test_the_stream_helper_puts_calls_together(client: openai.AsyncOpenAI)
 @pytest.mark.parametrize("name", MODELS)
 async def test_the_stream_helper_with_every_format(name: str, backend: FakeBackend) -> None:
     model = MODELS[name]
-    form = model.served().dialect.tools
+    form = model.served().syntax.tools
     assert form is not None
     backend.script = model.says(written(form, [("GetWeather", '{"city": "é", "days": 3}')]))
     async with serving(model.app(backend)) as url, sdk(url) as client:

@@ -18,10 +18,10 @@ from llguidance import LLMatcher
 
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from penstock.frontend.generation.choice import Choice, Wanted
-from penstock.frontend.generation.guidance import guide_chat
-from penstock.frontend.generation.submission import Guidance
-from penstock.frontend.parsing.deltas import Message
+from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
+from penstock.frontend.generation.choice import Choice, OutputOptions
+from penstock.frontend.generation.submission import AnswerRules
+from penstock.frontend.parsing.deltas import ChoiceOutput
 from penstock.frontend.schemas.chat import ChatBody, check_chat
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import Constraints, Finish, Grammar
@@ -65,16 +65,18 @@ def compiled(model: Model, directory: Path, grammar: Grammar) -> LLMatcher:
     return compiler(model, directory).compile(grammar).result(timeout=30)
 
 
-def guided(model: Model, **fields: Any) -> Guidance:
+def guided(model: Model, **fields: Any) -> AnswerRules:
     body = msgspec.convert({"messages": MESSAGES, "tools": TOOLS, **fields}, ChatBody)
     check_chat(body)
     served = model.served()
     assert served.tokenizer.chat_template is not None
     prompt = model.tokenizer.encode(served.tokenizer.chat_template.render(body)).ids
-    return asyncio.run(guide_chat(body, prompt, served))[1]
+    return asyncio.run(chat_answer_rules(body, prompt, served))[1]
 
 
-def babble(model: Model, guidance: Guidance, directory: Path, seed: int, likes: tuple[str, ...] = ()) -> Message:
+def babble(
+    model: Model, guidance: AnswerRules, directory: Path, seed: int, likes: tuple[str, ...] = ()
+) -> ChoiceOutput:
     """What a client gets of a model without a clue, which likes some tokens, and to end."""
     liked = {model.tokenizer.token_to_id(text) for text in likes}
     rng = random.Random(seed)
@@ -89,10 +91,10 @@ def babble(model: Model, guidance: Guidance, directory: Path, seed: int, likes: 
     stream = FakeStream(None, ())  # type: ignore[arg-type]
     choice = Choice(
         0, 0, [1], stream, model.served().tokenizer,  # type: ignore[arg-type]
-        Wanted(make_parser=guidance.make_parser, kept_token_ids=guidance.kept_token_ids),
+        OutputOptions(make_parser=guidance.make_parser, kept_token_ids=guidance.kept_token_ids),
     )  # fmt: skip
     tokens: list[int] = []
-    row, message = np.zeros(-(-vocab_size // 32), np.uint32), Message()
+    row, message = np.zeros(-(-vocab_size // 32), np.uint32), ChoiceOutput()
     for _ in range(4000):
         constraints.fill(row)
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
@@ -110,7 +112,7 @@ def babble(model: Model, guidance: Guidance, directory: Path, seed: int, likes: 
     return message
 
 
-def check(message: Message) -> None:
+def check(message: ChoiceOutput) -> None:
     for call in message.tool_calls:
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 

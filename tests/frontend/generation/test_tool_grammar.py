@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.frontend.parsing.choose import choose_dialect
+from penstock.frontend.parsing.model_syntax import choose_model_syntax
 from penstock.frontend.parsing.tool_formats.mistral import Mistral
 from penstock.frontend.settings import ParserNames
 from penstock.shm.client import TokenBatch
@@ -56,7 +56,7 @@ def told(message: dict[str, Any]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("name", MODELS)
 async def test_calls_are_told_in_every_format(name: str) -> None:
     model = MODELS[name]
-    form = model.served().dialect.tools
+    form = model.served().syntax.tools
     assert form is not None
     assert form.name == name.partition(",")[0]
     text = written(form, CALLS)
@@ -72,7 +72,7 @@ async def test_calls_are_told_in_every_format(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 async def test_a_stream_tells_calls_as_openai_does(name: str, batch_size: int) -> None:
     model = MODELS[name]
-    form = model.served().dialect.tools
+    form = model.served().syntax.tools
     assert form is not None
     _, events = await posted(model, {**TOOLS, "stream": True}, written(form, CALLS), batch_size=batch_size)
     assert events.pop() == "[DONE]"
@@ -135,7 +135,7 @@ async def test_without_tools_nothing_is_a_call() -> None:
 
 
 async def test_one_call_ends_the_answer_where_one_is_wanted() -> None:
-    calls = written(MODELS["hermes"].served().dialect.tools, CALLS)  # type: ignore[arg-type]
+    calls = written(MODELS["hermes"].served().syntax.tools, CALLS)  # type: ignore[arg-type]
     for fields in ({"parallel_tool_calls": False}, {"tool_choice": NAMED}):
         backend, choice = await posted(Model(), {**TOOLS, **fields}, calls)
         assert told(choice["message"]) == CALLS[:1]
@@ -306,17 +306,17 @@ async def test_a_model_that_knows_no_tools(model: Model, choice: str, status: in
     ],
 )
 def test_the_template_tells_how_a_model_writes(source: str | None, tokens: tuple[str, ...], expected: Any) -> None:
-    dialect = choose_dialect(source, {token: number for number, token in enumerate(tokens)})
-    found = (dialect.tools and dialect.tools.name, dialect.reasoning and dialect.reasoning.name)
+    syntax = choose_model_syntax(source, {token: number for number, token in enumerate(tokens)})
+    found = (syntax.tools and syntax.tools.name, syntax.reasoning and syntax.reasoning.name)
     assert found == expected
 
 
 def test_the_operator_may_say_how_a_model_writes() -> None:
-    dialect = choose_dialect(HERMES, {"[ARGS]": 5}, "mistral", "think")
-    assert isinstance(dialect.tools, Mistral)
-    assert dialect.tools.around("f") == ("[TOOL_CALLS]f[ARGS]", "")
-    assert dialect.reasoning is not None
-    assert dialect.reasoning.name == "think"
+    syntax = choose_model_syntax(HERMES, {"[ARGS]": 5}, "mistral", "think")
+    assert isinstance(syntax.tools, Mistral)
+    assert syntax.tools.around("f") == ("[TOOL_CALLS]f[ARGS]", "")
+    assert syntax.reasoning is not None
+    assert syntax.reasoning.name == "think"
 
 
 async def constraints_of(model: Model, **fields: Any) -> Constraints | None:

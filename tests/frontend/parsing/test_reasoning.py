@@ -98,7 +98,7 @@ async def test_a_mark_in_the_question_opens_nothing() -> None:
 
 async def test_mistral_has_marks_of_its_own() -> None:
     model = Model("[THINK][/THINK]", special=("[THINK]", "[/THINK]"), added=())
-    assert model.served().dialect.reasoning is MISTRAL_THINK
+    assert model.served().syntax.reasoning is MISTRAL_THINK
     message = await answered(model, "[THINK]Hm.[/THINK]Yes.")
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer import AnswerShape
-from penstock.frontend.parsing.deltas import Message
+from penstock.frontend.parsing.deltas import ChoiceOutput
 from penstock.frontend.parsing.reasoning import THINK
 from penstock.frontend.parsing.tool_formats.base import ToolFormat
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
@@ -34,7 +34,7 @@ Read = tuple[str, str, list[tuple[str, str]]]
 
 
 def read(shape: AnswerShape, pieces: list[str]) -> Read:
-    parser, message = shape(), Message()
+    parser, message = shape(), ChoiceOutput()
     for piece in pieces:
         for delta in parser.push(piece):
             message.add(delta)

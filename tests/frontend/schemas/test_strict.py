@@ -13,7 +13,7 @@ from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.messages import MessagesBody
 from penstock.frontend.schemas.responses import ResponsesBody
-from penstock.frontend.schemas.unknown import check_unknown_fields
+from penstock.frontend.schemas.unknown_fields import check_unknown_fields
 from tests.frontend.harness import ClientConnection, FakeBackend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

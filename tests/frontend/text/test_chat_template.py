@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from penstock.frontend.schemas.chat import ChatBody, ChatMessage, Function, Tool
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool, FunctionDefinition
 from penstock.frontend.text.chat_template import (
     ChatTemplate,
     TemplateRefusedError,
@@ -294,7 +294,7 @@ def test_chats_with_tools_may_have_a_template_of_their_own(tmp_path: Path, place
     template = ModelTokenizer.load(tmp_path).chat_template
     assert template is not None
     messages = [ChatMessage("user", "x")]
-    tools = [Tool(Function("f"))]
+    tools = [ChatTool(FunctionDefinition("f"))]
     assert template.render(ChatBody(messages=messages)) == "plain"
     assert template.render(ChatBody(messages=messages, tools=tools)) == "<tool_call>"
     assert template.render(ChatBody(messages=messages, tools=tools, tool_choice="none")) == "plain"

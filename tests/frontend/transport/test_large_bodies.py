@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.frontend.formats.completion import CompletionFormat
+from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.choice import Choice
-from penstock.frontend.generation.structured_output import read_grammar
-from penstock.frontend.parsing.deltas import Delta, Message, TokenLogprob
+from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ScoredToken
 from penstock.frontend.schemas.chat import is_shallow
 from penstock.frontend.schemas.decoding import decode_chat, decode_completion
 from penstock.frontend.transport.errors import ApiError
@@ -61,7 +61,7 @@ def test_a_schema_that_is_too_long_is_refused_for_its_length(as_text: bool) -> N
     schema = {"enum": [0] * 500_000}
     asked = {"guided_json": msgspec.json.encode(schema).decode() if as_text else schema}
     with pytest.raises(ApiError, match="guided_json: 1000010 characters"):
-        read_grammar(decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], **asked})))
+        requested_grammar(decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], **asked})))
 
 
 async def test_a_schema_that_is_nested_as_deep_as_a_body_may_be_is_refused(connection: ClientConnection) -> None:
@@ -89,7 +89,7 @@ async def test_log_probabilities_of_a_prompt_are_told_beside_the_loop(
     threads: list[threading.Thread] = []
     whole = CompletionFormat.whole
 
-    def noted(answer: CompletionFormat, messages: list[Message]) -> bytes:
+    def noted(answer: CompletionFormat, messages: list[ChoiceOutput]) -> bytes:
         threads.append(threading.current_thread())
         return whole(answer, messages)
 
@@ -135,7 +135,7 @@ async def test_a_streamed_echo_is_told_beside_the_loop_as_it_is_not_streamed(
             threads.append(threading.current_thread())
         return delta(answer, index, piece)
 
-    def noted_logprobs(choice: Choice, text: str = "") -> list[TokenLogprob]:
+    def noted_logprobs(choice: Choice, text: str = "") -> list[ScoredToken]:
         threads.append(threading.current_thread())
         return logprobs(choice, text)
 

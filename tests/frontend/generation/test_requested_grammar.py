@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from penstock.frontend.generation.structured_output import of_choices
+from penstock.frontend.generation.answer_rules.requested_grammar import choice_grammar
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, FailureCode, Finish, Grammar
 from tests.frontend.harness import ClientConnection, FakeBackend, token_ids
@@ -62,7 +62,7 @@ async def test_what_reaches_the_backend(
     "choice", ["yes", 'say "no"', "back\\slash", "tab\tnew\nline", "猫🐈", "/x/", "\x00\x1f", "a" * 500]
 )
 def test_any_text_may_be_a_choice(choice: str) -> None:
-    grammar = of_choices([choice, "other"])
+    grammar = choice_grammar([choice, "other"])
     assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.text))
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Output:
+class ParsedOutput:
     """Spaces that stand beside a tool call or the reasoning are nobody's text, and are dropped."""
 
     def __init__(self, new_call_id: Callable[[], str], *, tells_reasoning: bool = True, max_calls: int) -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.frontend.generation.structured_output import read_grammar
-from penstock.frontend.generation.submission import Guidance
-from penstock.frontend.generation.tool_grammar import GAP, after_reasoning, call_grammar, reasoning_rule, tool_format
+from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
+from penstock.frontend.generation.answer_rules.tool_grammar import (
+    GAP,
+    after_reasoning,
+    call_grammar,
+    reasoning_rule,
+    tool_format,
+)
+from penstock.frontend.generation.submission import AnswerRules
 from penstock.frontend.parsing.answer import AnswerShape
 from penstock.frontend.transport.errors import invalid
 
@@ -24,13 +30,13 @@ _TAIL_TOKENS = 32
 """In these a marker at the prompt's end is found, even where it is spelled byte by byte."""
 
 
-async def guide_chat(body: ChatBody, prompt: list[int], served: ServedModel) -> tuple[list[int], Guidance]:
+async def chat_answer_rules(body: ChatBody, prompt: list[int], served: ServedModel) -> tuple[list[int], AnswerRules]:
     """The prompt, with the reasoning's markers behind it where the request decides on it, and the guidance.
 
     prompt is what the chat template makes of the body. Raises ApiError.
     """
-    form, reasoning = tool_format(body, served.dialect), served.dialect.reasoning
-    grammar, added_tokens = read_grammar(body), served.tokenizer.added_tokens
+    form, reasoning = tool_format(body, served.syntax), served.syntax.reasoning
+    grammar, added_tokens = requested_grammar(body), served.tokenizer.added_tokens
     start = _Start(prompt)
     if reasoning is not None:
         is_limited = bool(body.thinking_budget) or grammar is not None or body.must_call
@@ -41,9 +47,9 @@ async def guide_chat(body: ChatBody, prompt: list[int], served: ServedModel) -> 
     elif grammar is not None:
         grammar = after_reasoning(grammar, before)
     if form is None and reasoning is None:
-        return prompt, Guidance(grammar)
+        return prompt, AnswerRules(grammar)
     end = () if start.end_id is None else (start.end_id,)
-    guidance = Guidance(
+    guidance = AnswerRules(
         grammar,
         grammar_after=() if grammar is None else end,
         thinking_budget_tokens=(body.thinking_budget or 0) if end else 0,

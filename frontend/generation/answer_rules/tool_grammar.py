@@ -18,10 +18,10 @@ from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.frontend.parsing.choose import Dialect
+    from penstock.frontend.parsing.model_syntax import ModelSyntax
     from penstock.frontend.parsing.reasoning import ReasoningFormat
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
-    from penstock.frontend.schemas.chat import ChatBody, Function
+    from penstock.frontend.schemas.chat import ChatBody, FunctionDefinition
 
 GAP = "GAP?"
 """In Lark: the empty lines that models write behind their reasoning."""
@@ -36,14 +36,14 @@ _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definit
 _VALUES = frozenset({"const", "enum"})
 
 
-def tool_format(body: ChatBody, dialect: Dialect) -> ToolFormat | None:
+def tool_format(body: ChatBody, syntax: ModelSyntax) -> ToolFormat | None:
     """How the answer's calls are written; None where it can have none. Raises ApiError where that cannot be known."""
     if not body.offered_tools:
         return None
-    if not dialect.offers_tools:
+    if not syntax.offers_tools:
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, "tools: this server offers none", param="tools")
-    if dialect.tools is not None:
-        return dialect.tools
+    if syntax.tools is not None:
+        return syntax.tools
     if body.must_call:
         return Hermes()  # the grammar leaves no other way
     reason = "this model's chat template has no tools, or a form of calls that is not known here"
@@ -113,7 +113,7 @@ def _spaced(schema: dict[str, Any]) -> str:
     return msgspec.json.encode({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}).decode()
 
 
-def _callable_functions(body: ChatBody) -> list[Function]:
+def _callable_functions(body: ChatBody) -> list[FunctionDefinition]:
     functions = [tool.function for tool in body.offered_tools]
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
@@ -122,7 +122,7 @@ def _callable_functions(body: ChatBody) -> list[Function]:
 
 
 def _call_rules(
-    functions: list[Function],
+    functions: list[FunctionDefinition],
     schemas: list[dict[str, Any]],
     form: ToolFormat,
     added_tokens: Mapping[str, int],
@@ -154,7 +154,7 @@ def _literal(text: str, added_tokens: Mapping[str, int]) -> str:
     return f"<[{added_tokens[text]}]>" if text in added_tokens else msgspec.json.encode(text).decode()
 
 
-def _schema(function: Function) -> dict[str, Any]:
+def _schema(function: FunctionDefinition) -> dict[str, Any]:
     return {**_ANY_OBJECT, **_pruned(function.parameters or {})}
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
-def read_grammar(body: GenerationBody) -> Grammar | None:
+def requested_grammar(body: GenerationBody) -> Grammar | None:
     """Raises ApiError where a request asks for two at once, or for one that is too long."""
     asked = _asked(body)
     if len(asked) > 1:
@@ -34,7 +34,7 @@ def _check_length(field: str, text: str) -> None:
         invalid(field, f"{len(text)} characters; from 1 to {MAX_GRAMMAR_CHARACTERS} are allowed")
 
 
-def asked_grammar(body: GenerationBody) -> str | None:
+def grammar_field(body: GenerationBody) -> str | None:
     """The field that asks for a grammar."""
     return next(iter(_asked(body)), None)
 
@@ -49,7 +49,7 @@ def _grammars(body: GenerationBody) -> dict[str, Grammar | None]:
         "response_format": _of_response_format(body),
         "guided_json": _of_schema("guided_json", body.guided_json),
         "guided_regex": None if body.guided_regex is None else Grammar("regex", body.guided_regex),
-        "guided_choice": None if body.guided_choice is None else of_choices(body.guided_choice),
+        "guided_choice": None if body.guided_choice is None else choice_grammar(body.guided_choice),
         "guided_grammar": None if body.guided_grammar is None else Grammar("lark", body.guided_grammar),
         **_of_structured_outputs(body),
     }
@@ -78,7 +78,7 @@ def _of_structured_outputs(body: GenerationBody) -> dict[str, Grammar | None]:
     return {
         f"{path}.json": _of_schema(f"{path}.json", asked.json),
         f"{path}.regex": None if asked.regex is None else Grammar("regex", asked.regex),
-        f"{path}.choice": None if asked.choice is None else of_choices(asked.choice),
+        f"{path}.choice": None if asked.choice is None else choice_grammar(asked.choice),
         f"{path}.grammar": None if asked.grammar is None else Grammar("lark", asked.grammar),
         f"{path}.json_object": _ANY_OBJECT if asked.json_object else None,
     }
@@ -109,6 +109,6 @@ def _encoded(schema: dict[str, Any]) -> str | None:
         return None
 
 
-def of_choices(choices: list[str]) -> Grammar:
+def choice_grammar(choices: list[str]) -> Grammar:
     """One of these texts, exactly. JSON's strings are Lark's, too."""
     return Grammar("lark", "start: " + " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices)))

@@ -22,7 +22,7 @@ _OTHER_XML = ("<function=", "<arg_key>", "<parameter=")
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ModelSyntax:
     """Of one model."""
 
     tools: ToolFormat | None = None
@@ -31,12 +31,12 @@ class Dialect:
     offers_tools: bool = True
 
 
-def choose_dialect(
+def choose_model_syntax(
     template: str | None,
     added_tokens: Mapping[str, int],
     tool_parser: ToolParserName = "auto",
     reasoning_parser: ReasoningParserName = "auto",
-) -> Dialect:
+) -> ModelSyntax:
     """template is the chat template's source; added_tokens are the tokens that stand beside the vocabulary."""
     source = template or ""
     found = _tool_format_of(source) if tool_parser == "auto" else tool_parser
@@ -46,7 +46,7 @@ def choose_dialect(
         "mistral": Mistral(names_first="[ARGS]" in added_tokens),
         "pythonic": Pythonic(),
     }
-    return Dialect(
+    return ModelSyntax(
         tools=formats.get(found),
         reasoning=_reasoning_format(source, added_tokens, reasoning_parser),
         offers_tools=tool_parser != "none",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from penstock.frontend.schemas.decoding import decode_uncollected
+from penstock.frontend.schemas.decoding import decode_without_gc
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def check_unknown_fields(data: bytes, body_type: type[Struct], request_id: str, 
     if not refuses and not _log.isEnabledFor(logging.DEBUG):
         return
     try:
-        body, plain = decode_uncollected(_decoder(body_type), data), decode_uncollected(_plain, data)
+        body, plain = decode_without_gc(_decoder(body_type), data), decode_without_gc(_plain, data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
     unknown = [shorten(path)[1:-1] for path, _ in zip(_unknown("", body, plain), range(_MAX_LISTED), strict=False)]
