@@ -1,7 +1,7 @@
-"""Pages that were moved to the host's memory: where which content lies, and what is to be copied there.
+"""Pages saved to the host's memory: which content is in which host page, and what is still to be copied there.
 
-The memory itself belongs to the forward pass, see `IHostPages`; steps bring pages back. A place keeps its content when
-that is copied back, until it is needed for something else.
+The memory itself belongs to the forward pass, see `IHostPages`; `StepBatch.page_restores` brings pages back. A host
+page keeps its content after a restore, until it is used for other content.
 """
 
 from __future__ import annotations
@@ -10,82 +10,83 @@ from collections import OrderedDict
 
 
 class HostOffload:
-    """A fixed number of places, which may be 0. Owned by the page pool; not shared between threads."""
+    """A fixed number of host pages, which may be 0. Owned by the page pool; not shared between threads."""
 
-    def __init__(self, num_places: int) -> None:
-        self._num_places = num_places
-        self._free = list(range(num_places - 1, -1, -1))
-        self._place_of_key: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._salt_of_key: dict[bytes, bytes] = {}
-        self._read: set[bytes] = set()
-        """Keys of the places from which the step that is being planned copies."""
+    def __init__(self, num_host_pages: int) -> None:
+        self._num_host_pages = num_host_pages
+        self._free = list(range(num_host_pages - 1, -1, -1))
+        self._host_page_of_hash: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._salt_of_hash: dict[bytes, bytes] = {}
+        self._restored: set[bytes] = set()
+        """Page hashes that the step being planned restores."""
         self._saves: dict[int, int] = {}
-        """Place → the page that is to be copied there before anything writes to it."""
+        """Host page → the page to copy there before any step writes to that page."""
         self.num_saved = 0
         self.num_restored = 0
 
     @property
     def num_used(self) -> int:
-        return len(self._place_of_key)
+        return len(self._host_page_of_hash)
 
-    def contains(self, key: bytes) -> bool:
-        return key in self._place_of_key
+    def contains(self, page_hash: bytes) -> bool:
+        return page_hash in self._host_page_of_hash
 
-    def save(self, page: int, key: bytes, salt: bytes) -> None:
-        """The page of this key is about to be used for something else: its content is kept, where there is a place
-        that the step that is being planned does not use."""
-        if key in self._place_of_key:
-            self._place_of_key.move_to_end(key)
+    def save(self, page: int, page_hash: bytes, salt: bytes) -> None:
+        """Save a page that is being evicted. Does nothing when every host page is used by the step being planned."""
+        if page_hash in self._host_page_of_hash:
+            self._host_page_of_hash.move_to_end(page_hash)
             return
-        if (place := self._free_host_page()) is not None:
-            self._place_of_key[key] = place
-            self._salt_of_key[key] = salt
-            self._saves[place] = page
+        if (host_page := self._free_host_page()) is not None:
+            self._host_page_of_hash[page_hash] = host_page
+            self._salt_of_hash[page_hash] = salt
+            self._saves[host_page] = page
             self.num_saved += 1
 
     def _free_host_page(self) -> int | None:
         if self._free:
             return self._free.pop()
-        oldest = next(iter(self._place_of_key), None)
-        if oldest is None or oldest in self._read:  # then the others too were used by the step that is being planned
+        oldest = next(iter(self._host_page_of_hash), None)
+        if oldest is None or oldest in self._restored:  # then the step being planned restores all the others too
             return None
         return self._forget(oldest)
 
-    def _forget(self, key: bytes) -> int:
-        del self._salt_of_key[key]
-        return self._place_of_key.pop(key)
+    def _forget(self, page_hash: bytes) -> int:
+        del self._salt_of_hash[page_hash]
+        return self._host_page_of_hash.pop(page_hash)
 
-    def restore(self, key: bytes) -> int:
-        """The place with this content, for the step that is being planned. Raises KeyError."""
-        self._place_of_key.move_to_end(key)
-        self._read.add(key)
+    def restore(self, page_hash: bytes) -> int:
+        """The host page that the step being planned copies back from. Raises KeyError."""
+        self._host_page_of_hash.move_to_end(page_hash)
+        self._restored.add(page_hash)
         self.num_restored += 1
-        return self._place_of_key[key]
+        return self._host_page_of_hash[page_hash]
 
     def end_plan(self) -> None:
-        """The step is planned: what later ones save comes after what it reads."""
-        self._read.clear()
+        """The step is planned. Later saves may overwrite what it restores, because they run after it."""
+        self._restored.clear()
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
-        """(page, place) of what is to be copied before the next step is launched. To be called only if it will be."""
-        saves = tuple((page, place) for place, page in self._saves.items())
+        """(page, host page) pairs to copy before the next step is launched. The caller must launch that step."""
+        saves = tuple((page, host_page) for host_page, page in self._saves.items())
         self._saves.clear()
         return saves
 
     def invalidate_tenant(self, salt: bytes) -> None:
-        """What a tenant's places hold is not to be trusted."""
-        self._free += [self._forget(key) for key, its_salt in list(self._salt_of_key.items()) if its_salt == salt]
+        """Forget all content of the tenant."""
+        self.discard([page_hash for page_hash, its_salt in self._salt_of_hash.items() if its_salt == salt])
 
-    def discard(self, keys: list[bytes]) -> None:
-        """Nobody will read these again."""
-        self._free += [self._forget(key) for key in keys if key in self._place_of_key]
+    def discard(self, page_hashes: list[bytes]) -> None:
+        """Forget this content, where it is here."""
+        self._free += [self._forget(page_hash) for page_hash in page_hashes if page_hash in self._host_page_of_hash]
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless each place is free or has one key, and no step is being planned."""
-        used = list(self._place_of_key.values())
-        if self._salt_of_key.keys() != self._place_of_key.keys():
-            raise RuntimeError("a place's content has no tenant, or a tenant's has no place")
-        if len(set(used) | set(self._free)) != self._num_places or len(used) + len(self._free) != self._num_places:
-            raise RuntimeError(f"{len(used)} used and {len(self._free)} free of {self._num_places} places on the host")
-        if self._read:
-            raise RuntimeError("places are read by a step that is planned already")
+        """Raises RuntimeError unless each host page is free or has one hash, and no step is being planned."""
+        used = list(self._host_page_of_hash.values())
+        if self._salt_of_hash.keys() != self._host_page_of_hash.keys():
+            raise RuntimeError("content on the host has no tenant, or a tenant has content that is not there")
+        if len(set(used) | set(self._free)) != self._num_host_pages or len(used) + len(self._free) != (
+            self._num_host_pages
+        ):
+            raise RuntimeError(f"{len(used)} used and {len(self._free)} free of {self._num_host_pages} host pages")
+        if self._restored:
+            raise RuntimeError("host pages are marked as restored by a step that is planned already")

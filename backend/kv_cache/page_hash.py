@@ -1,4 +1,4 @@
-"""Keys for the content of full pages: each depends on all tokens up to the page's end, and on the tenant."""
+"""Hashes of page content. Each depends on all tokens up to the page's end, and on the tenant."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ if TYPE_CHECKING:
     from array import array
 
 _SECRET = secrets.token_bytes(32)
-"""Of this process: nobody outside can construct two prompts with one key (CVE-2025-25183 was about a known hash)."""
+"""Of this process. Without it nobody can construct two prompts with one hash (CVE-2025-25183 was a known hash)."""
 
 
 def extend_page_hashes(
-    keys: list[bytes], tokens: array[int], num_tokens: int, page_size_tokens: int, salt: bytes
+    page_hashes: list[bytes], tokens: array[int], num_tokens: int, page_size_tokens: int, salt: bytes
 ) -> None:
-    """Appends to keys, in place, those of the pages that the first num_tokens of tokens fill.
+    """Append to page_hashes, in place, those of the pages that the first num_tokens of tokens fill.
 
-    128 bits of keyed BLAKE2b (RFC 7693) over the previous page's key and this page's tokens; the first page's over the
-    salt, so that sequences of different tenants never share a page.
+    128 bits of keyed BLAKE2b (RFC 7693) over the previous page's hash and this page's tokens. The first page's parent
+    is the salt, so sequences of different tenants never share a page.
     """
-    for page in range(len(keys), num_tokens // page_size_tokens):
+    for page in range(len(page_hashes), num_tokens // page_size_tokens):
         content = tokens[page * page_size_tokens : (page + 1) * page_size_tokens].tobytes()
-        keys.append(_digest(keys[-1] if keys else salt, content))
+        page_hashes.append(_digest(page_hashes[-1] if page_hashes else salt, content))
 
 
-def partial_page_hash(before: bytes, content: bytes) -> bytes:
-    """A key for a page that is not full, after the page of key `before`; never that of a full one."""
-    return _digest(before, content) + b"part"
+def partial_page_hash(parent_hash: bytes, content: bytes) -> bytes:
+    """The hash of a page that is not full. It never equals that of a full page."""
+    return _digest(parent_hash, content) + b"part"
 
 
-def _digest(before: bytes, content: bytes) -> bytes:
-    digest = hashlib.blake2b(before, digest_size=16, key=_SECRET)
+def _digest(parent_hash: bytes, content: bytes) -> bytes:
+    digest = hashlib.blake2b(parent_hash, digest_size=16, key=_SECRET)
     digest.update(content)
     return digest.digest()

@@ -1,15 +1,14 @@
-"""The pages of the KV cache: who holds which, and whose content can be found again.
+"""The pages of the KV cache: who holds which, and which content can be found again.
 
-A page is free, held by one or more sequences, or idle: held by nobody, but its content is known by a key and may be
-held again until the page is needed for something else. Then what is wanted of it may be moved to the host. The memory
-itself belongs to the forward pass.
+A page is free, held by one or more sequences, or idle: no sequence holds it, but its content is indexed, so it may be
+held again until it is evicted. The memory itself belongs to the forward pass.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
+from penstock.backend.kv_cache.eviction import IdlePages
 from penstock.backend.kv_cache.host_offload import HostOffload
+from penstock.backend.kv_cache.page_index import IndexedPage, PageIndex
 
 
 class PagePool:
@@ -21,20 +20,13 @@ class PagePool:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_holders = [0] * num_pages
-        self._page_of_key: dict[bytes, int] = {}
-        self._key_of_page: dict[int, bytes] = {}
-        self._pages_after: dict[bytes, dict[int, bytes]] = {}
-        """Key of the page before → the named pages that follow it, and their content."""
-        self._key_before: dict[int, bytes] = {}
-        self._salt_of_page: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently held first
-        self._marked_for_offload: set[int] = set()
-        """Named pages that are worth to be moved to the host."""
+        self._index = PageIndex()
         self.host_offload = HostOffload(num_host_pages)
+        self._idle = IdlePages(self._index, self.host_offload)
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` can bring: free ones, and idle ones whose content is then lost."""
+        """Pages that `allocate` can give: free ones, and idle ones, which are evicted."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -46,124 +38,98 @@ class PagePool:
         return len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
-        """count pages for the caller alone, who gives each back once. Raises MemoryError, taking none, when short."""
+        """count pages with one holder, the caller, who releases each once. Free pages go first; then idle pages are
+        evicted. Raises MemoryError, and allocates none, when fewer are available."""
         if count > self.num_available:
-            raise MemoryError(f"{count} pages asked, {self.num_available} available")
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+            raise MemoryError(f"{count} pages requested, {self.num_available} available")
+        pages = [self._free.pop() if self._free else self._idle.evict() for _ in range(count)]
         for page in pages:
             self._num_holders[page] = 1
         return pages
 
-    def _evict(self) -> int:
-        page, _ = self._idle.popitem(last=False)
-        if page in self._marked_for_offload:
-            self.host_offload.save(page, self._key_of_page[page], self._salt_of_page[page])
-        self._forget(page)
-        return page
-
-    def _forget(self, page: int) -> None:
-        self._marked_for_offload.discard(page)
-        del self._salt_of_page[page]
-        del self._page_of_key[self._key_of_page.pop(page)]
-        before = self._key_before.pop(page)
-        del self._pages_after[before][page]
-        if not self._pages_after[before]:
-            del self._pages_after[before]
-
-    def find(self, key: bytes) -> int | None:
-        """The page with this content, held or idle. The caller holds nothing by it."""
-        return self._page_of_key.get(key)
+    def find(self, page_hash: bytes) -> int | None:
+        """The page with this content, held or idle. It may be evicted until the caller holds it."""
+        return self._index.find(page_hash)
 
     def is_idle(self, page: int) -> bool:
         return page in self._idle
 
+    def num_holders(self, page: int) -> int:
+        return self._num_holders[page]
+
     def hold(self, page: int) -> None:
-        """One more holder of a page found by its key."""
-        if page not in self._key_of_page:
-            raise ValueError(f"page {page} has no known content to share")
-        self._idle.pop(page, None)
+        """Add a holder to a page found in the index. Raises ValueError for any other page."""
+        if page not in self._index:
+            raise ValueError(f"page {page} is not indexed: its content cannot be shared")
+        self._idle.discard(page)
         self._num_holders[page] += 1
 
-    def index_page(self, page: int, key: bytes, before: bytes, content: bytes, salt: bytes) -> None:
-        """The content of a held page stays as it is, and from now on the page is found: by its key, or by what comes
-        before it and its content, int32 tokens. A second page of that content is not. What lies on the host as well was
-        wanted more than once."""
-        if not self._num_holders[page]:
-            raise ValueError(f"page {page} is named but not held")
-        if key not in self._page_of_key and page not in self._key_of_page:
-            self._page_of_key[key] = page
-            self._key_of_page[page] = key
-            self._key_before[page] = before
-            self._salt_of_page[page] = salt
-            self._pages_after.setdefault(before, {})[page] = content
-            if self.host_offload.contains(key):
-                self._marked_for_offload.add(page)
-
-    def pages_following(self, before: bytes) -> dict[int, bytes]:
-        """The named pages that follow the one of this key, and their content; the latest last. Not to be changed."""
-        return self._pages_after.get(before, {})
-
-    def mark_for_offload(self, keys: list[bytes]) -> None:
-        """The content of these keys is, or was, wanted more than once: the pages that they name are worth to be moved
-        to the host."""
-        self._marked_for_offload.update(page for key in keys if (page := self._page_of_key.get(key)) is not None)
-
-    def invalidate_tenant(self, salt: bytes) -> None:
-        """The content of a tenant's pages, here and on the host, is not to be trusted: nobody finds it any more, and
-        who holds them stays."""
-        self.host_offload.invalidate_tenant(salt)
-        for page in [page for page, its_salt in self._salt_of_page.items() if its_salt == salt]:
-            self._remove_from_index(page)
-
-    def discard(self, keys: list[bytes]) -> None:
-        """Nobody will ask for the content of these keys again: it is kept neither here nor on the host."""
-        self.host_offload.discard(keys)
-        for key in keys:
-            if (page := self._page_of_key.get(key)) is not None:
-                self._remove_from_index(page)
-
-    def _remove_from_index(self, page: int) -> None:
-        """Who holds it stays; otherwise it is free."""
-        self._forget(page)
-        if page in self._idle:
-            del self._idle[page]
-            self._free.append(page)
-
     def release(self, pages: list[int]) -> None:
-        """Raises ValueError for a page that is not held: one given back twice would serve two sequences.
+        """Raises ValueError for a page that is not held: releasing one twice would let two sequences write to it.
 
-        The last page goes first, so that of a sequence's content the beginning is found the longest.
+        The last page goes first: it is evicted first, so a sequence's beginning stays in the cache the longest.
         """
         for page in reversed(pages):
             if not self._num_holders[page]:
-                raise ValueError(f"page {page} is given back but not held")
+                raise ValueError(f"page {page} is released but not held")
             self._num_holders[page] -= 1
             if not self._num_holders[page]:
-                if page in self._key_of_page:
-                    self._idle[page] = None
+                if page in self._index:
+                    self._idle.add(page)
                 else:
                     self._free.append(page)
 
+    def index_page(self, page: int, page_hash: bytes, parent_hash: bytes, content: bytes, salt: bytes) -> None:
+        """Make a held page findable by its hash, and by its parent's hash and its content (int32 tokens).
+
+        The content must not change from now on. Does nothing when another page has the same hash. Content that is on
+        the host as well has been used more than once, so it is marked for offload. Raises ValueError for a page that is
+        not held.
+        """
+        if not self._num_holders[page]:
+            raise ValueError(f"page {page} is indexed but not held")
+        should_offload = self.host_offload.contains(page_hash)
+        self._index.add(page, IndexedPage(page_hash, parent_hash, salt, should_offload), content)
+
+    def pages_following(self, parent_hash: bytes) -> dict[int, bytes]:
+        """See `PageIndex.children`."""
+        return self._index.children(parent_hash)
+
+    def mark_for_offload(self, page_hashes: list[bytes]) -> None:
+        """This content has been used more than once: save it to the host when its page is evicted."""
+        for page_hash in page_hashes:
+            self._index.mark_for_offload(page_hash)
+
+    def invalidate_tenant(self, salt: bytes) -> None:
+        """Invalidate all cached pages of the tenant, here and on the host. Sequences keep the pages that they hold."""
+        self.host_offload.invalidate_tenant(salt)
+        for page in self._index.pages_of_tenant(salt):
+            self._remove_from_index(page)
+
+    def discard(self, page_hashes: list[bytes]) -> None:
+        """Forget content that no request can ask for again, here and on the host."""
+        self.host_offload.discard(page_hashes)
+        for page_hash in page_hashes:
+            if (page := self._index.find(page_hash)) is not None:
+                self._remove_from_index(page)
+
+    def _remove_from_index(self, page: int) -> None:
+        """An idle page becomes free; a held one stays held."""
+        self._index.remove(page)
+        if page in self._idle:
+            self._idle.discard(page)
+            self._free.append(page)
+
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless each page is free, held or idle, and keys and pages match one to one."""
+        """Raises RuntimeError unless each page is free, held or idle, and exactly the idle and some held ones are
+        indexed."""
         held = {page for page, count in enumerate(self._num_holders) if count}
-        free, idle = set(self._free), set(self._idle)
+        free, idle = set(self._free), {page for page in range(self.num_pages) if page in self._idle}
         if len(free) != len(self._free) or free & idle or free & held or idle & held:
             raise RuntimeError("a page is in two states")
         if len(free) + len(idle) + len(held) != self.num_pages:
             raise RuntimeError(f"{len(free)} free, {len(idle)} idle and {len(held)} held of {self.num_pages} pages")
-        if {page: key for key, page in self._page_of_key.items()} != self._key_of_page:
-            raise RuntimeError("keys and pages do not match")
-        following = {page: before for before, pages in self._pages_after.items() for page in pages}
-        if following != self._key_before or following.keys() != self._key_of_page.keys():
-            raise RuntimeError("named pages and those that follow others do not match")
-        if not idle <= self._key_of_page.keys() or free & self._key_of_page.keys():
-            raise RuntimeError("an idle page has no key, or a free page has one")
-        if self._salt_of_page.keys() != self._key_of_page.keys():
-            raise RuntimeError("a named page has no tenant, or a page without a name has one")
-        if not self._marked_for_offload <= self._key_of_page.keys():
-            raise RuntimeError("a page is wanted whose content nobody knows")
+        if not all(page in self._index for page in idle) or any(page in self._index for page in free):
+            raise RuntimeError("an idle page is not indexed, or a free page is")
+        self._index.check_integrity()
         self.host_offload.check_integrity()
-
-    def num_holders(self, page: int) -> int:
-        return self._num_holders[page]

@@ -197,7 +197,7 @@ def _failed_steps_count_as_running(note_result: Any, step_timing: StepTiming, nu
 
 
 def _places_are_not_kept_for_reading(find: Any, host: HostOffload) -> int | None:
-    host._read.clear()
+    host._restored.clear()
     return find(host)  # type: ignore[no-any-return]
 
 
@@ -407,12 +407,12 @@ PLANTED: dict[str, Plant] = {
     "a token too many is taken from a copied page": _wrap(PrefixCache, "find", _copies_a_token_too_many),
     "what two pages have in common is overestimated": _wrap(
         prefixes_module,
-        "count_common",
+        "count_common_tokens",
         lambda count, *texts: min(count(*texts) + 1, *(len(text) // 4 for text in texts)),
     ),
     "tokens are copied before their step is applied": _wrap(PrefixCache, "find", _copies_what_is_planned),
     "tenants copy from each other's pages": _wrap(
-        prefixes_module, "_key_before", lambda key, sequence, num_pages: key(sequence, num_pages) if num_pages else b""
+        prefixes_module, "_parent_hash", lambda key, sequence, num_pages: key(sequence, num_pages) if num_pages else b""
     ),
     "pages are not copied": _wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), page_copies=())),
     "embeddings stay behind when a row before theirs is dropped": _wrap(

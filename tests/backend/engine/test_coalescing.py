@@ -200,7 +200,7 @@ def test_a_resumed_listener_gets_only_what_it_has_not_had() -> None:
     assert bench.executor.num_rows_run == rows_for(PROMPT, 12)
 
 
-# PrefixCache
+# Prefixes
 
 PREFIX = [number % 90 for number in range(40)]
 

@@ -104,12 +104,12 @@ class PagePoolMachine(RuleBasedStateMachine):
         if page >= self.num_pages:
             return
         if page not in self.held():
-            with pytest.raises(ValueError, match=f"page {page} is given back"):
+            with pytest.raises(ValueError, match=f"page {page} is released"):
                 self.pool.release([page])
-            with pytest.raises(ValueError, match=f"page {page} is named"):
+            with pytest.raises(ValueError, match=f"page {page} is indexed"):
                 self.pool.index_page(page, KEYS[0], KEYS[1], b"", b"")
         if page not in self.key_of:
-            with pytest.raises(ValueError, match=f"page {page} has no known content"):
+            with pytest.raises(ValueError, match=f"page {page} is not indexed"):
                 self.pool.hold(page)
 
     @invariant()

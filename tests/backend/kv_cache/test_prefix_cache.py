@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.backend.forward_pass import SamplingParams
 from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page_hash
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache, count_common
+from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache, count_common_tokens
 from penstock.backend.sequences.sequence import Sequence, Subscriber
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
@@ -26,7 +26,7 @@ def test_tokens_in_common_are_counted_from_the_beginning(common: list[int], one:
     expected = 0
     while expected < min(len(first), len(second)) and first[expected] == second[expected]:
         expected += 1
-    assert count_common(first.tobytes(), second.tobytes()) == expected
+    assert count_common_tokens(first.tobytes(), second.tobytes()) == expected
 
 
 def test_the_key_of_a_part_of_a_page_is_no_full_pages_key() -> None:

@@ -1,0 +1,70 @@
+"""Which page holds which content: found by the page's hash, or by the hash of the page before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class IndexedPage:
+    """What the index knows of a page. Its content does not change while it is indexed."""
+
+    page_hash: bytes
+    parent_hash: bytes
+    """Hash of the page before it; the tenant's salt for a first page."""
+    salt: bytes
+    should_offload: bool
+    """Its content has been used more than once, so it is saved to the host when the page is evicted."""
+
+
+class PageIndex:
+    """A page has one hash and a hash has one page. Owned by the page pool."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, IndexedPage] = {}
+        self._page_of_hash: dict[bytes, int] = {}
+        self._children: dict[bytes, dict[int, bytes]] = {}
+        """Parent hash → the indexed pages that follow it, with their content."""
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._pages
+
+    def find(self, page_hash: bytes) -> int | None:
+        return self._page_of_hash.get(page_hash)
+
+    def children(self, parent_hash: bytes) -> dict[int, bytes]:
+        """Pages that follow the page of this hash, with their content; the latest last. Callers must not change it."""
+        return self._children.get(parent_hash, {})
+
+    def pages_of_tenant(self, salt: bytes) -> list[int]:
+        return [page for page, entry in self._pages.items() if entry.salt == salt]
+
+    def add(self, page: int, entry: IndexedPage, content: bytes) -> None:
+        """Does nothing when the page is indexed already, or another page has this hash."""
+        if entry.page_hash not in self._page_of_hash and page not in self._pages:
+            self._pages[page] = entry
+            self._page_of_hash[entry.page_hash] = page
+            self._children.setdefault(entry.parent_hash, {})[page] = content
+
+    def mark_for_offload(self, page_hash: bytes) -> None:
+        """Does nothing when no page has this hash."""
+        if (page := self._page_of_hash.get(page_hash)) is not None:
+            self._pages[page].should_offload = True
+
+    def remove(self, page: int) -> IndexedPage:
+        """Raises KeyError."""
+        entry = self._pages.pop(page)
+        del self._page_of_hash[entry.page_hash]
+        siblings = self._children[entry.parent_hash]
+        del siblings[page]
+        if not siblings:
+            del self._children[entry.parent_hash]
+        return entry
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless pages, hashes and parents agree."""
+        if {entry.page_hash: page for page, entry in self._pages.items()} != self._page_of_hash:
+            raise RuntimeError("the index's pages and hashes do not match")
+        parents = {page: parent_hash for parent_hash, pages in self._children.items() for page in pages}
+        if parents != {page: entry.parent_hash for page, entry in self._pages.items()}:
+            raise RuntimeError("the index's pages and their parents do not match")
