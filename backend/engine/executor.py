@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from penstock.backend.buffers.shared_outputs import share_outputs
 from penstock.backend.engine.batch_builder import keep_rows
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
-from penstock.backend.structured_output.constraints import ConstraintFailed, fill_masks
+from penstock.backend.structured_output.constraints import ConstraintFailed
+from penstock.backend.structured_output.masks import fill_masks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

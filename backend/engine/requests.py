@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.scheduling.scheduler import Scheduler
     from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.structured_output.grammar_queue import Waiting
+    from penstock.backend.structured_output.grammar_queue import WaitingSubmission
     from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
@@ -82,10 +82,10 @@ class Requests:
 
     # Coming
 
-    def compiled(self) -> list[tuple[Waiting, LLMatcher]]:
+    def compiled(self) -> list[tuple[WaitingSubmission, LLMatcher]]:
         """Requests that waited for their grammars and are to be taken on with them."""
         ready = []
-        for waiting, outcome in self._grammar_queue.settled():
+        for waiting, outcome in self._grammar_queue.take_settled():
             if isinstance(outcome, Failure):
                 self._reject(waiting.submission, outcome)
             else:
@@ -103,7 +103,7 @@ class Requests:
         deadline_s = now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
         matcher = None
         if submit.constraints is not None and submit.constraints.grammar is not None:
-            taken = self._grammar_queue.take(submission, submit.constraints.grammar, now_s, deadline_s)
+            taken = self._grammar_queue.submit(submission, submit.constraints.grammar, now_s, deadline_s)
             if isinstance(taken, Failure):
                 self._reject(submission, taken)
                 return
@@ -347,7 +347,7 @@ class Requests:
 
         noticed_ns, CLOCK_MONOTONIC, is when the frontend noticed; 0 is unknown.
         """
-        if self._grammar_queue.forget(frontend, request_id):
+        if self._grammar_queue.remove(frontend, request_id):
             self._board.requests_accepted += 1
             self._board.requests_cancelled += 1
         elif (found := self._open.get(frontend, {}).get(request_id)) is not None:
@@ -357,7 +357,7 @@ class Requests:
                 self._board.observe_cancel(max(0, time.monotonic_ns() - noticed_ns) // 1000)
 
     def drop_frontend(self, frontend: int) -> None:
-        num_forgotten = self._grammar_queue.forget_frontend(frontend)
+        num_forgotten = self._grammar_queue.remove_frontend(frontend)
         self._board.requests_accepted += num_forgotten
         self._board.requests_cancelled += num_forgotten
         for sequence, subscriber in list(self._open.get(frontend, {}).values()):
@@ -371,7 +371,7 @@ class Requests:
                 self._end(found[1], NO_TOKEN, Finish.EXPIRED)
                 self._leave(*found)
             else:
-                self._grammar_queue.forget(frontend, request_id)
+                self._grammar_queue.remove(frontend, request_id)
                 self._link.push(frontend, request_id, NO_TOKEN, Finish.EXPIRED)
                 self._board.requests_accepted += 1
                 self._board.requests_expired += 1

@@ -1,110 +1,84 @@
-"""What one sequence may sample next: a grammar's mask, lists of the client's, the end of reasoning when it is due.
+"""What one sequence may sample next: a grammar, the client's token lists, and a forced end of reasoning.
 
-Constraints know generated tokens only. They take in each token as it is sampled and give the next one's mask; what was
-taken in and then dropped, as at a preemption, is taken back by its number.
+Constraints know generated tokens only. `advance` takes each token as it is sampled and `fill_mask` gives the mask for
+the next one. Tokens that were dropped after they were sampled, as at a preemption, are undone with `rewind`.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.forward_pass import TokenMasks
+from penstock.backend.structured_output.token_bits import bits_of, bits_of_all, clear_bit, set_bit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from llguidance import LLMatcher
-    from numpy.typing import NDArray
 
+    from penstock.backend.structured_output.token_bits import TokenBits
     from penstock.shm.messages import Constraints
 
-    Row = NDArray[np.uint32]
-    """[ceil(vocab_size / 32)] one bit for each token, as in `penstock.backend.forward_pass.TokenMasks`."""
-
-
-_SHOWN_CHARACTERS = 300
-"""Of what a grammar's author is told; a `Failure` takes no more than 512."""
+_MAX_ERROR_CHARACTERS = 300
+"""Error text sent to a grammar's author; a `Failure` holds at most 512."""
 
 
 class ConstraintFailed(Exception):
-    """A grammar met a limit in the middle of an answer. It is the request's own fault, and ends it alone."""
-
-
-def fill_masks(
-    rows: list[tuple[int, int, SequenceConstraints]], vocab_size: int
-) -> tuple[TokenMasks | None, dict[int, str]]:
-    """The masks of a step, and why there is none for the rows whose constraints cannot go on.
-
-    rows are (place in the step's logit rows, tokens generated so far, constraints), ascending.
-    """
-    bits = np.empty((len(rows), -(-vocab_size // 32)), np.uint32)
-    filled: list[int] = []
-    faults: dict[int, str] = {}
-    for place, num_generated, constraints in rows:
-        constraints.rewind(num_generated)
-        try:
-            constraints.fill(bits[len(filled)])
-        except ConstraintFailed as error:
-            faults[place] = str(error)
-        else:
-            filled.append(place)
-    if not filled:
-        return None, faults
-    return TokenMasks(np.array(filled, np.int32), bits[: len(filled)]), faults
+    """No token satisfies the constraints, or a grammar exceeded a limit. This ends its own request only."""
 
 
 class SequenceConstraints:
-    """Used by the thread that runs the steps, once it has been made."""
+    """Once made, used only by the thread that runs the steps."""
 
     def __init__(
         self,
-        wanted: Constraints,
+        requested: Constraints,
         matcher: LLMatcher | None,
         stop_ids: frozenset[int],
         vocab_size: int,
         forced: Sequence[int] = (),
     ) -> None:
-        """matcher is the sequence's own, at its beginning; stop_ids are what min_tokens keeps out. The forced ids come
-        first, and all else begins behind them: of a prompt whose log probabilities are wanted, all but the first.
+        """matcher belongs to this sequence and is at its beginning. min_tokens keeps out the stop_ids.
+
+        The forced ids are sampled first, and all other constraints begin after them. They are a prompt whose log
+        probabilities were requested, without its first token.
         """
-        self._wanted = wanted
+        self._requested = requested
         self._forced = forced
         self._num_forced = 0
-        """Of them, how many have been taken in."""
+        """Forced ids sampled so far."""
         self._matcher = matcher
-        allowed = wanted.allowed_token_ids
-        self._allowed = _row_of(allowed, vocab_size) if allowed else _row_of_all(vocab_size)
-        # Stop ids are nobody's business but the listener's: they may be beyond the vocabulary, and are never met then.
-        self._all_but_stops = ~_row_of((stop_id for stop_id in stop_ids if stop_id < vocab_size), vocab_size)
+        allowed = requested.allowed_token_ids
+        self._allowed = bits_of(allowed, vocab_size) if allowed else bits_of_all(vocab_size)
+        # A client may name stop ids beyond the vocabulary: they are never sampled.
+        self._all_but_stops = ~bits_of((stop_id for stop_id in stop_ids if stop_id < vocab_size), vocab_size)
         self._tokens: list[int] = []
-        self._grammar_start = 0 if not wanted.grammar_after else None
-        """Number of generated tokens at which the grammar began; None while it has not."""
+        self._grammar_start = 0 if not requested.grammar_after else None
+        """Number of generated tokens at which the grammar began; None until it begins."""
         self._thinking_stop: int | None = None
-        """Number of generated tokens with which thinking_end was complete; None while it is not."""
+        """Number of generated tokens at which thinking_end was complete; None until it is."""
 
     @property
     def num_tokens(self) -> int:
         return self._num_forced + len(self._tokens)
 
     def advance(self, token_id: int) -> None:
-        """Takes in the next generated token. Raises ConstraintFailed."""
+        """Take the next generated token. Raises ConstraintFailed."""
         if self._num_forced < len(self._forced):
             self._num_forced += 1
             return
         self._tokens.append(token_id)
-        if self._thinking_stop is None and self._ends_with(self._wanted.thinking_end):
+        if self._thinking_stop is None and self._ends_with(self._requested.thinking_end):
             self._thinking_stop = len(self._tokens)
         if self._grammar_start is None:
-            if self._ends_with(self._wanted.grammar_after):
+            if self._ends_with(self._requested.grammar_after):
                 self._grammar_start = len(self._tokens)
         elif self._matcher is not None and not self._matcher.consume_token(token_id):
-            raise ConstraintFailed(_told(self._matcher))
+            raise ConstraintFailed(_describe_error(self._matcher))
 
     def rewind(self, num_tokens: int) -> None:
-        """Drops all but the first num_tokens that it has taken in, which may be all there are."""
+        """Drop all but the first num_tokens tokens taken. Does nothing when no more than that were taken."""
         self._num_forced = min(num_tokens, self._num_forced)
         num_kept = min(num_tokens - self._num_forced, len(self._tokens))
         if self._grammar_start is not None:
@@ -116,68 +90,55 @@ class SequenceConstraints:
             self._thinking_stop = None
         del self._tokens[num_kept:]
 
-    def fill(self, row: Row) -> None:
-        """Writes the next token's mask, at least one bit of it set. Raises ConstraintFailed."""
+    def fill_mask(self, mask: TokenBits) -> None:
+        """Write the next token's mask. At least one bit is set. Raises ConstraintFailed.
+
+        min_tokens and bad_words are ignored where they would leave no token; the other constraints are not.
+        """
         if (forced := self._forced_token()) is not None:
-            row[:] = 0
-            _set(row, forced)
+            mask[:] = 0
+            set_bit(mask, forced)
             return
-        row[:] = self._allowed
+        mask[:] = self._allowed
         if self._matcher is not None and self._grammar_start is not None:
-            mask = np.zeros_like(row)
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error():
-                raise ConstraintFailed(_told(self._matcher))
-            row &= mask
-            if not row.any():
-                raise ConstraintFailed("the grammar and the lists of tokens leave nothing")
-        # What only steers gives way where it would leave nothing.
-        # An answer that has to match a grammar is none before that begins.
-        may_stop = len(self._tokens) >= self._wanted.min_tokens and self._grammar_start is not None
-        if not may_stop and (row & self._all_but_stops).any():
-            row &= self._all_but_stops
-        self._drop_bad_words(row)
+            mask &= self._grammar_mask(self._matcher, mask)
+            if not mask.any():
+                raise ConstraintFailed("the grammar and the token lists together allow no token")
+        # While reasoning comes first, a stop token would end the answer before its grammar begins.
+        may_stop = len(self._tokens) >= self._requested.min_tokens and self._grammar_start is not None
+        if not may_stop and (mask & self._all_but_stops).any():
+            mask &= self._all_but_stops
+        self._drop_bad_words(mask)
+
+    def _grammar_mask(self, matcher: LLMatcher, like: TokenBits) -> TokenBits:
+        """The tokens that the grammar allows next."""
+        mask = np.zeros_like(like)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            raise ConstraintFailed(_describe_error(matcher))
+        return mask
 
     def _forced_token(self) -> int | None:
-        """The next of those that come first; or of thinking_end, when the budget is spent."""
+        """The next forced id, or the next token of thinking_end once the reasoning budget is spent."""
         if self._num_forced < len(self._forced):
             return self._forced[self._num_forced]
-        wanted = self._wanted
-        place = len(self._tokens) - wanted.thinking_budget_tokens
-        is_due = wanted.thinking_budget_tokens > 0 and place >= 0 and self._thinking_stop is None
-        return wanted.thinking_end[place] if is_due and place < len(wanted.thinking_end) else None
+        requested = self._requested
+        index = len(self._tokens) - requested.thinking_budget_tokens
+        is_due = requested.thinking_budget_tokens > 0 and index >= 0 and self._thinking_stop is None
+        return requested.thinking_end[index] if is_due and index < len(requested.thinking_end) else None
 
-    def _drop_bad_words(self, row: Row) -> None:
-        left = row.copy()
-        for run in self._wanted.bad_words:
+    def _drop_bad_words(self, mask: TokenBits) -> None:
+        left = mask.copy()
+        for run in self._requested.bad_words:
             if len(run) == 1 or self._ends_with(run[:-1]):
-                _unset(left, run[-1])
+                clear_bit(left, run[-1])
         if left.any():
-            row[:] = left
+            mask[:] = left
 
     def _ends_with(self, run: tuple[int, ...]) -> bool:
         return bool(run) and tuple(self._tokens[-len(run) :]) == run
 
 
-def _told(matcher: LLMatcher) -> str:
-    """One line of bounded length: parts of it may be the client's own text."""
-    return " ".join(f"the grammar cannot go on: {matcher.get_error()}".split())[:_SHOWN_CHARACTERS]
-
-
-@lru_cache(maxsize=1)
-def _row_of_all(vocab_size: int) -> Row:
-    return _row_of(range(vocab_size), vocab_size)
-
-
-def _row_of(token_ids: Iterable[int], vocab_size: int) -> Row:
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").view(np.uint32)
-
-
-def _set(row: Row, token_id: int) -> None:
-    row[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-
-
-def _unset(row: Row, token_id: int) -> None:
-    row[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+def _describe_error(matcher: LLMatcher) -> str:
+    """One line of bounded length: the client's own text may be part of it."""
+    return " ".join(f"the grammar cannot continue: {matcher.get_error()}".split())[:_MAX_ERROR_CHARACTERS]

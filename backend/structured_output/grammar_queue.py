@@ -1,4 +1,4 @@
-"""Where submissions with a grammar wait until it is compiled."""
+"""Submissions that wait until their grammar is compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingSubmission:
     """A submission whose grammar is being compiled."""
 
     submission: Submission
@@ -32,36 +32,35 @@ class Waiting:
 
 
 class GrammarQueue:
-    """Owned by `Requests`. wake is called, from another thread, when there may be something in `settled`."""
+    """Owned by `Requests`, on the main thread. The compiler's thread calls `wake` when a grammar is compiled."""
 
     def __init__(self, compiler: GrammarCompiler | None, wake: Callable[[], None], max_waiting: int) -> None:
-        """compiler is None where the model has no tokenizer that grammars could be compiled with."""
+        """compiler is None when the model has no tokenizer.json; then every grammar is refused."""
         self._compiler = compiler
         self._wake = wake
         self._max_waiting = max_waiting
-        self._waiting: dict[tuple[int, int], Waiting] = {}
-        self._num_asking: Counter[Grammar] = Counter()
-        """How many of those wait for each."""
-        self._done: deque[Waiting] = deque()
-        """Those whose grammar is compiled, put there by the compiler's thread; some have left since."""
+        self._waiting: dict[tuple[int, int], WaitingSubmission] = {}
+        self._num_waiting_for: Counter[Grammar] = Counter()
+        self._done: deque[WaitingSubmission] = deque()
+        """Filled by the compiler's thread. Some of these submissions have been removed since."""
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def find(self, frontend: int, request_id: int) -> Waiting | None:
+    def find(self, frontend: int, request_id: int) -> WaitingSubmission | None:
         return self._waiting.get((frontend, request_id))
 
-    def take(
+    def submit(
         self, submission: Submission, grammar: Grammar, arrived_s: float, deadline_s: float | None
     ) -> LLMatcher | Failure | None:
-        """A matcher where the grammar is at hand; None where the submission waits for it here from now on."""
+        """A matcher if the grammar is compiled already, a failure, or None: the submission waits here from now on."""
         request_id = submission.submit.request_id
         if self._compiler is None:
-            text = "the model has no tokenizer that grammars could be compiled with"
+            text = "this model has no tokenizer.json, which grammars need"
             return Failure(request_id, FailureCode.BAD_GRAMMAR, text=text)
         try:
-            matcher = self._compiler.compiled(grammar)
+            matcher = self._compiler.find_compiled(grammar)
         except BadGrammar as error:
             return Failure(request_id, FailureCode.BAD_GRAMMAR, text=str(error))
         if matcher is not None:
@@ -72,49 +71,49 @@ class GrammarQueue:
             future = self._compiler.compile(grammar)
         except TooManyGrammars:
             return Failure(request_id, FailureCode.OVERLOADED, MAX_PENDING)
-        waiting = Waiting(submission, arrived_s, deadline_s, grammar, future)
+        waiting = WaitingSubmission(submission, arrived_s, deadline_s, grammar, future)
         self._waiting[submission.frontend, request_id] = waiting
-        self._num_asking[grammar] += 1
+        self._num_waiting_for[grammar] += 1
         future.add_done_callback(lambda _: self._note_done(waiting))
         return None
 
-    def _note_done(self, waiting: Waiting) -> None:
+    def _note_done(self, waiting: WaitingSubmission) -> None:
         self._done.append(waiting)
         self._wake()
 
-    def settled(self) -> list[tuple[Waiting, LLMatcher | Failure]]:
-        """Those whose grammar has been compiled, or found to be bad. Costs nothing for those that go on waiting."""
-        outcomes: list[tuple[Waiting, LLMatcher | Failure]] = []
+    def take_settled(self) -> list[tuple[WaitingSubmission, LLMatcher | Failure]]:
+        """Remove and return the submissions whose grammar is compiled or bad. Those still waiting cost nothing."""
+        outcomes: list[tuple[WaitingSubmission, LLMatcher | Failure]] = []
         while self._done:
             waiting = self._done.popleft()
             submission = waiting.submission
             if self.find(submission.frontend, submission.request_id) is not waiting or self._compiler is None:
                 continue
-            self._take_out(submission.frontend, submission.request_id)
+            self._pop(submission.frontend, submission.request_id)
             try:
-                outcomes.append((waiting, self._compiler.finished(waiting.grammar, waiting.future)))
+                outcomes.append((waiting, self._compiler.take_result(waiting.grammar, waiting.future)))
             except BadGrammar as error:
                 failure = Failure(submission.request_id, FailureCode.BAD_GRAMMAR, text=str(error))
                 outcomes.append((waiting, failure))
         return outcomes
 
-    def forget(self, frontend: int, request_id: int) -> bool:
-        """True where the request waited here. A grammar that nobody else waits for is not begun any more; one that is
-        being compiled will be there for others."""
-        waiting = self._take_out(frontend, request_id)
-        if waiting is not None and waiting.grammar not in self._num_asking and self._compiler is not None:
-            self._compiler.give_up(waiting.grammar)
+    def remove(self, frontend: int, request_id: int) -> bool:
+        """Return whether the request waited here. Cancels its grammar if no other request waits for it; one that is
+        being compiled already is finished and cached."""
+        waiting = self._pop(frontend, request_id)
+        if waiting is not None and waiting.grammar not in self._num_waiting_for and self._compiler is not None:
+            self._compiler.cancel(waiting.grammar)
         return waiting is not None
 
-    def forget_frontend(self, frontend: int) -> int:
-        """How many of its requests waited here."""
+    def remove_frontend(self, frontend: int) -> int:
+        """Remove all requests of the frontend and return how many waited here."""
         keys = [key for key in self._waiting if key[0] == frontend]
-        return sum(self.forget(*key) for key in keys)
+        return sum(self.remove(*key) for key in keys)
 
-    def _take_out(self, frontend: int, request_id: int) -> Waiting | None:
+    def _pop(self, frontend: int, request_id: int) -> WaitingSubmission | None:
         if (waiting := self._waiting.pop((frontend, request_id), None)) is None:
             return None
-        self._num_asking[waiting.grammar] -= 1
-        if not self._num_asking[waiting.grammar]:
-            del self._num_asking[waiting.grammar]
+        self._num_waiting_for[waiting.grammar] -= 1
+        if not self._num_waiting_for[waiting.grammar]:
+            del self._num_waiting_for[waiting.grammar]
         return waiting

@@ -362,7 +362,7 @@ PLANTED: dict[str, Plant] = {
     ),
     "a resumed stream's grammar begins anew": _wrap(Requests, "_constraints", _grammars_begin_anew),
     "the last token of a scored prompt is not forced": _wrap(SequenceConstraints, "__init__", _forces_one_too_few),
-    "who left while a grammar was compiled is taken on": _wrap(GrammarQueue, "forget", lambda *_: True),
+    "who left while a grammar was compiled is taken on": _wrap(GrammarQueue, "remove", lambda *_: True),
     "deadlines do not hold in the grammar queue": _wrap(
         Requests, "_deadline_of", _deadlines_do_not_hold_in_the_grammar_queue
     ),

@@ -257,7 +257,7 @@ def test_no_more_requests_wait_for_grammars_than_may(compiler: GrammarCompiler) 
     assert (failure.code, failure.limit) == (FailureCode.OVERLOADED, 1)
 
 
-@pytest.mark.parametrize("part", ["fill", "advance"])
+@pytest.mark.parametrize("part", ["fill_mask", "advance"])
 @pytest.mark.parametrize("capacity", [0, 1, 3])
 def test_constraints_that_fail_in_the_middle_end_their_own_request_with_not_a_token_more(
     part: str, capacity: int, monkeypatch: pytest.MonkeyPatch
@@ -275,7 +275,7 @@ def test_constraints_that_fail_in_the_middle_end_their_own_request_with_not_a_to
     bench.submit(PROMPT, 20, request_id=1)
     bench.run_dry()
     received, expected = bench.received(0), expected_tokens(PROMPT, 20, bench.vocab_size)
-    assert received.token_ids == expected[: 6 if part == "fill" else 5]
+    assert received.token_ids == expected[: 6 if part == "fill_mask" else 5]
     assert received.finishes == [Finish.FAILED]
     assert received.failure is not None
     assert (received.failure.code, received.failure.text) == (FailureCode.BAD_GRAMMAR, "a limit is met")
@@ -346,7 +346,7 @@ def test_grammars_that_nobody_waits_for_any_more_are_not_compiled(compiler: Gram
     compile_all(bench)
     bench.run_dry()
     assert text(bench, 2).isdigit()
-    assert compiler.compiled(letters) is None
+    assert compiler.find_compiled(letters) is None
 
 
 def test_a_deadline_holds_while_a_grammar_is_compiled_and_counts_from_arrival(compiler: GrammarCompiler) -> None:

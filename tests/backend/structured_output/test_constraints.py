@@ -45,14 +45,14 @@ def compiler() -> GrammarCompiler:
 def compile_now(compiler: GrammarCompiler, grammar: Grammar) -> LLMatcher:
     future = compiler.compile(grammar)
     wait([future], timeout=30)
-    return compiler.finished(grammar, future)
+    return compiler.take_result(grammar, future)
 
 
 def constrained(compiler: GrammarCompiler, **wanted: object) -> SequenceConstraints:
     constraints = Constraints(**wanted)  # type: ignore[arg-type]
     matcher = None
     if constraints.grammar is not None:
-        matcher = compiler.compiled(constraints.grammar)
+        matcher = compiler.find_compiled(constraints.grammar)
         if matcher is None:
             matcher = compile_now(compiler, constraints.grammar)
     return SequenceConstraints(constraints, matcher, STOPS, VOCAB_SIZE)
@@ -60,7 +60,7 @@ def constrained(compiler: GrammarCompiler, **wanted: object) -> SequenceConstrai
 
 def allowed(constraints: SequenceConstraints) -> set[int]:
     row = np.zeros(-(-VOCAB_SIZE // 32), np.uint32)
-    constraints.fill(row)
+    constraints.fill_mask(row)
     ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
     assert ids
     assert max(ids) < VOCAB_SIZE
@@ -190,7 +190,7 @@ def test_contradictory_demands_are_told(compiler: GrammarCompiler) -> None:
         grammar=Grammar("regex", "[0-9]"),
         allowed_token_ids=tuple(TOKENIZER.encode("x", add_special_tokens=False).ids),
     )
-    with pytest.raises(ConstraintFailed, match="leave nothing"):
+    with pytest.raises(ConstraintFailed, match="allow no token"):
         allowed(constraints)
 
 
@@ -222,7 +222,7 @@ def test_a_bad_or_too_large_grammar_is_refused_in_one_line(
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) <= 300
     with pytest.raises(BadGrammar, match=reason):
-        compiler.compiled(grammar)
+        compiler.find_compiled(grammar)
 
 
 def test_a_grammar_is_compiled_once_for_all_who_ask(compiler: GrammarCompiler) -> None:
@@ -230,9 +230,9 @@ def test_a_grammar_is_compiled_once_for_all_who_ask(compiler: GrammarCompiler) -
     first, second = compiler.compile(grammar), compiler.compile(grammar)
     assert first is second
     wait([first], timeout=30)
-    one, other = compiler.finished(grammar, first), compiler.finished(grammar, second)
+    one, other = compiler.take_result(grammar, first), compiler.take_result(grammar, second)
     assert one is not other
-    assert compiler.compiled(grammar) is not None
+    assert compiler.find_compiled(grammar) is not None
 
 
 def test_the_cache_is_bounded_and_drops_what_was_used_least_lately(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_the_cache_is_bounded_and_drops_what_was_used_least_lately(monkeypatch: 
     grammars = [Grammar("regex", letter * 4) for letter in "abc"]
     for grammar in grammars[:2]:
         compile_now(compiler, grammar)
-    assert compiler.compiled(grammars[0]) is not None
+    assert compiler.find_compiled(grammars[0]) is not None
     compile_now(compiler, grammars[2])
-    assert [compiler.compiled(grammar) is not None for grammar in grammars] == [True, False, True]
+    assert [compiler.find_compiled(grammar) is not None for grammar in grammars] == [True, False, True]
     compiler.close()

@@ -20,7 +20,8 @@ from llguidance import LLTokenizer
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
 from penstock.backend.sampling.sampler import HostSampling
-from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints, fill_masks
+from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
+from penstock.backend.structured_output.masks import fill_masks
 from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
 from penstock.shm.messages import Constraints, Grammar
 from penstock.tools.bench.components.grammar_cases import CASES
@@ -168,7 +169,7 @@ class _Measurement:
         """Anew, though it may be at hand. Raises BadGrammar."""
         future = self._compiler.compile(grammar)
         future.exception()  # waits; `finished` raises what is to be raised
-        return self._compiler.finished(grammar, future)
+        return self._compiler.take_result(grammar, future)
 
     def cost(self, case: GrammarCase, num_rounds: int, rng: random.Random) -> MaskCost:
         compile_ms: list[float] = []
@@ -199,7 +200,7 @@ class _Measurement:
     def _sequences(self, case: GrammarCase, matchers: Sequence[LLMatcher] = ()) -> list[SequenceConstraints]:
         """With these matchers, or copies of the one that is at hand, as later requests get them."""
         copies: list[LLMatcher | None] = list(matchers)
-        copies = copies or [self._compiler.compiled(case.grammar) for _ in range(NUM_ROWS)]
+        copies = copies or [self._compiler.find_compiled(case.grammar) for _ in range(NUM_ROWS)]
         wanted = Constraints(grammar=case.grammar)
         return [SequenceConstraints(wanted, matcher, self._stop_ids, self._vocab_size) for matcher in copies]
 
