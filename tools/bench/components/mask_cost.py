@@ -21,8 +21,8 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
 from penstock.backend.sampling.sampler import HostSampling
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
-from penstock.backend.structured_output.masks import fill_masks
 from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
+from penstock.backend.structured_output.masks import fill_masks
 from penstock.shm.messages import Constraints, Grammar
 from penstock.tools.bench.components.grammar_cases import CASES
 from penstock.tools.bench.components.made_up_tokenizer import write_tokenizer
