@@ -75,10 +75,15 @@ class SharedBuffer:
         return self._owner.host_view(self, self.num_bytes)
 
     def rows(self) -> memoryview[float] | memoryview[int]:
-        """What the backend wrote, exactly, as float32 or int32 values row after row. Raises BufferGone."""
+        """What the backend wrote: read-only float32 or int32 values of shape [num_rows, num_values].
+
+        Raises BufferGone.
+        """
         spec = self._written()
-        view = self._owner.host_view(self, self.num_rows * spec.row_bytes)
-        return view.toreadonly().cast("f" if spec.dtype == "<f4" else "i")
+        # A memoryview cannot be cast to a shape without rows, so cast at least one: a buffer that was lent has room.
+        view = self._owner.host_view(self, max(1, self.num_rows) * spec.row_bytes).toreadonly()
+        shape = [max(1, self.num_rows), spec.num_values]
+        return view.cast("f" if spec.dtype == "<f4" else "i", shape)[: self.num_rows]
 
     def device_rows(self, stream: int = 0) -> DeviceArray:
         """What the backend wrote, [num_rows, num_values], for work put into stream from now on. Raises BufferGone."""

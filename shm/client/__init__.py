@@ -5,8 +5,10 @@ The package may import the rest of `shm`, and nothing else of Penstock. Start re
 """
 
 from penstock.shm.buffers.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, DeviceArray, SharedBuffer
-from penstock.shm.client.client import BackendClient, BackendUnavailable, Overloaded
-from penstock.shm.client.stream import GenerationRequest, LogprobEntry, TokenBatch, TokenStream
+from penstock.shm.client.client import BackendClient, BackendUnavailable
+from penstock.shm.client.overload import Overloaded
+from penstock.shm.client.request import GenerationRequest
+from penstock.shm.client.stream import LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import (
     BufferContent,
     BufferKind,

@@ -83,7 +83,7 @@ class Session:
         """StepOutputs received for which no credit has been returned yet."""
         return self._credits_owed
 
-    def holds(self, num_tokens: int) -> bool:
+    def can_carry(self, num_tokens: int) -> bool:
         """Whether so many tokens can be sent to this backend at all."""
         return num_tokens <= max(MAX_INLINE_PROMPT_TOKENS, self._arena.capacity_bytes // 4)
 
@@ -105,7 +105,7 @@ class Session:
         self._ledger.acquire("slot", (self.epoch, ref.slot), self.epoch)
         return True
 
-    def send_as_lent(self, submit: Submit, timeout_ms: int) -> bool:
+    def send_with_buffer(self, submit: Submit, timeout_ms: int) -> bool:
         """As `send_submit`, for tokens that lie in a shared buffer."""
         return self._link.send(msgspec.structs.replace(submit, timeout_ms=timeout_ms))
 
@@ -118,15 +118,15 @@ class Session:
         self._credits_owed += len(outputs)
         return outputs
 
-    def heard_of(self, request_id: int) -> None:
+    def free_slot(self, request_id: int) -> None:
         """The backend has spoken of this request, so it has copied its tokens: the slot is ours again."""
         ref = self._refs.pop(request_id, None)
         if ref is not None and self._arena.free(ref):
             self._ledger.release("slot", (self.epoch, ref.slot))
 
     @property
-    def awaits_copies(self) -> bool:
-        """Whether `heard_of` has anything to free."""
+    def holds_slots(self) -> bool:
+        """Whether `free_slot` has anything to free."""
         return bool(self._refs)
 
     def return_credits(self) -> None:

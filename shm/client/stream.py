@@ -1,4 +1,4 @@
-"""What a client asks for, and the stream of tokens that it gets."""
+"""The stream of tokens that a submitted request returns."""
 
 from __future__ import annotations
 
@@ -6,47 +6,18 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.shm.messages import BufferRef, FailureCode, Finish, Sampling
+from penstock.shm.messages import BufferRef, FailureCode, Finish
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable
 
-    from penstock.shm.buffers.shared_buffers import BufferSlice
-    from penstock.shm.messages import Constraints, Submit
-
-
-@dataclass(slots=True)
-class GenerationRequest:
-    """What to run. token_ids within the model's context; max_tokens counts generated tokens.
-
-    A request that uses shared buffers ends with its backend, for they do: FAILED, UNAVAILABLE.
-    """
-
-    token_ids: Sequence[int] | BufferSlice
-    """The prompt, or the buffer that holds it. One of tokens is the caller's again when the first tokens come; one of
-    embeddings is read in place and comes back as `output` does. A request with those joins no other, and has no
-    log probabilities of its prompt."""
-    max_tokens: int
-    sampling: Sampling
-    stop_token_ids: tuple[int, ...] = ()
-    salt: bytes = b""
-    may_share: bool = False
-    priority: int = 0
-    deadline_s: float | None = None
-    """time.monotonic() at which the stream ends EXPIRED, wherever it is then. The others are as in `Submit`."""
-    constraints: Constraints | None = None
-    num_prompt_logprobs: int = -1
-    output: BufferSlice | None = None
-    """What else than tokens is wanted, of the first generated tokens; the buffer is the caller's again when the stream
-    has ended, or soon after it was cancelled. Such a request joins no other."""
-    batch_delivery: bool = False
-    """The tokens are wanted together: they come many at a time, up to a quarter of a second late."""
+    from penstock.shm.messages import Submit
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobEntry:
-    """One token's log probability and rank, and the likeliest tokens at its place, falling."""
+    """One token's log probability and rank, and the most likely tokens at its position, in falling order."""
 
     logprob: float
     rank: int
@@ -56,9 +27,10 @@ class LogprobEntry:
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Tokens that arrived since the last batch, one or more; or none, where the stream ended without a token.
+    """The tokens that arrived since the last batch: at least one, or none if the stream ended without a token.
 
-    finish is NONE while the stream goes on. With finish STOP the last token id is the stop token, not part of the text.
+    finish is NONE while the stream goes on. With finish STOP the last token id is the stop token; it is not part of
+    the text.
     """
 
     token_ids: list[int]
@@ -67,71 +39,77 @@ class TokenBatch:
     failure_limit: int = 0
     failure_text: str = ""
     logprobs: list[LogprobEntry] | None = None
-    """One for each of token_ids, where the request asks for them."""
+    """One entry per token id; None unless the request asks for log probabilities."""
 
 
 class TokenStream:
-    """One subscriber's tokens. `async for batch in stream` ends after the batch whose finish is not NONE.
+    """The tokens of one request. `async for batch in stream` ends after the batch whose finish is not NONE.
 
-    One task reads it; whoever stops reading before the end calls `cancel`.
+    One task reads it. A reader that stops before the end must call `cancel`. The attributes and methods after `cancel`
+    belong to the client; others may read them.
     """
 
     __slots__ = (
-        "_cancel",
-        "_deadline_s",
+        "_abandon",
         "_delivered",
         "_ended",
-        "_expiry",
         "_failure",
         "_failure_limit",
         "_failure_text",
-        "_finish",
-        "_fruitless_lives",
-        "_last_token_ns",
-        "_logprobs",
-        "_queued",
-        "_submit",
-        "_tokens",
         "_waiter",
         "cached_tokens",
+        "deadline_s",
+        "expiry",
+        "finish",
         "is_coalesced",
+        "is_queued",
+        "last_token_ns",
         "num_preemptions",
+        "pending_logprobs",
         "prompt_logprobs",
         "queue_s",
+        "restarts_without_progress",
+        "submit",
+        "tokens",
     )
 
     def __init__(
         self,
         submit: Submit,
         tokens: array[int],
-        cancel: Callable[[TokenStream], None],
+        abandon: Callable[[TokenStream, Finish], None],
         deadline_s: float | None = None,
     ) -> None:
         self.cached_tokens = 0
-        """Prompt tokens served from the prefix cache; known once the first batch has come."""
+        """Prompt tokens served from the prefix cache; valid after the first batch."""
         self.is_coalesced: bool | None = None
-        """Whether it listens to what another request had started; None until the first batch has come."""
+        """Whether it shares a sequence that another request started; None until the first batch."""
         self.prompt_logprobs: list[LogprobEntry] = []
-        """Of the prompt's tokens but the first, where the request asks for them; complete with the first batch."""
+        """One entry per prompt token after the first, if the request asks for them; complete with the first batch."""
         self.num_preemptions = 0
-        """Times that it was set back because pages were short."""
+        """Times that the backend preempted it because KV pages were short."""
         self.queue_s = 0.0
-        """Seconds from the backend's receipt to its first step; known once the first batch has come."""
-        self._submit = submit
-        self._tokens = tokens  # the prompt and all that was generated: what a new backend is sent
+        """Seconds from the backend's receipt to its first step; valid after the first batch."""
+        self.submit = submit
+        self.tokens = tokens
+        """The prompt and all generated tokens: what a new backend receives."""
+        self.finish = Finish.NONE
+        self.deadline_s = deadline_s
+        """time.monotonic() at which it expires."""
+        self.expiry: asyncio.TimerHandle | None = None
+        self.is_queued = False
+        """Waiting in this process; the present backend does not know it."""
+        self.last_token_ns = 0
+        """CLOCK_MONOTONIC of the last token; 0 before the first."""
+        self.restarts_without_progress = 0
+        """Backends that died with this stream since its last token."""
+        self.pending_logprobs: list[LogprobEntry] | None = [] if submit.sampling.num_logprobs >= 0 else None
+        """Entries of the tokens that the reader has not taken yet."""
+        self._abandon = abandon
         self._delivered = len(tokens)
-        self._cancel = cancel
-        self._deadline_s = deadline_s
-        self._expiry: asyncio.TimerHandle | None = None
-        self._queued = False  # waits in the client: no backend, or not the present one, knows of it
-        self._last_token_ns = 0  # CLOCK_MONOTONIC; 0 before the first
-        self._fruitless_lives = 0  # backends that died with this stream since its last token
-        self._finish = Finish.NONE
         self._failure: FailureCode | None = None
         self._failure_limit = 0
         self._failure_text = ""
-        self._logprobs: list[LogprobEntry] | None = [] if submit.sampling.num_logprobs >= 0 else None
-        """Of the tokens that are not delivered yet."""
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -141,31 +119,58 @@ class TokenStream:
     async def __anext__(self) -> TokenBatch:
         if self._ended:
             raise StopAsyncIteration
-        while self._delivered == len(self._tokens) and self._finish is Finish.NONE:
+        while self._delivered == len(self.tokens) and self.finish is Finish.NONE:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        batch = TokenBatch(self._tokens[self._delivered :].tolist())
-        self._delivered = len(self._tokens)
-        if self._logprobs is not None:
-            batch.logprobs, self._logprobs = self._logprobs, []
-        if self._finish is not Finish.NONE:
+        batch = TokenBatch(self.tokens[self._delivered :].tolist())
+        self._delivered = len(self.tokens)
+        if self.pending_logprobs is not None:
+            batch.logprobs, self.pending_logprobs = self.pending_logprobs, []
+        if self.finish is not Finish.NONE:
             self._ended = True
-            batch.finish, batch.failure, batch.failure_limit = self._finish, self._failure, self._failure_limit
+            batch.finish, batch.failure, batch.failure_limit = self.finish, self._failure, self._failure_limit
             batch.failure_text = self._failure_text
         return batch
 
     def cancel(self) -> None:
-        """Idempotent; frees the request in the backend. The iterator, if waiting, ends with finish CANCELLED."""
-        self._cancel(self)
+        """Idempotent; frees the request in the backend. The iterator ends with finish CANCELLED."""
+        self._abandon(self, Finish.CANCELLED)
+
+    # For the client
 
     @property
-    def _loans(self) -> list[BufferRef]:
-        """The shared buffers that were lent with it, and may have come back since."""
-        return [ref for ref in (self._submit.tokens, self._submit.output) if isinstance(ref, BufferRef)]
+    def request_id(self) -> int:
+        return self.submit.request_id
 
-    def _wake(self) -> None:
+    @property
+    def has_tokens(self) -> bool:
+        """At least one token has been generated."""
+        return len(self.tokens) > self.submit.num_prompt_tokens
+
+    @property
+    def loans(self) -> list[BufferRef]:
+        """The shared buffers lent with the request; the backend may have returned them since."""
+        return [ref for ref in (self.submit.tokens, self.submit.output) if isinstance(ref, BufferRef)]
+
+    def append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        self.restarts_without_progress = 0
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def note_failure(self, code: FailureCode, limit: int = 0, text: str = "") -> None:
+        """The reason that the last batch gives."""
+        self._failure, self._failure_limit, self._failure_text = code, limit, text
+
+    def end(self, finish: Finish) -> None:
+        """Wake the reader for the last batch."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
+        self.finish = finish
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -225,7 +225,7 @@ async def test_a_cancelled_request_gives_its_embeddings_back_and_the_buffer_serv
         async with connected(path, BufferRequest(1, 1 << 12)) as client:
             for number in range(12):
                 async with asyncio.timeout(10):
-                    while not client._buffers(client._session).num_free:  # noqa: ASYNC110 - the backend brings it about
+                    while not client.num_free_buffers:  # noqa: ASYNC110 - the backend brings it about
                         await asyncio.sleep(0.001)
                 buffer = client.take_buffer()
                 stream = client.submit(GenerationRequest(hand_in(buffer, random_rows(33, number)), 40, GREEDY))

@@ -146,7 +146,7 @@ class TurnedClient:
         self.outputs: list[StepOutputs] = []
 
     def send(self, submit: Submit) -> None:
-        assert self.session.send_as_lent(submit, 0)
+        assert self.session.send_with_buffer(submit, 0)
 
     def submit(
         self, request_id: int, prompt: BufferSlice | None = None, output: BufferSlice | None = None, **changes: object

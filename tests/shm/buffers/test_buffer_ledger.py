@@ -309,7 +309,7 @@ class Buffers(RuleBasedStateMachine):
                 continue
             expected = [value for value in client.written[buffer.index] for _ in range(VALUES)]
             if client.exported.grant.kind is BufferKind.HOST:
-                assert list(buffer.rows()) == expected
+                assert [value for row in buffer.rows().tolist() for value in row] == expected
             else:
                 interface = buffer.device_rows().__cuda_array_interface__
                 num_bytes = interface["shape"][0] * ROW_BYTES

@@ -28,6 +28,7 @@ from penstock.shm.client import (
     TokenBatch,
     TokenStream,
 )
+from penstock.shm.client.overload import DrainRate
 from penstock.shm.client.session import Session
 from penstock.shm.memory.board import Board, FrontendBoard
 from penstock.shm.messages import PROTOCOL_VERSION, FailureCode, Finish, Sampling, Submit
@@ -409,13 +410,15 @@ async def test_behind_a_full_link_nobody_waits_to_be_refused(
     ("waiting", "finished", "age_s", "retry_after_s"),
     [(100, 50, 5.0, 10), (10, 1000, 5.0, 1), (1000, 1, 5.0, 60), (10, 0, 5.0, 1), (10, 50, 300.0, 1), (10, -5, 5.0, 1)],
 )
-async def test_retry_after_is_the_time_to_drain_the_queue_at_the_rate_of_late(
-    socket_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: int, finished: int, age_s: float, retry_after_s: int
+def test_retry_after_is_the_time_in_which_the_wait_queue_drains(
+    monkeypatch: pytest.MonkeyPatch, waiting: int, finished: int, age_s: float, retry_after_s: int
 ) -> None:
-    client = BackendClient(socket_path)
-    monkeypatch.setattr("penstock.shm.client.client.time.monotonic", lambda: 1000.0 + age_s)
-    client._rate_sample = (1000.0, 500)
-    assert client._retry_after_s(waiting, 500 + finished) == retry_after_s
+    now_s = 1000.0
+    monkeypatch.setattr("penstock.shm.client.overload.time.monotonic", lambda: now_s)
+    rate = DrainRate()
+    assert rate.retry_after_s(waiting, 500) == 1
+    now_s += age_s
+    assert rate.retry_after_s(waiting, 500 + finished) == retry_after_s
 
 
 async def test_the_frontends_board_tells_its_counts_to_the_backend(socket_path: Path) -> None:
@@ -484,7 +487,7 @@ async def test_a_stream_learns_how_often_it_was_set_back(socket_path: Path) -> N
                 await anext(stream)
             link = backend.engine.link
             (frontend,) = link.frontends
-            for request_id in (streams[0]._submit.request_id, streams[0]._submit.request_id, 999):
+            for request_id in (streams[0].request_id, streams[0].request_id, 999):
                 backend.engine.asked.append(partial(link.note_preemption, frontend, request_id))
             backend.engine.asked.append(partial(link.note_preemption, frontend + 1, 0))
             await until(lambda: [stream.num_preemptions for stream in streams] == [2, 0])
@@ -647,8 +650,8 @@ async def test_killed_backends_are_replaced_and_streams_go_on(socket_path: Path)
             streams = [client.submit(request(p, 150)) for p in prompts]
             readers = [asyncio.create_task(tokens_of(stream)) for stream in streams]
             for already in (20, 70, 110):
-                shortest = min(streams, key=lambda stream: len(stream._tokens) - stream._submit.num_prompt_tokens)
-                await until(lambda s=shortest, a=already: len(s._tokens) - s._submit.num_prompt_tokens >= a)
+                shortest = min(streams, key=lambda stream: len(stream.tokens) - stream.submit.num_prompt_tokens)
+                await until(lambda s=shortest, a=already: len(s.tokens) - s.submit.num_prompt_tokens >= a)
                 backend.restart()
             assert await asyncio.gather(*readers) == [expected_tokens(p, 150) for p in prompts]
             assert client.counters["requests_resumed"] == 3 * len(prompts)

@@ -296,8 +296,8 @@ def test_a_long_prompt_goes_through_the_arena_and_its_slot_comes_back_at_once(ba
             assert event.tokens == array("i", prompt).tobytes()
             outputs = frontend.receive(1)
             assert columns(outputs) == [(request_id, NO_TOKEN, Finish.NONE)]
-            frontend.session.heard_of(request_id)
-            assert not frontend.session.awaits_copies
+            frontend.session.free_slot(request_id)
+            assert not frontend.session.holds_slots
             frontend.send(Credit(1))
 
 

@@ -43,7 +43,7 @@ class Expected:
         for request_id, token_id, finish in columns(outputs):
             assert request_id in self.submitted
             assert request_id not in self.finished
-            self.frontend.session.heard_of(request_id)
+            self.frontend.session.free_slot(request_id)
             if token_id != NO_TOKEN:
                 self.received.setdefault(request_id, []).append(token_id)
             if finish:
@@ -147,14 +147,14 @@ class Schedule(Backend):
             for other in self.alive.values():
                 other.take(other.frontend.session.receive())
                 other.return_credits()
-            all_sent = not self.link.balance().get("unsent") and not expected.frontend.session.awaits_copies
+            all_sent = not self.link.balance().get("unsent") and not expected.frontend.session.holds_slots
             if all_sent and expected.tokens_received == self.tokens_pushed(expected):
                 break
             self.turn(0.01)
         for request_id in expected.submitted:
             key = (expected.frontend.epoch, request_id)
             assert expected.received.get(request_id, []) == self.pushed.get(key, [])
-        assert not expected.frontend.session.awaits_copies
+        assert not expected.frontend.session.holds_slots
 
     def tokens_pushed(self, expected: Expected) -> int:
         return sum(len(tokens) for (epoch, _), tokens in self.pushed.items() if epoch == expected.frontend.epoch)

@@ -1,0 +1,175 @@
+"""Connect to the backend, notice its death, connect again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.shm.buffers.device_api import DeviceError
+from penstock.shm.client.session import Session
+from penstock.shm.link.frontend_link import LinkBroken
+from penstock.shm.link.join import Refused
+from penstock.shm.memory.region import RegionError
+from penstock.shm.messages import BufferKind, BufferRequest, WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from penstock.shm.buffers.device_api import OpenDevice
+    from penstock.shm.memory.ledger import Ledger
+    from penstock.shm.messages import StepOutputs
+
+_log = logging.getLogger("penstock.client")
+
+_RECONNECT_S = 0.05
+_REFUSED_S = 1.0
+_LAST_WORDS_S = 0.02
+"""Time for a dead backend's last messages, which ZeroMQ's thread may not have delivered yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionEvents:
+    """What the connection calls, in this order: one attach, any number of outputs and sends, one detach."""
+
+    attach: Callable[[Session], None]
+    outputs: Callable[[Session, StepOutputs], None]
+    """Raises LinkBroken and ValueError to end the session."""
+    send: Callable[[], None]
+    """The link may take messages again."""
+    detach: Callable[[], None]
+    """The backend is gone; the session closes next."""
+
+
+class BackendConnection:
+    """One session at a time with whichever backend listens at the socket. Two fds drive it; it does not poll."""
+
+    def __init__(
+        self,
+        socket_path: Path,
+        ledger: Ledger,
+        buffer_request: BufferRequest | None,
+        open_device: OpenDevice | None,
+        events: ConnectionEvents,
+    ) -> None:
+        self._socket_path = socket_path
+        self._ledger = ledger
+        self._buffer_request = buffer_request
+        self._open_device = open_device
+        self._events = events
+        self._is_alive = False
+        self._session_over = asyncio.Event()
+        self._connector: asyncio.Task[None] | None = None
+        self.session: Session | None = None
+        """Between attach and detach, even if its backend has died."""
+
+    @property
+    def live_session(self) -> Session | None:
+        """The session, while its backend lives as far as is known: the only one to send to."""
+        return self.session if self._is_alive else None
+
+    @property
+    def is_started(self) -> bool:
+        return self._connector is not None
+
+    def start(self) -> None:
+        """Idempotent. Call in the event loop."""
+        if self._connector is None:
+            self._connector = asyncio.create_task(self._connect_forever(), name="backend-client")
+            self._connector.add_done_callback(_report_end)
+
+    async def close(self) -> None:
+        """Idempotent; detaches."""
+        if self._connector is not None:
+            self._connector.cancel()
+            await asyncio.gather(self._connector, return_exceptions=True)
+            self._connector = None
+
+    async def _connect_forever(self) -> None:
+        while True:
+            pause_s = _RECONNECT_S
+            try:
+                session = await Session.open(self._socket_path, self._ledger, self._buffer_request, self._open_device)
+            except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BlockingIOError):
+                pass  # no backend yet, or it is busy with many of us
+            except DeviceError as error:
+                pause_s = self._fall_back_to_host(error)
+            except (OSError, Refused, WireError, RegionError) as error:
+                _log.warning(
+                    "cannot use the backend at %s: %s; trying again in %g s", self._socket_path, error, _REFUSED_S
+                )
+                pause_s = _REFUSED_S
+            else:
+                try:
+                    self._attach(session)
+                    await self._session_over.wait()
+                finally:
+                    self._detach(session)
+            await asyncio.sleep(pause_s)
+
+    def _fall_back_to_host(self, error: DeviceError) -> float:
+        """This process cannot use the backend's GPU. Ask for buffers on the host, if the caller accepts them.
+
+        Returns the seconds until the next attempt.
+        """
+        if self._buffer_request is not None and BufferKind.HOST in self._buffer_request.kinds:
+            _log.warning("shared buffers on the GPU cannot be opened: %s; using buffers on the host", error)
+            self._buffer_request = BufferRequest(
+                self._buffer_request.num_buffers, self._buffer_request.num_bytes, (BufferKind.HOST,)
+            )
+            return _RECONNECT_S
+        _log.warning("shared buffers on the GPU cannot be opened: %s; trying again in %g s", error, _REFUSED_S)
+        return _REFUSED_S
+
+    def _attach(self, session: Session) -> None:
+        self.session = session
+        self._session_over = asyncio.Event()
+        self._events.attach(session)
+        self._is_alive = True
+        loop = asyncio.get_running_loop()
+        loop.add_reader(session.control_fd, self._on_control, session)
+        loop.add_reader(session.link_fd, self._on_link, session)
+        self._on_link(session)
+
+    def _detach(self, session: Session) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(session.control_fd)
+        loop.remove_reader(session.link_fd)
+        self.session = None
+        self._is_alive = False
+        self._events.detach()
+        session.close()
+
+    def _on_control(self, session: Session) -> None:
+        if session is self.session and session.control_ended():
+            self._is_alive = False
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(session.control_fd)
+            loop.call_later(_LAST_WORDS_S, self._session_over.set)
+
+    def _on_link(self, session: Session) -> None:
+        if session is not self.session or self._session_over.is_set():
+            return
+        try:
+            for outputs in session.receive():
+                self._events.outputs(session, outputs)
+        except (LinkBroken, ValueError) as error:
+            _log.error("the backend's messages are inconsistent: %s; reconnecting", error)
+            self._is_alive = False
+            self._session_over.set()
+            return
+        session.return_credits()
+        self._events.send()
+
+    def receive_soon(self, session: Session) -> None:
+        """Call after sending: a send can consume the wake-up that the link's fd owes us."""
+        if session.readable:
+            asyncio.get_running_loop().call_soon(self._on_link, session)
+
+
+def _report_end(connector: asyncio.Task[None]) -> None:
+    """The connector only ends by cancellation; anything else is a bug of ours."""
+    if not connector.cancelled() and (error := connector.exception()) is not None:
+        _log.critical("the backend client stopped because of a bug; it will not reconnect", exc_info=error)

@@ -1,0 +1,145 @@
+"""The table of open streams. StepOutputs from the backend become tokens and ends of streams here."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from penstock.shm.client.stream import LogprobEntry
+from penstock.shm.link.frontend_link import LinkBroken
+from penstock.shm.messages import NO_TOKEN, FailureCode, Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.shm.buffers.shared_buffers import SharedBuffers
+    from penstock.shm.client.counters import ClientCounters
+    from penstock.shm.client.session import Session
+    from penstock.shm.client.stream import TokenStream
+    from penstock.shm.memory.ledger import Ledger
+    from penstock.shm.messages import EventLogprobs, PromptLogprobs, StepOutputs
+
+
+class OpenStreams:
+    """Streams that have no finish yet, by request id."""
+
+    def __init__(self, counters: ClientCounters, ledger: Ledger) -> None:
+        self._streams: dict[int, TokenStream] = {}
+        self._counters = counters
+        self._ledger = ledger
+        self.buffers: SharedBuffers | None = None
+        """The present session's shared buffers."""
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[TokenStream]:
+        """Iterate over a copy: streams may end meanwhile."""
+        return iter(list(self._streams.values()))
+
+    def add(self, stream: TokenStream) -> None:
+        self._streams[stream.request_id] = stream
+        self._counters.board.requests_open = len(self._streams)
+        self._ledger.acquire("stream", stream.request_id, "client")
+
+    def finish(self, stream: TokenStream, finish: Finish) -> None:
+        """Call once per stream."""
+        request_id = stream.submit.request_id
+        del self._streams[request_id]
+        if stream.is_queued and self.buffers is not None:
+            # The backend never received the request, so it cannot return the buffers.
+            for ref in stream.loans:
+                self.buffers.take_back(ref.index, ref.generation)
+        self._ledger.release("stream", request_id)
+        self._counters.count_finish(finish, len(self._streams))
+        stream.end(finish)
+
+    def fail(self, stream: TokenStream, code: FailureCode, finish: Finish = Finish.FAILED, limit: int = 0) -> None:
+        stream.note_failure(code, limit)
+        self.finish(stream, finish)
+
+    def fail_all(self) -> None:
+        """No backend can continue them."""
+        for stream in self:
+            self.fail(stream, FailureCode.UNAVAILABLE)
+
+    def dispatch(self, session: Session, outputs: StepOutputs) -> None:
+        """Deliver one message. Raises LinkBroken and ValueError when it contradicts what was sent."""
+        if outputs.returned:
+            if session.buffers is None:
+                raise LinkBroken("the backend returns a shared buffer that was never lent")
+            session.buffers.accept(outputs.returned)
+        self._dispatch_notes(outputs)
+        request_ids = memoryview(outputs.request_ids).cast("Q")
+        if session.holds_slots:
+            for request_id in request_ids:
+                session.free_slot(request_id)
+        self._dispatch_tokens(outputs, request_ids)
+
+    def _dispatch_notes(self, outputs: StepOutputs) -> None:
+        """What travels beside the columns and is mostly absent."""
+        streams = self._streams
+        for started in outputs.started:
+            stream = streams.get(started.request_id)
+            if stream is not None and not stream.has_tokens:
+                stream.cached_tokens, stream.queue_s = started.cached_tokens, started.queue_s
+                stream.is_coalesced = started.is_coalesced
+                if not started.is_coalesced:
+                    self._counters.board.queue_us.observe(int(1e6 * max(0.0, started.queue_s)))
+        for failure in outputs.failures:
+            if (stream := streams.get(failure.request_id)) is not None:
+                stream.note_failure(FailureCode(failure.code), failure.limit, failure.text)
+        for prompt_logprobs in outputs.prompt_logprobs:
+            if (stream := streams.get(prompt_logprobs.request_id)) is not None:
+                _add_prompt_logprobs(stream, prompt_logprobs)
+        for request_id in outputs.preempted:
+            if (stream := streams.get(request_id)) is not None:
+                stream.num_preemptions += 1
+
+    def _dispatch_tokens(self, outputs: StepOutputs, request_ids: memoryview[int]) -> None:
+        streams = self._streams
+        logprobs = {entry.event: entry for entry in outputs.logprobs}
+        now_ns = time.monotonic_ns()
+        num_by_stream: dict[TokenStream, int] = {}
+        columns = zip(request_ids, memoryview(outputs.token_ids).cast("i"), outputs.finishes, strict=True)
+        for event, (request_id, token_id, finish) in enumerate(columns):
+            stream = streams.get(request_id)
+            if stream is None:
+                continue
+            if token_id != NO_TOKEN:
+                if stream.pending_logprobs is not None:
+                    stream.pending_logprobs.append(_logprob_entry(logprobs.get(event)))
+                stream.append(token_id)
+                num_by_stream[stream] = num_by_stream.get(stream, 0) + 1
+            if finish:
+                self.finish(stream, Finish(finish))
+        self._count_tokens(num_by_stream, now_ns)
+
+    def _count_tokens(self, num_by_stream: dict[TokenStream, int], now_ns: int) -> None:
+        """Tokens that arrive together share the time since the token before them, if there is one."""
+        self._counters.board.tokens_streamed += sum(num_by_stream.values())
+        num_by_gap: dict[tuple[int, int], int] = {}  # most streams of a message got their last token together
+        for stream, num_tokens in num_by_stream.items():
+            last_ns, stream.last_token_ns = stream.last_token_ns or now_ns, now_ns
+            num_gaps = num_tokens if last_ns < now_ns else num_tokens - 1
+            if num_gaps:
+                num_by_gap[last_ns, num_gaps] = num_by_gap.get((last_ns, num_gaps), 0) + num_gaps
+        for (last_ns, num_gaps), total in num_by_gap.items():
+            self._counters.board.itl_us.observe((now_ns - last_ns) // (1000 * num_gaps), total)
+
+
+def _logprob_entry(received: EventLogprobs | None) -> LogprobEntry:
+    if received is None:
+        raise LinkBroken("a token came without the log probability that the request asks for")
+    return LogprobEntry(received.logprob, received.rank, received.top_ids, received.top_logprobs)
+
+
+def _add_prompt_logprobs(stream: TokenStream, received: PromptLogprobs) -> None:
+    """A new backend starts again at the first token, so entries may be overwritten."""
+    for entry in received.entries:
+        index = entry.event - 1
+        if not 0 <= index <= len(stream.prompt_logprobs):
+            raise LinkBroken(
+                f"log probabilities of prompt token {entry.event} came after {len(stream.prompt_logprobs)} entries"
+            )
+        stream.prompt_logprobs[index:] = [_logprob_entry(entry)]

@@ -1,0 +1,73 @@
+"""What the link cannot take yet: it is down, full, or the arena has no free slot."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from penstock.shm.memory.arena import ArenaFull
+from penstock.shm.messages import BufferRef, FailureCode, Finish
+
+if TYPE_CHECKING:
+    from penstock.shm.client.open_streams import OpenStreams
+    from penstock.shm.client.session import Session
+    from penstock.shm.client.stream import TokenStream
+
+_MAX_TIMEOUT_MS = 1 << 31
+
+
+class Outbox:
+    """Streams to submit and request ids to cancel, in order."""
+
+    def __init__(self, streams: OpenStreams) -> None:
+        self._streams = streams
+        self._items: deque[TokenStream | int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def submit(self, stream: TokenStream) -> None:
+        stream.is_queued = True
+        self._items.append(stream)
+
+    def cancel(self, request_id: int) -> None:
+        """Only for a request that has been sent; a stream that ends while it is queued is skipped."""
+        self._items.append(request_id)
+
+    def clear(self) -> None:
+        self._items.clear()
+
+    def send(self, session: Session) -> None:
+        """Send until the link takes no more."""
+        while self._items:
+            item = self._items[0]
+            if isinstance(item, int):
+                if not session.send_cancel(item):
+                    break
+            elif item.finish is Finish.NONE and not self._send_stream(session, item):
+                break
+            else:
+                item.is_queued = False
+            self._items.popleft()
+
+    def _send_stream(self, session: Session, stream: TokenStream) -> bool:
+        """False to try again later; True when the stream is sent or has ended."""
+        timeout_ms = 0
+        if stream.deadline_s is not None:
+            left_s = stream.deadline_s - time.monotonic()
+            if left_s <= 0.0:
+                self._streams.finish(stream, Finish.EXPIRED)
+                return True
+            timeout_ms = min(_MAX_TIMEOUT_MS, math.ceil(1000 * left_s))
+        if isinstance(stream.submit.tokens, BufferRef):
+            return session.send_with_buffer(stream.submit, timeout_ms)
+        if not session.can_carry(len(stream.tokens)):
+            limit = session.model.max_context_tokens
+            self._streams.fail(stream, FailureCode.CONTEXT_TOO_LONG, Finish.REJECTED, limit)
+            return True
+        try:
+            return session.send_submit(stream.submit, stream.tokens, timeout_ms)
+        except ArenaFull:
+            return False

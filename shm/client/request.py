@@ -1,0 +1,105 @@
+"""What a caller asks for, and the Submit message that it becomes."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.shm.buffers.shared_buffers import BufferSlice
+from penstock.shm.messages import (
+    MAX_CONTEXT_TOKENS,
+    BufferContent,
+    Submit,
+    WireError,
+    decode_to_backend,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.shm.messages import Constraints, Sampling
+
+_PLACEHOLDER = bytes(4)
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """What to run. Fields without a description here mean the same as in `Submit`.
+
+    A request that uses shared buffers cannot outlive its backend: if the backend dies, it ends FAILED, UNAVAILABLE.
+    """
+
+    token_ids: Sequence[int] | BufferSlice
+    """The prompt, within the model's context, or the buffer that holds it. The backend returns a buffer of tokens with
+    the first generated tokens. It reads a buffer of embeddings in place and returns it at the end; a request with
+    embeddings is never coalesced and has no log probabilities of its prompt."""
+    max_tokens: int
+    """Generated tokens at most."""
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...] = ()
+    salt: bytes = b""
+    may_share: bool = False
+    priority: int = 0
+    deadline_s: float | None = None
+    """time.monotonic() at which the stream ends EXPIRED, wherever it is."""
+    constraints: Constraints | None = None
+    num_prompt_logprobs: int = -1
+    output: BufferSlice | None = None
+    """A buffer that receives logits or hidden states of the first generated tokens. It returns to the caller when the
+    stream has ended, or shortly after a cancellation. Such a request is never coalesced."""
+    batch_delivery: bool = False
+    """Deliver many tokens at a time, up to a quarter of a second late."""
+
+    @property
+    def is_shareable(self) -> bool:
+        """The backend may serve it from an equal request's sequence."""
+        return self.may_share and self.output is None and not self._has_embeddings
+
+    @property
+    def _has_embeddings(self) -> bool:
+        prompt = self.token_ids
+        return isinstance(prompt, BufferSlice) and prompt.content is BufferContent.PROMPT_EMBEDDINGS
+
+    def prompt_tokens(self) -> array[int]:
+        """The prompt's ids. A prompt in a shared buffer gives zeros: this process may be unable to read it.
+
+        Raises ValueError.
+        """
+        if isinstance(self.token_ids, BufferSlice):
+            num_rows = self.token_ids.num_rows
+            if not 1 <= num_rows <= MAX_CONTEXT_TOKENS:
+                raise ValueError(f"token_ids.num_rows is {num_rows}; a prompt has 1 to {MAX_CONTEXT_TOKENS} rows")
+            if self._has_embeddings and self.num_prompt_logprobs >= 0:
+                raise ValueError(
+                    f"num_prompt_logprobs is {self.num_prompt_logprobs}; with embeddings only -1 is allowed"
+                )
+            return array("i", bytes(4 * num_rows))
+        try:
+            return array("i", self.token_ids)
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"token_ids: {error}") from None
+
+    def to_submit(self, request_id: int, num_prompt_tokens: int) -> Submit:
+        """The message without its tokens, buffers and time limit. Raises ValueError when a field is out of bounds."""
+        submit = Submit(
+            request_id=request_id,
+            tokens=_PLACEHOLDER,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            stop_token_ids=self.stop_token_ids,
+            salt=self.salt,
+            may_share=self.is_shareable,
+            priority=self.priority,
+            constraints=self.constraints,
+            num_prompt_logprobs=self.num_prompt_logprobs,
+            batch_delivery=self.batch_delivery,
+        )
+        try:
+            # The backend drops what it cannot decode. Fail here, where the caller still gets the reason.
+            decode_to_backend(encode(submit))
+        except (WireError, TypeError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+        return submit

@@ -1,0 +1,88 @@
+"""Open streams survive their backend: the next one with the same model receives prompt and tokens so far.
+
+Sampling depends on the position, not on history, so the continuation is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from penstock.shm.messages import FailureCode, Finish
+
+if TYPE_CHECKING:
+    from penstock.shm.client.counters import ClientCounters
+    from penstock.shm.client.open_streams import OpenStreams
+    from penstock.shm.client.outbox import Outbox
+    from penstock.shm.client.stream import TokenStream
+
+_log = logging.getLogger("penstock.client")
+
+_SUSPECT_AFTER_RESTARTS = 2
+_MAX_RESTARTS_WITHOUT_PROGRESS = 4
+"""A request that has been with more dead backends than this, without a token in between, is given up."""
+
+
+class Resubmission:
+    """Submits open streams again, and isolates those that may be what kills backends.
+
+    A stream is a suspect if two backends in a row died with it and gave it no token. Suspects are submitted one at a
+    time, so that innocent streams make progress and the guilty one is given up.
+    """
+
+    def __init__(self, streams: OpenStreams, outbox: Outbox, counters: ClientCounters, timeout_s: float) -> None:
+        """timeout_s is how long streams wait for the next backend before they fail."""
+        self._streams = streams
+        self._outbox = outbox
+        self._counters = counters
+        self._timeout_s = timeout_s
+        self._suspects: deque[TokenStream] = deque()  # most innocent first
+        self._isolated: TokenStream | None = None  # the suspect that was submitted last
+        self._give_up: asyncio.TimerHandle | None = None
+
+    def backend_died(self) -> None:
+        """Drop what was to be sent: the next backend receives all open streams, and cancels are moot."""
+        self._outbox.clear()
+        self._suspects.clear()
+        if self._streams:
+            self._give_up = asyncio.get_running_loop().call_later(self._timeout_s, self._streams.fail_all)
+
+    def stop_waiting(self) -> None:
+        """A backend is there, or the client closes."""
+        if self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
+
+    def resume(self) -> None:
+        """Queue the open streams for the new backend."""
+        suspects = []
+        for stream in self._streams:
+            if not stream.is_queued:
+                stream.restarts_without_progress += 1
+            if stream.restarts_without_progress > _MAX_RESTARTS_WITHOUT_PROGRESS:
+                _log.error(
+                    "a request of %d prompt tokens is given up: %d backends in a row died with it",
+                    stream.submit.num_prompt_tokens,
+                    stream.restarts_without_progress,
+                )
+                self._streams.fail(stream, FailureCode.INTERNAL)
+                continue
+            self._counters.board.requests_resumed += 1
+            if stream.restarts_without_progress < _SUSPECT_AFTER_RESTARTS:
+                self._outbox.submit(stream)
+            else:
+                stream.is_queued = True
+                suspects.append(stream)
+        self._suspects = deque(sorted(suspects, key=lambda stream: stream.restarts_without_progress))
+        self._isolated = None
+
+    def submit_next_suspect(self) -> None:
+        """Queue suspects until one must first prove itself with a token or its end."""
+        while self._suspects:
+            isolated = self._isolated
+            if isolated is not None and isolated.restarts_without_progress and isolated.finish is Finish.NONE:
+                return
+            self._isolated = self._suspects.popleft()
+            self._outbox.submit(self._isolated)
