@@ -53,6 +53,7 @@ async def serve(settings: WorkerSettings) -> None:
     try:
         server = HttpServer(
             app,
+            app.exchanges,
             listening,
             drain_timeout_s=settings.drain_timeout_s,
             max_connections=max_connections,

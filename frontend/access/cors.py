@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.frontend.transport.exchange import Exchange, Headers
+    from penstock.frontend.transport.asgi import Headers
+    from penstock.frontend.transport.exchange import Exchange
 
 _MAX_AGE_S = 600
 _REQUESTED_HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from penstock.frontend.access.api_keys import ApiKey
-    from penstock.frontend.transport.exchange import Headers
+    from penstock.frontend.transport.asgi import Headers
 
 WINDOW_S = 60
 _ROW_WORDS = 8

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.endpoints.chat_bodies import instructed, renamed, shared_fields
-from penstock.frontend.endpoints.completions import answer_chat, check_model, render_chat
+from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
+from penstock.frontend.endpoints.chat_translation import instructed, renamed, shared_fields
+from penstock.frontend.endpoints.models import check_model
+from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.formats.messages import MessagesFormat
 from penstock.frontend.schemas.chat import (
     ChatBody,
@@ -28,12 +30,11 @@ from penstock.frontend.transport.errors import invalid
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-    from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import Role
     from penstock.frontend.schemas.messages import AnthropicTool, ContentBlock, CountTokensBody, ResultBlock
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import BackendClient
 
 _RENAMED = (
     (re.compile(r"^max_completion_tokens$"), "max_tokens"),
@@ -50,8 +51,9 @@ _RENAMED = (
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-async def create_message(exchange: Exchange, data: bytes, served: ServedModel, backend: BackendClient) -> None:
+async def create_message(exchange: Exchange, context: EndpointContext) -> None:
     """POST /v1/messages. Raises ApiError, ClientGoneError."""
+    data, served = await context.receive(exchange, MessagesBody)
     body = decode_messages(data)
     with renamed(_RENAMED):
         chat = as_chat(body)
@@ -60,18 +62,22 @@ async def create_message(exchange: Exchange, data: bytes, served: ServedModel, b
         def make_format(identity: Identity, usage: Usage, _: StreamUsageOptions) -> MessagesFormat:
             return MessagesFormat(identity, usage, exchange.request_id)
 
-        await answer_chat(exchange, chat, served, backend, "msg_", make_format, size=len(data))
+        style = AnswerStyle("msg_", make_format)
+        await answer_chat(exchange, chat, served, context.backend, style, num_body_bytes=len(data))
 
 
-async def count_tokens(exchange: Exchange, data: bytes, served: ServedModel) -> None:
-    """POST /v1/messages/count_tokens: of the prompt that the same message would make. Raises ApiError."""
-    body = decode_count_tokens(data)
-    with renamed(_RENAMED):
-        check_model(body.model, served.card)
-        chat = as_chat(body)
-        check_chat(chat)
-        prompt = await render_chat(chat, served, is_long=True)
-    await exchange.respond(200, msgspec.json.encode({"input_tokens": len(prompt)}))
+async def count_tokens(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /v1/messages/count_tokens: the tokens of the prompt that the same message makes. Raises ApiError,
+    ClientGoneError."""
+    data, served = await context.receive(exchange)
+    async with exchange.cancelled_on_disconnect():
+        body = decode_count_tokens(data)
+        with renamed(_RENAMED):
+            check_model(body.model, served.card)
+            chat = as_chat(body)
+            check_chat(chat)
+            prompt = await render_chat(chat, served, is_long=True)
+        await exchange.respond(200, msgspec.json.encode({"input_tokens": len(prompt)}))
 
 
 def as_chat(body: CountTokensBody) -> ChatBody:

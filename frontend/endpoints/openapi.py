@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from penstock.frontend.endpoints.reference import CSS, FIELDS, HTML, SCRIPT, names
+from penstock.frontend.endpoints.endpoint_docs import CSS, FIELDS, HTML, SCRIPT, names
+from penstock.frontend.endpoints.health import READY_PATH
 from penstock.frontend.schemas import messages, responses
 from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
 from penstock.frontend.transport.error_format import ANTHROPIC_PATH
@@ -19,9 +20,11 @@ from penstock.frontend.transport.errors import ErrorKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from penstock.frontend.endpoints.reference import Doc
+    from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.endpoints.endpoint_docs import EndpointDoc
     from penstock.frontend.endpoints.routes import Route
-    from penstock.frontend.transport.exchange import Exchange, Headers
+    from penstock.frontend.transport.asgi import Headers
+    from penstock.frontend.transport.exchange import Exchange
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
@@ -132,7 +135,7 @@ _GENERATION_HEADERS = [
 ]
 
 
-def _answer(doc: Doc) -> dict[str, Any]:
+def _answer(doc: EndpointDoc) -> dict[str, Any]:
     if isinstance(doc.answer, str):
         content: dict[str, Any] = {doc.answer: {"schema": {"type": "string"}}}
     elif doc.answer is Struct:
@@ -150,7 +153,7 @@ def _errors(path: str, route: Route) -> dict[str, Any]:
     kinds += _OF_BODY if doc.body is not None else ()
     kinds += _OF_GENERATION if doc.body is not None and doc.events is not None else ()
     kinds += _OF_PATH if doc.can_be_missing else ()
-    kinds += _OF_READING if route.needs_key or path == "/ready" else ()
+    kinds += _OF_READING if route.needs_key or path == READY_PATH else ()
     is_anthropic = path.startswith(ANTHROPIC_PATH)
     error = _reference(AnthropicErrorAnswer if is_anthropic else ErrorAnswer)
     statuses = {kind.status for kind in kinds} | ({529} if is_anthropic else set())
@@ -169,7 +172,7 @@ def _reference(kind: type[Struct]) -> dict[str, str]:
     return {"$ref": _REF.format(name=kind.__name__)}
 
 
-def _schemas(docs: Iterable[Doc]) -> dict[str, Any]:
+def _schemas(docs: Iterable[EndpointDoc]) -> dict[str, Any]:
     bodies = {doc.body for doc in docs if doc.body is not None}
     kinds = bodies | {doc.events for doc in docs if doc.events is not None} | {ErrorAnswer, AnthropicErrorAnswer}
     kinds |= {doc.answer for doc in docs if not isinstance(doc.answer, str) and doc.answer is not Struct}
@@ -194,18 +197,18 @@ class Pages:
         self._version = version
         self._document: bytes | None = None
 
-    async def document(self, exchange: Exchange) -> None:
+    async def document(self, exchange: Exchange, _context: EndpointContext) -> None:
         if self._document is None:
             self._document = msgspec.json.encode(document(self._routes, self._version))
         await exchange.respond(200, self._document)
 
-    async def page(self, exchange: Exchange) -> None:
+    async def page(self, exchange: Exchange, _context: EndpointContext) -> None:
         await _respond(exchange, "index.html", HTML)
 
-    async def script(self, exchange: Exchange) -> None:
+    async def script(self, exchange: Exchange, _context: EndpointContext) -> None:
         await _respond(exchange, "page.js", SCRIPT)
 
-    async def style(self, exchange: Exchange) -> None:
+    async def style(self, exchange: Exchange, _context: EndpointContext) -> None:
         await _respond(exchange, "page.css", CSS)
 
 

@@ -1,34 +1,80 @@
-"""One endpoint of the table in `penstock.frontend.app`."""
+"""The table of endpoints: which handler answers which path and method."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 
-    from penstock.frontend.endpoints.reference import Doc
+if TYPE_CHECKING:
+    from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.endpoints.endpoint_docs import EndpointDoc
     from penstock.frontend.transport.exchange import Exchange
+
+    Handler = Callable[[Exchange, EndpointContext], Awaitable[None]]
 
 Methods = dict[str, "Route"]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    handler: Callable[[Exchange], Awaitable[None]]
-    doc: Doc
+    """One endpoint's handler. It raises ApiError, or ClientGoneError."""
+
+    handler: Handler
+    doc: EndpointDoc
     needs_key: bool = True
 
 
-def reading(handler: Callable[[Exchange], Awaitable[None]], doc: Doc, *, needs_key: bool = True) -> Methods:
+def get(handler: Handler, doc: EndpointDoc, *, needs_key: bool = True) -> Methods:
     """GET, and HEAD with it."""
     return dict.fromkeys(("GET", "HEAD"), Route(handler, doc, needs_key))
 
 
-def pattern(path: str) -> re.Pattern[str] | None:
-    """What matches a path with parameters in braces; None where it has none. A model's name may have slashes."""
+def post(handler: Handler, doc: EndpointDoc) -> Methods:
+    return {"POST": Route(handler, doc)}
+
+
+def delete(handler: Handler, doc: EndpointDoc) -> Methods:
+    return {"DELETE": Route(handler, doc)}
+
+
+class RouteTable:
+    """Finds the route of a request. Paths name parameters in braces."""
+
+    def __init__(self, routes: dict[str, Methods]) -> None:
+        self._routes = routes
+        self._patterns = [
+            (matcher, methods) for path, methods in routes.items() if (matcher := _pattern(path)) is not None
+        ]
+
+    def methods(self, path: str) -> Methods:
+        """Return the routes of a path by method. Raises ApiError: 404."""
+        methods = self._routes.get(path)
+        if methods is None:
+            methods = next((methods for matcher, methods in self._patterns if matcher.fullmatch(path)), None)
+        if methods is None:
+            raise ApiError(ErrorKind.UNKNOWN_PATH, f"no such path: {shorten(path)}; /docs lists the endpoints")
+        return methods
+
+
+def select(methods: Methods, method: str) -> Route:
+    """Return the route of a method. Raises ApiError: 405."""
+    route = methods.get(method)
+    if route is None:
+        allowed = ", ".join(methods)
+        raise ApiError(
+            ErrorKind.WRONG_METHOD,
+            f"{method[:20]} is not allowed here; allowed: {allowed}",
+            headers=((b"allow", allowed.encode()),),
+        )
+    return route
+
+
+def _pattern(path: str) -> re.Pattern[str] | None:
+    """Return what matches a path with parameters; None for one without. A model's name may contain slashes."""
     if "{" not in path:
         return None
     anything = {"{model}": ".+"}

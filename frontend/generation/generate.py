@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from penstock.frontend.formats.base import Format, Usage
     from penstock.frontend.generation.choice import Choice
     from penstock.frontend.telemetry.request_log import RequestLogEntry
-    from penstock.frontend.transport.exchange import Exchange, Headers
+    from penstock.frontend.transport.asgi import Headers
+    from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import TokenBatch, TokenStream
 
 _RETRY_AFTER_S = 1

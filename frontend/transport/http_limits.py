@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from penstock.frontend.transport.asgi import ABORT_EXTENSION
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_body, retry_later
-from penstock.frontend.transport.exchange import ABORT_EXTENSION
 
 if TYPE_CHECKING:
     import asyncio

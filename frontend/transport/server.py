@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from penstock.frontend.transport.exchange import Receive, Scope, Send
+    from penstock.frontend.transport.asgi import AsgiApp
+    from penstock.frontend.transport.open_exchanges import OpenExchanges
 
 KEEP_ALIVE_TIMEOUT_S = 75
 """Longer than load balancers keep theirs (60 s is common), so that never they find a connection just closed."""
@@ -28,29 +29,6 @@ _LAST_WORDS_S = 2.0
 _STUCK_S = 1.0
 _KEEPING_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
 """A worker that ends leaves the Unix socket's file: others listen there, too."""
-
-
-class DrainableApp(Protocol):
-    """An ASGI application that can end its open requests."""
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have not been answered."""
-        ...
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-    async def run(self) -> None:
-        """Runs beside the server until it is cancelled."""
-        ...
-
-    def start_draining(self) -> None:
-        """Refuse new requests; open ones continue."""
-        ...
-
-    def end_all(self) -> None:
-        """End every open request with an error."""
-        ...
 
 
 class _Server(uvicorn.Server):
@@ -86,7 +64,7 @@ class _Server(uvicorn.Server):
 
 
 def server_config(
-    app: DrainableApp, *, max_connections: int = MAX_CONNECTIONS, tls: ssl.SSLContext | None = None
+    app: AsgiApp, *, max_connections: int = MAX_CONNECTIONS, tls: ssl.SSLContext | None = None
 ) -> uvicorn.Config:
     """How uvicorn runs the app."""
     crowd = Connections(max_connections)
@@ -109,14 +87,15 @@ class HttpServer:
 
     def __init__(
         self,
-        app: DrainableApp,
+        app: AsgiApp,
+        exchanges: OpenExchanges,
         listening: socket.socket,
         *,
         drain_timeout_s: float,
         max_connections: int = MAX_CONNECTIONS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._app = app
+        self._exchanges = exchanges
         self._listening = listening
         self._drain_timeout_s = drain_timeout_s
         self._server = _Server(server_config(app, max_connections=max_connections, tls=tls))
@@ -128,7 +107,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        sweeper = asyncio.create_task(self._app.run())
+        sweeper = asyncio.create_task(self._exchanges.run())
         drainer = asyncio.create_task(self._drain())
         try:
             await self._server.serve(sockets=[self._listening])
@@ -145,14 +124,14 @@ class HttpServer:
 
     async def _drain(self) -> None:
         await self._stop.wait()
-        self._app.start_draining()
+        self._exchanges.start_draining()
         self._server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._hasten.wait(), self._drain_timeout_s)
-        self._app.end_all()
+        self._exchanges.end_all()
         # Time for the last words to be sent; then for what is left of connections whose clients do not read.
         for _ in range(round(_LAST_WORDS_S / 0.05)):
-            if not self._app.num_open:
+            if not self._exchanges:
                 break
             await asyncio.sleep(0.05)
         self._server.force_exit = True

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.frontend.transport.exchange import Exchange, Headers
+    from penstock.frontend.transport.asgi import Headers
+    from penstock.frontend.transport.exchange import Exchange
 
 _KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = (

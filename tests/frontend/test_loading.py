@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.frontend import app as app_module
 from penstock.frontend.app import App
 from penstock.frontend.generation import served_model as model_module
 from penstock.frontend.generation.served_model import ModelKeeper
@@ -89,7 +88,7 @@ async def test_no_more_than_the_limit_wait(connect: Callable[[], ClientConnectio
 async def test_it_does_not_wait_for_ever(
     connect: Callable[[], ClientConnection], app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "_MODEL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("penstock.frontend.endpoints.context._MODEL_TIMEOUT_S", 0.01)
     response = await connect().post(CHAT, BODY)
     assert (response.status, response.error["code"]) == (503, "backend_unavailable")
 
@@ -101,7 +100,7 @@ async def test_a_client_that_leaves_while_it_waits_is_noticed(
     await waiting(connection)
     connection.transport.reset()
     await connection.idle()
-    assert app.num_open == 0
+    assert len(app.exchanges) == 0
     load(keeper)
     assert not backend.streams
 
@@ -109,7 +108,7 @@ async def test_a_client_that_leaves_while_it_waits_is_noticed(
 async def test_what_waits_when_the_drain_ends_is_told_so(connect: Callable[[], ClientConnection], app: App) -> None:
     connection = connect()
     await waiting(connection)
-    app.end_all()
+    app.exchanges.end_all()
     response = await connection.response()
     assert (response.status, response.error["code"]) == (503, "shutting_down")
 

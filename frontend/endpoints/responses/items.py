@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from penstock.frontend.endpoints.chat_bodies import instructed, shared_fields
+from penstock.frontend.endpoints.chat_translation import instructed, shared_fields
 from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.frontend.endpoints.completions import render_chat
+from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ async def serving(app: App) -> AsyncIterator[str]:
     """The app behind a real socket; the base URL."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    server = HttpServer(app, listening, drain_timeout_s=5)
+    server = HttpServer(app, app.exchanges, listening, drain_timeout_s=5)
     running = asyncio.create_task(server.run())
     try:
         yield f"http://127.0.0.1:{port}/v1"
@@ -171,7 +171,8 @@ async def test_a_running_stream_survives_the_drain(backend: FakeBackend) -> None
     backend.script = silent
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    server = HttpServer(make_app(backend), listening, drain_timeout_s=30)
+    app = make_app(backend)
+    server = HttpServer(app, app.exchanges, listening, drain_timeout_s=30)
     running = asyncio.create_task(server.run())
     async with sdk(url) as client:
         request = asyncio.create_task(client.completions.create(model="test/model", prompt="x", stream=True))

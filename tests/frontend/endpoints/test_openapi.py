@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from penstock.frontend.endpoints.endpoint_docs import FIELDS, names
 from penstock.frontend.endpoints.openapi import document
-from penstock.frontend.endpoints.reference import FIELDS, names
 from penstock.frontend.endpoints.routes import Route
 from tests.frontend.harness import ClientConnection, FakeBackend, Response, make_app
 

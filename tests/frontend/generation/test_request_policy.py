@@ -148,7 +148,7 @@ async def test_a_stream_kept_alive_before_its_first_token_cannot_tell_by_a_heade
     body = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}
     connection.send(request_bytes("POST", COMPLETIONS, body))
     await backend.submitted.wait()
-    app.sweep(float("inf"))
+    app.exchanges.sweep(float("inf"))
     await connection.output(b": keep-alive")
     backend.streams[0].push(*token_ids("a"), finish=Finish.LENGTH)
     response = await connection.response()

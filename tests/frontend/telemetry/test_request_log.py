@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.frontend.app import App
+from penstock.frontend.endpoints.routes import RouteTable
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.shm.messages import Finish
 from penstock.shm.process.logs import LineHandler, set_up_logging
@@ -132,10 +132,10 @@ async def test_a_failed_request_has_its_line(
 async def test_a_path_does_not_make_lines_of_its_own(
     connection: ClientConnection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_app: App, path: str) -> None:
+    def fails(_table: RouteTable, path: str) -> None:
         raise ZeroDivisionError(path)
 
-    monkeypatch.setattr(App, "_methods", fails)
+    monkeypatch.setattr(RouteTable, "methods", fails)
     response = await connection.request("GET", "/a%0Ab%1B[2J" + "x" * 1000)
     assert response.status == 500
     (message,) = (record.getMessage() for record in caplog.records if record.name == "penstock.app")

@@ -593,7 +593,7 @@ async def test_a_body_in_one_byte_chunks(connection: ClientConnection) -> None:
 async def test_the_template_may_refuse(connection: ClientConnection, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.frontend.text.chat_template import ChatTemplate
 
-    served = connection.protocol.app._models.current
+    served = connection.protocol.app.context.models.current
     monkeypatch.setattr(
         served.tokenizer, "chat_template", ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     )

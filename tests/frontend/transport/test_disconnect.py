@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from penstock.frontend import app as app_module
 from penstock.shm.messages import Finish
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent, token_ids
 
@@ -86,13 +85,13 @@ async def test_after_keep_alive_comments_only(connect: Callable[..., ClientConne
     connection.send(request_bytes("POST", CHAT, {**BODY, "stream": True}))
     await backend.submitted.wait()
     await asyncio.sleep(0)
-    app.sweep(time.monotonic())
+    app.exchanges.sweep(time.monotonic())
     await connection.output(b": keep-alive\n\n")
     assert connection.transport.output.startswith(b"HTTP/1.1 200 OK")
     connection.transport.reset()
     await all_cancelled(backend)
     await connection.idle()
-    assert app.num_open == 0
+    assert len(app.exchanges) == 0
 
 
 LONG = "the cat " * 10_000
@@ -129,13 +128,13 @@ async def test_while_the_prompt_is_made_into_tokens(
     connection.send(request_bytes("POST", path, body))
     await encoding.wait()
     if shuts_down:
-        connection.protocol.app.end_all()
+        connection.protocol.app.exchanges.end_all()
         assert (await connection.response()).status == 503
     else:
         connection.transport.reset()
     await connection.idle()
     assert not backend.streams
-    assert connection.protocol.app.num_open == 0
+    assert len(connection.protocol.app.exchanges) == 0
 
 
 async def test_what_waits_for_a_thread_is_not_begun(
@@ -219,19 +218,19 @@ async def test_a_client_that_does_not_read_is_dropped(
     fed.push(*token_ids("the cat"), finish=Finish.NONE if stream else Finish.LENGTH)
     for _ in range(5):
         await asyncio.sleep(0)
-    app.sweep(time.monotonic() + 29)
+    app.exchanges.sweep(time.monotonic() + 29)
     assert not connection.transport.aborted
-    app.sweep(time.monotonic() + 31)
+    app.exchanges.sweep(time.monotonic() + 31)
     assert connection.transport.aborted
     await connection.idle()
     assert fed.cancelled.is_set() or fed.ended
-    assert app.num_open == 0
+    assert len(app.exchanges) == 0
 
 
 async def test_a_body_that_never_comes_is_a_408(
     connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "_BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("penstock.frontend.endpoints.context._BODY_TIMEOUT_S", 0.01)
     monkeypatch.setattr("penstock.frontend.transport.exchange._DISCARD_TIMEOUT_S", 0.01)
     connection.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n{")
     response = await connection.response()
@@ -245,7 +244,7 @@ async def test_draining_refuses_what_is_new_and_lets_the_rest_finish(backend: Fa
     backend.script = silent
     running.send(request_bytes("POST", CHAT, {**BODY, "stream": True}))
     await backend.submitted.wait()
-    app.start_draining()
+    app.exchanges.start_draining()
     for method, path, body in (("GET", "/ready", None), ("POST", CHAT, BODY)):
         refused = await other.request(method, path, body)
         assert (refused.status, refused.error["code"]) == (503, "shutting_down")
@@ -261,11 +260,11 @@ async def test_draining_refuses_what_is_new_and_lets_the_rest_finish(backend: Fa
 async def test_draining_does_not_wait_for_a_body_that_does_not_come(
     connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
-    monkeypatch.setattr(app_module, "_DRAINED_BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("penstock.frontend.transport.open_exchanges._DRAINED_BODY_TIMEOUT_S", 0.01)
     monkeypatch.setattr("penstock.frontend.transport.exchange._LAST_DISCARD_TIMEOUT_S", 0.01)
     connection.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n{" % num_bytes)
     await asyncio.sleep(0)
-    connection.protocol.app.start_draining()
+    connection.protocol.app.exchanges.start_draining()
     response = await connection.response()
     assert (response.status, response.error["code"]) == (503, "shutting_down")
     assert "retry-after" in response.headers
@@ -281,7 +280,7 @@ async def test_what_the_drain_ends_is_told_so(connection: ClientConnection, back
     if stage == "stream started":
         backend.streams[0].push(*token_ids("the"))
         await connection.output(b'"content":"the"')
-    connection.protocol.app.end_all()
+    connection.protocol.app.exchanges.end_all()
     response = await connection.response()
     if stage == "stream started":
         error: dict[str, Any] = response.events()[-1]["error"]

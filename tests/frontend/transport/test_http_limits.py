@@ -118,7 +118,7 @@ async def test_parts_that_wait_for_a_slow_client_of_http_1_0_do_not_disturb_each
     await connection.output(b'"text":"the"')
     app = connection.protocol.app
     connection.transport.block()
-    app.sweep(time.monotonic() + 11)  # a comment
+    app.exchanges.sweep(time.monotonic() + 11)  # a comment
     for _ in range(5):
         await asyncio.sleep(0)
     backend.streams[0].push(*token_ids(" cat"), finish=Finish.LENGTH)

@@ -108,7 +108,7 @@ async def test_what_is_not_kept_is_404(connection: ClientConnection, path: str) 
     told = (await connection.post(PATH, {**HI, "store": False})).json()
     assert told["store"] is False
     method = "POST" if path == "/cancel" else "GET"
-    for response_id, reason in ((told["id"], "was not used for"), ("resp_" + "0" * 32, "another process")):
+    for response_id, reason in ((told["id"], "was unused for"), ("resp_" + "0" * 32, "another process")):
         missing = await connection.request(method, f"{PATH}/{response_id}{path}")
         assert (missing.status, missing.error["code"]) == (404, "response_not_found")
         assert reason in missing.error["message"]
@@ -173,7 +173,7 @@ async def test_a_background_response_runs_on_without_its_client(backend: FakeBac
     whole = await polled(second, told["id"], "completed")
     assert whole["output"][0]["content"][0]["text"] == "the"
     assert (await second.request("POST", f"{PATH}/{told['id']}/cancel")).json() == whole
-    assert app.num_open == 0
+    assert len(app.exchanges) == 0
     await second.end()
 
 
@@ -193,7 +193,7 @@ async def test_a_background_response_is_cancelled(backend: FakeBackend, method: 
         assert (await connection.request("GET", path)).json() == ended.json()
     else:
         assert (await connection.request("GET", path)).status == 404
-    assert app.num_open == 0
+    assert len(app.exchanges) == 0
     await connection.end()
 
 
@@ -262,11 +262,11 @@ async def test_shutting_down_ends_what_runs_in_the_background(backend: FakeBacke
     app = make_app(backend)
     connection = ClientConnection(app)
     told = (await connection.post(PATH, {**HI, "background": True})).json()
-    assert app.num_open == 1
-    app.end_all()
+    assert len(app.exchanges) == 1
+    app.exchanges.end_all()
     failed = await polled(connection, told["id"], "failed")
     assert "shutting down" in failed["error"]["message"]
-    assert app.num_open == 0
+    assert len(app.exchanges) == 0
     await connection.end()
 
 
@@ -278,7 +278,7 @@ async def test_shutting_down_is_told_to_who_listens(backend: FakeBackend) -> Non
     await backend.submitted.wait()
     backend.streams[0].push(*token_ids("the"))
     await connection.output(b"output_text.delta")
-    app.end_all()
+    app.exchanges.end_all()
     events = named_events(await answered)
     assert events[-1]["type"] == "response.failed"
     await connection.end()
@@ -302,9 +302,9 @@ async def test_many_in_the_background_are_too_many(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(
-        "penstock.frontend.endpoints.responses.endpoint.MAX_STREAMED_IN_BACKGROUND"
+        "penstock.frontend.endpoints.responses.background.MAX_STREAMED_IN_BACKGROUND"
         if stream
-        else "penstock.frontend.endpoints.responses.endpoint.MAX_IN_BACKGROUND",
+        else "penstock.frontend.endpoints.responses.background.MAX_IN_BACKGROUND",
         2,
     )
     backend.script = silent

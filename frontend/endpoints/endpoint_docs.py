@@ -18,7 +18,7 @@ HTML, CSS, SCRIPT, TEXT = "text/html", "text/css", "text/javascript", "text/plai
 
 
 @dataclass(frozen=True, slots=True)
-class Doc:
+class EndpointDoc:
     """One endpoint. answer is a JSON object's type, or another content type."""
 
     tag: str
@@ -33,25 +33,31 @@ class Doc:
     """What the path names need not be there."""
 
 
-CHAT = Doc(
+CHAT = EndpointDoc(
     "Generation",
     "Answers a chat, whole or as server-sent events that end with [DONE].",
     answers.ChatAnswer,
     ChatBody,
     answers.ChatChunk,
 )
-COMPLETION = Doc(
+COMPLETION = EndpointDoc(
     "Generation",
     "Completes texts or token ids, whole or as server-sent events that end with [DONE].",
     answers.CompletionAnswer,
     CompletionBody,
     answers.CompletionAnswer,
 )
-MESSAGE = Doc("Generation", "Anthropic's Messages API.", answers.MessageAnswer, MessagesBody, answers.MessageEvent)
-COUNT_MESSAGE = Doc("Tokens", "How many tokens a message's input has.", answers.CountTokensAnswer, CountTokensBody)
-RESPONSE = Doc("Generation", "OpenAI's Responses API.", answers.ResponseAnswer, ResponsesBody, answers.ResponseEvent)
-COUNT_RESPONSE = Doc("Tokens", "How many tokens a response's input has.", answers.InputTokens, ResponsesBody)
-RETRIEVE = Doc(
+MESSAGE = EndpointDoc(
+    "Generation", "Anthropic's Messages API.", answers.MessageAnswer, MessagesBody, answers.MessageEvent
+)
+COUNT_MESSAGE = EndpointDoc(
+    "Tokens", "How many tokens a message's input has.", answers.CountTokensAnswer, CountTokensBody
+)
+RESPONSE = EndpointDoc(
+    "Generation", "OpenAI's Responses API.", answers.ResponseAnswer, ResponsesBody, answers.ResponseEvent
+)
+COUNT_RESPONSE = EndpointDoc("Tokens", "How many tokens a response's input has.", answers.InputTokens, ResponsesBody)
+RETRIEVE = EndpointDoc(
     "Kept responses",
     "A response that is kept, as it stands; or its events once more.",
     answers.ResponseAnswer,
@@ -62,11 +68,13 @@ RETRIEVE = Doc(
     ),
     can_be_missing=True,
 )
-DELETE = Doc(
+DELETE = EndpointDoc(
     "Kept responses", "Forgets a response; one that runs is cancelled.", answers.DeletedResponse, can_be_missing=True
 )
-CANCEL = Doc("Kept responses", "Cancels a response in the background.", answers.ResponseAnswer, can_be_missing=True)
-INPUT_ITEMS = Doc(
+CANCEL = EndpointDoc(
+    "Kept responses", "Cancels a response in the background.", answers.ResponseAnswer, can_be_missing=True
+)
+INPUT_ITEMS = EndpointDoc(
     "Kept responses",
     "The input of a response, in pages.",
     answers.InputItems,
@@ -77,20 +85,22 @@ INPUT_ITEMS = Doc(
     ),
     can_be_missing=True,
 )
-TOKENIZE = Doc("Tokens", "The tokens of a text or a chat.", answers.TokenizeAnswer, TokenizeBody)
-DETOKENIZE = Doc("Tokens", "The text of tokens.", answers.DetokenizeAnswer, DetokenizeBody)
-TEMPLATE = Doc("Tokens", "A chat's prompt as text.", answers.TemplateAnswer, ChatBody)
-MODELS = Doc("Server", "The model that is served, in a list.", answers.ModelsAnswer)
-MODEL = Doc("Server", "The model that is served.", answers.ModelAnswer, can_be_missing=True)
-VERSION = Doc("Server", "This server's version.", answers.VersionAnswer)
-LOAD = Doc("Server", "How many requests are open in this worker, and what the whole system runs.", answers.LoadAnswer)
-HEALTH = Doc("Server", "Whether this frontend process lives.", answers.HealthAnswer)
-READY = Doc("Server", "Whether requests can be answered.", answers.ReadyAnswer)
-METRICS = Doc("Server", "Numbers in Prometheus' text format.", TEXT)
-DOCUMENT = Doc("Server", "This document.", Struct)
-PAGE = Doc("Server", "This document as a page.", HTML)
-PAGE_SCRIPT = Doc("Server", "The page's script.", SCRIPT)
-PAGE_STYLE = Doc("Server", "The page's style.", CSS)
+TOKENIZE = EndpointDoc("Tokens", "The tokens of a text or a chat.", answers.TokenizeAnswer, TokenizeBody)
+DETOKENIZE = EndpointDoc("Tokens", "The text of tokens.", answers.DetokenizeAnswer, DetokenizeBody)
+TEMPLATE = EndpointDoc("Tokens", "A chat's prompt as text.", answers.TemplateAnswer, ChatBody)
+MODELS = EndpointDoc("Server", "The model that is served, in a list.", answers.ModelsAnswer)
+MODEL = EndpointDoc("Server", "The model that is served.", answers.ModelAnswer, can_be_missing=True)
+VERSION = EndpointDoc("Server", "This server's version.", answers.VersionAnswer)
+LOAD = EndpointDoc(
+    "Server", "How many requests are open in this worker, and what the whole system runs.", answers.LoadAnswer
+)
+HEALTH = EndpointDoc("Server", "Whether this frontend process lives.", answers.HealthAnswer)
+READY = EndpointDoc("Server", "Whether requests can be answered.", answers.ReadyAnswer)
+METRICS = EndpointDoc("Server", "Numbers in Prometheus' text format.", TEXT)
+DOCUMENT = EndpointDoc("Server", "This document.", Struct)
+PAGE = EndpointDoc("Server", "This document as a page.", HTML)
+PAGE_SCRIPT = EndpointDoc("Server", "The page's script.", SCRIPT)
+PAGE_STYLE = EndpointDoc("Server", "The page's style.", CSS)
 
 
 _SCHEMA = "JSON schema that the answer follows, as an object or as text."

@@ -1,0 +1,119 @@
+"""From a chat or from prompts to an answer in an endpoint's format. Every endpoint that generates ends here."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.frontend.endpoints.models import check_model
+from penstock.frontend.endpoints.prompts import render_chat, truncated
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
+from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
+from penstock.frontend.generation.generate import Generation, outcome
+from penstock.frontend.generation.request_policy import read_request_policy
+from penstock.frontend.generation.submission import submit
+from penstock.frontend.telemetry.request_log import RequestLogEntry
+from penstock.frontend.transport.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.frontend.formats.base import Format
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.generation.submission import AnswerRules
+    from penstock.frontend.schemas.chat import ChatBody
+    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.frontend.transport.exchange import Exchange
+    from penstock.shm.client import BackendClient
+
+    MakeFormat = Callable[[Identity, Usage, StreamUsageOptions], Format]
+
+_INLINE_BODY_BYTES = 64 << 10
+"""Chats from larger bodies are rendered in a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStyle:
+    """How an endpoint writes its answers."""
+
+    id_prefix: str
+    make_format: MakeFormat
+
+
+async def answer_chat(
+    exchange: Exchange,
+    body: ChatBody,
+    served: ServedModel,
+    backend: BackendClient,
+    style: AnswerStyle,
+    *,
+    num_body_bytes: int,
+) -> None:
+    """Answer a chat, whichever endpoint's body it was made from. num_body_bytes is the size of that body.
+
+    Raises ApiError, ClientGoneError.
+    """
+    async with exchange.cancelled_on_disconnect():
+        prompt = await render_chat(body, served, is_long=num_body_bytes > _INLINE_BODY_BYTES)
+        prompt, rules = await chat_answer_rules(body, prompt, served)
+    await answer_prompts(exchange, body, [prompt], rules, served, backend, style)
+
+
+async def answer_prompts(
+    exchange: Exchange,
+    body: GenerationBody,
+    prompts: list[list[int]],
+    rules: AnswerRules,
+    served: ServedModel,
+    backend: BackendClient,
+    style: AnswerStyle,
+) -> None:
+    """Run the prompts and answer, as a stream or whole. Raises ApiError, ClientGoneError."""
+    policy = read_request_policy(exchange, body)
+    card = served.card
+    check_model(body.model, card)
+    prompts = [truncated(body, prompt, card) for prompt in prompts]
+    usage = Usage(prompt_tokens=sum(map(len, prompts)))
+    identity = Identity(
+        style.id_prefix + secrets.token_hex(12), int(time.time()), card.model_id, card.fingerprint or None
+    )
+    log_entry = _log_entry(exchange, identity, usage)
+    answer = style.make_format(identity, usage, _stream_usage_options(body))
+    try:
+        choices = await submit(body, policy, prompts, rules, served, backend)
+        exchange.charge(usage.prompt_tokens)
+        generation = Generation(exchange, choices, answer, usage, log_entry)
+        if body.return_timings or body.timings_per_token:
+            usage.timings = lambda: generation.timings().as_dict()
+        exchange.on_disconnect(generation.cancel)
+        if body.stream:
+            await generation.answer_stream()
+        else:
+            num_answered = body.n or 1
+            await generation.answer_whole(num_answered if body.num_candidates > num_answered else None)
+    except BaseException as error:
+        log_entry.finish_reason = outcome(error) if isinstance(error, ApiError) else "cancelled"
+        raise
+    finally:
+        exchange.charge(usage.completion_tokens)
+        log_entry.observe(backend.board, time.monotonic())
+
+
+def _log_entry(exchange: Exchange, identity: Identity, usage: Usage) -> RequestLogEntry:
+    return RequestLogEntry(
+        identity.response_id,
+        exchange.received_s,
+        http_request_id=exchange.request_id,
+        key=exchange.key_name,
+        prompt_tokens=usage.prompt_tokens,
+    )
+
+
+def _stream_usage_options(body: GenerationBody) -> StreamUsageOptions:
+    options = body.stream_options
+    in_every_chunk = body.timings_per_token is True
+    if options is None:
+        return StreamUsageOptions(timings_in_every_chunk=in_every_chunk)
+    return StreamUsageOptions(options.include_usage is True, options.continuous_usage_stats is True, in_every_chunk)

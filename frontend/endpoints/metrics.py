@@ -1,0 +1,27 @@
+"""GET /metrics for Prometheus, and GET /v1/load for load balancers."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.frontend.endpoints.health import shown_counters
+from penstock.frontend.telemetry import metrics
+
+if TYPE_CHECKING:
+    from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.transport.exchange import Exchange
+
+
+async def prometheus(exchange: Exchange, context: EndpointContext) -> None:
+    """GET /metrics."""
+    page = metrics.render(os.getpid(), context.backend.counters, context.backend.backend_counters)
+    await exchange.respond(200, page, content_type=metrics.CONTENT_TYPE)
+
+
+async def load(exchange: Exchange, context: EndpointContext) -> None:
+    """GET /v1/load: open requests of this worker, and the whole system's sequences and pages."""
+    body = {"server_load": len(context.exchanges)} | shown_counters(context)
+    await exchange.respond(200, msgspec.json.encode(body))

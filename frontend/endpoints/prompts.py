@@ -1,0 +1,81 @@
+"""From a decoded body to the token ids of its prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from penstock.frontend.generation.submission import requested_max_tokens
+from penstock.frontend.text.chat_template import TemplateRefusedError
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
+
+if TYPE_CHECKING:
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.schemas.chat import ChatBody
+    from penstock.frontend.schemas.completion import CompletionBody
+    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.shm.messages import ModelCard
+
+
+async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> list[int]:
+    """Return the token ids of a chat by the model's template. A long one is rendered in a thread. Raises ApiError."""
+    text = await render_text(body, served, is_long=is_long)
+    add_special_tokens = body.add_special_tokens is True  # templates write their own
+    return (await _encode(body, "messages", [text], served, add_special_tokens=add_special_tokens))[0]
+
+
+async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> str:
+    """Return the prompt's text by the model's template. A long one is rendered in a thread. Raises ApiError."""
+    template = served.tokenizer.chat_template
+    if template is None:
+        raise ApiError(
+            ErrorKind.TEMPLATE_REFUSED, "this model has no chat template; use /v1/completions", param="messages"
+        )
+    try:
+        return await asyncio.to_thread(template.render, body) if is_long else template.render(body)
+    except TemplateRefusedError as error:
+        message = f"messages: the model's chat template refuses them: {error}"
+        raise ApiError(ErrorKind.TEMPLATE_REFUSED, message, param="messages") from None
+
+
+async def encode_prompts(body: CompletionBody, served: ServedModel) -> list[list[int]]:
+    """Return the token ids of a completion's prompts, given as texts or as token ids. Raises ApiError."""
+    given = body.prompts()
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    if texts:
+        with_special = body.add_special_tokens is not False
+        return await _encode(body, "prompt", texts, served, add_special_tokens=with_special)
+    prompts = [prompt for prompt in given if isinstance(prompt, list)]
+    for position, prompt in enumerate(prompts):
+        _check_token_ids(f"prompt[{position}]" if body.has_several_prompts() else "prompt", prompt, served.card)
+    return prompts
+
+
+async def _encode(
+    body: GenerationBody, field: str, texts: list[str], served: ServedModel, *, add_special_tokens: bool
+) -> list[list[int]]:
+    limit = served.card.max_context_tokens
+    for text in texts if body.truncate_prompt_tokens is None else ():
+        least = served.tokenizer.min_num_tokens(text)
+        if least > limit:
+            message = f"{field}: at least {least} tokens, but the context of this model is {limit} tokens"
+            raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
+    return await served.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+
+
+def truncated(body: GenerationBody, prompt: list[int], card: ModelCard) -> list[int]:
+    """Cut the prompt to truncate_prompt_tokens; -1 keeps as many as leave space for the answer. Raises ApiError."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    if limit == 0:
+        invalid("truncate_prompt_tokens", "must be -1 or at least 1, got 0")
+    if limit == -1:
+        limit = max(1, card.max_context_tokens - (requested_max_tokens(body)[1] or 1))
+    return prompt[:limit] if body.truncation_side == "right" else prompt[-limit:]
+
+
+def _check_token_ids(param: str, token_ids: list[int], card: ModelCard) -> None:
+    largest = max(token_ids)
+    if largest >= card.vocab_size:
+        invalid(param, f"token id {largest} is outside the vocabulary of {card.vocab_size}")

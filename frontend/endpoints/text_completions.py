@@ -1,0 +1,29 @@
+"""POST /v1/completions: OpenAI's older endpoint, which continues texts or token ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts
+from penstock.frontend.endpoints.prompts import encode_prompts
+from penstock.frontend.formats.completion import CompletionFormat
+from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
+from penstock.frontend.generation.submission import AnswerRules
+from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.decoding import decode_completion
+
+if TYPE_CHECKING:
+    from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.transport.exchange import Exchange
+
+_STYLE = AnswerStyle("cmpl-", CompletionFormat)
+
+
+async def create_completion(exchange: Exchange, context: EndpointContext) -> None:
+    """POST /v1/completions. Raises ApiError, ClientGoneError."""
+    data, served = await context.receive(exchange, CompletionBody)
+    body = decode_completion(data)
+    async with exchange.cancelled_on_disconnect():
+        prompts = await encode_prompts(body, served)
+    rules = AnswerRules(grammar=requested_grammar(body))
+    await answer_prompts(exchange, body, prompts, rules, served, context.backend, _STYLE)

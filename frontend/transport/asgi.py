@@ -1,0 +1,16 @@
+"""The types of ASGI, as uvicorn calls an application."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+Scope = dict[str, Any]
+AsgiMessage = dict[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+ABORT_EXTENSION = "penstock.abort"
+"""Key in the scope's extensions: a function that drops the connection without sending what is still buffered."""

@@ -1,0 +1,68 @@
+"""The requests that one worker has open: keep-alive comments, clients that do not read, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from penstock.frontend.transport.errors import shutting_down
+
+if TYPE_CHECKING:
+    from penstock.frontend.transport.exchange import Exchange
+
+_SWEEP_INTERVAL_S = 1.0
+_DRAINED_BODY_TIMEOUT_S = 1.0
+"""How long a body may still take to arrive once the server drains."""
+
+
+class OpenExchanges:
+    """All requests that are not finished. `run` must run beside them."""
+
+    def __init__(self, *, keep_alive_interval_s: float, client_timeout_s: float) -> None:
+        self.is_draining = False
+        self._keep_alive_interval_s = keep_alive_interval_s
+        self._client_timeout_s = client_timeout_s
+        self._open: set[Exchange] = set()
+        self._idle_actions: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, exchange: Exchange) -> None:
+        self._open.add(exchange)
+
+    def discard(self, exchange: Exchange) -> None:
+        self._open.discard(exchange)
+
+    async def run(self) -> None:
+        """Sweep at intervals. Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(_SWEEP_INTERVAL_S, self._keep_alive_interval_s / 2))
+            self.sweep(time.monotonic())
+
+    def sweep(self, now_s: float) -> None:
+        """Drop clients that do not read; let silent event streams write a comment."""
+        for exchange in list(self._open):
+            if exchange.sending_since_s:
+                if now_s - exchange.sending_since_s >= self._client_timeout_s:
+                    exchange.drop()
+            elif exchange.idle_action and now_s - exchange.last_sent_s >= self._keep_alive_interval_s:
+                task = asyncio.ensure_future(exchange.idle_action())
+                self._idle_actions.add(task)
+                task.add_done_callback(self._idle_actions.discard)
+
+    def start_draining(self) -> None:
+        """From now on new requests are refused and bodies must arrive soon; requests that run continue."""
+        self.is_draining = True
+        asyncio.get_running_loop().call_later(_DRAINED_BODY_TIMEOUT_S, self._end_unread)
+
+    def _end_unread(self) -> None:
+        for exchange in list(self._open):
+            if exchange.is_reading:
+                exchange.abort(shutting_down())
+
+    def end_all(self) -> None:
+        """End every open request with an error that says the server is shutting down."""
+        for exchange in list(self._open):
+            exchange.abort(shutting_down())
