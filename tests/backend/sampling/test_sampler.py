@@ -17,7 +17,8 @@ from penstock.backend.forward_pass import (
     StepBatch,
     TokenMasks,
 )
-from penstock.backend.sampling.sampler import HostSampling, philox_uniform
+from penstock.backend.sampling.philox import philox_uniform
+from penstock.backend.sampling.sampler import HostSampling
 
 VOCAB = 700
 

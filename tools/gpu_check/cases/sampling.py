@@ -9,7 +9,8 @@ import torch
 
 from penstock.backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch, TokenMasks
 from penstock.backend.passes.decoder.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SlotArrays
-from penstock.backend.sampling.sampler import HostSampling, token_logprobs
+from penstock.backend.sampling.logprobs import token_logprobs
+from penstock.backend.sampling.sampler import HostSampling
 from penstock.tools.gpu_check.cases.comparing import require, require_close
 
 if TYPE_CHECKING:
