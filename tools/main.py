@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from penstock.shm.process.options import make_app
-from penstock.tools.bench.options import BenchOptions
+from penstock.tools.bench.command import app as bench
 from penstock.tools.serve import ServeOptions
 
 app = make_app("penstock", "An LLM server for one GPU: serve a model, measure it, make one to measure with.")
-
-
-_SERVER = Parameter(name="*", group=Group("The server it starts", sort_key=2))
 
 
 @app.command
@@ -25,16 +22,7 @@ def serve(*, options: ServeOptions = ServeOptions()) -> None:  # noqa: B008 - fr
     sys.exit(module.serve(options))
 
 
-@app.command
-def bench(
-    *,
-    options: BenchOptions = BenchOptions(),  # noqa: B008 - frozen
-    server: Annotated[ServeOptions, _SERVER] = ServeOptions(),  # noqa: B008 - frozen
-) -> None:
-    """Measures a server: throughput, time to first token, gaps between tokens. Starts one unless --url names one."""
-    from penstock.tools.bench.run import run_bench
-
-    sys.exit(run_bench(options, server))
+app.command(bench)
 
 
 # Its options are its own: it runs where this command line's packages are not installed, too.

@@ -1,17 +1,22 @@
-"""Every option of `penstock bench`, declared once; those of the server it starts are `penstock serve`'s own."""
+"""The options that several measurements share, each declared once; a measurement takes the groups that it uses.
+
+Options of a single measurement are declared beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from penstock.tools.bench.load_generator.sending import Endpoint
-from penstock.tools.bench.load_generator.workload import Lengths, parse_lengths
+from penstock.tools.bench.errors import BenchError
+from penstock.tools.bench.load_generator.target import Endpoint, Target
+from penstock.tools.bench.load_generator.workload import Lengths, Workload, parse_lengths
+from penstock.tools.serve import ServeOptions, private_socket_path
 
 
 def _convert_lengths(_type: Any, tokens: Sequence[Token]) -> Lengths:
@@ -19,7 +24,7 @@ def _convert_lengths(_type: Any, tokens: Sequence[Token]) -> Lengths:
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """ "1,4,16" as numbers from 1 to 4096. Raises ValueError."""
+    """Return "1,4,16" as numbers from 1 to 4096. Raises ValueError for anything else."""
     counts = tuple(int(item) if item.strip().isdecimal() else 0 for item in text.split(","))
     if not all(1 <= count <= 4096 for count in counts):
         raise ValueError(f'"{text}" is not a list of counts from 1 to 4096; write 1,4,16')
@@ -39,112 +44,155 @@ Counts = Annotated[
     tuple[int, ...],
     Parameter(converter=_convert_counts, n_tokens=1, negative="", metavar="COUNTS", show_default=_show_counts),
 ]
-Mode = Annotated[bool, Parameter(negative="", show_default=False)]
-"""A measurement of its own, chosen by its name."""
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
 NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
+ClientCount = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
+
+MEASUREMENT = Parameter(name="*", group=Group("Measurement", sort_key=1))
+"""For dataclasses whose fields are options of a measurement."""
 
 
-@Parameter(name="*", group=Group("Measurement", sort_key=1))
+@MEASUREMENT
 @dataclass(frozen=True)
-class BenchOptions:
-    """Load on an OpenAI endpoint, and what its clients see."""
+class PromptLength:
+    prompt_tokens: LengthRange = Lengths(128, 128)  # noqa: RUF009 - frozen
+    """Prompt length in tokens: 128, or 16:512 for lengths drawn evenly."""
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class OutputLength:
+    output_tokens: LengthRange = Lengths(64, 64)  # noqa: RUF009 - frozen
+    """Answer length in tokens: 64, or 16:128 for lengths drawn evenly. Exact if the server supports ignore_eos."""
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class RequestLengths(OutputLength, PromptLength):
+    """Both lengths of a request."""
+
+    def workload(self, target: Target) -> Workload:
+        """Prompts of token ids, for a server that we started."""
+        return Workload(self.prompt_tokens, self.output_tokens, target.vocab_size)
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class TrafficOptions(RequestLengths):
+    """The requests of a measurement that runs against any server, and how they arrive."""
 
     url: str | None = None
-    """Server to measure, such as http://127.0.0.1:8000. Without it `penstock serve` is started for the run."""
-
-    concurrency: Counts = (1, 4, 16, 32)
-    """Closed loop: clients at once, each sending its next request when its last has ended. A row for each: 1,4,16."""
+    """Server to measure, such as http://127.0.0.1:8000. Without it, `penstock serve` is started for the run."""
 
     rate: Annotated[float | None, Parameter(validator=Number(gt=0))] = None
-    """Open loop instead: requests a second, arriving as a Poisson process whatever is still running."""
-
-    requests: AtLeastOne | None = None
-    """Requests of a row. Default: 4 for each client, 8 in a channel sweep; 64 in an open loop or with one prefix, 500
-    in a storm."""
-
-    prompt_tokens: LengthRange = Lengths(128, 128)  # noqa: RUF009 - frozen
-    """Prompt length: 128, or 16:512 for lengths drawn evenly."""
-
-    output_tokens: LengthRange = Lengths(64, 64)  # noqa: RUF009 - frozen
-    """Answer length: 64, or 16:128. Kept exactly where the server knows ignore_eos."""
+    """Open loop: requests a second, arriving as a Poisson process whether or not earlier ones have ended. Replaces the
+    closed loop of --concurrency."""
 
     duplicates: Share = 0.0
     """Share of requests that repeat an earlier prompt of their row."""
 
-    drop: Share | None = None
-    """Share of requests whose client hangs up at a random moment. Default: none; one half in a storm and in the drops
-    of a channel sweep."""
-
     endpoint: Endpoint = "completions"
-    """Which of the two endpoints."""
+    """Endpoint that receives the requests."""
 
     prompt_kind: Literal["auto", "tokens", "text"] = "auto"
-    """Random token ids or random words; auto takes ids where endpoint and server allow it."""
+    """Random token ids or random words; auto takes ids if endpoint and server allow it."""
 
     vocab_size: AtLeastOne | None = None
-    """Bounds random token ids. Default: what the server's /v1/models says."""
+    """Upper bound of random token ids. Default: what the server's /v1/models says."""
 
-    warmup: NotNegative = 4
-    """Requests before each row that are not measured."""
+    def traffic(self, target: Target, *, drop: float) -> Workload:
+        """Prompts of token ids if the endpoint takes them and the vocabulary is known. Raises BenchError."""
+        vocab_size = self.vocab_size or target.vocab_size
+        takes_tokens = self.endpoint == "completions" and vocab_size is not None
+        if self.prompt_kind == "tokens" and not takes_tokens:
+            raise BenchError("prompts of token ids need --endpoint completions and a known --vocab-size")
+        return Workload(
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            vocab_size=vocab_size if takes_tokens and self.prompt_kind != "text" else None,
+            duplicates=self.duplicates,
+            drop=drop,
+            rate_per_s=self.rate,
+        )
 
-    rounds: AtLeastOne = 1
-    """Repeats of each measurement; the median one by throughput is reported."""
 
+@MEASUREMENT
+@dataclass(frozen=True)
+class SeedOptions:
     seed: NotNegative = 0
     """The same seed draws the same requests."""
 
-    compare: Literal["static"] | None = None
-    """Continuous batching against one static batch of the same requests, in the same run."""
 
-    stagger_s: Annotated[float, Parameter(validator=Number(gt=0))] = 0.1
-    """Seconds between arrivals in the comparison of time to first token."""
+@MEASUREMENT
+@dataclass(frozen=True)
+class RoundOptions:
+    rounds: AtLeastOne = 3
+    """Rounds of the measurement; medians over the rounds are reported."""
 
-    floor: Mode = False
-    """The engine's decode step beside the bare work of the step: products and attention alone."""
 
-    frontend_cost: Mode = False
-    """Tokens a second through one frontend over a model that costs nothing, and CPU time of each streamed token."""
+@MEASUREMENT
+@dataclass(frozen=True)
+class SeededRounds(SeedOptions, RoundOptions):
+    """Rounds of drawn requests."""
 
-    storm: Mode = False
-    """Many requests of which a share (--drop, here one half) is dropped; then every page must be free again."""
 
-    channel_sweep: Mode = False
-    """The same load for 0, 1, 2 and 4 plans prepared ahead: throughput, waste under drops, answer to a spike. No
-    server: the real loop, on a simulated device and clock."""
+@MEASUREMENT
+@dataclass(frozen=True)
+class WarmRounds(SeededRounds):
+    """Rounds on a server that is warmed up first."""
 
-    coalescing: Mode = False
-    """Eight identical greedy streams against one alone: wall time, and tokens computed."""
+    warmup: NotNegative = 4
+    """Unmeasured requests before each row of the table."""
 
-    shared_prefix: Mode = False
-    """64 requests (--requests) with one prefix arrive together: prompt tokens computed by distinct ones."""
 
-    prefix_tokens: AtLeastOne = 1000
-    """What all of them share."""
+@MEASUREMENT
+@dataclass(frozen=True)
+class RowRounds(WarmRounds):
+    """Rounds of one row of load."""
 
-    suffix_tokens: AtLeastOne = 32
-    """What each has of its own after it."""
+    rounds: AtLeastOne = 1
+    """Rounds of each row; the one with the median throughput is reported."""
 
-    interference: Mode = False
-    """Gaps between the tokens of running streams while a long prompt arrives."""
 
-    long_prompt_tokens: AtLeastOne = 2048
-    """That prompt's length; less where the context is shorter."""
-
-    scheduling: Mode = False
-    """What a turn of the backend's loop costs without a device: 256 sequences run, 10,000 wait. No server."""
-
-    ipc: Mode = False
-    """CPU time that carries a token from the backend to a frontend, for each --concurrency of streams. No server, no
-    HTTP."""
-
-    mask_cost: Mode = False
-    """What a grammar costs for each row and step, with the model's tokenizer and with one of 128,000 tokens. No
-    server."""
-
-    workers_scaling: Mode = False
-    """One frontend worker against two over a model that costs nothing: tokens a second, and by CPU second."""
-
+@MEASUREMENT
+@dataclass(frozen=True)
+class ReportOptions:
     json: Path | None = None
-    """Also writes everything here."""
+    """File that receives everything found, as JSON."""
+
+
+_FIXED = Parameter(parse=False, show=False)
+"""For a server option that the benchmark decides."""
+_SERVER = Parameter(name="*", group=Group("The server it starts", sort_key=2))
+
+
+@_SERVER
+@dataclass(frozen=True)
+class BenchServerOptions(ServeOptions):
+    """Options of the server that a measurement starts: those of `penstock serve`, except where it listens."""
+
+    host: Annotated[str, _FIXED] = "127.0.0.1"
+    port: Annotated[int, _FIXED] = 0
+    uds: Annotated[Path | None, _FIXED] = None
+    uds_mode: Annotated[str, _FIXED] = "660"
+    ssl_certfile: Annotated[Path | None, _FIXED] = None
+    ssl_keyfile: Annotated[Path | None, _FIXED] = None
+    ssl_keyfile_password: Annotated[str | None, _FIXED] = None
+    listen_fd: Annotated[int | None, _FIXED] = None
+    socket: Annotated[Path, _FIXED] = field(default_factory=private_socket_path)
+    dry_run: Annotated[bool, _FIXED] = False
+
+
+@_SERVER
+@dataclass(frozen=True)
+class FakeServerOptions(BenchServerOptions):
+    """Options of a server over the fake pass, which costs next to nothing, with one worker."""
+
+    forward_pass: Annotated[str, _FIXED] = "fake"  # noqa: S105 - a pass, not a password
+    workers: Annotated[int, _FIXED] = 1
+
+
+# Annotations of inherited fields are names of the modules that declare them; cyclopts looks for them in this one.
+for _class in (BenchServerOptions, FakeServerOptions):
+    _class.__init__.__annotations__ = get_type_hints(_class, include_extras=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.backend.options import BackendOptions
-from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.load_generator.stats import ObservedRequest, Outcome
 from penstock.tools.bench.serving.bare_step import measure_floor
 from penstock.tools.bench.serving.floor import BareStep, EngineStep, decode_step_s

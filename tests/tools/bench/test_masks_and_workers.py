@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from penstock.backend.main import DEMO_MODEL_DIR
 from penstock.tools.bench.components.made_up_tokenizer import END, write_tokenizer
 from penstock.tools.bench.components.mask_cost import BenchVocabulary, MaskCost, RowCost, mask_aims, measure_masks
-from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.serving.workers_scaling import MIN_CORES, Scaling, WorkersRun, scaling_aims
 from penstock.tools.main import app
 
@@ -60,7 +60,7 @@ def test_grammars_that_a_vocabulary_cannot_answer_are_told(tmp_path: Path) -> No
 def test_a_model_without_a_tokenizer_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(DEMO_MODEL_DIR / "config.json", tmp_path)
     with pytest.raises(SystemExit) as exited:
-        app(["bench", "--mask-cost", "--forward-pass", "fake", "--model", str(tmp_path)])
+        app(["bench", "mask-cost", "--forward-pass", "fake", "--model", str(tmp_path)])
     assert exited.value.code == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("penstock bench")]
     assert f"{tmp_path} has no tokenizer.json" in line

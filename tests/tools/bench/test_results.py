@@ -14,7 +14,7 @@ from penstock.tools.bench.components.channel_sweep import (
     against_default,
 )
 from penstock.tools.bench.components.simulation import SimulationResult
-from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.load_generator.stats import ObservedRequest
 from penstock.tools.bench.load_generator.workload import Lengths, Workload
 from penstock.tools.bench.serving.coalescing import CoalescingResult, CoalescingSide

@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.load_generator.http_client import ConnectionBroken, HttpClient
 from penstock.tools.bench.load_generator.sending import (
-    BenchError,
-    Target,
     measure,
     run_all,
     run_closed_loop,
@@ -21,6 +20,7 @@ from penstock.tools.bench.load_generator.sending import (
     warm_up,
 )
 from penstock.tools.bench.load_generator.stats import ObservedRequest, Outcome
+from penstock.tools.bench.load_generator.target import Target
 from penstock.tools.bench.load_generator.workload import Drop, Lengths, PlannedRequest, Workload
 from penstock.tools.bench.serving.interference import running_streams
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.tools.bench.components.simulation import STEP_S, VOCAB_SIZE, WIRE_S, Burst, Simulation, SimulationResult
+from penstock.tools.bench.components.simulated_device import STEP_S, VOCAB_SIZE
+from penstock.tools.bench.components.simulation import WIRE_S, Burst, Simulation, SimulationResult
 from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
 
 WORKLOAD = Workload(Lengths(40, 40), Lengths(10, 10), VOCAB_SIZE)

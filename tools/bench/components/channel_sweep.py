@@ -1,11 +1,11 @@
-"""The same load for each capacity of the batch channel: why one plan ahead is enough, none too few, and late best.
+"""`penstock bench channel-sweep`: the same load for each capacity of the batch channel and for early and late plans.
 
-The backend's loop is the real one; device, clients and clock are simulated, see `simulated_load`. In each
-round every capacity has the same three loads, and rounds take turns:
+The backend's loop is the real one; device, clients and clock are simulated (`simulation`). Each round gives every
+variant the same three loads, and the variants take turns:
 
-* steady: a closed loop of the last --concurrency, for throughput, and for how long the device waits between steps;
-* drops: the same, but a share of the clients hangs up at random moments; tokens that were computed for nobody count;
-* spike: the steady load again, and in the midst of it ten bursts of 16 requests of one token each.
+* steady: a closed loop, for throughput and for the time that the device waits between steps;
+* drops: the same, but a share of the clients hangs up at random moments; tokens that nobody receives count as wasted;
+* spike: the steady load again, and within it ten bursts of 16 requests of one token each.
 """
 
 from __future__ import annotations
@@ -15,19 +15,61 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from penstock.backend.engine.step_timing import StepTiming
-from penstock.tools.bench.components.simulation import STEP_S, VOCAB_SIZE, Burst, Simulation, SimulationResult
+from penstock.backend.options import BackendOptions, Rows
+from penstock.tools.bench.components.simulated_device import STEP_S, VOCAB_SIZE
+from penstock.tools.bench.components.simulation import Burst, Simulation, SimulationResult
 from penstock.tools.bench.harness.report import make_table
+from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.load_generator.stats import percentile
 from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
+from penstock.tools.bench.options import (
+    MEASUREMENT,
+    AtLeastOne,
+    ClientCount,
+    ReportOptions,
+    RequestLengths,
+    SeededRounds,
+    Share,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from penstock.tools.bench.harness.run import Bench
+_REQUESTS_PER_CLIENT = 8
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class ChannelSweepOptions:
+    concurrency: ClientCount = 32
+    """Concurrent clients, each of which sends its next request when its last has ended."""
+
+    requests: AtLeastOne | None = None
+    """Requests of a load. Default: 8 for each client."""
+
+    drop: Share = 0.5
+    """Share of requests whose client hangs up at a random moment, in the load with drops."""
+
+    max_running: Rows = 64
+    """Sequences that run at once."""
+
+    max_batch_tokens: Annotated[int | None, Parameter(validator=Number(gte=1, lte=1 << 16))] = None
+    """Tokens that one step computes at most. Default: that of the backend on a CPU."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.requests or _REQUESTS_PER_CLIENT * self.concurrency
+
+    def step_tokens(self) -> int:
+        """Raises StartupError for fewer tokens than sequences."""
+        backend = BackendOptions(max_running=self.max_running, max_batch_tokens=self.max_batch_tokens)
+        return backend.step_tokens("cpu")
 
 
 class Variant(NamedTuple):
@@ -56,7 +98,6 @@ VARIANTS = (
 )
 SPIKE_REQUESTS = 16
 _SPIKES = 10
-_REQUESTS_PER_CLIENT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +172,28 @@ class ChannelSweep:
     """By the variant's name."""
 
 
-def run_channel_sweep(bench: Bench, console: Console) -> bool:
-    bench.refuse_url()
-    rounds: dict[str, list[VariantRound]] = {str(variant): [] for variant in VARIANTS}
-    with _no_collection():
-        for index in range(bench.num_rounds):
-            for variant in VARIANTS:
-                with bench.progress.status(f"capacity {variant}, round {index + 1} of {bench.num_rounds}"):
-                    rounds[str(variant)].append(measure_variant(bench, variant, index))
-    rows = [VariantSummary.of(variant, rounds[str(variant)]) for variant in VARIANTS]
-    sweep = ChannelSweep(bench.options.concurrency[-1], 1000 * STEP_S, rows, rounds)
-    bench.report.sections["channel_sweep"] = sweep
-    console.print(sweep_table(sweep))
-    for line in against_default(sweep.rows):
-        console.print(line, highlight=False)
-    return True
+def channel_sweep(
+    *,
+    options: ChannelSweepOptions = ChannelSweepOptions(),
+    lengths: RequestLengths = RequestLengths(),
+    rounds: SeededRounds = SeededRounds(),
+    report: ReportOptions = ReportOptions(),
+) -> int:
+    plain = Workload(lengths.prompt_tokens, lengths.output_tokens, VOCAB_SIZE)
+    found: dict[str, list[VariantRound]] = {str(variant): [] for variant in VARIANTS}
+    with measurement_run(report.json) as run:
+        with _no_collection():
+            for index in range(rounds.rounds):
+                for variant in VARIANTS:
+                    with run.status(f"capacity {variant}, round {index + 1} of {rounds.rounds}"):
+                        seed = rounds.seed + 10_000 * index
+                        found[str(variant)].append(measure_variant(variant, options, plain, seed))
+        summaries = [VariantSummary.of(variant, found[str(variant)]) for variant in VARIANTS]
+        sweep = ChannelSweep(options.concurrency, 1000 * STEP_S, summaries, found)
+        run.add("channel_sweep", sweep, sweep_table(sweep))
+        for line in against_default(sweep.rows):
+            run.console.print(line, highlight=False)
+    return run.exit_status
 
 
 @contextlib.contextmanager
@@ -159,28 +207,24 @@ def _no_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def measure_variant(bench: Bench, variant: Variant, index: int) -> VariantRound:
-    """Each variant has the same requests in the same round."""
-    options, server = bench.options, bench.server
-    concurrency = options.concurrency[-1]
-    num_requests = options.requests or _REQUESTS_PER_CLIENT * concurrency
-    seed = options.seed + 10_000 * index
-    plain = Workload(options.prompt_tokens, options.output_tokens, VOCAB_SIZE)
-    dropping = replace(plain, drop=bench.drop_or(0.5))
+def measure_variant(variant: Variant, options: ChannelSweepOptions, plain: Workload, seed: int) -> VariantRound:
+    """Run one round. Equal seeds give each variant the same requests. Raises StartupError."""
+    num_requests = options.num_requests
+    dropping = replace(plain, drop=options.drop)
 
-    def load(requests: Sequence[PlannedRequest], bursts: Sequence[Burst] = ()) -> SimulationResult:
+    def run(requests: Sequence[PlannedRequest], bursts: Sequence[Burst] = ()) -> SimulationResult:
         step_timing = StepTiming() if variant.is_late else _AtOnce()
-        sizes = variant.capacity, server.max_running, server.step_tokens("cpu")
-        simulated = Simulation(*sizes, step_timing=step_timing)
+        sizes = variant.capacity, options.max_running, options.step_tokens()
+        simulation = Simulation(*sizes, step_timing=step_timing)
         try:
-            return simulated.run(requests, concurrency, bursts)
+            return simulation.run(requests, options.concurrency, bursts)
         finally:
-            simulated.close()
+            simulation.close()
 
-    steady = load(plain.draw(num_requests, seed))
-    drops = load(dropping.draw(num_requests, seed + 1))
     return VariantRound(
-        steady, drops, load(plain.draw(num_requests, seed + 2), _bursts(plain, concurrency, num_requests, seed))
+        steady=run(plain.draw(num_requests, seed)),
+        drops=run(dropping.draw(num_requests, seed + 1)),
+        spike=run(plain.draw(num_requests, seed + 2), _bursts(plain, options.concurrency, num_requests, seed)),
     )
 
 

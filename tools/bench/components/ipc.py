@@ -18,24 +18,31 @@ from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import Finish, ModelCard, Sampling, Started
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.processes import stop_with_parent
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.harness.run import measurement_run
+from penstock.tools.bench.options import MEASUREMENT, Counts, ReportOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    from rich.console import Console
     from rich.table import Table
 
     from penstock.shm.client import TokenStream
-    from penstock.tools.bench.harness.run import Bench
 
 STEP_S = 0.004
 NUM_STEPS = 500
 _VOCAB_SIZE = 32_000
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class IpcOptions:
+    concurrency: Counts = (1, 4, 16, 32)
+    """Concurrent streams. The table gets one row for each count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +57,14 @@ class IpcCost:
     client_cpu_us_per_message: float
 
 
-def run_ipc(bench: Bench, console: Console) -> bool:
-    bench.refuse_url()
-    costs = []
-    for num_streams in bench.options.concurrency:
-        with bench.progress.status(f"{num_streams} streams over the link alone"):
-            costs.append(measure_ipc(num_streams))
-    bench.report.sections["ipc"] = costs
-    console.print(ipc_table(costs))
-    return True
+def ipc(*, options: IpcOptions = IpcOptions(), report: ReportOptions = ReportOptions()) -> int:
+    with measurement_run(report.json) as run:
+        costs = []
+        for num_streams in options.concurrency:
+            with run.status(f"{num_streams} streams over the link alone"):
+                costs.append(measure_ipc(num_streams))
+        run.add("ipc", costs, ipc_table(costs))
+    return run.exit_status
 
 
 def measure_ipc(num_streams: int) -> IpcCost:

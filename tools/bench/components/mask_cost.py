@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from llguidance import LLTokenizer
 
-from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
+from penstock.backend.options import BackendOptions
 from penstock.backend.sampling.sampler import HostSampling
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
@@ -26,24 +26,37 @@ from penstock.backend.structured_output.masks import fill_masks
 from penstock.shm.messages import Constraints, Grammar
 from penstock.tools.bench.components.grammar_cases import CASES
 from penstock.tools.bench.components.made_up_tokenizer import write_tokenizer
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.load_generator.stats import Aim, percentile
+from penstock.tools.bench.options import MEASUREMENT, ReportOptions, SeededRounds
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-    from rich.console import Console
     from rich.table import Table
 
     from penstock.backend.forward_pass import TokenMasks
-    from penstock.backend.options import BackendOptions
     from penstock.tools.bench.components.grammar_cases import GrammarCase
-    from penstock.tools.bench.harness.run import Bench
 
 NUM_ROWS = 32
 LARGE_VOCAB_SIZE = 128_000
 NUM_SAMPLINGS = 100
 LIMIT_US = 100.0
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class MaskCostOptions:
+    model: str | None = None
+    """Checkpoint whose tokenizer is measured: a directory in the Hugging Face layout, or a hub id. Default: the small
+    demo model."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+
+    forward_pass: str = "decoder"  # noqa: S105 - a pass, not a password
+    """Forward pass that says how large the vocabulary is: an installed one by name, or "package.module:Class"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +107,37 @@ class BenchVocabulary:
     eos_token_ids: tuple[int, ...]
 
 
-def run_mask_cost(bench: Bench, console: Console) -> bool:
-    bench.refuse_url()
-    with tempfile.TemporaryDirectory(prefix="penstock-masks-") as directory:
+def mask_cost(
+    *,
+    options: MaskCostOptions = MaskCostOptions(),
+    rounds: SeededRounds = SeededRounds(),
+    report: ReportOptions = ReportOptions(),
+) -> int:
+    with measurement_run(report.json) as run, tempfile.TemporaryDirectory(prefix="penstock-masks-") as directory:
         path = Path(directory) / "tokenizer.json"
-        with bench.progress.status(f"a tokenizer of {LARGE_VOCAB_SIZE:,} tokens"):
-            large = BenchVocabulary(
-                path, LARGE_VOCAB_SIZE, (write_tokenizer(path, LARGE_VOCAB_SIZE, bench.options.seed),)
-            )
+        with run.status(f"a tokenizer of {LARGE_VOCAB_SIZE:,} tokens"):
+            large = BenchVocabulary(path, LARGE_VOCAB_SIZE, (write_tokenizer(path, LARGE_VOCAB_SIZE, rounds.seed),))
         costs = []
-        for vocabulary in (_served_vocabulary(bench.server), large):
-            with bench.progress.status(f"masks over {vocabulary.vocab_size:,} tokens"):
-                costs += measure_masks(vocabulary, bench.num_rounds, bench.options.seed)
-    bench.report.sections["mask_cost"] = costs
-    bench.report.aims += mask_aims(costs)
-    console.print(mask_table(costs))
-    return True
+        for vocabulary in (_model_vocabulary(options), large):
+            with run.status(f"masks over {vocabulary.vocab_size:,} tokens"):
+                costs += measure_masks(vocabulary, rounds.rounds, rounds.seed)
+        run.add("mask_cost", costs, mask_table(costs), mask_aims(costs))
+    return run.exit_status
 
 
-def _served_vocabulary(options: BackendOptions) -> BenchVocabulary:
-    """Raises BenchError."""
+def _model_vocabulary(options: MaskCostOptions) -> BenchVocabulary:
+    """Raises BenchError, StartupError."""
     from penstock.backend.checkpoint.generation_config import read_generation_defaults
     from penstock.backend.main import locate_model, pass_options
     from penstock.backend.plugins import find_forward_pass
 
-    try:
-        model_dir = locate_model(options)
-        spec = find_forward_pass(options.forward_pass).describe(model_dir, pass_options(options))
-        eos_token_ids = read_generation_defaults(model_dir).eos_token_ids
-    except StartupError as error:
-        raise BenchError(str(error)) from None
+    backend = BackendOptions(model=options.model, revision=options.revision, forward_pass=options.forward_pass)
+    model_dir = locate_model(backend)
+    spec = find_forward_pass(backend.forward_pass).describe(model_dir, pass_options(backend))
     tokenizer_json = model_dir / "tokenizer.json"
     if not tokenizer_json.is_file():
         raise BenchError(f"{model_dir} has no tokenizer.json: its grammars cannot be compiled")
-    return BenchVocabulary(tokenizer_json, spec.vocab_size, eos_token_ids)
+    return BenchVocabulary(tokenizer_json, spec.vocab_size, read_generation_defaults(model_dir).eos_token_ids)
 
 
 def measure_masks(vocabulary: BenchVocabulary, num_rounds: int, seed: int) -> list[MaskCost]:

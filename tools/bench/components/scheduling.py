@@ -19,28 +19,24 @@ from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import EngineLimits, Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
-from penstock.shm.link.connected_frontend import ConnectedFrontend
 from penstock.shm.link.events import Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import EventLogprobs, Failure, Finish, Sampling, Started, Submit, encode
+from penstock.shm.messages import Sampling, Submit
+from penstock.tools.bench.components.unsent_link import CONTEXT_TOKENS, NUM_FRONTENDS, UnsentLink
 from penstock.tools.bench.harness.report import make_table
+from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.load_generator.stats import Aim
+from penstock.tools.bench.options import ReportOptions, RoundOptions
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.step_plan import Plan
-    from penstock.shm.link.events import LinkEvent
-    from penstock.shm.link.rendezvous import ControlConnection
-    from penstock.tools.bench.harness.run import Bench
 
-_NUM_FRONTENDS = 4
 _PAGE_SIZE_TOKENS = 32
 _PROMPT_TOKENS = 64
 _VOCAB_SIZE = 32_000
-_CONTEXT_TOKENS = 4096
 _WARM_UP_TURNS = 50
 P50_LIMIT_MS = 0.25
 P99_LIMIT_MS = 1.0
@@ -80,52 +76,6 @@ class SchedulingCost:
         ]
 
 
-class UnsentLink:
-    """BackendLink without sockets: every message is made and none is sent."""
-
-    def __init__(self) -> None:
-        self.arrivals: list[LinkEvent] = []
-        no_connection = cast("ControlConnection", None)
-        self._peers = {
-            epoch: ConnectedFrontend(epoch, no_connection, _CONTEXT_TOKENS, 1) for epoch in range(_NUM_FRONTENDS)
-        }
-        self._pending: dict[int, ConnectedFrontend] = {}
-
-    def receive(self) -> list[LinkEvent]:
-        arrived, self.arrivals = self.arrivals, []
-        return arrived
-
-    def push(
-        self,
-        frontend: int,
-        request_id: int,
-        token_id: int,
-        finish: Finish = Finish.NONE,
-        started: Started | None = None,
-        failure: Failure | None = None,
-        logprobs: EventLogprobs | None = None,
-    ) -> None:
-        peer = self._pending[frontend] = self._peers[frontend]
-        peer.add(request_id, token_id, finish, started, failure, logprobs)
-
-    def note_preemption(self, frontend: int, request_id: int) -> None:
-        self._peers[frontend].add_preemption(request_id)
-
-    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
-        peer = self._pending[frontend] = self._peers[frontend]
-        peer.add_tokens(request_ids, token_ids)
-
-    def flush(self) -> None:
-        for peer in self._pending.values():
-            encode(peer.next_outputs())
-            peer.sent()
-        self._pending.clear()
-
-    def close(self) -> None:
-        for peer in self._peers.values():
-            peer.close()
-
-
 class _Executor:
     """Executor without a device, with room for one plan behind the running one."""
 
@@ -160,13 +110,13 @@ class _Loop:
     """An engine whose turns are timed."""
 
     def __init__(self, num_running: int) -> None:
-        pages_per_sequence = _CONTEXT_TOKENS // _PAGE_SIZE_TOKENS
+        pages_per_sequence = CONTEXT_TOKENS // _PAGE_SIZE_TOKENS
         self._link, self._executor, self._board = UnsentLink(), _Executor(), BackendBoard.create()
         self._scheduler = Scheduler(
             PagePool(num_running * pages_per_sequence), _PAGE_SIZE_TOKENS, num_running, max(512, num_running)
         )
         link, executor = cast("Any", self._link), cast("Any", self._executor)
-        limits = EngineLimits(_VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 20)
+        limits = EngineLimits(_VOCAB_SIZE, CONTEXT_TOKENS, max_waiting=1 << 20)
         self._engine = Engine(
             link,
             executor,
@@ -181,8 +131,8 @@ class _Loop:
         """Requests that go on for as long as they may, of one prompt's length and no common prefix."""
         for number in range(self._num_submitted, self._num_submitted + count):
             tokens = array("i", [number % _VOCAB_SIZE, number // _VOCAB_SIZE, *range(2, _PROMPT_TOKENS)]).tobytes()
-            submit = Submit(number, tokens, _PROMPT_TOKENS, _CONTEXT_TOKENS, Sampling(temperature=0.0))
-            self._link.arrivals.append(Submission(number % _NUM_FRONTENDS, submit, tokens))
+            submit = Submit(number, tokens, _PROMPT_TOKENS, CONTEXT_TOKENS, Sampling(temperature=0.0))
+            self._link.arrivals.append(Submission(number % NUM_FRONTENDS, submit, tokens))
         self._num_submitted += count
 
     def turn_ms(self) -> float:
@@ -215,17 +165,18 @@ class _Loop:
         self._board.close()
 
 
-def run_scheduling(bench: Bench, console: Console) -> bool:
-    bench.refuse_url()
-    with bench.progress.status("turns of the loop without a device"):
-        rounds = [measure_scheduling() for _ in range(bench.num_rounds)]
-    rounds.sort(key=lambda cost: cost.alone.p50_ms)
-    cost = rounds[len(rounds) // 2]
-    bench.report.sections["scheduling"] = cost
-    bench.report.aims += cost.aims()
-    console.print(scheduling_table(cost))
-    console.print(f"Taking in {cost.crowded.waiting:,} that came at once: {cost.arrival_ms:.3f} ms of a turn for each.")
-    return True
+def scheduling(*, rounds: RoundOptions = RoundOptions(), report: ReportOptions = ReportOptions()) -> int:
+    with measurement_run(report.json) as run:
+        with run.status("turns of the loop without a device"):
+            costs = [measure_scheduling() for _ in range(rounds.rounds)]
+        costs.sort(key=lambda cost: cost.alone.p50_ms)
+        cost = costs[len(costs) // 2]
+        run.add("scheduling", cost, scheduling_table(cost), cost.aims())
+        run.console.print(
+            f"Taking in {cost.crowded.waiting:,} requests that arrive at once: {cost.arrival_ms:.3f} ms of a turn for "
+            "each."
+        )
+    return run.exit_status
 
 
 def measure_scheduling(num_running: int = 256, num_waiting: int = 10_000, num_turns: int = 1000) -> SchedulingCost:

@@ -18,125 +18,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.executor import StepResult
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import EngineLimits, Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import Finish, Sampling, Submit
-from penstock.tools.bench.components.scheduling import UnsentLink
+from penstock.shm.messages import Sampling, Submit
+from penstock.tools.bench.components.simulated_device import VOCAB_SIZE, RecordingLink, SimulatedDevice
 
 if TYPE_CHECKING:
     from penstock.backend.engine.step_timing import StepTiming
-    from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.scheduling.step_plan import Plan
     from penstock.tools.bench.load_generator.workload import PlannedRequest
 
-STEP_S = 0.005
-"""About what a decode step of a model of 8 billion parameters takes a large GPU."""
 WIRE_S = 0.001
 """From the backend to a client, or back."""
-VOCAB_SIZE = 32_000
 _PAGE_SIZE_TOKENS = 32
 _CONTEXT_TOKENS = 1 << 13
 _NUM_FRONTENDS = 4
-
-
-class _Device:
-    """Stands where Executor stands: steps begin and end by the simulated clock, and rows are bound as a step begins."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._plans: deque[Plan] = deque()
-        self._unready: list[Plan] = []
-        """Launched in the turn that is going on."""
-        self._running: Plan | None = None
-        self._results: list[StepResult] = []
-        self._num_in_flight = 0
-        self._token_ids = itertools.cycle(range(1, VOCAB_SIZE))
-        self._ends_s = 0.0
-        """Of an idle device, when its last step did."""
-        self.now_s = 0.0
-        """When the turn that is going on began."""
-        self.idle_s = 0.0
-        """Between its first step and its last."""
-        self.num_steps = 0
-        self.saved_tokens = 0
-
-    @property
-    def has_capacity(self) -> bool:
-        return self._num_in_flight <= self._capacity
-
-    def running_s(self) -> float:
-        """As of `now_s`."""
-        return 0.0 if self._running is None else STEP_S - (self._ends_s - self.now_s)
-
-    def clear_wake(self) -> None:
-        pass
-
-    def launch(self, plan: Plan, _batch: StepBatch, _saves: object) -> None:
-        self._num_in_flight += 1
-        self._unready.append(plan)
-
-    def results(self) -> list[StepResult]:
-        results, self._results = self._results, []
-        self._num_in_flight -= len(results)
-        return results
-
-    def next_due_s(self, now_s: float) -> float | None:
-        """When the loop is wanted; None where nothing runs."""
-        if self._results:
-            return now_s
-        return None if self._running is None else self._ends_s
-
-    def advance(self, until_s: float) -> None:
-        """Steps end, and planned ones begin behind them, up to then."""
-        self.now_s = until_s
-        while self._running is not None and self._ends_s <= until_s:
-            plan, self._running = self._running, None
-            self.num_steps += 1
-            self._results.append(StepResult(plan, [next(self._token_ids) for _ in plan.logit_rows], STEP_S))
-            self._begin(self._ends_s)
-
-    def take_plans(self, now_s: float) -> None:
-        """What the turn that ends now has launched is there."""
-        self._plans += self._unready
-        self._unready.clear()
-        self._begin(now_s)
-
-    def _begin(self, now_s: float) -> None:
-        while self._running is None and self._plans:
-            planned = self._plans.popleft()
-            plan = planned.keep(planned.live_rows())
-            self.saved_tokens += sum(planned.lengths) - sum(plan.lengths)
-            if not plan:
-                self._results.append(StepResult(plan, [], 0.0))
-                continue
-            self.idle_s += now_s - self._ends_s if self.num_steps else 0.0
-            self._running, self._ends_s = plan, now_s + STEP_S
-
-
-class _Link(UnsentLink):
-    """Remembers what was pushed: (request id, it has a token, it is the request's end)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pushed: list[tuple[int, bool, bool]] = []
-
-    def push(
-        self, frontend: int, request_id: int, token_id: int, finish: Finish = Finish.NONE, *rest: Any, **named: Any
-    ) -> None:
-        super().push(frontend, request_id, token_id, finish, *rest, **named)
-        self.pushed.append((request_id, token_id >= 0, finish is not Finish.NONE))
-
-    def note_preemption(self, frontend: int, request_id: int) -> None:
-        pass
-
-    def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
-        super().push_tokens(frontend, request_ids, token_ids)
-        self.pushed += [(request_id, True, False) for request_id in request_ids]
 
 
 @dataclass(slots=True)
@@ -202,7 +101,7 @@ class Simulation:
     def __init__(
         self, capacity: int, max_running: int, max_batch_tokens: int, *, step_timing: StepTiming | None = None
     ) -> None:
-        self._device, self._link, self._board = _Device(capacity), _Link(), BackendBoard.create()
+        self._device, self._link, self._board = SimulatedDevice(capacity), RecordingLink(), BackendBoard.create()
         pages_per_sequence = _CONTEXT_TOKENS // _PAGE_SIZE_TOKENS
         pool = PagePool(max_running * pages_per_sequence)
         scheduler = Scheduler(pool, _PAGE_SIZE_TOKENS, max_running, max_batch_tokens, num_plans_ahead=capacity)

@@ -1,0 +1,6 @@
+"""What every measurement needs around it.
+
+`run` shows progress, collects results and ends with the report; `report` prints tables and writes JSON; `machine` says
+where the figures come from. `server` starts `penstock serve` as the server under test, `processes` reads the CPU time
+of its processes and `counters` the backend's own counters. Imports `load_generator`, and no measurement.
+"""

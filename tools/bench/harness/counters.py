@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.shm.client import BackendClient
-from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.errors import BenchError
 
 if TYPE_CHECKING:
     from penstock.tools.bench.harness.server import BenchServer

@@ -12,8 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.machine import MachineDescription, this_machine
-from penstock.tools.bench.load_generator.sending import BenchError
 from penstock.tools.bench.load_generator.stats import Aim, LoadSummary, Spread
 
 MIN_WIDTH = 120

@@ -1,104 +1,82 @@
-"""What every mode of `penstock bench` is given."""
+"""One run of a measurement: what it shows while it works, and the report at its end."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from penstock.tools.bench.harness.report import BenchReport
-from penstock.tools.bench.harness.server import BenchServer, bench_server
-from penstock.tools.bench.load_generator.http_client import HttpClient
-from penstock.tools.bench.load_generator.sending import BenchError, Target, measure, warm_up
-from penstock.tools.bench.load_generator.stats import LoadSummary
-from penstock.tools.bench.load_generator.workload import Workload
-from penstock.tools.bench.options import BenchOptions
-from penstock.tools.serve import ServeOptions
+from penstock.backend.errors import StartupError
+from penstock.shm.process.options import fail
+from penstock.tools.bench.errors import COMMAND, BenchError
+from penstock.tools.bench.harness.report import BenchReport, check_can_write, make_console
+from penstock.tools.bench.harness.server import BenchServer, bench_server, first_api_key
+from penstock.tools.bench.load_generator.target import ServerAddress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from penstock.tools.bench.load_generator.stats import Aim
+    from penstock.tools.serve import ServeOptions
 
 
 @dataclass(slots=True)
-class Bench:
-    """One run: what was asked, where progress goes, and what has been found."""
+class MeasurementRun:
+    """Collects what a measurement finds. Tables go to standard output, progress to standard error."""
 
-    options: BenchOptions
-    server: ServeOptions
     report: BenchReport
+    console: Console
     progress: Console
+    exit_status: int = 0
+    """The command's: 1 if a request failed, or a server did not come clean."""
 
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[str]:
-        """The address under test: the one given, or that of our own server."""
-        if self.options.url is not None:
-            yield self.options.url
+    def status(self, text: str) -> AbstractContextManager[object]:
+        """Show this text while the context lasts."""
+        return self.progress.status(text)
+
+    @contextmanager
+    def server(self, options: ServeOptions) -> Iterator[BenchServer]:
+        """A server of our own while the context lasts. Raises BenchError."""
+        with ExitStack() as stack:
+            with self.status("starting penstock serve"):
+                server = stack.enter_context(bench_server(options))
+            yield server
+
+    @contextmanager
+    def server_under_test(self, url: str | None, options: ServeOptions) -> Iterator[ServerAddress]:
+        """The server at url, or one of our own if url is None. Raises BenchError."""
+        if url is not None:
+            yield ServerAddress(url, first_api_key(options), options.model)
         else:
-            with self.bench_server() as own:
-                yield own.url
+            with self.server(options) as server:
+                yield server.address
 
-    @contextlib.contextmanager
-    def bench_server(self, server: ServeOptions | None = None) -> Iterator[BenchServer]:
-        """For what can only be measured on a server that we start. Raises BenchError where --url names another."""
-        self.refuse_url()
-        with contextlib.ExitStack() as stack:
-            with self.progress.status("starting penstock serve"):
-                own = stack.enter_context(bench_server(server or self.server))
-            yield own
+    def add(self, section: str, found: Any, table: Table, aims: Sequence[Aim] = ()) -> None:
+        """Print the table now; keep the rest for the report."""
+        self.report.sections[section] = found
+        self.report.aims += aims
+        self.console.print(table)
 
-    def refuse_url(self) -> None:
-        """Raises BenchError where --url names a server."""
-        if self.options.url is not None:
-            raise BenchError("this measurement runs on processes of its own: leave --url out")
 
-    def drop_or(self, share: float) -> float:
-        """What --drop says, 0 too."""
-        return share if self.options.drop is None else self.options.drop
+@contextmanager
+def measurement_run(json: Path | None) -> Iterator[MeasurementRun]:
+    """Print the report at the end, and write it to json if given.
 
-    @contextlib.asynccontextmanager
-    async def target(self, url: str) -> AsyncIterator[Target]:
-        """Its idle connections are closed with the context. Raises BenchError."""
-        http = HttpClient(url, self.server.api_key[0] if self.server.api_key else None)
-        model = self.server.model if self.options.url is not None else None
-        try:
-            yield await Target.discover(http, self.options.endpoint, model)
-        finally:
-            http.close()
-
-    def workload(self, target: Target) -> Workload:
-        """Prompts of token ids where the endpoint takes them and the vocabulary is known. Raises BenchError."""
-        options = self.options
-        vocab_size = options.vocab_size or target.vocab_size
-        takes_tokens = options.endpoint == "completions" and vocab_size is not None
-        if options.prompt_kind == "tokens" and not takes_tokens:
-            raise BenchError("prompts of token ids want --endpoint completions and a known --vocab-size")
-        return Workload(
-            prompt_tokens=options.prompt_tokens,
-            output_tokens=options.output_tokens,
-            vocab_size=vocab_size if takes_tokens and options.prompt_kind != "text" else None,
-            duplicates=options.duplicates,
-            drop=self.drop_or(0.0),
-            rate_per_s=options.rate,
-        )
-
-    def plain_workload(self, target: Target) -> Workload:
-        """The same, but nobody repeats a prompt or hangs up, and no rate says when to send."""
-        return replace(self.workload(target), duplicates=0.0, drop=0.0, rate_per_s=None)
-
-    @property
-    def num_rounds(self) -> int:
-        """Of a comparison, whose sides take turns; the median needs three."""
-        return max(self.options.rounds, 3)
-
-    async def row(self, target: Target, workload: Workload, num_requests: int, concurrency: int) -> LoadSummary:
-        """The median of the rounds, by throughput. Each has prompts of its own: a cache must not answer for it."""
-        seed = self.options.seed + 1_000_003 * len(self.report.rows)
-        await warm_up(target, workload, self.options.warmup, concurrency, seed)
-        rounds = []
-        for index in range(self.options.rounds):
-            load = f"{concurrency} clients" if workload.rate_per_s is None else f"{workload.rate_per_s:g} a second"
-            with self.progress.status(f"{load}, round {index + 1} of {self.options.rounds}"):
-                rounds.append(await measure(target, workload, num_requests, concurrency, seed + index))
-        rounds.sort(key=lambda summary: summary.output_tokens_per_s)
-        median = rounds[len(rounds) // 2]
-        self.report.rows.append(median)
-        return median
+    A BenchError or StartupError inside the context ends the process with one line and exit status 1.
+    """
+    run = MeasurementRun(BenchReport(["penstock", *sys.argv[1:]]), make_console(), Console(stderr=True))
+    try:
+        if json is not None:
+            check_can_write(json)
+        yield run
+        run.report.print(run.console)
+        if json is not None:
+            run.report.write_json(json)
+    except (BenchError, StartupError) as error:
+        fail(COMMAND, str(error))

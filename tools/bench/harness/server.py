@@ -16,8 +16,9 @@ from typing import IO
 
 from penstock.shm.process.options import to_argv
 from penstock.shm.process.supervisor import module_argv
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.processes import descendants, runs_module, stop_with_parent
-from penstock.tools.bench.load_generator.sending import BenchError
+from penstock.tools.bench.load_generator.target import ServerAddress
 from penstock.tools.serve import ServeOptions, split_keys
 
 _READY = re.compile(r"^Ready: (http://\S+)/v1$", re.MULTILINE)
@@ -27,34 +28,39 @@ _STOP_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class BenchServer:
-    url: str
+    address: ServerAddress
     pid: int
+    """Process id of `penstock serve`."""
     socket: Path
-    """The backend's."""
+    """Unix socket of its backend."""
 
     def backend_pid(self) -> int:
-        return self._one("penstock.backend.main")
+        return self._pid_of("penstock.backend.main")
 
     def frontend_pids(self) -> list[int]:
-        """The frontend's processes, the one that watches over its workers among them."""
-        first = self._one("penstock.frontend.main")
+        """The supervisor of the workers first, then the workers."""
+        first = self._pid_of("penstock.frontend.main")
         return [first, *descendants(first)]
 
-    def _one(self, module: str) -> int:
+    def _pid_of(self, module: str) -> int:
         for pid in descendants(self.pid):
             if runs_module(pid, module):
                 return pid
         raise BenchError(f"the server has no process of {module}")
 
 
+def first_api_key(options: ServeOptions) -> str | None:
+    return options.api_key[0] if options.api_key else None
+
+
 @contextlib.contextmanager
 def bench_server(options: ServeOptions) -> Iterator[BenchServer]:
-    """Serves on a free port and socket of its own while the context lasts. Raises BenchError."""
+    """Run `penstock serve` on a free port and a socket of its own while the context lasts. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory, tempfile.TemporaryFile() as log:
         options = replace(options, host="127.0.0.1", port=0, socket=Path(directory) / "backend.sock")
-        told, environment = split_keys(options)
+        public_options, environment = split_keys(options)
         process = subprocess.Popen(
-            module_argv("penstock.tools.main", ["serve", *to_argv(told)]),
+            module_argv("penstock.tools.main", ["serve", *to_argv(public_options)]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -63,7 +69,8 @@ def bench_server(options: ServeOptions) -> Iterator[BenchServer]:
             preexec_fn=stop_with_parent,
         )
         try:
-            yield BenchServer(_wait_until_ready(process, log), process.pid, options.socket)
+            address = ServerAddress(_wait_until_ready(process, log), first_api_key(options))
+            yield BenchServer(address, process.pid, options.socket)
             if process.poll() is not None:
                 raise BenchError(f"the server ended with status {process.returncode} during the run\n{_tail(log)}")
         finally:
@@ -71,7 +78,7 @@ def bench_server(options: ServeOptions) -> Iterator[BenchServer]:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """The address, as the server itself says it. Raises BenchError."""
+    """Return the address that the server prints. Raises BenchError."""
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while (ready := _READY.search(_text(log))) is None:
         if process.poll() is not None:
@@ -94,7 +101,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _text(log: IO[bytes]) -> str:
-    # By pread: the server writes at the position that both share.
+    # pread: server and benchmark share the file position, and the server writes there.
     return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode(errors="replace")
 
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.load_generator.http_client import ConnectionBroken, HttpClient, HttpReply, HungUp
 from penstock.tools.bench.load_generator.stats import LoadSummary, ObservedRequest, Outcome, summarize
+from penstock.tools.bench.load_generator.target import Target
 from penstock.tools.bench.load_generator.workload import Drop, PlannedRequest, Workload
-
-Endpoint = Literal["completions", "chat"]
-
-
-class BenchError(Exception):
-    """The run cannot go on; said in one line."""
 
 
 class _Delta(Struct):
@@ -53,72 +48,7 @@ class _Whole(Struct):
     usage: _Usage
 
 
-class _Model(Struct):
-    id: str
-    owned_by: str = ""
-    vocab_size: int | None = None
-
-
-class _Models(Struct):
-    data: list[_Model]
-
-
-class ReadyState(Struct):
-    """The body of Penstock's /ready; None where another server does not say."""
-
-    running: int | None = None
-    waiting: int | None = None
-    pages_used: int | None = None
-
-
 _chunk = msgspec.json.Decoder(_Chunk)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A server under load. vocab_size is known of Penstock only, and prompts may then be token ids."""
-
-    http: HttpClient
-    endpoint: Endpoint
-    model: str
-    vocab_size: int | None
-
-    @classmethod
-    async def discover(cls, http: HttpClient, endpoint: Endpoint, model: str | None) -> Target:
-        """Asks /v1/models. Raises BenchError."""
-        try:
-            reply = await http.get("/v1/models")
-            models = msgspec.json.decode(reply.body, type=_Models).data if reply.status == 200 else []
-        except (ConnectionBroken, msgspec.MsgspecError) as error:
-            raise BenchError(f"/v1/models: {error}") from None
-        chosen = next((entry for entry in models if model in (None, entry.id)), None)
-        if chosen is None:
-            names = ", ".join(entry.id for entry in models)
-            raise BenchError(f"/v1/models (status {reply.status}) offers [{names}], not {model or 'a model'}")
-        return cls(http, endpoint, chosen.id, chosen.vocab_size)
-
-    async def ready_state(self) -> ReadyState:
-        """Raises BenchError where /ready is not Penstock's."""
-        try:
-            return msgspec.json.decode((await self.http.get("/ready")).body, type=ReadyState)
-        except (ConnectionBroken, msgspec.MsgspecError) as error:
-            raise BenchError(f"/ready: {error}") from None
-
-    def encode(self, request: PlannedRequest, *, is_stream: bool = True) -> bytes:
-        """The whole HTTP request. Greedy, and of exactly output_tokens where the server knows ignore_eos."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": request.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        if is_stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if self.endpoint == "completions":
-            body["prompt"] = request.prompt
-            return self.http.encode_post("/v1/completions", msgspec.json.encode(body))
-        body["messages"] = [{"role": "user", "content": request.prompt}]
-        return self.http.encode_post("/v1/chat/completions", msgspec.json.encode(body))
 
 
 async def send_one(http: HttpClient, request: bytes, started_s: float, drop: Drop | None = None) -> ObservedRequest:

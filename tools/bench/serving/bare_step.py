@@ -160,7 +160,7 @@ def run(
     *,
     batch_sizes: Counts,
     context: int,
-    options: BackendOptions = BackendOptions(),  # noqa: B008 - frozen; cyclopts reads the defaults from it
+    options: BackendOptions = BackendOptions(),
 ) -> None:
     try:
         steps = measure_floor(options, batch_sizes, context)

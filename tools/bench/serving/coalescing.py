@@ -1,4 +1,4 @@
-"""Identical greedy requests share one computation: what eight of them cost beside one alone."""
+"""`penstock bench coalescing`: eight identical greedy requests share one computation. What do they cost beside one?"""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import uvloop
 
 from penstock.tools.bench.harness.counters import Counters, backend_counters
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.sending import Target, run_all
+from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
+from penstock.tools.bench.load_generator.sending import run_all
 from penstock.tools.bench.load_generator.stats import Aim, duration_s
-from penstock.tools.bench.load_generator.workload import Workload
+from penstock.tools.bench.options import BenchServerOptions, ReportOptions, RequestLengths, SeededRounds
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from penstock.tools.bench.harness.run import Bench
     from penstock.tools.bench.harness.server import BenchServer
-    from penstock.tools.bench.load_generator.workload import PlannedRequest
+    from penstock.tools.bench.load_generator.target import Target
+    from penstock.tools.bench.load_generator.workload import PlannedRequest, Workload
 
 NUM_STREAMS = 8
-_ROUNDS_PER_ROUND = 5
-"""One round takes as long as one answer, so that it can afford a few."""
+_REPEATS_PER_ROUND = 5
+"""One repeat takes as long as one answer, so a round can afford a few."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoalescingSide:
-    """From the first request to the last answer's end, and what the backend did meanwhile."""
+    """What happened from the first request to the end of the last answer."""
 
     wall_s: float
     output_tokens: int
-    """That reached the clients."""
+    """Tokens that reached the clients."""
     generated_tokens: int
     computed_tokens: int
     """Prompt tokens and generated ones, in all steps."""
@@ -43,7 +43,7 @@ class CoalescingSide:
 
 @dataclass(frozen=True, slots=True)
 class CoalescingResult:
-    """Each round has one prompt for the one stream and another for the eight."""
+    """Each round draws one prompt for the single stream and another for the eight."""
 
     streams: int
     alone: list[CoalescingSide]
@@ -51,7 +51,7 @@ class CoalescingResult:
 
     @property
     def wall_ratio(self) -> float:
-        """The median of the rounds' ratios."""
+        """The median of the ratios of the rounds."""
         return statistics.median(
             identical.wall_s / alone.wall_s for alone, identical in zip(self.alone, self.identical, strict=True)
         )
@@ -68,33 +68,40 @@ class CoalescingResult:
         ]
 
 
-def run_coalescing(bench: Bench, console: Console) -> bool:
-    with bench.bench_server() as own:
-        found = uvloop.run(_on(bench, own))
-    bench.report.sections["coalescing"] = found
-    bench.report.aims += found.aims()
-    console.print(coalescing_table(found))
-    return True
+def coalescing(
+    *,
+    lengths: RequestLengths = RequestLengths(),
+    rounds: SeededRounds = SeededRounds(),
+    server: BenchServerOptions = BenchServerOptions(),
+    report: ReportOptions = ReportOptions(),
+) -> int:
+    with measurement_run(report.json) as run:
+        with run.server(server) as own:
+            found = uvloop.run(_measure(run, own, lengths, rounds))
+        run.add("coalescing", found, coalescing_table(found), found.aims())
+    return run.exit_status
 
 
-async def _on(bench: Bench, own: BenchServer) -> CoalescingResult:
-    async with bench.target(own.url) as target, backend_counters(own) as counters:
-        with bench.progress.status("one stream and eight identical ones, in turns"):
+async def _measure(
+    run: MeasurementRun, server: BenchServer, lengths: RequestLengths, rounds: SeededRounds
+) -> CoalescingResult:
+    async with server.address.connect() as target, backend_counters(server) as counters:
+        with run.status(f"one stream and {NUM_STREAMS} identical ones take turns"):
             return await measure_coalescing(
                 target,
-                bench.plain_workload(target),
+                lengths.workload(target),
                 counters,
-                num_rounds=_ROUNDS_PER_ROUND * bench.num_rounds,
-                seed=bench.options.seed,
+                num_repeats=_REPEATS_PER_ROUND * rounds.rounds,
+                seed=rounds.seed,
             )
 
 
 async def measure_coalescing(
-    target: Target, workload: Workload, counters: Counters, *, num_rounds: int, seed: int
+    target: Target, workload: Workload, counters: Counters, *, num_repeats: int, seed: int
 ) -> CoalescingResult:
-    """Who goes first alternates. Raises BenchError where a request fails."""
+    """One stream and the eight alternate in going first. Raises BenchError if a request fails."""
     found = CoalescingResult(NUM_STREAMS, [], [])
-    for index in range(-2, num_rounds):  # the first two are for warming up
+    for index in range(-2, num_repeats):  # the first two warm up
         one, other = workload.draw(2, seed + index + 2)
         turns = [([one], found.alone), ([other] * NUM_STREAMS, found.identical)]
         for requests, sides in turns if index % 2 == 0 else reversed(turns):

@@ -1,40 +1,82 @@
-"""What streaming a token costs when the model costs nothing: the fake pass behind one frontend."""
+"""`penstock bench frontend-cost`: what a streamed token costs behind one frontend when the model costs nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import uvloop
 
 from penstock.tools.bench.harness.processes import process_use
-from penstock.tools.bench.harness.server import BenchServer
-from penstock.tools.bench.load_generator.sending import Target, measure, warm_up
-from penstock.tools.bench.load_generator.stats import LoadSummary
+from penstock.tools.bench.harness.report import make_table
+from penstock.tools.bench.harness.run import measurement_run
+from penstock.tools.bench.load_generator.sending import measure, warm_up
 from penstock.tools.bench.load_generator.workload import Lengths, Workload
+from penstock.tools.bench.options import MEASUREMENT, AtLeastOne, FakeServerOptions, ReportOptions, SeedOptions
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.tools.bench.harness.server import BenchServer
+    from penstock.tools.bench.load_generator.stats import LoadSummary
+    from penstock.tools.bench.load_generator.target import Target
 
 NUM_STREAMS = 64
-_LENGTHS = Lengths(256, 256)
+_PROMPT_TOKENS = Lengths(32, 32)
+_OUTPUT_TOKENS = Lengths(256, 256)
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class FrontendCostOptions:
+    requests: AtLeastOne = 8 * NUM_STREAMS
+    """Requests, 64 of which run at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendCost:
-    """CPU time, user and system, of all threads of each part, for each token that reached a client."""
+    """CPU time, user and system, of all threads of each part, per token that reached a client."""
 
     streams: int
     output_tokens: int
     tokens_per_s: float
     tokens_per_event: float
-    """A frontend that lags behind puts what has come meanwhile into one event."""
+    """A frontend that lags behind puts several tokens into one event."""
     frontend_cpu_us_per_token: float
     backend_cpu_us_per_token: float
     generator_cpu_us_per_token: float
     frontend_rss_bytes: int
-    """Of the largest of the frontend's processes, after the run."""
+    """The largest of the frontend's processes, after the run."""
     backend_rss_bytes: int
+
+
+def frontend_cost(
+    *,
+    options: FrontendCostOptions = FrontendCostOptions(),
+    seed: SeedOptions = SeedOptions(),
+    server: FakeServerOptions = FakeServerOptions(),
+    report: ReportOptions = ReportOptions(),
+) -> int:
+    with measurement_run(report.json) as run:
+        with run.server(server) as own, run.status(f"{NUM_STREAMS} streams over the fake pass"):
+            cost, summary = uvloop.run(_measure(own, options.requests, seed.seed))
+        run.report.rows.append(summary)
+        run.add("frontend_cost", cost, frontend_cost_table(cost))
+        if summary.failed:
+            run.exit_status = 1
+    return run.exit_status
+
+
+async def _measure(server: BenchServer, num_requests: int, seed: int) -> tuple[FrontendCost, LoadSummary]:
+    async with server.address.connect() as target:
+        return await measure_frontend_cost(target, server, num_requests, seed)
 
 
 async def measure_frontend_cost(
     target: Target, server: BenchServer, num_requests: int, seed: int
 ) -> tuple[FrontendCost, LoadSummary]:
-    workload = Workload(Lengths(32, 32), _LENGTHS, target.vocab_size)
+    """Raises BenchError if no request succeeds."""
+    workload = Workload(_PROMPT_TOKENS, _OUTPUT_TOKENS, target.vocab_size)
     await warm_up(target, workload, NUM_STREAMS, NUM_STREAMS, seed)
     frontend_pids, backend_pid = server.frontend_pids(), server.backend_pid()
     frontend_before = [process_use(pid) for pid in frontend_pids]
@@ -56,3 +98,16 @@ async def measure_frontend_cost(
         backend_rss_bytes=backend_after.rss_bytes,
     )
     return cost, summary
+
+
+def frontend_cost_table(cost: FrontendCost) -> Table:
+    title = f"One frontend, {cost.streams} streams, a pass that costs nothing: {cost.tokens_per_s:,.0f} tok/s"
+    table = make_table(title, "process", "CPU µs / token", "CPU µs / event", "RSS MB")
+    for name, us, rss_bytes in (
+        ("frontend", cost.frontend_cpu_us_per_token, cost.frontend_rss_bytes),
+        ("backend", cost.backend_cpu_us_per_token, cost.backend_rss_bytes),
+        ("generator", cost.generator_cpu_us_per_token, None),
+    ):
+        rss = "" if rss_bytes is None else f"{rss_bytes / 1e6:.0f}"
+        table.add_row(name, f"{us:.1f}", f"{us * cost.tokens_per_event:.1f}", rss)
+    return table

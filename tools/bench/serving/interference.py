@@ -1,8 +1,8 @@
-"""What a long prompt does to the streams that run when it arrives.
+"""`penstock bench interference`: what a long prompt does to the streams that run when it arrives.
 
-Its prefill is cut into steps of --max-batch-tokens, so that the longest gap in a stream should be about one such step.
-That step is measured first, by itself: a prompt that fills exactly one beside the running streams. Then the long one
-arrives. Both are seen from outside, as gaps between the streams' events.
+Its prefill is cut into steps of --max-batch-tokens, so the longest gap in a stream should be about one such step. That
+step is measured first: a prompt arrives that fills exactly one step beside the running streams. Then the long prompt
+arrives. Both are measured from outside, as gaps between the events of the streams.
 """
 
 from __future__ import annotations
@@ -19,40 +19,56 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.counters import backend_counters
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.sending import BenchError, Target, follow, send_one
+from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
+from penstock.tools.bench.load_generator.sending import follow, send_one
 from penstock.tools.bench.load_generator.stats import Aim, ObservedRequest, Outcome, percentile
 from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
+from penstock.tools.bench.options import (
+    MEASUREMENT,
+    AtLeastOne,
+    BenchServerOptions,
+    PromptLength,
+    ReportOptions,
+    SeededRounds,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from penstock.tools.bench.harness.run import Bench
     from penstock.tools.bench.harness.server import BenchServer
+    from penstock.tools.bench.load_generator.target import Target
 
 NUM_STREAMS = 8
 _CYCLES = 4
-"""Arrivals in a round."""
+"""Arrivals of the long prompt in a round."""
 _QUIET_EVENTS = 8
-"""Of each stream, before anything else arrives."""
+"""Events of each stream before anything else arrives."""
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class InterferenceOptions:
+    long_prompt_tokens: AtLeastOne = 2048
+    """Length of the prompt that arrives; shorter if the model's context is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class InterferenceRound:
-    """Gaps between the running streams' tokens."""
+    """Gaps between the tokens of the running streams."""
 
     quiet_itl_ms: float
-    """The median while nothing arrives."""
+    """Median gap while nothing arrives."""
     full_step_ms: float
-    """The median of the gaps that one step of the full budget made."""
+    """Median of the gaps made by one step of the full budget."""
     itl_p50_ms: float
-    """While the long prompts were computed."""
+    """Median gap while a long prompt is computed."""
     itl_p99_ms: float
     itl_max_ms: float
     long_ttft_ms: float
-    """Of the long prompts, the median."""
+    """Median of the long prompts."""
 
     @property
     def ratio(self) -> float:
@@ -64,7 +80,7 @@ class InterferenceResult:
     streams: int
     long_prompt_tokens: int
     step_tokens: int
-    """The budget of a step."""
+    """Token budget of a step."""
     rounds: list[InterferenceRound]
 
     def aim(self) -> Aim:
@@ -72,32 +88,45 @@ class InterferenceResult:
         return Aim("ITL p99 while a long prompt arrives / a full step", ratio, "at most", 2.0)
 
 
-def run_interference(bench: Bench, console: Console) -> bool:
-    server = bench.server
-    step_tokens = server.step_tokens(choose_device(server.gpu))
-    if min(server.max_running, step_tokens) <= NUM_STREAMS:
-        raise BenchError(
-            f"--max-running is {server.max_running} and --max-batch-tokens {step_tokens}; this measurement "
-            f"has {NUM_STREAMS} running streams and wants more of both"
-        )
-    with bench.bench_server() as own:
-        found = uvloop.run(_on(bench, own, step_tokens))
-    bench.report.sections["interference"] = found
-    bench.report.aims.append(found.aim())
-    console.print(interference_table(found))
-    return True
+def interference(
+    *,
+    options: InterferenceOptions = InterferenceOptions(),
+    prompt: PromptLength = PromptLength(),
+    rounds: SeededRounds = SeededRounds(),
+    server: BenchServerOptions = BenchServerOptions(),
+    report: ReportOptions = ReportOptions(),
+) -> int:
+    with measurement_run(report.json) as run:
+        step_tokens = server.step_tokens(choose_device(server.gpu))
+        if min(server.max_running, step_tokens) <= NUM_STREAMS:
+            raise BenchError(
+                f"--max-running is {server.max_running} and --max-batch-tokens {step_tokens}; both must be above the "
+                f"{NUM_STREAMS} streams that run in this measurement"
+            )
+        with run.server(server) as own:
+            found = uvloop.run(_measure(run, own, step_tokens, options.long_prompt_tokens, prompt, rounds))
+        run.add("interference", found, interference_table(found), [found.aim()])
+    return run.exit_status
 
 
-async def _on(bench: Bench, own: BenchServer, step_tokens: int) -> InterferenceResult:
-    async with backend_counters(own) as counters:
+async def _measure(
+    run: MeasurementRun,
+    server: BenchServer,
+    step_tokens: int,
+    long_prompt_tokens: int,
+    prompt: PromptLength,
+    rounds: SeededRounds,
+) -> InterferenceResult:
+    async with backend_counters(server) as counters:
         max_context_tokens = counters.max_context_tokens
-    long_prompt_tokens = min(bench.options.long_prompt_tokens, max_context_tokens - 1)
+    long_prompt_tokens = min(long_prompt_tokens, max_context_tokens - 1)
     found = InterferenceResult(NUM_STREAMS, long_prompt_tokens, step_tokens, [])
-    async with bench.target(own.url) as target:
-        load = InterferenceLoad(bench.plain_workload(target), step_tokens, long_prompt_tokens, max_context_tokens)
-        for index in range(bench.num_rounds):
-            with bench.progress.status(f"a long prompt among {NUM_STREAMS} streams, round {index + 1}"):
-                found.rounds.append(await measure_round(target, load, bench.options.seed + 10_000 * index))
+    async with server.address.connect() as target:
+        workload = Workload(prompt.prompt_tokens, Lengths(1, 1), target.vocab_size)
+        load = InterferenceLoad(workload, step_tokens, long_prompt_tokens, max_context_tokens)
+        for index in range(rounds.rounds):
+            with run.status(f"a long prompt among {NUM_STREAMS} streams, round {index + 1}"):
+                found.rounds.append(await measure_round(target, load, rounds.seed + 10_000 * index))
     return found
 
 
@@ -109,20 +138,23 @@ class InterferenceLoad:
     max_context_tokens: int
 
     def streams(self, seed: int) -> list[PlannedRequest]:
-        """They would go on to the context's end; whoever has seen enough hangs up."""
-        most = self.max_context_tokens - self.workload.prompt_tokens.high
+        """Streams that would run to the end of the context; their clients hang up earlier. Raises BenchError."""
+        prompt_tokens = self.workload.prompt_tokens.high
+        most = self.max_context_tokens - prompt_tokens
         if most < 1:
-            raise BenchError(f"--prompt-tokens leaves no room for an answer in {self.max_context_tokens} tokens")
+            raise BenchError(
+                f"--prompt-tokens {prompt_tokens} fills the context of {self.max_context_tokens} tokens; lower it"
+            )
         return replace(self.workload, output_tokens=Lengths(most, most)).draw(NUM_STREAMS, seed)
 
     def arrival(self, num_tokens: int, seed: int) -> PlannedRequest:
-        """One that is over with its first token."""
+        """A prompt of num_tokens whose answer is one token."""
         drawn = replace(self.workload, prompt_tokens=Lengths(num_tokens, num_tokens), output_tokens=Lengths(1, 1))
         return drawn.draw(1, seed)[0]
 
 
 async def measure_round(target: Target, load: InterferenceLoad, seed: int) -> InterferenceRound:
-    """Raises BenchError where a request fails."""
+    """Raises BenchError if a request fails."""
     quiet_s: list[float] = []
     full_s: list[float] = []
     long_s: list[float] = []
@@ -151,7 +183,7 @@ async def measure_round(target: Target, load: InterferenceLoad, seed: int) -> In
 
 @contextlib.asynccontextmanager
 async def running_streams(target: Target, requests: Sequence[PlannedRequest]) -> AsyncIterator[list[ObservedRequest]]:
-    """Streams that all have a token when the context begins, and are left when it ends. Raises BenchError."""
+    """Streams that all have a token when the context begins; it ends by hanging up on them. Raises BenchError."""
     records = [ObservedRequest(time.perf_counter()) for _ in requests]
     tasks = [
         asyncio.create_task(follow(target.http, target.encode(request), record))
@@ -167,15 +199,18 @@ async def running_streams(target: Target, requests: Sequence[PlannedRequest]) ->
 
 
 async def _wait_for_events(records: Sequence[ObservedRequest], counts: Sequence[int]) -> None:
-    """Until each has had as many. Raises BenchError where a stream ends meanwhile."""
+    """Wait until each request has had its count of events. Raises BenchError if one ends earlier."""
     while any(len(record.event_times_s) < count for record, count in zip(records, counts, strict=True)):
         if ended := next((record for record in records if record.ended_s), None):
-            raise BenchError(f"a running stream ended too soon: {ended.error or 'its context was full'}")
+            raise BenchError(f"a running stream ended too soon: {ended.error or 'its context is full'}")
         await asyncio.sleep(0.001)
 
 
 async def _arrive(target: Target, request: PlannedRequest, records: Sequence[ObservedRequest]) -> tuple[float, float]:
-    """When the request was sent and when its first token came; every running stream has had a token since."""
+    """Send the request; return when it was sent and when its first token came.
+
+    Returns after every running stream has had one more token. Raises BenchError.
+    """
     from_s = time.perf_counter()
     arrived = await send_one(target.http, target.encode(request), from_s)
     if arrived.outcome is not Outcome.COMPLETED or not arrived.event_times_s:
@@ -185,7 +220,7 @@ async def _arrive(target: Target, request: PlannedRequest, records: Sequence[Obs
 
 
 def gaps_s(record: ObservedRequest, from_s: float, to_s: float) -> list[float]:
-    """The gaps between events of which any part lies in this span of time."""
+    """Return the gaps between events that overlap this span of time."""
     return [after - before for before, after in pairwise(record.event_times_s) if after > from_s and before < to_s]
 
 

@@ -1,6 +1,6 @@
-"""Requests that share a long prefix and arrive together: how often is the prefix computed?
+"""`penstock bench shared-prefix`: requests with one long prefix arrive together. How often is the prefix computed?
 
-Distinct tokens are the prefix once and each request's own suffix: the least that can be computed.
+Distinct tokens are the prefix once and the suffix of each request: the least that can be computed.
 """
 
 from __future__ import annotations
@@ -11,29 +11,55 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.counters import Counters, backend_counters
 from penstock.tools.bench.harness.report import make_table
-from penstock.tools.bench.load_generator.sending import BenchError, Target, run_all, warm_up
+from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
+from penstock.tools.bench.load_generator.sending import run_all, warm_up
 from penstock.tools.bench.load_generator.stats import Aim, duration_s, percentile, ttfts_s
 from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
+from penstock.tools.bench.options import (
+    MEASUREMENT,
+    AtLeastOne,
+    BenchServerOptions,
+    OutputLength,
+    ReportOptions,
+    WarmRounds,
+)
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from penstock.tools.bench.harness.run import Bench
     from penstock.tools.bench.harness.server import BenchServer
+    from penstock.tools.bench.load_generator.target import Target
 
-_NUM_REQUESTS = 64
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class SharedPrefixOptions:
+    requests: AtLeastOne = 64
+    """Requests that arrive together."""
+
+    prefix_tokens: AtLeastOne = 1000
+    """Tokens that all prompts have in common."""
+
+    suffix_tokens: AtLeastOne = 32
+    """Tokens of its own that each prompt has after the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLoad:
-    """num_requests prompts of one prefix and suffixes of their own."""
+    """num_requests prompts with one prefix, each with a suffix of its own."""
 
     num_requests: int
     prefix_tokens: int
     suffix_tokens: int
+
+    @property
+    def prompt_tokens(self) -> Lengths:
+        """The length of every prompt."""
+        length = self.prefix_tokens + self.suffix_tokens
+        return Lengths(length, length)
 
     @property
     def distinct_tokens(self) -> int:
@@ -44,12 +70,11 @@ class PrefixLoad:
         return self.num_requests * (self.prefix_tokens + self.suffix_tokens)
 
     def draw(self, workload: Workload, seed: int) -> list[PlannedRequest]:
-        """All due at once, and nothing in common with another seed's. Raises BenchError."""
-        length = self.prefix_tokens + self.suffix_tokens
-        drawn = replace(workload, prompt_tokens=Lengths(length, length)).draw(self.num_requests, seed)
+        """All are due at once. Prompts of different seeds have nothing in common. Raises BenchError."""
+        drawn = replace(workload, prompt_tokens=self.prompt_tokens).draw(self.num_requests, seed)
         prompts = [request.prompt for request in drawn if not isinstance(request.prompt, str)]
         if len(prompts) != len(drawn):
-            raise BenchError("a shared prefix wants prompts of token ids")
+            raise BenchError("a shared prefix needs prompts of token ids; this server offers none")
         prefix = prompts[0][: self.prefix_tokens]
         return [
             replace(request, prompt=prefix + prompt[self.prefix_tokens :])
@@ -62,7 +87,7 @@ class PrefixRound:
     prefill_tokens: int
     """Prompt tokens computed."""
     cached_tokens: int
-    """Prompt tokens that requests got from others' pages, as the server counts them."""
+    """Prompt tokens that requests took from pages of others, as the server counts them."""
     wall_s: float
     ttft_p50_s: float
     ttft_p99_s: float
@@ -84,35 +109,42 @@ class SharedPrefixResult:
         ]
 
 
-def run_shared_prefix(bench: Bench, console: Console) -> bool:
-    options = bench.options
-    load = PrefixLoad(options.requests or _NUM_REQUESTS, options.prefix_tokens, options.suffix_tokens)
-    with bench.bench_server() as own:
-        found = uvloop.run(_on(bench, own, load))
-    bench.report.sections["shared_prefix"] = found
-    bench.report.aims += found.aims()
-    console.print(shared_prefix_table(found))
-    return True
+def shared_prefix(
+    *,
+    options: SharedPrefixOptions = SharedPrefixOptions(),
+    output: OutputLength = OutputLength(),
+    rounds: WarmRounds = WarmRounds(),
+    server: BenchServerOptions = BenchServerOptions(),
+    report: ReportOptions = ReportOptions(),
+) -> int:
+    load = PrefixLoad(options.requests, options.prefix_tokens, options.suffix_tokens)
+    with measurement_run(report.json) as run:
+        with run.server(server) as own:
+            found = uvloop.run(_measure(run, own, load, output, rounds))
+        run.add("shared_prefix", found, shared_prefix_table(found), found.aims())
+    return run.exit_status
 
 
-async def _on(bench: Bench, own: BenchServer, load: PrefixLoad) -> SharedPrefixResult:
+async def _measure(
+    run: MeasurementRun, server: BenchServer, load: PrefixLoad, output: OutputLength, rounds: WarmRounds
+) -> SharedPrefixResult:
     found = SharedPrefixResult(load, load.distinct_tokens, [])
-    async with bench.target(own.url) as target, backend_counters(own) as counters:
-        workload = bench.plain_workload(target)
-        await warm_up(target, workload, bench.options.warmup, load.num_requests, bench.options.seed)
-        for index in range(bench.num_rounds):
-            with bench.progress.status(f"{load.num_requests} requests with one prefix, round {index + 1}"):
-                requests = load.draw(workload, bench.options.seed + index)
+    async with server.address.connect() as target, backend_counters(server) as counters:
+        workload = Workload(load.prompt_tokens, output.output_tokens, target.vocab_size)
+        await warm_up(target, workload, rounds.warmup, load.num_requests, rounds.seed)
+        for index in range(rounds.rounds):
+            with run.status(f"{load.num_requests} requests with one prefix, round {index + 1}"):
+                requests = load.draw(workload, rounds.seed + index)
                 found.rounds.append(await measure_round(target, requests, counters))
     return found
 
 
 async def measure_round(target: Target, requests: list[PlannedRequest], counters: Counters) -> PrefixRound:
-    """Raises BenchError where a request fails."""
+    """Raises BenchError if a request fails."""
     before = counters.read()
     records = await run_all(target, requests)
     did = counters.since(before)
-    # Of each answer all tokens but the last were computed as well, to get the next.
+    # Every output token but the last of each answer is computed too, to get the next one.
     decoded_tokens = did["generated_tokens"] - len(requests)
     return PrefixRound(
         prefill_tokens=did["computed_tokens"] - decoded_tokens,

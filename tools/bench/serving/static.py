@@ -1,11 +1,10 @@
-"""Continuous against static batching: the same requests, the same machine, the same minute.
+"""`penstock bench static`: continuous against static batching, with the same requests on the same machine in one run.
 
-Continuous is the whole server over HTTP. Static is `serving.static_batch`: the bare forward pass, in its favour.
-Throughput is compared on requests that all arrive at once, whose answers come whole, as the static side's do, and once
-more streamed. Time to first token is compared on arrivals stagger_s apart: a static batch starts when the last request
-has come. What its clients then see first, and when, has two answers, and both are reported: `ttft_static_s` counts to
-the batch's end, when a server that returns whole batches shows a first token; `ttft_static_streaming_s` counts to the
-end of the batch's prefill, for one that streams.
+Continuous is the whole server over HTTP. Static is the bare forward pass (`static_batch`), which favours it.
+Throughput: all requests arrive at once. Answers come whole, as on the static side, and once more streamed.
+Time to first token (TTFT): requests arrive stagger_s apart, and the static batch starts when the last one has arrived.
+`ttft_static_s` counts to the end of the batch, when a server of whole batches shows its first token;
+`ttft_static_streaming_s` counts to the end of the batch's prefill, for a static server that streams.
 """
 
 from __future__ import annotations
@@ -15,28 +14,46 @@ import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import uvloop
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from penstock.backend.options import BackendOptions
 from penstock.shm.process.options import to_argv
 from penstock.shm.process.supervisor import module_argv
-from penstock.tools.bench.load_generator.sending import BenchError, Target, run_all, run_whole
+from penstock.tools.bench.errors import BenchError
+from penstock.tools.bench.harness.report import make_table
+from penstock.tools.bench.harness.run import measurement_run
+from penstock.tools.bench.load_generator.sending import run_all, run_whole
 from penstock.tools.bench.load_generator.stats import Aim, duration_s, ttfts_s
-from penstock.tools.bench.load_generator.workload import PlannedRequest, Workload
+from penstock.tools.bench.options import MEASUREMENT, BenchServerOptions, ReportOptions, RequestLengths, SeededRounds
 from penstock.tools.bench.serving.static_batch import StaticJob, StaticTiming
 from penstock.tools.serve import ServeOptions, select_options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from penstock.tools.bench.harness.run import MeasurementRun
+    from penstock.tools.bench.harness.server import BenchServer
+    from penstock.tools.bench.load_generator.target import Target
+    from penstock.tools.bench.load_generator.workload import PlannedRequest, Workload
+
 NUM_REQUESTS = 8
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class StaticOptions:
+    stagger_s: Annotated[float, Parameter(validator=Number(gt=0))] = 0.1
+    """Seconds between arrivals when time to first token is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class StaticRound:
-    """One round of both. Rates in output tokens a second; TTFT is the median over the requests, in seconds."""
+    """One round of both sides. TTFT is the median over the requests."""
 
     continuous_tokens_per_s: float
     continuous_whole_tokens_per_s: float
@@ -80,16 +97,50 @@ class StaticComparison:
                 "at least",
                 1.0,
             ),
-            Aim("the same with answers streamed over HTTP", self.throughput_ratio, "at least", 0.95),
+            Aim("throughput, the same with answers streamed over HTTP", self.throughput_ratio, "at least", 0.95),
             Aim(f"TTFT, static / continuous, {self.stagger_s:g} s apart", self.ttft_ratio, "at least", 4.0),
         ]
 
 
+def static(
+    *,
+    options: StaticOptions = StaticOptions(),
+    lengths: RequestLengths = RequestLengths(),
+    rounds: SeededRounds = SeededRounds(),
+    server: BenchServerOptions = BenchServerOptions(),
+    report: ReportOptions = ReportOptions(),
+) -> int:
+    with measurement_run(report.json) as run:
+        with run.server(server) as continuous:
+            comparison = uvloop.run(_compare(run, continuous, server, options.stagger_s, lengths, rounds))
+        run.add("compare_static", comparison, comparison_table(comparison), comparison.aims())
+    return run.exit_status
+
+
+async def _compare(
+    run: MeasurementRun,
+    continuous: BenchServer,
+    options: ServeOptions,
+    stagger_s: float,
+    lengths: RequestLengths,
+    rounds: SeededRounds,
+) -> StaticComparison:
+    async with continuous.address.connect() as target:
+        workload = lengths.workload(target)
+        with (
+            run.status("static and continuous batching take turns"),
+            static_child(options, NUM_REQUESTS, workload) as child,
+        ):
+            return await compare_static(
+                target, child, workload, num_rounds=rounds.rounds, stagger_s=stagger_s, seed=rounds.seed
+            )
+
+
 class StaticChild:
-    """The static batch's process."""
+    """The process that runs the static batch."""
 
     def __init__(self, options: ServeOptions, num_rows: int, workload: Workload) -> None:
-        """Raises BenchError where the model does not load; its reason is on standard error."""
+        """Raises BenchError if the model does not load; the child prints the reason on standard error."""
         longest_prompt = workload.prompt_tokens.high
         sizes = ["--rows", num_rows, "--longest-prompt", longest_prompt]
         sizes += ["--longest-context", longest_prompt + workload.output_tokens.high]
@@ -107,7 +158,7 @@ class StaticChild:
         prompts = [list(request.prompt) for request in requests if not isinstance(request.prompt, str)]
         job = StaticJob(prompts, [request.output_tokens for request in requests])
         if self._process.stdin is None or len(prompts) != len(requests):
-            raise BenchError("a static batch wants prompts of token ids")
+            raise BenchError("a static batch needs prompts of token ids; this server offers none")
         self._process.stdin.write(msgspec.json.encode(job) + b"\n")
         self._process.stdin.flush()
         try:
@@ -135,9 +186,9 @@ def static_child(options: ServeOptions, num_rows: int, workload: Workload) -> It
 async def compare_static(
     target: Target, child: StaticChild, workload: Workload, *, num_rounds: int, stagger_s: float, seed: int
 ) -> StaticComparison:
-    """Rounds alternate, so that a noisy minute hits both. Raises BenchError where a request fails."""
+    """Both sides run in each round, so that a noisy minute hits both. Raises BenchError if a request fails."""
     rounds = []
-    for index in range(-1, num_rounds):  # the first is for warming up
+    for index in range(-1, num_rounds):  # round -1 warms up
         burst = workload.draw(NUM_REQUESTS, seed + 2 * index + 2)
         staggered = [
             replace(request, due_s=position * stagger_s)
@@ -147,7 +198,7 @@ async def compare_static(
         at_once = await run_all(target, burst)
         whole = await run_whole(target, workload.draw(NUM_REQUESTS, seed + 2 * index + 1_000_003))
         apart = await run_all(target, staggered)
-        # From an arrival to the last one, which is when the batch starts.
+        # The batch starts when the last request arrives.
         waits_s = [staggered[-1].due_s - request.due_s for request in staggered]
         tokens = sum(request.output_tokens for request in burst)
         found = StaticRound(
@@ -164,8 +215,6 @@ async def compare_static(
 
 
 def comparison_table(comparison: StaticComparison) -> Table:
-    from penstock.tools.bench.harness.report import make_table
-
     title = f"{comparison.requests} requests: at once for throughput, {comparison.stagger_s:g} s apart for TTFT"
     table = make_table(
         title, "round", "batching", "output tok/s, streamed", "whole", "TTFT ms", "TTFT ms, if prefill streams"

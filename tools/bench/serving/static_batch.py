@@ -116,7 +116,7 @@ def run(
     rows: int,
     longest_prompt: int,
     longest_context: int,
-    options: BackendOptions = BackendOptions(),  # noqa: B008 - frozen; cyclopts reads the defaults from it
+    options: BackendOptions = BackendOptions(),
 ) -> None:
     batch = load(options, rows, longest_prompt, longest_context)
     decoder = msgspec.json.Decoder(StaticJob)

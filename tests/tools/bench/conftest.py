@@ -1,0 +1,67 @@
+"""`penstock bench` as it is typed, run in the test's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from penstock.tools.bench.harness import run
+from penstock.tools.bench.harness.server import BenchServer, bench_server
+from penstock.tools.main import app
+from penstock.tools.serve import ServeOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAKE = ("--forward-pass", "fake")
+
+
+@dataclass(frozen=True)
+class BenchOutcome:
+    status: int
+    output: str
+    errors: str
+    report: dict[str, Any]
+
+
+BenchCommand = Callable[..., BenchOutcome]
+Servers = Callable[[ServeOptions], AbstractContextManager[BenchServer]]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    """Servers of the benchmark; tests of a module that ask for the same options share one."""
+    started: dict[ServeOptions, BenchServer] = {}
+    with ExitStack() as stack:
+
+        @contextmanager
+        def server(options: ServeOptions) -> Iterator[BenchServer]:
+            if options not in started:
+                started[options] = stack.enter_context(bench_server(options))
+            yield started[options]
+
+        yield server
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> BenchCommand:
+    """Runs `penstock bench ARGUMENTS --json FILE`."""
+    monkeypatch.setattr(run, "bench_server", servers)
+
+    def bench(*arguments: str) -> BenchOutcome:
+        path = tmp_path / "report.json"
+        with pytest.raises(SystemExit) as exited:
+            app(["bench", *arguments, "--json", str(path)])
+        assert isinstance(exited.value.code, int)
+        captured = capsys.readouterr()
+        report = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        return BenchOutcome(exited.value.code, captured.out, captured.err, report)
+
+    return bench

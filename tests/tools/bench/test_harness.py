@@ -1,0 +1,63 @@
+"""Processes and reports of a benchmark."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.shm.process.supervisor import module_argv
+from penstock.tools.bench.harness.processes import descendants, process_use, runs_module
+from penstock.tools.bench.harness.report import BenchReport, check_can_write
+
+
+def test_a_benchmark_that_is_killed_leaves_no_server() -> None:
+    with tempfile.TemporaryDirectory() as directory:  # a short one, for there will be a socket in it
+        _check_killed_benchmark(Path(directory))
+
+
+def _check_killed_benchmark(tmp_path: Path) -> None:
+    argv = module_argv("penstock.tools.main", ["bench", "--forward-pass", "fake", "--requests", "1000000"])
+    process = subprocess.Popen(argv, stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(tmp_path)})
+    while not (servers := [pid for pid in descendants(process.pid) if runs_module(pid, "penstock.backend.main")]):
+        assert process.poll() is None
+    server = os.pidfd_open(servers[0])
+    process.kill()
+    process.wait()
+    assert select.select([server], [], [], 60)[0]
+    os.close(server)
+
+
+def test_the_place_of_a_report_is_asked_for_and_left_as_it_was(tmp_path: Path) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("kept")
+    for path in (new, old):
+        check_can_write(path)
+    assert not new.exists()
+    assert old.read_text() == "kept"
+
+
+def test_a_report_can_be_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    BenchReport(["penstock", "bench"]).write_json(path)
+    assert msgspec.json.decode(path.read_bytes())["command"] == ["penstock", "bench"]
+
+
+def test_a_process_is_found_with_what_it_uses() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        assert child.pid in descendants(os.getpid())
+        assert process_use(child.pid).rss_bytes > 0
+        assert process_use(os.getpid()).cpu_s > 0
+        assert not runs_module(child.pid, "penstock.backend.main")
+    finally:
+        child.kill()
+        child.wait()
+    with pytest.raises(ProcessLookupError, match=str(child.pid)):
+        process_use(child.pid)

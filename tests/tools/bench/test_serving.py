@@ -1,0 +1,134 @@
+"""Measurements over HTTP, on servers over the fake pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.tools.bench.serving import workers_scaling
+from penstock.tools.bench.serving.generator_processes import WorkerLoad
+from tests.tools.bench.conftest import FAKE, BenchCommand
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_row_for_each_concurrency_with_the_machine_beside_it(bench: BenchCommand) -> None:
+    lengths = ["--prompt-tokens", "4:9", "--output-tokens", "5"]
+    run = bench("load", *FAKE, "--concurrency", "1,3", "--duplicates", "0.5", *lengths)
+    assert run.status == 0, run.errors
+    assert [(row["load"], row["requests"], row["completed"]) for row in run.report["rows"]] == [
+        ("c=1", 4, 4),
+        ("c=3", 12, 12),
+    ]
+    assert [row["output_tokens"] for row in run.report["rows"]] == [20, 60]
+    assert run.report["machine"]["cpu"]
+    assert "c=3" in run.output
+
+
+def test_a_storm_leaves_nothing_behind(bench: BenchCommand) -> None:
+    size = ["--requests", "60", "--concurrency", "16", "--output-tokens", "24"]
+    run = bench("storm", *FAKE, "--endpoint", "chat", *size)
+    assert run.status == 0, run.output + run.errors
+    (row,) = run.report["rows"]
+    assert (row["completed"], row["dropped"], row["failed"]) == (30, 30, 0)
+    aftermath = run.report["sections"]["aftermath"]
+    assert (aftermath["running"], aftermath["waiting"], aftermath["pages_used"]) == (0, 0, 0)
+
+
+def test_a_storm_in_which_nobody_hangs_up_is_one(bench: BenchCommand) -> None:
+    run = bench("storm", *FAKE, "--drop", "0", "--requests", "6", "--concurrency", "3", "--output-tokens", "4")
+    assert run.status == 0, run.output + run.errors
+    (row,) = run.report["rows"]
+    assert (row["completed"], row["dropped"]) == (6, 0)
+
+
+def test_continuous_and_static_run_the_same_requests(bench: BenchCommand) -> None:
+    lengths = ["--prompt-tokens", "3:9", "--output-tokens", "4:6"]
+    run = bench("static", *FAKE, "--stagger-s", "0.001", *lengths)
+    assert run.status == 0, run.errors
+    comparison = run.report["sections"]["compare_static"]
+    assert comparison["requests"] == 8
+    assert len(comparison["rounds"]) == 3
+    assert [aim["limit"] for aim in run.report["aims"]] == [1.0, 0.95, 4.0]
+
+
+def test_the_cost_of_a_token_is_told_for_each_process(bench: BenchCommand) -> None:
+    run = bench("frontend-cost", "--requests", "64")
+    assert run.status == 0, run.errors
+    cost = run.report["sections"]["frontend_cost"]
+    assert cost["output_tokens"] == run.report["rows"][0]["output_tokens"] > 0
+    assert cost["frontend_cpu_us_per_token"] > 0
+    assert cost["backend_cpu_us_per_token"] > 0
+
+
+def test_identical_streams_are_computed_once_while_they_run_together(bench: BenchCommand) -> None:
+    run = bench("coalescing", *FAKE, "--prompt-tokens", "9", "--output-tokens", "6")
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["coalescing"]
+    for side in found["alone"]:
+        assert (side["output_tokens"], side["generated_tokens"], side["computed_tokens"]) == (6, 6, 9 + 5)
+    for side in found["identical"]:
+        # One that comes when the others have ended is computed again.
+        num_computed = 8 - side["requests_coalesced"]
+        assert (side["output_tokens"], side["generated_tokens"]) == (8 * 6, num_computed * 6)
+    assert "8 identical" in run.output
+
+
+def test_a_shared_prefix_is_computed_once_though_it_ends_within_a_page(bench: BenchCommand) -> None:
+    lengths = ["--prefix-tokens", "70", "--suffix-tokens", "3", "--output-tokens", "2", "--page-size", "32"]
+    # A seed of its own: the server has kept pages of what other tests drew.
+    run = bench("shared-prefix", *FAKE, "--requests", "5", "--seed", "7", *lengths)
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["shared_prefix"]
+    assert found["distinct_tokens"] == 70 + 5 * 3
+    for entry in found["rounds"]:
+        assert (entry["prefill_tokens"], entry["cached_tokens"]) == (found["distinct_tokens"], 4 * 70)
+
+
+def test_gaps_of_running_streams_are_measured_while_prompts_arrive(bench: BenchCommand) -> None:
+    sizes = ["--prompt-tokens", "4", "--long-prompt-tokens", "100", "--max-batch-tokens", "20", "--max-running", "20"]
+    run = bench("interference", *FAKE, *sizes)
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["interference"]
+    assert (found["long_prompt_tokens"], found["step_tokens"], len(found["rounds"])) == (100, 20, 3)
+    for entry in found["rounds"]:
+        assert 0 <= entry["itl_p50_ms"] <= entry["itl_p99_ms"] <= entry["itl_max_ms"]
+        assert entry["full_step_ms"] > 0
+
+
+def test_one_worker_and_two_serve_the_same_load(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = (WorkerLoad("streams", "completions", 3, 7, 1), WorkerLoad("answers", "chat", 4, 1, 1))
+    monkeypatch.setattr(workers_scaling, "LOADS", loads)
+    run = bench("workers-scaling", "--requests", "6", "--rounds", "1")
+    assert run.status == 0, run.errors
+    found = run.report["sections"]["workers_scaling"]
+    assert [scaling["load"] for scaling in found] == ["streams", "answers"]
+    for load, scaling in zip(loads, found, strict=True):
+        (one,), (two,) = scaling["one"], scaling["two"]
+        assert (one["workers"], two["workers"]) == (1, 2)
+        assert one["output_tokens"] == two["output_tokens"] == 6 * load.output_tokens
+        assert len(two["worker_cpu_s"]) == len(one["worker_cpu_s"]) + 1
+        ratio = (two["output_tokens"] / two["duration_s"]) / (one["output_tokens"] / one["duration_s"])
+        assert scaling["tokens_per_s_ratio"] == pytest.approx(ratio)
+    has_cores = run.report["machine"]["cores"] >= workers_scaling.MIN_CORES
+    assert len(run.report["aims"]) == (2 if has_cores else 0)
+    assert ("not measurable here" in run.output) is not has_cores
+
+
+def test_a_load_that_the_server_refuses_ends_the_measurement_of_workers(
+    bench: BenchCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_scaling, "LOADS", (WorkerLoad("too long", "completions", 3, 1 << 20, 1),))
+    run = bench("workers-scaling", "--requests", "2")
+    assert run.status == 1
+    assert "a request failed: status 400" in run.errors
+
+
+def test_a_server_that_does_not_start_is_one_line_and_its_own_words(bench: BenchCommand, tmp_path: Path) -> None:
+    run = bench("load", *FAKE, "--model", str(tmp_path / "nowhere"))
+    assert run.status == 1
+    assert "nowhere" in run.errors
+    assert "Traceback" not in run.errors
+    assert not run.report
