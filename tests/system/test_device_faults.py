@@ -31,13 +31,11 @@ def test_a_fault_fails_its_request_and_names_step_and_kernel_and_a_lost_device_i
         assert before.status_code == 200
         assert fails(8, OUT_OF_MEMORY_TOKEN)
         serve.wait_for("CUDA out of memory")
-        serve.wait_for(r"in a step of 2 tokens in 1 rows; the kernel launched last was \w+\[ACT=1")
+        serve.wait_for(r"in a step of 2 tokens in 1 rows; last launch: \w+\[ACT=1")
         assert complete(5, 6, 7).json()["choices"] == before.json()["choices"]
         assert "restarting" not in serve.output
         assert fails(9, FAULT_TOKEN)
-        serve.wait_for(
-            r"DeviceLost: a step of 2 tokens in 1 rows: .*illegal memory access.* given last was scan_rows\["
-        )
+        serve.wait_for(r"DeviceLost: a step of 2 tokens in 1 rows: .*illegal memory access.* last launch: scan_rows\[")
         serve.wait_for("backend exited with status 1; restarting")
         wait_until(lambda: complete(5, 6, 7).status_code == 200, START_TIMEOUT_S)
         assert complete(5, 6, 7).json()["choices"] == before.json()["choices"]
@@ -51,5 +49,5 @@ def test_a_kernel_that_does_not_compile_is_one_line_and_a_status(tmp_path: Path)
     )
     with running(backend):
         assert backend.status() == 1
-    assert "the GPU's kernels do not run: embed[ACT=1] cannot be compiled: no such header (" in backend.output
+    assert "the GPU kernels do not run: embed[ACT=1] cannot be compiled: no such header (" in backend.output
     assert "Traceback" not in backend.output

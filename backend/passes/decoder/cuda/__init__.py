@@ -1,1 +1,9 @@
-"""The decoder on NVIDIA GPUs: torch for the matrix products, our own CUDA C++ kernels for all else."""
+"""The decoder on NVIDIA GPUs: torch multiplies matrices, our own CUDA C++ kernels do everything else.
+
+Start with `forward_pass`: it loads the model, runs steps and samples. `cuda_graphs` captures the decode steps,
+`workspace_plan` says which models fit and how much memory they take, and `kernel_manifest` lists every kernel.
+Below them, from the top: `ops` (the model's operations), `attention`, `step` (what travels to and from the GPU with
+each step), `kv_cache`, and `device` (the GPU, and how kernels are compiled and launched). A package may import those
+after it.
+The CUDA sources are in `kernels/`. Nothing here imports `decoder.cpu`.
+"""

@@ -1,4 +1,4 @@
-"""Captured decode steps, one for each padded number of rows."""
+"""Capture decode steps as CUDA graphs, one for each padded number of rows, and replay them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.device import Device, Graph
 
 MAX_GRAPH_ROWS = 256
-"""Steps of more rows keep the device busy long enough to launch their kernels one by one."""
+"""Larger steps keep the device busy for long enough to launch their kernels one by one."""
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24 and so on, and as the last one the most rows that a captured step has."""
+    """Return 1, 2, 4, 8, 16, 24 and so on; the last size is the largest captured step."""
     most = min(max_rows, MAX_GRAPH_ROWS)
     return sorted({*(size for size in (*_SMALL_SIZES, *range(_SIZE_STEP, most, _SIZE_STEP)) if size < most), most})
 
 
 class DecodeGraphs:
-    """Each graph reads its step from fixed addresses; rows beyond the step's are padding."""
+    """Each graph reads its step from fixed addresses. Rows beyond the step's own are padding."""
 
     def __init__(self, device: Device, max_rows: int, run: Callable[[int], None]) -> None:
-        """run puts a step of so many rows, all of one token, into the stream. It is run once before it is captured,
-        largest first: libraries load and allocate at their first call, which a capture does not allow."""
+        """Capture all sizes, largest first.
+
+        run(n) launches a step of n rows of one token each. It runs once before each capture, because libraries load and
+        allocate at their first call, which is not allowed during a capture.
+        """
         self._sizes = graph_sizes(max_rows)
         self._graphs: dict[int, Graph] = {}
         for size in reversed(self._sizes):
@@ -37,7 +40,7 @@ class DecodeGraphs:
             self._graphs[size] = device.capture(partial(run, size))
 
     def size_for(self, num_rows: int) -> int | None:
-        """The padded number of rows; None where no graph has so many."""
+        """Return the smallest graph size that holds num_rows; None if there is none."""
         index = bisect_left(self._sizes, num_rows)
         return self._sizes[index] if index < len(self._sizes) else None
 

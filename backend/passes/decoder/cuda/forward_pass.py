@@ -1,8 +1,8 @@
-"""CudaDecoderPass: the Llama family on one GPU, a step ahead of the host.
+"""CudaDecoderPass: the Llama family on one GPU, running one step ahead of the host.
 
-A step is one copy to the device, the model's kernels (captured beforehand where all rows have one token), the sampler's
-kernels, and one copy of the tokens back. The host waits for none of it: `sample` returns a handle, and the tokens stay
-on the device, where the next step finds them.
+A step is one copy to the device, the model's kernels (a CUDA graph if every row has one token), the sampler's kernels,
+and one copy of the tokens to the host. The host does not wait for any of them: `sample` returns a handle, and the next
+step reads the tokens on the device.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from penstock.backend.passes.decoder.cuda.workspace_plan import (
     max_update_ints,
     plan_spec,
     step_limits,
+    step_sizes,
 )
 from penstock.backend.passes.decoder.memory_trimming import return_freed_memory
 from penstock.backend.passes.decoder.model import DecoderModel
@@ -64,22 +65,23 @@ _NO_INTS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """What `sample` needs of the step that `forward` launched."""
+    """What `forward` leaves for `sample` of the same step."""
 
     features: SamplerFeatures
     logprob_rows: Tensor
 
 
 class CudaDecoderPass:
-    """See `IBatchedForwardPass`. Logits are tensors on the device, in the weights' dtype, and the next step's buffer.
+    """See `IBatchedForwardPass`. Logits are a tensor on the device in the weights' dtype; the next step overwrites it.
 
-    `PassOptions.deterministic` rests on matmul.py and step_attention.py; all else is computed row by row anyway.
+    `PassOptions.deterministic` changes matmul.py and step_attention.py only; everything else computes each row
+    independently anyway.
     """
 
     link: LinkSpeed
-    """Of host and device, measured by `create_cache`."""
+    """Speed of copies between host and device; measured by `create_cache`."""
     token_costs: TokenCosts
-    """Of a token that comes from the host's memory or is computed again: measured by `create_cache`, and decides."""
+    """Cost to copy a token's KV and to recompute it; measured by `create_cache`, which then chooses the cheaper one."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class CudaDecoderPass:
         sizes: StepSizes,
         host_kv_bytes: int = 0,
     ) -> None:
-        """host_kv_bytes is the most that pages in the host's memory may take."""
+        """host_kv_bytes limits the host memory for offloaded pages."""
         self._config = config
         self._device = device
         self._sizes = sizes
@@ -104,7 +106,7 @@ class CudaDecoderPass:
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
-        # Here, as in `load`: with weights from elsewhere the pass needs no package that reads checkpoints.
+        # Imported here, as in `load`: given weights by its caller, the pass needs no package that reads checkpoints.
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.weights import choose_dtype
 
@@ -131,8 +133,8 @@ class CudaDecoderPass:
 
     @torch.inference_mode()
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        """Also compiles the kernels, measures the link, captures the decode steps, times one of prefill, and takes host
-        memory for pages where copying them is the quicker."""
+        """Also compiles the kernels, measures the link, captures the decode graphs, times a prefill step, and allocates
+        host memory for pages if copying them is faster than recomputing them."""
         config, device = self._config, self._device
         longest = min(self._sizes.max_context_tokens, num_pages * page_size_tokens)
         sizes = replace(self._sizes, max_context_tokens=longest)
@@ -142,7 +144,7 @@ class CudaDecoderPass:
                 config, layout, sizes, num_sms=device.num_sms, shared_bytes_per_sm=device.shared_bytes_per_sm
             )
         except ValueError as error:
-            raise StartupError(f"the GPU's kernels do not cover this cache: {error}") from error
+            raise StartupError(f"the GPU kernels do not support this cache: {error}") from error
         slots = SlotArrays(sizes.max_rows, config.vocab_size, device.torch_device)
         self._sampler = DeviceSampler(device.launcher, slots, self._dtype)
         self._buffers = StepBuffers(device, step_limits(config, sizes, page_size_tokens, num_pages))
@@ -161,10 +163,10 @@ class CudaDecoderPass:
             self._graphs = DecodeGraphs(device, sizes.max_graph_rows, self._run_padding)
             token_s = self._warm_up(min(sizes.max_tokens, longest))
         except torch.OutOfMemoryError as error:
-            reason = f"a step does not fit the GPU beside the KV cache: {_first_line(error)}"
-            raise StartupError(f"{reason} (given last: {device.last_launch}); lower --kv-budget") from error
+            reason = f"a step does not fit into GPU memory beside the KV cache: {_first_line(error)}"
+            raise StartupError(f"{reason} (last launch: {device.last_launch}); lower --kv-budget") from error
         except (KernelFailed, RuntimeError) as error:
-            reason = f"the GPU's kernels do not run: {_first_line(error)} (given last: {device.last_launch})"
+            reason = f"the GPU kernels do not run: {_first_line(error)} (last launch: {device.last_launch})"
             raise StartupError(reason) from error
         self.token_costs = TokenCosts(self.link.copy_s(self._spec.kv_bytes_per_token[kv_dtype]), token_s)
         self._moves.pool = open_pool(device, layout, self.link, self.token_costs, self._host_kv_bytes)
@@ -175,7 +177,7 @@ class CudaDecoderPass:
 
     @torch.inference_mode()
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Between steps: after a step's `sample`, before the next one's `forward`."""
+        """Call after a step's `sample` and before the next step's `forward`."""
         with annotate_faults(self._device, f"saving {len(pairs)} pages"):
             self._moves.save(pairs)
 
@@ -195,7 +197,7 @@ class CudaDecoderPass:
         return host
 
     def device_logits(self, logits: Tensor) -> DeviceRows:
-        """Of 16-bit weights it is a copy in fp32, which lives until the next one and is not in the memory plan."""
+        """With 16-bit weights this is an fp32 copy. It is valid until the next call and not part of the memory plan."""
         with annotate_faults(self._device, f"copying {len(logits)} rows of logits"):
             self._shared_logits = logits.float()
         return DeviceRows(self._shared_logits.data_ptr(), self._device.stream)
@@ -212,7 +214,7 @@ class CudaDecoderPass:
         return self.host_logits(self._ops.last_normed(len(logits)))
 
     def device_hidden_states(self, logits: Tensor) -> DeviceRows:
-        """As `device_logits`."""
+        """Lifetime and memory as in `device_logits`."""
         with annotate_faults(self._device, f"copying {len(logits)} hidden states"):
             self._shared_hidden_states = self._ops.last_normed(len(logits)).float()
         return DeviceRows(self._shared_hidden_states.data_ptr(), self._device.stream)
@@ -234,12 +236,12 @@ class CudaDecoderPass:
         tiles = self._ops.prefill_tiles(batch, num_decode) if num_decode < batch.num_rows else _NO_INTS
         features = self._sampler.features(batch.slots[batch.logit_rows])
         parts = [updates, restores, copies, tiles, features.logprob_rows]
-        there = self._buffers.load(batch, num_padded or 0, parts)
-        updates_there, restores_there, copies_there, tiles_there, logprob_rows = there
+        sent = self._buffers.load(batch, num_padded or 0, parts)
+        device_updates, device_restores, device_copies, device_tiles, logprob_rows = sent
         self._sampling = _Sampling(features, logprob_rows)
         if num_updates:
-            self._sampler.take_slots(updates_there, num_updates)
-        self._moves.run(restores_there, copies_there)
+            self._sampler.take_slots(device_updates, num_updates)
+        self._moves.run(device_restores, device_copies)
         for given in batch.embeddings:
             self._put_embeddings(given)
         if num_padded is not None:
@@ -250,7 +252,7 @@ class CudaDecoderPass:
             num_tokens=batch.num_tokens,
             rows=buffers.rows.cut(batch.num_rows),
             num_decode=num_decode,
-            prefill_tiles=tiles_there if len(tiles) else None,
+            prefill_tiles=device_tiles if len(tiles) else None,
             logit_rows=buffers.logit_rows.cut(num_logits),
             logit_tokens=buffers.logit_tokens[:num_logits],
             is_decode_only=is_decode_only,
@@ -271,7 +273,7 @@ class CudaDecoderPass:
         return self._results.fetch(num_rows, features, _name(batch))
 
     def _run_padding(self, num_rows: int) -> None:
-        """A decode step without rows, of the shape that steps of so many rows have."""
+        """Launch a decode step of num_rows padding rows, for a graph to capture."""
         buffers = self._buffers
         rows, logit_rows = buffers.rows.cut(num_rows), buffers.logit_rows.cut(num_rows)
         step = CudaStep(num_rows, rows, num_rows, None, logit_rows, buffers.logit_tokens[:num_rows], True)
@@ -279,7 +281,7 @@ class CudaDecoderPass:
         self._model.forward(step, needs_logits=True)
 
     def _warm_up(self, num_tokens: int) -> float:
-        """Prefill steps as large as they get, in pages that nobody owns yet. Returns the last one's seconds a token."""
+        """Run two prefill steps of the largest size, in pages that have no owner yet. Return seconds per token."""
         ids = np.zeros(num_tokens, np.int32)
         num_pages = -(-num_tokens // self._ops.layout.page_size_tokens)
         batch = StepBatch(
@@ -291,13 +293,13 @@ class CudaDecoderPass:
             logit_rows=np.zeros(1, np.int32),
             slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), ids, num_tokens),),
         )
-        for _ in range(2):  # the first one loads what libraries load late
+        for _ in range(2):  # libraries load parts of themselves in the first run
             started_s = time.perf_counter()
             self._sample(self._forward(batch), batch, None).wait()
         return (time.perf_counter() - started_s) / num_tokens
 
     def _pack_slots(self, inits: tuple[SlotInit, ...]) -> tuple[Ints, int]:
-        """New slots as they travel with the step; where they are too many for that, they go ahead of it."""
+        """Pack new slots to travel with the step. If they are too large, send them ahead and return nothing."""
         if not inits:
             return _NO_INTS, 0
         updates = self._sampler.pack(inits)
@@ -309,12 +311,12 @@ class CudaDecoderPass:
         return _NO_INTS, 0
 
     def _put_embeddings(self, given: EmbeddedTokens) -> None:
-        """Embeddings into the residual stream, which captured steps find at the same place."""
+        """Write a prompt's embeddings to the residual stream, where captured steps read it too."""
         rows = self._ops.residual_rows(given.first, given.values.num_rows)
         if given.values.device_reads:
             given.values.copy_to(DeviceRows(rows.data_ptr(), self._device.stream))
             return
-        # torch hands pinned memory out again only when the copy from it is done.
+        # torch reuses pinned memory only after the copy from it has completed.
         staged = self._device.pinned(rows.numel(), torch.float32).view(rows.shape)
         staged.numpy()[:] = given.values.read()
         rows.copy_(staged, non_blocking=True)
@@ -326,13 +328,8 @@ class CudaDecoderPass:
         return rows, bits
 
 
-def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
-    longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
-    return StepSizes(options.max_running, options.max_batch_tokens, longest, options.deterministic)
-
-
 def _count_decode_rows(batch: StepBatch) -> int:
-    """Rows of one token. Raises ValueError if they do not come first."""
+    """Return the number of rows of one token. Raises ValueError if they do not come first."""
     num_decode = int((np.diff(batch.query_starts) == 1).sum())
     if batch.query_starts[num_decode] != num_decode:
         raise ValueError("rows of one token must come first")

@@ -1,4 +1,4 @@
-"""Every instantiation of every kernel that the project supports: tests compile them all, and emulate them."""
+"""List every supported instantiation of every kernel. Tests compile and emulate them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models the kernels cover, and how much memory a pass takes: known before anything is loaded."""
+"""Decide which models the kernels support, and how much memory a pass takes, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from penstock.backend.passes.decoder.cuda.attention.step_attention import (
     OneKernelAttention,
     StepAttention,
     TwoKernelAttention,
+    layer_windows,
 )
 from penstock.backend.passes.decoder.cuda.cuda_graphs import graph_sizes
 from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.decoder.cuda.kv_cache.page_moves import MAX_PAGE_MOVES
 from penstock.backend.passes.decoder.cuda.ops import elementwise
-from penstock.backend.passes.decoder.cuda.ops.cuda_ops import activation_bytes, windows_of
+from penstock.backend.passes.decoder.cuda.ops.activations import activation_bytes
 from penstock.backend.passes.decoder.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
 from penstock.backend.passes.decoder.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
 from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers, StepLimits
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.backend.forward_pass import PassSpec
+    from penstock.backend.forward_pass import PassOptions, PassSpec
 
 LIBRARY_BYTES = 96 << 20
-"""What cuBLAS keeps for its matmul, and torch and CuPy for their kernels. An estimate, not measured."""
+"""Workspace of cuBLAS, and the loaded kernels of torch and CuPy. An estimate, not measured."""
 _NODE_BYTES = 8 << 10
-"""Of a captured kernel. An estimate, not measured."""
-_PRODUCTS_PER_LAYER = 4
+"""Memory of one kernel in a graph. An estimate, not measured."""
+_MATMULS_PER_LAYER = 4
 _OTHER_NODES_PER_LAYER = 5
 _SM_SHARED_BYTES = 164 << 10
-"""Of the least device that serves (A100); only for what does not depend on the device."""
+"""Shared memory per SM of the smallest supported GPU (A100); used only where the result does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What a pass's memory follows from: the largest step, the longest sequence, and `PassOptions.deterministic`."""
+    """The inputs of the memory plan: the largest step, the longest sequence, and `PassOptions.deterministic`."""
 
     max_rows: int
     max_tokens: int
@@ -55,8 +56,13 @@ class StepSizes:
         return min(self.max_rows, self.max_tokens)
 
 
+def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
+    longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
+    return StepSizes(options.max_running, options.max_batch_tokens, longest, options.deterministic)
+
+
 def plan_spec(config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes) -> PassSpec:
-    """Raises StartupError for a model that no kernel covers."""
+    """Return the pass's spec with its memory. Raises StartupError for an unsupported model."""
     check_model_supported(config, sizes)
     smallest = PAGE_SIZES_TOKENS[0]
     layout = make_layout(config, 1, smallest, "bf16")
@@ -84,12 +90,12 @@ def choose_matmul(sizes: StepSizes) -> Matmul:
 
 
 def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
-    """Raises StartupError naming what no kernel covers."""
+    """Raises StartupError that names what the kernels do not support."""
     reason = elementwise.unsupported_reason(
         config.hidden_size, config.intermediate_size, config.head_dim, config.rope.rotary_dim, "bf16"
     )
     if config.vocab_size > MAX_VOCAB:
-        reason = f"vocab_size is {config.vocab_size}; sampling serves up to {MAX_VOCAB}"
+        reason = f"vocab_size is {config.vocab_size}; the sampler supports at most {MAX_VOCAB}"
     if reason is None:
         layout = make_layout(config, 1, PAGE_SIZES_TOKENS[0], "bf16")
         try:
@@ -97,7 +103,7 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
         except ValueError as error:
             reason = str(error)
     if reason is not None:
-        raise StartupError(f"the GPU's kernels do not cover this model: {reason}; serve it with --gpu none")
+        raise StartupError(f"the GPU kernels do not support this model: {reason}; use --gpu none")
 
 
 def make_layout(config: DecoderConfig, num_pages: int, page_size_tokens: int, kv_dtype: str) -> CacheLayout:
@@ -107,10 +113,10 @@ def make_layout(config: DecoderConfig, num_pages: int, page_size_tokens: int, kv
 def attention_by_window(
     config: DecoderConfig, layout: CacheLayout, sizes: StepSizes, *, num_sms: int, shared_bytes_per_sm: int
 ) -> dict[int | None, StepAttention]:
-    """One for all layers of the same window. Raises ValueError for what no kernel covers."""
+    """Return one attention per distinct window. Raises ValueError for what no kernel supports."""
     scale = config.head_dim**-0.5
 
-    def of_window(window_tokens: int) -> StepAttention:
+    def make_attention(window_tokens: int) -> StepAttention:
         if sizes.deterministic:
             return OneKernelAttention(PrefillAttention(layout, config.num_heads, scale, window_tokens), sizes.max_rows)
         return TwoKernelAttention(
@@ -126,16 +132,16 @@ def attention_by_window(
             )
         )
 
-    return {window: of_window(window or 0) for window in dict.fromkeys(windows_of(config))}
+    return {window: make_attention(window or 0) for window in dict.fromkeys(layer_windows(config))}
 
 
 def max_update_ints(config: DecoderConfig, sizes: StepSizes) -> int:
-    """Of what `DeviceSampler.pack` makes of one slot; several slots share as much."""
+    """Ints of `DeviceSampler.pack` for the largest single slot, which are also reserved for all slots of a step."""
     return 64 + 2 * MAX_BIASES + min(config.vocab_size, sizes.max_context_tokens)
 
 
 def mask_ints(config: DecoderConfig, sizes: StepSizes) -> int:
-    """Of the masks of all rows, and which row has which."""
+    """Ints of one mask per row, and of the table from row to mask."""
     return sizes.max_rows * (-(-config.vocab_size // 32) + 1) + 8
 
 
@@ -154,7 +160,7 @@ def step_limits(config: DecoderConfig, sizes: StepSizes, page_size_tokens: int, 
 
 
 def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
-    """Of a captured step."""
+    """Return the number of kernels in a captured step."""
     launches = matmul.num_launches(num_rows)
-    per_layer = _PRODUCTS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
+    per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
     return per_layer * config.num_layers + launches + 3

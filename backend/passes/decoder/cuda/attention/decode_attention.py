@@ -1,8 +1,8 @@
-"""Attention of the rows that have one token each, over their paged keys and values, on the device.
+"""Attention of rows of one token over their paged keys and values.
 
-Once a step and window, `plan` lists the chunks into which the rows' contexts are cut; `attend`, once a layer, works
-them off with as many blocks as the device holds at a time. Lengths are read on the device, so one captured graph serves
-all steps of a padded number of rows. What a row becomes depends on nothing but the row (kernels/decode_items.cuh).
+`plan`, once per step and window, cuts the rows' contexts into chunks and lists them. `attend`, once per layer, works
+through the list with as many blocks as the device runs at a time. Both read lengths on the device, so one captured
+graph serves all steps of a padded number of rows. A row's output depends only on the row (kernels/decode_items.cuh).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 SHORTEST_CHUNK_TOKENS = 256
 _FIRST_MULTIPLE_TOKENS = 16
-"""A window's first chunk begins at a multiple of this."""
+"""The first chunk of a window begins at a multiple of this."""
 _MAX_ROWS = (1 << 16) - 1
-"""Blocks of the sampler's grids in their second dimension."""
+"""The sampler's grids have a row in their second dimension, which CUDA limits."""
 _MAX_SMS = 1 << 12
 _NUM_WARPS = 4
 _PLAN_THREADS = 512
@@ -41,7 +41,7 @@ _BLOCKS_TO_FILL_A_DEVICE = 256
 _FEWEST_CHUNKS = 16
 _RING_TILES = range(2, 9)
 _RESERVED_SHARED_BYTES = 1024
-"""Of each block, by CUDA."""
+"""Shared memory that CUDA reserves in each block."""
 _ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
 _NUMBER_BYTES = {"fp32": 4, "bf16": 2, "q8_0": 1, "fp8": 1}
 
@@ -49,7 +49,7 @@ PLAN = Kernel("decode_plan.cu", "plan_decode", (("NUM_THREADS", _PLAN_THREADS),)
 
 
 def kernels() -> Iterator[Kernel]:
-    """Every instantiation, with the least shared memory that it can do with."""
+    """Yield every instantiation, with the minimum of shared memory."""
     yield PLAN
     for kv_dtype in KV_MACRO:
         for head_dim in HEAD_DIMS:
@@ -59,7 +59,7 @@ def kernels() -> Iterator[Kernel]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Lives as long as the model. One step at a time uses it; its layers follow each other on one stream."""
+    """Lives as long as the model. One step at a time uses it; the layers run in order on one stream."""
 
     items: Tensor
     """int32 [max_rows * max_chunks, 4]: row, slot, context length, chunk."""
@@ -70,11 +70,11 @@ class DecodeWorkspace:
     partial_peaks: Tensor
     """fp32 [max_rows, num_heads, max_chunks, 2]."""
     tickets: Tensor
-    """int32 [max_rows, num_kv_heads], 0 between launches."""
+    """int32 [max_rows, num_kv_heads]; counts a row's finished chunks, and is 0 between launches."""
 
 
 class DecodeAttention:
-    """Attention of the layers that have the same window. Immutable."""
+    """Attention of all layers that have the same window. Immutable."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class DecodeAttention:
         window_tokens: int = 0,
         softcap: float = 0.0,
     ) -> None:
-        """scale multiplies q · k; softcap, where not 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
-        and window_tokens - 1 before it, or all of them with 0. num_sms and shared_bytes_per_sm are the device's. Raises
-        ValueError for what no kernel covers.
+        """scale multiplies q · k. softcap, unless 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
+        and the window_tokens - 1 tokens before it, or all tokens if window_tokens is 0. num_sms and shared_bytes_per_sm
+        are the device's. Raises ValueError for what no kernel supports.
         """
         check_shape(layout, num_heads)
         require("max_rows", max_rows, 1, _MAX_ROWS)
@@ -105,7 +105,7 @@ class DecodeAttention:
         self.max_rows = max_rows
         self.window_tokens = window_tokens
         self.max_chunks = _max_chunks(max_context_tokens, window_tokens, layout.num_kv_heads)
-        """The most chunks of a row: they have 256 tokens, doubled until there are no more than that."""
+        """Most chunks per row. A chunk has 256 tokens; longer rows double that until their chunks are at most this."""
         ring_tiles, blocks_per_sm = _ring(layout.kv_dtype, layout.head_dim, shared_bytes_per_sm)
         self.kernel = _attention(layout.kv_dtype, layout.head_dim, ring_tiles)
         num_blocks = min(num_sms * blocks_per_sm, max_rows * self.max_chunks * layout.num_kv_heads)
@@ -126,8 +126,8 @@ class DecodeAttention:
 
     @property
     def workspace_bytes(self) -> int:
-        """For each chunk of each row: 16 bytes, and head_dim + 2 fp32 numbers a head. Max_chunks is at most 256 / KV
-        heads (or 16, where that is more), so this is at most about 1 KB · max_rows · group · (head_dim + 2)."""
+        """16 bytes per chunk of a row, and head_dim + 2 fp32 numbers per chunk and head. max_chunks is at most
+        max(16, 256 / KV heads), so this is at most about 1 KB · max_rows · group · (head_dim + 2)."""
         rows, heads, chunks = self.max_rows, self.num_heads, self.max_chunks
         per_row = chunks * (16 + heads * (self.layout.head_dim + 2) * 4) + self.layout.num_kv_heads * 4
         return rows * per_row + 4
@@ -149,13 +149,15 @@ class DecodeAttention:
     def plan(
         self, launcher: Launcher, workspace: DecodeWorkspace, context_lens: Tensor, slots: Tensor, num_rows: int
     ) -> None:
-        """Of the first num_rows rows, which have one token each. A row whose slot is -1 is passed over.
+        """List the chunks of the first num_rows rows, of one token each. Call before the step's first `attend`.
 
-        context_lens, slots: int32 [at least num_rows]; a row attends to context_lens[row] + 1 tokens, at most
-        max_context_tokens. Before the step's first `attend`.
+        context_lens, slots: int32 [at least num_rows]. A row attends to context_lens[row] + 1 tokens, at most
+        max_context_tokens. A row whose slot is -1 is skipped.
         """
         if num_rows > min(self.max_rows, len(context_lens), len(slots)):
-            raise ValueError(f"{num_rows} rows, of at most {min(self.max_rows, len(context_lens), len(slots))}")
+            raise ValueError(
+                f"{num_rows} rows; at most {min(self.max_rows, len(context_lens), len(slots))} are allowed"
+            )
         arguments = (context_lens, slots, workspace.items, workspace.num_items)
         launcher.launch(PLAN, (1, 1, 1), *arguments, np.int32(num_rows), *self._plan_scalars)
 
@@ -168,14 +170,14 @@ class DecodeAttention:
         page_table: Tensor,
         out: Tensor,
     ) -> None:
-        """Row r's queries are qkv[r], its output out[r]; rows that were not planned are left as they are.
+        """Write out[r] for the queries qkv[r] of each planned row r; other rows of out do not change.
 
-        qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim]: fp32, bf16 or fp16, the
-        same. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages].
+        qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim] have the same dtype: fp32,
+        bf16 or fp16. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages].
         """
         act = _ACTS[qkv.dtype]
         if out.dtype != qkv.dtype:
-            raise ValueError(f"queries are {qkv.dtype}, and the output {out.dtype}")
+            raise ValueError(f"queries are {qkv.dtype}, but the output is {out.dtype}; they must be the same")
         launcher.launch(
             self.kernel,
             self._grid,
@@ -195,16 +197,19 @@ class DecodeAttention:
 
 
 def _max_chunks(max_context_tokens: int, window_tokens: int, num_kv_heads: int) -> int:
-    """As many as fill a device with one long row; fewer where no context is that long, which changes no chunk."""
+    """Return enough chunks to fill a device with one long row, or fewer if no context is that long.
+
+    The smaller number does not change how a row is cut.
+    """
     longest = max_context_tokens
     if window_tokens:
         longest = min(longest, window_tokens + _FIRST_MULTIPLE_TOKENS - 1)
-    wanted = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL_A_DEVICE // num_kv_heads))
-    return min(wanted, -(-longest // SHORTEST_CHUNK_TOKENS))
+    enough = max(_FEWEST_CHUNKS, -(-_BLOCKS_TO_FILL_A_DEVICE // num_kv_heads))
+    return min(enough, -(-longest // SHORTEST_CHUNK_TOKENS))
 
 
 def _tile_bytes(kv_dtype: str, head_dim: int) -> int:
-    """kTileBytes of kernels/decode_tiles.cuh."""
+    """Return kTileBytes of kernels/decode_tiles.cuh."""
     number_bytes = _NUMBER_BYTES[kv_dtype]
     pieces = head_dim * number_bytes // 16
     stride = pieces + (12 - pieces % 8) % 8 if kv_dtype == "fp32" else pieces | 1
@@ -213,7 +218,7 @@ def _tile_bytes(kv_dtype: str, head_dim: int) -> int:
 
 
 def _static_shared_bytes(kv_dtype: str, head_dim: int) -> int:
-    """Rounded up."""
+    """Return an upper bound of the kernel's static shared memory."""
     if kv_dtype == "fp32":
         return 16 * head_dim * 4 + 3072
     return 1024 + (8192 if head_dim > 128 else 0)
@@ -227,12 +232,13 @@ def _attention(kv_dtype: str, head_dim: int, ring_tiles: int) -> Kernel:
 
 
 def _ring(kv_dtype: str, head_dim: int, shared_bytes_per_sm: int) -> tuple[int, int]:
-    """Tiles of a ring, and blocks that an SM holds: two, if each has a ring of three, otherwise one."""
+    """Return the tiles per ring and the blocks per SM: two blocks if both can have rings of three tiles, else one."""
+    static_bytes = _static_shared_bytes(kv_dtype, head_dim)
     for num_blocks in (2, 1):
-        room = shared_bytes_per_sm // num_blocks - _RESERVED_SHARED_BYTES - _static_shared_bytes(kv_dtype, head_dim)
-        ring_tiles = min(room // (_NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), _RING_TILES[-1])
+        free_bytes = shared_bytes_per_sm // num_blocks - _RESERVED_SHARED_BYTES - static_bytes
+        ring_tiles = min(free_bytes // (_NUM_WARPS * _tile_bytes(kv_dtype, head_dim)), _RING_TILES[-1])
         if ring_tiles >= (3 if num_blocks == 2 else 2):
             return ring_tiles, num_blocks
     raise ValueError(
-        f"{shared_bytes_per_sm} bytes of shared memory an SM are too few for heads of {head_dim} {kv_dtype}"
+        f"{shared_bytes_per_sm} bytes of shared memory per SM are too few for {kv_dtype} heads of {head_dim}"
     )

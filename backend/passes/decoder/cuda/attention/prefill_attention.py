@@ -1,8 +1,8 @@
-"""Attention of rows of any number of tokens, over the paged keys and values of their sequences, on the device.
+"""Attention of rows of any number of tokens over the paged keys and values of their sequences.
 
-The host cuts a step's rows into tiles of queries, a few numbers that travel with the step; `attend`, once a layer, has
-a block for each tile and KV head. What a token becomes depends on its sequence and position alone, not on how the
-sequence was cut into steps (kernels/prefill_attention.cu).
+The host cuts a step's rows into tiles of queries and sends the list with the step. `attend`, once per layer, launches a
+block per tile and KV head. A token's output depends only on its sequence and position, not on how the sequence was cut
+into steps (kernels/prefill_attention.cu).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.step.step_rows import RowArrays
 
 MAX_TILES = 65535
-"""Blocks of a grid in its second dimension."""
+"""CUDA's limit of blocks in a grid's second dimension."""
 _ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
 
 
 def kernels() -> Iterator[Kernel]:
-    """Every instantiation."""
+    """Yield every instantiation."""
     for kv_dtype in KV_MACRO:
         for head_dim in HEAD_DIMS:
             if kv_dtype != "q8_0" or supports_q8_0(head_dim):
@@ -39,10 +39,11 @@ def kernels() -> Iterator[Kernel]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillAttention:
-    """Attention of the layers that have the same window.
+    """Attention of all layers that have the same window.
 
-    scale, above 0, multiplies q · k; softcap, where not 0, bounds the logits by cap · tanh(logit / cap). A token sees
-    itself and window_tokens - 1 before it, or all with 0. Raises ValueError for what no kernel covers.
+    scale, above 0, multiplies q · k. softcap, unless 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
+    and the window_tokens - 1 tokens before it, or all tokens if window_tokens is 0. Raises ValueError for what no
+    kernel supports.
     """
 
     layout: CacheLayout
@@ -69,7 +70,7 @@ class PrefillAttention:
         object.__setattr__(self, "_scalars", scalars)
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """What `Launcher.prepare` should have."""
+        """The kernels to pass to `Launcher.prepare`."""
         return (self.kernel,)
 
     @property
@@ -79,11 +80,11 @@ class PrefillAttention:
     def tiles(
         self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], first_row: int = 0
     ) -> NDArray[np.int32]:
-        """[n, 2] (row, first of its queries), for the rows from first_row on; n is at most R + T * group // 32. Tiles
-        with the most keys to see come first. The same for all layers of a model.
+        """Return the tiles [n, 2] of first_row and the rows after it: (row, first query of the tile within its row).
 
-        query_starts [R + 1], context_lens [R]: of the step. A row of k tokens has k * group queries a KV head, token
-        by token. Raises ValueError for a step of more tiles than a launch can have.
+        n is at most R + T * group // 32. Tiles with the most keys come first. The tiles are the same for all layers of
+        a model. query_starts [R + 1] and context_lens [R] describe the step. A row of k tokens has k * group queries
+        per KV head, token by token. Raises ValueError if a launch cannot have that many tiles.
         """
         rows_per_tile = _query_rows(self.layout.kv_dtype, self.layout.head_dim)
         num_queries = np.diff(query_starts[first_row:]).astype(np.int64) * self._group
@@ -108,14 +109,14 @@ class PrefillAttention:
         tiles: Tensor,
         out: Tensor,
     ) -> None:
-        """out of each token of the rows that tiles has; the rest of it is left as it is.
+        """Write out for each token of the rows in tiles; the rest of out does not change.
 
-        qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim]: fp32, bf16 or fp16, the
-        same. layer_cache: uint8, the layer's pages, which have the rows' own keys and values. page_table: int32
-        [max_slots, max_pages]. tiles: int32, what `tiles` made of these rows, in any shape.
+        qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim] have the same dtype: fp32,
+        bf16 or fp16. layer_cache: uint8, the layer's pages, which already hold the rows' own keys and values.
+        page_table: int32 [max_slots, max_pages]. tiles: int32 in any shape, the result of `tiles` for these rows.
         """
         if out.dtype != qkv.dtype:
-            raise ValueError(f"queries are {qkv.dtype}, and the output {out.dtype}")
+            raise ValueError(f"queries are {qkv.dtype}, but the output is {out.dtype}; they must be the same")
         launcher.launch(
             self.kernel,
             (self.layout.num_kv_heads, tiles.numel() // 2, 1),
@@ -134,7 +135,7 @@ class PrefillAttention:
 
 
 def _query_rows(kv_dtype: str, head_dim: int) -> int:
-    """kQueryRows of the kernels."""
+    """Return kQueryRows of the kernels."""
     if kv_dtype == "fp32":
         return 64 if head_dim <= 128 else 32
     return 128 if head_dim <= 128 else 64
@@ -150,7 +151,7 @@ def _attention(kv_dtype: str, head_dim: int) -> Kernel:
     if kv_dtype == "bf16":
         stream_bytes = 3 * tile_values * 2
     else:
-        # Of keys and of values: the tile, and the bytes that it is made of, in q8_0 a word with the scale of each 16.
+        # For keys and for values: the tile, and its quantised bytes; q8_0 has a word with the scale of each 16 bytes.
         stream_bytes = 2 * (tile_values * 2 + tile_values + (tile_values // 4 if kv_dtype == "q8_0" else 0))
     shared_bytes = query_rows * (head_dim * 2 + 4) + stream_bytes
     return Kernel("prefill_attention.cu", "prefill_attention", macros, 128, shared_bytes)

@@ -1,4 +1,4 @@
-"""Attention of all rows of a step, in the layers that have one window: which kernel takes which rows."""
+"""Attention of a whole step in the layers of one window: choose the kernel for each row."""
 
 from __future__ import annotations
 
@@ -15,41 +15,48 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.passes.decoder.cuda.attention.decode_attention import DecodeAttention
     from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
     from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep, RowArrays
 
 
+def layer_windows(config: DecoderConfig) -> tuple[int | None, ...]:
+    """Return each layer's window in tokens."""
+    return config.layer_window_tokens or (None,) * config.num_layers
+
+
 class StepAttention(Protocol):
-    """`open` comes first, then for each step `begin`, and `attend` once a layer."""
+    """Call `open` first; then `begin` once per step with decode rows, and `attend` once per layer."""
 
     prefill: PrefillAttention
-    """Of the rows of several tokens."""
+    """Computes the rows of several tokens."""
 
     @property
     def workspace_bytes(self) -> int:
-        """What `open` allocates."""
+        """Bytes that `open` allocates."""
         ...
 
     def kernels(self) -> Iterator[Kernel]:
-        """What `Launcher.prepare` should have."""
+        """Yield the kernels to pass to `Launcher.prepare`."""
         ...
 
     def open(self, device: Device) -> None: ...
 
     def begin(self, rows: RowArrays, num_decode: int) -> None:
-        """The first num_decode rows, one at least, have one token each; a slot of -1 is padding."""
+        """Prepare a step whose first num_decode rows, at least one, have one token each. A slot of -1 is padding."""
         ...
 
     def attend(self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, out: Tensor) -> None:
-        """out of each token of the step; see `PrefillAttention.attend`. Of padding it is left as it is."""
+        """Write out for each token of the step; see `PrefillAttention.attend`. Padding rows of out do not change."""
         ...
 
 
 class TwoKernelAttention:
-    """See `StepAttention`. Rows of one token have the kernel that is made for them; their last bits are then not those
-    that the token has within a longer row.
+    """See `StepAttention`. Rows of one token use the decode kernel, the others the prefill kernel.
+
+    A token's last bits may therefore differ between a row of one token and a longer row.
     """
 
     def __init__(self, decode: DecodeAttention) -> None:
@@ -82,12 +89,13 @@ class TwoKernelAttention:
 
 
 class OneKernelAttention:
-    """See `StepAttention`. The kernel for rows of any length has those of one token too: a token's bits are the same
-    whatever row it is computed in. A row of one token is one tile, so that their tiles are the same in every step.
+    """See `StepAttention`. All rows use the prefill kernel, so a token's bits do not depend on the row it is in.
+
+    A row of one token is one tile, so the tiles of these rows are the same in every step.
     """
 
     def __init__(self, prefill: PrefillAttention, max_rows: int) -> None:
-        """Raises ValueError for more rows than a launch can have."""
+        """Raises ValueError if a launch cannot have max_rows tiles."""
         require("max_rows", max_rows, 1, MAX_TILES)
         self.prefill = prefill
         self._max_rows = max_rows
@@ -106,7 +114,7 @@ class OneKernelAttention:
         self._one_token_tiles = tiles.to(device.torch_device)
 
     def begin(self, rows: RowArrays, num_decode: int) -> None:
-        """There is nothing that layers could share."""
+        """Do nothing: the layers share no work."""
 
     def attend(self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, out: Tensor) -> None:
         for tiles in (self._one_token_tiles[: step.num_decode], step.prefill_tiles):

@@ -26,7 +26,7 @@ class _Recorded:
     device_index: int
 
     def synchronize(self) -> None:
-        # A thread that has not said so is on GPU 0, where waiting would make a context in memory that is not ours.
+        # A new thread uses GPU 0 by default; waiting there would create a context on a GPU that is not ours.
         torch.cuda.set_device(self.device_index)
         self.event.synchronize()
 
@@ -44,15 +44,15 @@ class _HostMemory:
 
 
 class CudaDevice:
-    """See `Device`. Belongs to the thread that makes it, whose current stream it sets."""
+    """See `Device`. Belongs to the thread that creates it, and becomes that thread's current stream."""
 
     def __init__(self, index: int) -> None:
         torch.cuda.set_device(index)
-        # Sums of products that are cut along their length stay in fp32.
+        # Keep the partial sums of split-K matrix products in fp32.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.torch_device = torch.device("cuda", index)
-        # Graphs cannot be captured on the default stream.
+        # A graph cannot be captured on the default stream.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._stream)
         self.launcher = CupyLauncher(index)
@@ -81,9 +81,9 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # On our own stream the products find the workspace that they were given outside the graph.
-        # So nothing is allocated in it, and graphs need not share a pool: torch refuses one that outlived its graphs.
-        # Other threads may go on using the device meanwhile.
+        # On our own stream, cuBLAS reuses the workspace that it allocated outside the graph. So a capture allocates
+        # nothing, and graphs need no common pool: torch refuses a pool that has outlived its graphs.
+        # "thread_local" lets other threads use the device during the capture.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             work()
         return graph
@@ -97,8 +97,8 @@ class CudaDevice:
     def check(self, doing: str) -> None:
         try:
             self._stream.synchronize()
-        except Exception as fault:  # whatever it is, a device that cannot be waited for computes no more
+        except Exception as fault:  # any error here means that the device no longer works
             raise DeviceLost(
-                f"{doing}: {str(fault).strip().splitlines()[0]}; given last was {self.last_launch}, and the "
-                "fault may be an earlier kernel's: CUDA_LAUNCH_BLOCKING=1 names it"
+                f"{doing}: {str(fault).strip().splitlines()[0]}; last launch: {self.last_launch}, but an earlier "
+                "kernel may have failed: set CUDA_LAUNCH_BLOCKING=1 to find it"
             ) from fault

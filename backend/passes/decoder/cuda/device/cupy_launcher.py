@@ -1,6 +1,6 @@
-"""`Launcher` on a GPU: CuPy compiles the kernels, loads them, and puts them into torch's current stream.
+"""`Launcher` on a GPU: CuPy compiles the kernels, loads them, and launches them in torch's current stream.
 
-cupy is imported here alone, and only when a launcher is made. CuPy 13 and 14 both serve.
+Only this module imports cupy, and only when a launcher is created. It supports CuPy 13 and 14.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class _Stream:
-    """All that a launch asks of a stream. CuPy 13 and 14 have other classes for it, and 14.0 destroys what it wraps."""
+    """The part of a stream that a launch uses. CuPy 13 and 14 use different classes, and 14.0 destroys the stream that
+    it wraps."""
 
     __slots__ = ("ptr",)
 
@@ -32,7 +33,7 @@ class _Stream:
 
 
 class _Launch(NamedTuple):
-    """Words are made of it only where they are wanted."""
+    """Formatted only when a message needs it."""
 
     kernel: Kernel
     grid: Grid
@@ -42,24 +43,24 @@ class _Launch(NamedTuple):
 
 
 class CupyLauncher:
-    """See `Launcher`. CuPy allocates nothing here and has no stream of its own."""
+    """See `Launcher`. CuPy allocates no device memory here and has no stream of its own."""
 
     def __init__(self, device_index: int) -> None:
-        """Raises KernelFailed where CuPy cannot be imported, or not use the device: a driver too old for it, say."""
+        """Raises KernelFailed if CuPy cannot be imported or cannot use the device, for example with an old driver."""
         try:
             import cupy
 
             cupy.cuda.Device(device_index).use()
-        # Its faults of the runtime are RuntimeErrors; and importing it makes the directory of its cache.
+        # CuPy's runtime errors are RuntimeErrors. OSError: importing CuPy creates its cache directory.
         except (ImportError, RuntimeError, OSError) as error:
-            raise KernelFailed(f"CuPy does not work here: {' '.join(str(error).split())}") from error
+            raise KernelFailed(f"CuPy does not work: {' '.join(str(error).split())}") from error
         self._cupy = cupy
         self._device_index = device_index
         cuda = cupy.cuda
         self._faults = (cuda.compiler.CompileException, cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
         self._functions: dict[Kernel, Any] = {}
         self.last_launch: object = "none"
-        """As a text, the kernel launched last and its grid."""
+        """str() of it names the last kernel and its grid."""
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
         missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._functions]
@@ -82,22 +83,22 @@ class CupyLauncher:
             raise KernelFailed(f"{kernel} cannot be launched with grid {grid}: {error}") from error
 
     def _load(self, kernels: list[Kernel]) -> dict[Kernel, Any]:
-        """kernels: of one source with the same macros, so one module. On any thread."""
+        """Compile kernels of one source with the same macros, as one module. Any thread may call it."""
         source, macros = kernels[0].source, kernels[0].macros
         options = (
             "--std=c++17",
             f"-I{KERNELS_DIR}",
-            # CuPy keeps what it has compiled under a name that does not know of included files.
+            # CuPy's cache key does not cover included files; this macro adds them.
             f"-DPENSTOCK_SOURCES=0x{sources_digest()}",
             *(f"-D{name}={value}" for name, value in macros),
         )
-        # Included, so that messages name the file, and CuPy need not write it again in whatever encoding.
+        # With #include, messages name the file, and CuPy does not rewrite it in another encoding.
         code = f'#include "{source}"\n'
         try:
             self._cupy.cuda.Device(self._device_index).use()  # of this thread
             module = self._cupy.RawModule(code=code, options=options, backend="nvrtc")
             return {kernel: _function(module, kernel) for kernel in kernels}
-        # Also where there are no headers of CUDA's, or no NVRTC, and where its cache cannot be written.
+        # RuntimeError and OSError: CUDA headers or NVRTC are missing, or CuPy's cache cannot be written.
         except (*self._faults, RuntimeError, OSError) as error:
             named = ", ".join(map(str, kernels))
             raise KernelFailed(f"{named} of {source} cannot be compiled or loaded: {error}") from error
@@ -106,14 +107,14 @@ class CupyLauncher:
 def _function(module: Any, kernel: Kernel) -> Any:
     raw = module.get_function(kernel.entry)
     if kernel.shared_bytes:
-        # Kernels that differ in nothing else are one function of the driver's, which must allow for the largest.
+        # Kernels that differ only in shared_bytes are one driver function; its limit must allow the largest of them.
         raw.max_dynamic_shared_size_bytes = max(kernel.shared_bytes, raw.max_dynamic_shared_size_bytes)
     return raw.kernel
 
 
 @cache
 def sources_digest() -> str:
-    """Of all kernel sources, 16 hexadecimal digits."""
+    """Return a digest of all kernel sources, 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(KERNELS_DIR.glob("*.cu*")):
         digest.update(path.name.encode())

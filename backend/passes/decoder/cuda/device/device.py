@@ -1,4 +1,4 @@
-"""One GPU as the pass sees it: torch tensors, kernels, and one stream in whose order everything runs."""
+"""One GPU as the pass sees it: torch tensors, kernels, and one stream that runs everything in order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A place in the stream."""
+    """A point in the stream."""
 
     def synchronize(self) -> None:
-        """Blocks, without holding the interpreter, until all work up to the event is done. Any thread may call it."""
+        """Block until all work before the event is done. Releases the GIL; any thread may call it."""
         ...
 
 
@@ -26,25 +26,25 @@ class Graph(Protocol):
     """Captured work. `torch.cuda.CUDAGraph` is one."""
 
     def replay(self) -> None:
-        """Puts the work into the stream again, on the same addresses."""
+        """Launch the work again, on the same addresses."""
         ...
 
 
 class HostMemory(Protocol):
-    """Page-locked memory of the host, which kernels read and write at the address that it has here."""
+    """Page-locked host memory. Kernels use it at the same address as the host."""
 
     @property
     def bytes(self) -> Tensor:
-        """uint8 [num_bytes], whatever they held before."""
+        """uint8 [num_bytes], uninitialized."""
         ...
 
     def free(self) -> None:
-        """Once, after the device's last use; `bytes` is not to be touched any more."""
+        """Free the memory. Call once, after the device's last use; do not use `bytes` afterwards."""
         ...
 
 
 class Device(Protocol):
-    """All calls come from one thread, except where a docstring says otherwise."""
+    """One thread makes all calls, unless a docstring says otherwise."""
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -54,12 +54,12 @@ class Device(Protocol):
 
     @property
     def last_launch(self) -> str:
-        """The kernel that was launched last, and its grid: for messages."""
+        """The most recently launched kernel and its grid, for messages."""
         ...
 
     @property
     def num_sms(self) -> int:
-        """Multiprocessors."""
+        """Number of streaming multiprocessors."""
         ...
 
     @property
@@ -67,11 +67,11 @@ class Device(Protocol):
 
     @property
     def stream(self) -> int:
-        """The driver's handle of the stream."""
+        """The driver's handle for the stream."""
         ...
 
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Page-locked host memory, from and to which copies with non_blocking=True do not wait."""
+        """Return page-locked host memory, for copies with non_blocking=True."""
         ...
 
     def host_memory(self, num_bytes: int) -> HostMemory:
@@ -79,34 +79,36 @@ class Device(Protocol):
         ...
 
     def record(self) -> Event:
-        """An event behind all work in the stream."""
+        """Return an event after all work in the stream."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """What `work` puts into the stream, without running it. It may neither allocate nor wait."""
+        """Capture what `work` launches, without running it. `work` must not allocate or wait."""
         ...
 
     def synchronize(self) -> None:
-        """Waits for all work in the stream."""
+        """Wait for all work in the stream."""
         ...
 
     def trim(self) -> None:
-        """Gives memory that nothing holds any more back to the system."""
+        """Return free cached memory to the system."""
         ...
 
     def check(self, doing: str) -> None:
-        """After an error that came up while `doing`: raises DeviceLost where the device answers no more. Any thread may
-        call it; it waits for all work in the stream."""
+        """Raise DeviceLost if the device no longer works; call after an error. doing names the failed action.
+
+        Waits for all work in the stream. Any thread may call it.
+        """
         ...
 
 
 @contextmanager
 def annotate_faults(device: Device, doing: str) -> Iterator[None]:
-    """An error within becomes DeviceLost where the device answers no more; else it is told what was being done, and the
-    kernel launched last. On any thread."""
+    """Turn an error in the block into DeviceLost if the device no longer works; otherwise add a note to it with the
+    action and the last launch. Usable on any thread."""
     try:
         yield
     except Exception as error:
         device.check(doing)
-        error.add_note(f"in {doing}; the kernel launched last was {device.last_launch}")
+        error.add_note(f"in {doing}; last launch: {device.last_launch}")
         raise

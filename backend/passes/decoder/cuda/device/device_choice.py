@@ -1,4 +1,4 @@
-"""From --gpu to a device: what the machine has, and in one line what it lacks."""
+"""Choose the device that --gpu names, or say in one line what the machine lacks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIN_CAPABILITY = (8, 0)
-"""The kernels use asynchronous copies and bf16 products, which came with it (Ampere)."""
+"""Ampere: the first architecture with the asynchronous copies and bf16 matrix products that the kernels use."""
 _NEWEST_CUDA_EXTRA = 13
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """uuid as nvidia-smi prints it. The index counts what CUDA_VISIBLE_DEVICES leaves."""
+    """uuid is as nvidia-smi prints it; index counts the GPUs that CUDA_VISIBLE_DEVICES shows."""
 
     index: int
     uuid: str
@@ -31,10 +31,10 @@ class Gpu:
 
 
 def choose_device(gpu: str, find: Callable[[], list[Gpu]] | None = None) -> str:
-    """A `PassOptions.device` from --gpu: an index, a UUID or its beginning, "auto" or "none".
+    """Return the `PassOptions.device` for --gpu: an index, a UUID or its beginning, "auto" or "none".
 
-    "auto" is the first GPU that serves, else the CPU, and one log line says why. find lists the GPUs and raises
-    StartupError where there are none. Raises StartupError.
+    "auto" chooses the first supported GPU, or the CPU if there is none. find lists the GPUs and raises StartupError if
+    there are none. Raises StartupError if the named GPU cannot be used.
     """
     find = find or find_gpus
     if gpu == "none":
@@ -43,7 +43,7 @@ def choose_device(gpu: str, find: Callable[[], list[Gpu]] | None = None) -> str:
         raise StartupError(f'--gpu is "{gpu}"; write an index such as 0, a UUID such as GPU-1234abcd, "none" or "auto"')
     try:
         gpus = find()
-        return _device(_serving(gpus)[0] if gpu == "auto" else _pick(gpu, gpus))
+        return _device(_supported(gpus)[0] if gpu == "auto" else _pick(gpu, gpus))
     except StartupError as reason:
         if gpu != "auto":
             raise StartupError(f"--gpu is {gpu}: {reason}") from reason
@@ -51,16 +51,16 @@ def choose_device(gpu: str, find: Callable[[], list[Gpu]] | None = None) -> str:
 
 
 def why_no_gpu(find: Callable[[], list[Gpu]] | None = None) -> str:
-    """Why `--gpu auto` came to the CPU."""
+    """Return why `--gpu auto` chose the CPU."""
     try:
-        _serving((find or find_gpus)())
+        _supported((find or find_gpus)())
     except StartupError as reason:
         return str(reason)
     return "there is a GPU now"
 
 
 def planned_device(gpu: str, find: Callable[[], list[Gpu]] | None = None) -> str:
-    """As `choose_device`, for a plan that is printed and not run: a GPU that is named need not be there."""
+    """Like `choose_device`, but for a plan that is only printed: a named GPU need not exist."""
     try:
         return choose_device(gpu, find)
     except StartupError:
@@ -73,31 +73,31 @@ def _device(gpu: Gpu) -> str:
     return f"cuda:{gpu.index}"
 
 
-def _pick(wanted: str, gpus: list[Gpu]) -> Gpu:
-    if wanted.isdecimal():
-        matches = [gpu for gpu in gpus if gpu.index == int(wanted)]
+def _pick(name: str, gpus: list[Gpu]) -> Gpu:
+    if name.isdecimal():
+        matches = [gpu for gpu in gpus if gpu.index == int(name)]
     else:
-        matches = [gpu for gpu in gpus if gpu.uuid.startswith(wanted)]
+        matches = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
     if len(matches) != 1:
         known = ", ".join(f"{gpu.index} {gpu.uuid} ({gpu.name})" for gpu in gpus)
         raise StartupError(f"it names {'several' if matches else 'none'} of this machine's GPUs: {known}")
-    return _serving(matches)[0]
+    return _supported(matches)[0]
 
 
-def _serving(gpus: list[Gpu]) -> list[Gpu]:
-    """Those that can run the kernels; at least one. Raises StartupError."""
-    serving = [gpu for gpu in gpus if gpu.capability >= MIN_CAPABILITY]
-    if not serving:
+def _supported(gpus: list[Gpu]) -> list[Gpu]:
+    """Return the GPUs that can run the kernels. Raises StartupError if there are none."""
+    supported = [gpu for gpu in gpus if gpu.capability >= MIN_CAPABILITY]
+    if not supported:
         least = ".".join(map(str, MIN_CAPABILITY))
         found = ", ".join(f"{gpu} has {gpu.capability[0]}.{gpu.capability[1]}" for gpu in gpus)
         raise StartupError(f"the kernels need compute capability {least} or more; {found}")
-    return serving
+    return supported
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs of this machine, at least one. Raises StartupError naming what is missing: driver, torch or CuPy."""
+    """Return this machine's GPUs. Raises StartupError that names what is missing: driver, torch, CuPy or a GPU."""
     _check_driver()
-    import torch  # only where there is a driver
+    import torch  # slow to import, so only after the driver is found
 
     if torch.version.cuda is None:
         raise StartupError(f"torch {torch.__version__} is built for the CPU only: install a build for CUDA")
@@ -120,7 +120,7 @@ def find_gpus() -> list[Gpu]:
 
 
 def _check_driver() -> None:
-    """Raises StartupError where the driver's library is not there or does not start."""
+    """Raises StartupError if the driver's library is missing or does not start."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

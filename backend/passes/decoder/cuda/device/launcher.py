@@ -1,4 +1,4 @@
-"""What a CUDA kernel is to the code that uses it, and who runs it: a GPU through CuPy, or tests on the CPU."""
+"""Describe a CUDA kernel to Python, and the interface that launches it: CuPy on a GPU, an emulator in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Argument: TypeAlias = Tensor | np.int32 | np.int64 | np.float32
-    """A tensor stands for the address of its first element; a scalar's numpy type is the parameter's C type."""
+    """A tensor passes the address of its first element; a scalar's numpy type is the parameter's C type."""
 
 KERNELS_DIR = Path(__file__).parent.parent / "kernels"
 ACT_MACRO = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -23,24 +23,24 @@ Grid: TypeAlias = tuple[int, int, int]
 
 
 class KernelFailed(Exception):
-    """A kernel that does not compile, load or launch; the message names it, its macros and the shape."""
+    """A kernel does not compile, load or launch. The message names it, its macros and the grid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One instantiation of one kernel: all that is fixed when it is compiled.
+    """One instantiation of one kernel: everything that is fixed at compile time.
 
-    source is a file in KERNELS_DIR, entry the `extern "C"` name of a __global__ function in it. macros are handed to
-    the compiler as -DNAME=VALUE, and choose among dtypes, head sizes and the like.
+    source is a file in KERNELS_DIR; entry is the `extern "C"` name of a __global__ function in it. macros are passed to
+    the compiler as -DNAME=VALUE and select dtypes, head sizes and the like.
     """
 
     source: str
     entry: str
     macros: tuple[tuple[str, int], ...]
     num_threads: int
-    """Of a block, which is one-dimensional."""
+    """Threads per block; blocks are one-dimensional."""
     shared_bytes: int = 0
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory per block."""
 
     def __str__(self) -> str:
         macros = " ".join(f"{name}={value}" for name, value in self.macros)
@@ -48,7 +48,7 @@ class Kernel:
 
 
 def group_by_module(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
-    """Groups of one source with the same macros: a compiler makes one module of each."""
+    """Group kernels of one source with the same macros; the compiler makes one module of each group."""
     groups: dict[tuple[str, tuple[tuple[str, int], ...]], list[Kernel]] = {}
     for kernel in kernels:
         groups.setdefault((kernel.source, kernel.macros), []).append(kernel)
@@ -59,12 +59,12 @@ class Launcher(Protocol):
     """Runs kernels in order on one stream of one device."""
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
-        """Compiles and loads: after it, `launch` does neither, and so may be captured in a graph.
+        """Compile and load the kernels, so that `launch` does neither and can be captured in a graph.
 
         Raises KernelFailed.
         """
         ...
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
-        """Returns before the kernel has run. An empty grid is no launch. Raises KernelFailed."""
+        """Launch the kernel without waiting for it. An empty grid launches nothing. Raises KernelFailed."""
         ...

@@ -1,4 +1,4 @@
-"""How fast pinned host memory and the device exchange bytes."""
+"""Measure how fast bytes travel between pinned host memory and the device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """In bytes per second."""
+    """Bytes per second."""
 
     to_device: float
     to_host: float
 
     def copy_s(self, num_bytes: int) -> float:
-        """Seconds to take so many bytes to the host and back."""
+        """Return the seconds to copy num_bytes to the host and back."""
         return num_bytes / self.to_host + num_bytes / self.to_device
 
     def __str__(self) -> str:
@@ -33,11 +33,11 @@ class LinkSpeed:
 
 
 def measure_link(device: Device, num_bytes: int = _PROBE_BYTES) -> LinkSpeed:
-    """Copies between pinned memory and the device, the best of a few; about 20 ms."""
+    """Return the best of a few copies in each direction. Takes about 20 ms."""
     pinned = device.pinned(num_bytes, torch.uint8)
-    there = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
-    speed = LinkSpeed(_best_speed(device, pinned, there), _best_speed(device, there, pinned))
-    del pinned, there
+    on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    speed = LinkSpeed(_best_speed(device, pinned, on_device), _best_speed(device, on_device, pinned))
+    del pinned, on_device
     device.trim()
     return speed
 

@@ -1,7 +1,7 @@
-"""Compiles kernels for GPUs that need not be there, with NVRTC alone, and reads what ptxas says of them.
+"""Compile kernels with NVRTC alone, for GPUs that need not be present, and parse the report of ptxas.
 
-The library comes from the wheel nvidia-cuda-nvrtc, or from a CUDA toolkit that the system's loader finds. It serves
-several threads at once, and leaves the interpreter to others meanwhile.
+The library comes from the wheel nvidia-cuda-nvrtc, or from a CUDA toolkit that the system loader finds. Several threads
+can compile at once; calls release the GIL.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from pathlib import Path
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed, group_by_module
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
-"""What every kernel is compiled for before it is released."""
+"""Tests compile every kernel for all of these."""
 
 SHARED_BYTES_LIMIT = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
-"""Of a block, static and dynamic together."""
+"""Limit per block, static and dynamic together."""
 
 _OPTIONS = ("--std=c++17", f"-I{KERNELS_DIR}", "-ftz=true", "--ptxas-options=-v")
-"""As the GPU's launcher has them; -ftz is CuPy's own addition, and the last makes ptxas talk."""
+"""The options of CupyLauncher (CuPy adds -ftz itself), and one that makes ptxas print its report."""
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '\w+'(.*?)(?=Compiling entry function|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """What one kernel takes of a GPU of one architecture, "sm_90" for instance."""
+    """The resources of one kernel on one architecture, for example "sm_90"."""
 
     kernel: Kernel
     arch: str
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     spill_bytes: int
-    """What a thread stores to and loads from memory for want of registers, and its stack."""
+    """Bytes per thread of spill stores, spill loads and stack frame."""
     shared_bytes: int
-    """Static shared memory of a block; the kernel's own dynamic memory comes on top."""
+    """Static shared memory per block; `Kernel.shared_bytes` adds to it."""
     log: str
 
 
 def compile_kernel(kernel: Kernel, arch: str) -> CompileReport:
-    """Raises KernelFailed: no NVRTC here, or errors of the compiler, which the message repeats."""
+    """Raises KernelFailed with the compiler's errors, or if NVRTC is not installed."""
     (report,) = _compile_source((kernel,), arch)
     return report
 
 
 def compile_kernels(kernels: Iterable[Kernel], arch: str, num_threads: int = 1) -> list[CompileReport]:
-    """As `compile_kernel` for each, but kernels of one source with the same macros are compiled at one go."""
+    """Compile each kernel as `compile_kernel` does, but kernels of one source with the same macros together."""
     with ThreadPoolExecutor(num_threads) as pool:
         reports = pool.map(lambda group: _compile_source(group, arch), group_by_module(kernels))
         return [report for group in reports for report in group]
 
 
 def _compile_source(kernels: Iterable[Kernel], arch: str) -> list[CompileReport]:
-    """kernels: of one source, with the same macros."""
+    """Compile kernels of one source with the same macros."""
     kernels = list(kernels)
     source, macros = kernels[0].source, kernels[0].macros
     options = (*_OPTIONS, f"-arch={arch}", *(f"-D{name}={value}" for name, value in macros))
     try:
-        # The encoding is said, for NVRTC 12 leaves its thread with an ASCII locale.
+        # Name the encoding, because NVRTC 12 leaves its thread with an ASCII locale.
         log = _compile((KERNELS_DIR / source).read_text("utf-8"), source, options)
     except (OSError, NvrtcError) as error:
         raise KernelFailed(f"{kernels[0]} of {source} for {arch}: {error}") from error
@@ -75,10 +75,10 @@ def _compile_source(kernels: Iterable[Kernel], arch: str) -> list[CompileReport]
 def _report(kernel: Kernel, arch: str, entries: dict[str, str], log: str) -> CompileReport:
     if kernel.entry not in entries:
         raise KernelFailed(f"{kernel}: {kernel.source} has no such kernel for {arch}")
-    said = entries[kernel.entry]
+    entry_log = entries[kernel.entry]
 
     def number(pattern: str) -> int:
-        found = re.search(pattern, said)
+        found = re.search(pattern, entry_log)
         return int(found[1]) if found else 0
 
     spills = (r"(\d+) bytes stack frame", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
@@ -93,7 +93,7 @@ def _report(kernel: Kernel, arch: str, entries: dict[str, str], log: str) -> Com
 
 
 def version() -> str:
-    """NVRTC's own, "13.0" for instance. Raises KernelFailed where there is none."""
+    """Return NVRTC's version, for example "13.0". Raises KernelFailed if it is not installed."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     try:
         _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
@@ -103,11 +103,11 @@ def version() -> str:
 
 
 class NvrtcError(Exception):
-    """What NVRTC said, or why it is not to be had."""
+    """An error that NVRTC reported, or the reason why NVRTC cannot be loaded."""
 
 
 def _compile(text: str, name: str, options: tuple[str, ...]) -> str:
-    """Returns the log. Raises NvrtcError."""
+    """Return the compiler's log. Raises NvrtcError."""
     library = _library()
     program = ctypes.c_void_p()
     _check(library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None))
@@ -118,10 +118,10 @@ def _compile(text: str, name: str, options: tuple[str, ...]) -> str:
         _check(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
         log = ctypes.create_string_buffer(size.value)
         _check(library.nvrtcGetProgramLog(program, log))
-        said = log.value.decode(errors="replace")
+        text_log = log.value.decode(errors="replace")
         if result != 0:
-            raise NvrtcError(said.strip() or _error_name(result))
-        return said
+            raise NvrtcError(text_log.strip() or _error_name(result))
+        return text_log
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -140,7 +140,7 @@ def _library() -> ctypes.CDLL:
     """Raises NvrtcError."""
     for directory in (Path(path, "nvidia") for path in sys.path):
         for path in sorted(directory.glob("*/lib/libnvrtc.so.*")):
-            # NVRTC asks for this one by name, in directories of the system only.
+            # NVRTC loads this library by name and looks in system directories only.
             for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
                 ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
             return _declare(ctypes.CDLL(str(path)))

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for: int32 arrays packed into one copy each way."""
+"""Asynchronous copies between host and device: int32 arrays packed into one copy each way."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NUM_BLOCKS = 2
 
 
 def aligned(num_ints: int) -> int:
-    """Up to a multiple of 16 bytes."""
+    """Round up to a multiple of 16 bytes."""
     return -(-num_ints // 4) * 4
 
 
 class _HostBlock:
-    """Pinned memory, and the event after which the device is done with it."""
+    """Pinned memory, and the event after which the device no longer uses it."""
 
     def __init__(self, device: Device, num_ints: int) -> None:
         self.tensor = device.pinned(num_ints, torch.int32)
@@ -36,9 +36,9 @@ class _HostBlock:
 
 
 class Uplink:
-    """One block of the device's memory, and pinned ones of the host's that are written in turn.
+    """One block of device memory, and pinned host blocks that are written in turn.
 
-    What the device's block holds stays until the next `send`, whose copy comes after all kernels launched before it.
+    The device block keeps its contents until the next `send`, whose copy runs after all kernels launched before it.
     """
 
     def __init__(self, device: Device, num_ints: int) -> None:
@@ -47,14 +47,15 @@ class Uplink:
         self.block = torch.zeros(num_ints, dtype=torch.int32, device=device.torch_device)
 
     def send(self, parts: Sequence[Ints]) -> list[Tensor]:
-        """The parts, one behind the other at multiples of 16 bytes, to the start of the block: where they are, flat.
+        """Copy the parts to the start of the block, each at a multiple of 16 bytes, and return them there, flat.
 
-        Waits while the device has not read what the second last `send` left. Raises ValueError for too much.
+        Waits until the device has read the host block that it reuses, which is that of the second last `send`. Raises
+        ValueError if the parts do not fit.
         """
         sizes = [part.size for part in parts]
         num_ints = sum(map(aligned, sizes))
         if num_ints > len(self.block):
-            raise ValueError(f"{num_ints} ints are to be sent; the block holds {len(self.block)}")
+            raise ValueError(f"cannot send {num_ints} ints; the block holds {len(self.block)}")
         host = self._hosts[0]
         if host.done is not None:
             host.done.synchronize()
@@ -71,7 +72,7 @@ class Uplink:
 
 
 class Downlink:
-    """A block of the device's memory that kernels write, and pinned copies of it, one for each step in flight."""
+    """A block of device memory that kernels write, and pinned copies of it, one per step in flight."""
 
     def __init__(self, device: Device, num_ints: int) -> None:
         self._device = device
@@ -79,7 +80,7 @@ class Downlink:
         self.block = torch.zeros(num_ints, dtype=torch.int32, device=device.torch_device)
 
     def fetch(self, num_ints: int) -> PendingCopy:
-        """The first num_ints of the block, as they are once all kernels launched so far have run."""
+        """Start to copy the first num_ints of the block, after all kernels launched so far."""
         host = self._free.popleft() if self._free else _HostBlock(self._device, len(self.block))
         host.tensor[:num_ints].copy_(self.block[:num_ints], non_blocking=True)
         host.done = self._device.record()
@@ -87,7 +88,7 @@ class Downlink:
 
 
 class PendingCopy:
-    """Ints on their way to the host."""
+    """A copy to the host that may not have finished."""
 
     def __init__(self, host: _HostBlock, num_ints: int, free: deque[_HostBlock]) -> None:
         self._host = host
@@ -95,7 +96,7 @@ class PendingCopy:
         self._free = free
 
     def wait(self) -> Ints:
-        """Once, from any thread: blocks until they are there. Raises what the device raises."""
+        """Block until the copy is done and return it. Call once, from any thread. Raises the device's error."""
         host = self._host
         if host.done is not None:
             host.done.synchronize()

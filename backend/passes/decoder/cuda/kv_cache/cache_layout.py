@@ -1,8 +1,8 @@
-"""Where the keys and values lie in the device's KV cache: one range of bytes, [layer][page][K | V][kv head][block].
+"""The layout of the device's KV cache: one range of bytes, [layer][page][K | V][kv head][block].
 
-A block is one page of one head. fp32, bf16 and fp8 (e4m3) blocks are [token][head_dim]. A q8_0 block has all int8
-values first, [token][head_dim], then all fp16 scales, [token][head_dim / 32]: GGML's numbers, but not its interleaving
-of the two, under which no row of values would begin at a multiple of 16 bytes.
+A block is one page of one head. fp32, bf16 and fp8 (e4m3) blocks are [token][head_dim]. A q8_0 block contains all int8
+values, [token][head_dim], then all fp16 scales, [token][head_dim / 32]. The numbers are GGML's; its interleaving of
+values and scales is not used, because rows of values would not begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from penstock.backend.passes.decoder.ops import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 
 KV_MACRO = {"fp32": 0, "bf16": 1, "q8_0": 2, "fp8": 3}
-"""Values of the macro KV_DTYPE."""
+"""Values of the macro KV_DTYPE, by KV dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """All sizes in bytes unless the name says otherwise."""
-
     num_layers: int
     num_pages: int
     page_size_tokens: int
@@ -28,7 +26,7 @@ class CacheLayout:
 
     @property
     def row_bytes(self) -> int:
-        """One token of one head, keys or values alone, scales included."""
+        """Bytes of one token of one head, keys or values only, scales included."""
         return self.head_dim * KV_BLOCK_BYTES[self.kv_dtype] // KV_BLOCK_VALUES
 
     @property
@@ -37,7 +35,7 @@ class CacheLayout:
 
     @property
     def page_bytes(self) -> int:
-        """One page of one layer."""
+        """Bytes of one page in one layer."""
         return 2 * self.num_kv_heads * self.block_bytes
 
     @property

@@ -29,10 +29,10 @@ def kernels() -> Iterator[Kernel]:
 
 
 def copy_pages(launcher: Launcher, source: Tensor, destination: Tensor, pairs: Tensor, layout: CacheLayout) -> None:
-    """Copies pages of source to pages of destination, both uint8 [num_layers, pages, page_bytes] of whatever number.
+    """Copy pages of source to pages of destination, both uint8 [num_layers, any number of pages, page_bytes].
 
-    pairs int32 [n, 2]: (source page, destination page), a negative one is padding; where source and destination are the
-    same cache no page is both. A cache reshapes with `cache.view(num_layers, -1, page_bytes)`; host memory must be
+    pairs int32 [n, 2]: (source page, destination page); a negative page is padding. If source and destination are the
+    same cache, no page may be both. A cache reshapes with `cache.view(num_layers, -1, page_bytes)`; host memory must be
     mapped for the device.
     """
     page_bytes = layout.page_bytes

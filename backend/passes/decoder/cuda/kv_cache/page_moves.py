@@ -1,4 +1,4 @@
-"""Pages on the move: from place to place in the cache, to the host's memory, and back."""
+"""Move pages within the cache, to host memory, and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NONE = np.empty((0, 2), np.int32)
 
 
 class PageMoves:
-    """Puts moves into the stream, in whose order they see what steps wrote and steps see what they wrote."""
+    """Launches moves in the stream, where they run in order with steps."""
 
     def __init__(
         self, launcher: Launcher, layout: CacheLayout, cache_pages: Tensor, uplink: Uplink, pool: HostPool
@@ -38,38 +38,38 @@ class PageMoves:
         self._cache_pages = cache_pages
         self._uplink = uplink
         self.pool = pool
-        """Where `save` and restores find their places. May be replaced by another one until the first of them."""
+        """Host pages of `save` and of restores. May be replaced until their first use."""
         self._num_pages = layout.num_pages
 
     def save(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """See `IHostPages.save_pages`. Raises ValueError for what is not there, and for a place that is there twice."""
+        """See `IHostPages.save_pages`. Raises ValueError for a page out of range, or a host page given twice."""
         saves = _pairs(pairs)
         _check_range("pages to save", saves[:, 0], self._num_pages)
-        _check_range("places to save to", saves[:, 1], self.pool.num_pages)
-        _check_once("place {} is saved to twice", saves[:, 1])
+        _check_range("host pages to save to", saves[:, 1], self.pool.num_pages)
+        _check_once("host page {} is saved to twice", saves[:, 1])
         self._send_ahead(self._to_host, saves, 0)
 
     def pack(self, batch: StepBatch) -> tuple[Ints, Ints]:
-        """Restores and copies, [n, 2] each, as they travel with the step; what is too much for that goes ahead of it.
+        """Return restores and copies, [n, 2] each, to send with the step; launch those beyond MAX_PAGE_MOVES at once.
 
-        Raises ValueError for a batch that breaks its contract, before anything is moved.
+        Raises ValueError for an invalid batch, before anything is moved.
         """
         if not batch.page_restores and not batch.page_copies:
             return _NONE, _NONE
         restores, copies = _pairs(batch.page_restores), _pairs(batch.page_copies)
         _check_range("pages to copy", copies, self._num_pages)
-        _check_range("places to restore", restores[:, 0], self.pool.num_pages)
+        _check_range("host pages to restore", restores[:, 0], self.pool.num_pages)
         _check_range("pages to restore to", restores[:, 1], self._num_pages)
         _check_once("page {} is restored twice", restores[:, 1])
         both = np.intersect1d(restores[:, 1], copies[:, 1])
         if len(both):
             raise ValueError(f"page {both[0]} is restored and copied to")
-        # A copy's source may be a page that is restored: where copies go ahead, all restores do.
+        # A copy's source may be a restored page: if some copies go ahead, all restores go ahead of them.
         restores = self._send_ahead(self._to_cache, restores, MAX_PAGE_MOVES if len(copies) <= MAX_PAGE_MOVES else 0)
         return restores, self._send_ahead(self._within_cache, copies, MAX_PAGE_MOVES)
 
     def run(self, restores: Tensor, copies: Tensor) -> None:
-        """What `pack` gave, there: int32 [2 n], flat."""
+        """Launch what `pack` returned, now on the device: int32 [2 n], flat."""
         if len(restores):
             self._to_cache(restores)
         if len(copies):
@@ -103,9 +103,9 @@ def _pairs(pairs: tuple[tuple[int, int], ...]) -> Ints:
     return np.array(pairs, np.int32).reshape(-1, 2)
 
 
-def _check_range(what: str, ids: Ints, num_there: int) -> None:
-    if ids.size and (ids.min() < 0 or ids.max() >= num_there):
-        raise ValueError(f"{what} are {ids.min()} … {ids.max()}; there are {num_there}")
+def _check_range(what: str, ids: Ints, num_available: int) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= num_available):
+        raise ValueError(f"{what} are {ids.min()} … {ids.max()}; there are {num_available}")
 
 
 def _check_once(what: str, ids: Ints) -> None:

@@ -1,21 +1,25 @@
-"""The decoder's operations on a GPU: products by torch, all else by our kernels, every buffer allocated beforehand.
+"""The decoder's operations on a GPU: torch multiplies matrices, our kernels do the rest.
 
-All work runs in the device's stream, in the order it is given. An operation's result is a buffer that its next call
-overwrites; no step allocates. The residual stream carries what was last added to it apart, so that the addition and the
-norm after it are one kernel.
+All work runs in order in the device's stream. No step allocates: an operation returns a buffer that its next call
+overwrites. The residual stream keeps its last addend separate, because one kernel does the addition and the next norm.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.backend.passes.decoder.cuda.attention.step_attention import layer_windows
+from penstock.backend.passes.decoder.cuda.ops.activations import (
+    Activations,
+    Residual,
+    activation_widths,
+    head_shape,
+)
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
 from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
-from penstock.backend.passes.decoder.ops import HeadShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,69 +39,8 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.ops import AttentionLayer
 
 
-class Residual:
-    """values [T, hidden] fp32 plus pending, where there is any: [T, hidden] in the weights' dtype."""
-
-    __slots__ = ("pending", "values")
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.pending: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Buffers of a step, one row a token."""
-
-    residual: Tensor
-    hidden: Tensor
-    """After a norm."""
-    qkv: Tensor
-    attended: Tensor
-    added: Tensor
-    """What a product adds to the residual stream."""
-    gate_up: Tensor
-    gated: Tensor
-
-    def cut(self, num_tokens: int) -> Activations:
-        return Activations(*(getattr(self, name)[:num_tokens] for name in Activations.__slots__))
-
-
-def activation_widths(config: DecoderConfig) -> dict[str, int]:
-    """Numbers a token, of each of `Activations`."""
-    heads = head_shape(config)
-    return {
-        "residual": config.hidden_size,
-        "hidden": config.hidden_size,
-        "qkv": heads.qkv_size,
-        "attended": heads.output_size,
-        "added": config.hidden_size,
-        "gate_up": 2 * config.intermediate_size,
-        "gated": config.intermediate_size,
-    }
-
-
-def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int, matmul: Matmul) -> int:
-    """What `CudaOps` allocates besides weights in their dtype and the cache, at most."""
-    widths = activation_widths(config)
-    per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
-    per_row = widths["residual"] * 4 + widths["qkv"] * dtype.itemsize
-    logits = matmul.padded_rows(max_rows) * config.vocab_size * dtype.itemsize
-    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim  # in fp32
-    return matmul.padded_rows(max_tokens) * per_token + max_rows * per_row + logits + 4 * norms + 16
-
-
-def head_shape(config: DecoderConfig) -> HeadShape:
-    return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
-
-
-def windows_of(config: DecoderConfig) -> tuple[int | None, ...]:
-    """The window of each layer."""
-    return config.layer_window_tokens or (None,) * config.num_layers
-
-
 class CudaOps:
-    """See `Ops`. dtype is the weights' and activations'. `open_cache` comes before the first step."""
+    """See `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
     def __init__(
         self,
@@ -123,7 +66,7 @@ class CudaOps:
             residual=zeros(num_rows, config.hidden_size, torch.float32),
         )
         self._now = self._all
-        """Cut to the operations' current number of tokens."""
+        """The first rows of `_all`, as many as the current operations have tokens."""
         self._last_residual = zeros(max_rows, config.hidden_size, torch.float32)
         self._last_qkv = zeros(max_rows, widths["qkv"])
         self._logits = zeros(matmul.padded_rows(max_rows), config.vocab_size)
@@ -152,7 +95,7 @@ class CudaOps:
         rope: Tensor,
         attention: dict[int | None, StepAttention],
     ) -> None:
-        """Allocates the cache. rope [positions, rotary_dim]; last_tokens int32 by slot; attention by window."""
+        """Allocate the cache. rope [positions, rotary_dim]; last_tokens int32 by slot; attention by window."""
         config = self._config
         self.layout = layout
         self.cache = torch.zeros(
@@ -177,28 +120,28 @@ class CudaOps:
         self._attention = attention
         for each in attention.values():
             each.open(self._device)
-        self._last_window = windows_of(config)[-1]
+        self._last_window = layer_windows(config)[-1]
 
     def kernels(self) -> Iterator[Kernel]:
-        """All that steps launch."""
+        """Yield every kernel that a step of the model launches."""
         yield from self._elementwise.kernels
         for attention in self._attention.values():
             yield from attention.kernels()
 
     def prefill_tiles(self, batch: StepBatch, first_row: int) -> NDArray[np.int32]:
-        """What `CudaStep.prefill_tiles` shall hold, for the rows from first_row on."""
+        """Return the contents of `CudaStep.prefill_tiles` for first_row and the rows after it."""
         attention = next(iter(self._attention.values()))
         return attention.prefill.tiles(batch.query_starts, batch.context_lens, first_row)
 
     def begin(self, step: CudaStep) -> None:
-        """First of a step: what all its layers share."""
+        """Start a step: compute what all its layers share."""
         self._now = self._all.cut(step.num_tokens)
         if step.num_decode:
             for attention in self._attention.values():
                 attention.begin(step.rows, step.num_decode)
 
     def residual_rows(self, first: int, num_rows: int) -> Tensor:
-        """Where the embeddings of tokens that the step is given go, before `embed`: [num_rows, hidden] fp32."""
+        """Return where to write a prompt's embeddings, before `embed`: [num_rows, hidden] fp32."""
         return self._all.residual[first : first + num_rows]
 
     def embed(self, table: Tensor, step: CudaStep) -> Residual:
@@ -240,7 +183,7 @@ class CudaOps:
         if step.is_decode_only:
             return qkv, residual, step
         if residual.pending is not None:
-            raise RuntimeError("a norm should have added what is pending; this is a bug")
+            raise RuntimeError("the residual stream still has a pending addend after the norm; this is a bug")
         num_logits = len(step.logit_tokens)
         self._now = self._all.cut(num_logits)
         last_qkv, values = self._last_qkv[:num_logits], self._last_residual[:num_logits]
@@ -251,17 +194,20 @@ class CudaOps:
         return last_qkv, Residual(values), narrowed
 
     def logits(self, x: Tensor, weights: CudaLinear) -> Tensor:
-        """[L, vocab] in the weights' dtype; see `last_logits`."""
+        """Return [L, vocab] in the weights' dtype; see `last_logits`."""
         return self._matmul.multiply(x, weights, self._logits[: len(x)])
 
     def last_logits(self, num_rows: int) -> Tensor:
-        """What `logits` wrote last, [num_rows, vocab]: a buffer that the next step overwrites."""
+        """Return what `logits` wrote last, [num_rows, vocab]; the next step overwrites it."""
         return self._logits[:num_rows]
 
     def last_normed(self, num_rows: int) -> Tensor:
-        """What the final norm gave for these logits, [num_rows, hidden] in the weights' dtype: until the next step."""
+        """Return the final norm's output for these logits, [num_rows, hidden] in the weights' dtype.
+
+        The next step overwrites it.
+        """
         return self._all.hidden[:num_rows]
 
     def close(self) -> None:
-        """Lets go of the cache and the buffers."""
+        """Release the cache and the buffers."""
         self.__dict__.clear()

@@ -1,6 +1,6 @@
-"""Norms, rotary embedding and cache writes, gated activations, gathers and page copies: what is done to each row alone.
+"""Kernels that treat each row alone: norms, rotary embedding with the cache write, gated activations, and gathers.
 
-None allocates or waits; `out` and in-place arguments are the caller's. T tokens of a step lie back to back.
+None of them allocates or waits; the caller owns `out` and in-place arguments. The T tokens of a step are contiguous.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.ops import HeadShape
 
 _VALUES = 8
-"""Numbers that a thread takes at a time."""
+"""Values that a thread processes at a time."""
 _UNIT_BYTES = 16
 _MAX_NORM_SIZE = 1024 * 2 * _VALUES
 """The widest row that a block of 1024 threads holds in registers."""
@@ -34,7 +34,7 @@ _GATHER_ROWS = Kernel("copies.cu", "gather_rows", (), num_threads=256)
 
 
 def kernels() -> Iterator[Kernel]:
-    """All instantiations, see `kernel_manifest`."""
+    """Yield all instantiations; see `kernel_manifest`."""
     yield _GATHER_ROWS
     for act in ACT_MACRO.values():
         yield from (_embed(act), _add_rms_norm(act, 256), _gate(act, "silu_mul"), _gate(act, "gelu_mul"))
@@ -44,7 +44,7 @@ def kernels() -> Iterator[Kernel]:
 def unsupported_reason(
     hidden_size: int, intermediate_size: int, head_dim: int, rotary_dim: int, kv_dtype: str
 ) -> str | None:
-    """Why these kernels cannot serve a model, or None."""
+    """Return why these kernels do not support a model, or None."""
     for name, value, unit, limit in (
         ("hidden_size", hidden_size, _VALUES, _MAX_NORM_SIZE),
         ("intermediate_size", intermediate_size, _VALUES, None),
@@ -59,7 +59,7 @@ def unsupported_reason(
 
 
 class Elementwise:
-    """The kernels for one model on one device; its sizes passed `unsupported_reason`."""
+    """The kernels for one model on one device. `unsupported_reason` has accepted the model's sizes."""
 
     def __init__(
         self,
@@ -87,21 +87,22 @@ class Elementwise:
         self._rotary_dim = np.int32(rotary_dim)
         self._page_size = np.int32(page_size_tokens)
         self._head_shape = tuple(map(np.int32, (heads.num_heads, heads.num_kv_heads, heads.head_dim)))
-        # As the kernel cuts a block of threads into groups, one a head.
+        # The kernel cuts a block of threads into groups of lanes, one group per head.
         lanes = 8 if heads.head_dim <= 64 else 16 if heads.head_dim <= 128 else 32
         num_heads = heads.num_heads + 2 * heads.num_kv_heads
         self._head_blocks = -(-num_heads * lanes // self._rope_and_store.num_threads)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """What `Launcher.prepare` should have."""
+        """The kernels to pass to `Launcher.prepare`."""
         mine = (self._embed, self._add_rms_norm, self._silu_mul, self._gelu_mul, self._rope_and_store)
         return (*mine, _GATHER_ROWS)
 
     def embed(self, table: Tensor, input_ids: Tensor, rows: RowArrays, last_tokens: Tensor, residual: Tensor) -> None:
-        """residual [T, hidden] fp32 becomes the embeddings of input_ids [T]; zeros for an id outside table [V, hidden].
+        """Write the embeddings of input_ids [T] to residual [T, hidden] fp32; an id outside table [V, hidden] gives 0.
 
-        FROM_SLOT is the last token of the row's slot, last_tokens [max_slots]. Rows of FROM_EMBEDDINGS stay.
+        FROM_SLOT stands for the last token of the row's slot, last_tokens [max_slots]. Tokens with FROM_EMBEDDINGS are
+        left unchanged.
         """
         self._launcher.launch(
             self._embed, (len(residual), self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts,
@@ -109,7 +110,7 @@ class Elementwise:
         )  # fmt: skip
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
-        """residual [T, hidden] fp32 += delta [T, hidden], and out [T, hidden] = its RMS norm * weight [hidden]."""
+        """residual [T, hidden] fp32 += delta [T, hidden]; out [T, hidden] = RMS norm of residual * weight [hidden]."""
         added = out if delta is None else delta
         self._launcher.launch(
             self._add_rms_norm, (len(residual), 1, 1), residual, added, weight, out, self._hidden,
@@ -125,11 +126,11 @@ class Elementwise:
         rope: Tensor | None,
         norms: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """Norms and rotates q of qkv [T, qkv_size] in place, and writes its k, so treated, and v to the cache.
+        """Norm and rotate q of qkv [T, qkv_size] in place; write k, normed and rotated, and v to the cache.
 
-        k and v of qkv stay as they were. layer_cache: the layer's bytes of the cache. rope [positions, rotary_dim] fp32
-        is [cos | sin], None for a layer without; norms: weights of q and k, [head_dim] fp32. Of rows whose slot is -1
-        nothing changes.
+        k and v in qkv do not change. layer_cache: the layer's bytes of the cache. rope [positions, rotary_dim] fp32 is
+        [cos | sin]; None for a layer without rope. norms: weights of q and k, [head_dim] fp32. Rows whose slot is -1
+        are skipped.
         """
         table = self._unused if rope is None else rope
         q_norm, k_norm = norms or (self._unused, self._unused)
@@ -141,22 +142,22 @@ class Elementwise:
         )  # fmt: skip
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """out [T, n] = silu(gate) * up of gate_up [T, 2 n], [gate | up]."""
+        """out [T, n] = silu(gate) * up, where gate_up [T, 2 n] is [gate | up]."""
         self._gated(self._silu_mul, gate_up, out)
 
     def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """As `silu_mul`, with GELU in its tanh form."""
+        """out [T, n] = gelu(gate) * up, with the tanh form of GELU."""
         self._gated(self._gelu_mul, gate_up, out)
 
     def gather_rows(self, source: Tensor, rows: Tensor, out: Tensor) -> None:
-        """out [n, m] = source[rows, :m], of any one dtype; rows int32 [n], where it is negative out stays.
+        """out [n, m] = source[rows, :m], in any dtype. rows: int32 [n]; a negative one leaves its row of out unchanged.
 
-        Raises ValueError where rows are not made of whole 16 bytes.
+        Raises ValueError unless rows and strides are multiples of 16 bytes.
         """
         size, width = source.element_size(), out.shape[1] * out.element_size()
         strides = source.stride(0) * size, out.stride(0) * size
         if width % _UNIT_BYTES or strides[0] % _UNIT_BYTES or strides[1] % _UNIT_BYTES:
-            raise ValueError(f"rows of {width} bytes, {strides} apart, are not made of whole {_UNIT_BYTES} bytes")
+            raise ValueError(f"rows of {width} bytes, {strides} bytes apart, are not multiples of {_UNIT_BYTES} bytes")
         units = width // _UNIT_BYTES
         self._launcher.launch(
             _GATHER_ROWS, (len(rows), _blocks(units, _GATHER_ROWS), 1), source, rows, out, np.int32(units),

@@ -1,4 +1,4 @@
-"""The products of a step's rows and weights, by torch, from buffers into buffers."""
+"""Matrix products of a step's rows and weights, by torch, between preallocated buffers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK_ROWS = 128
-"""Few enough that reading the weights takes longer than the arithmetic: of 16-bit weights a product of M rows does M
-operations for each byte, and an H200 some 180 (computed, not measured). Enough that each block begins at a multiple of
-256 bytes, whatever the width: libraries choose by alignment too."""
+"""Small enough that reading the weights takes longer than the arithmetic: with 16-bit weights a product of M rows does
+M operations per byte, and an H200 can do about 180 (computed, not measured). Large enough that each block begins at a
+multiple of 256 bytes for any width: libraries choose kernels by alignment too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class CudaLinear:
 
 
 class Matmul(Protocol):
-    """How many rows of a step a product takes at a time."""
+    """A way to cut a step's rows into products."""
 
     def padded_rows(self, num_rows: int) -> int:
-        """The rows that a buffer needs for `multiply` to read or write the first num_rows of it."""
+        """Return the rows that a buffer must have so that `multiply` can use its first num_rows."""
         ...
 
     def num_launches(self, num_rows: int) -> int:
-        """The kernels that `multiply` launches, at least."""
+        """Return the minimum number of kernels that `multiply` launches."""
         ...
 
     def multiply(self, x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
@@ -41,13 +41,13 @@ class Matmul(Protocol):
 
 
 class WholeMatmul:
-    """See `Matmul`. The library may choose another kernel, and another order of its sums, for another number of
+    """One product for all rows. The library may choose a kernel with another summation order for another number of
     rows."""
 
     def padded_rows(self, num_rows: int) -> int:
         return num_rows
 
-    def num_launches(self, num_rows: int) -> int:  # noqa: ARG002 - it is the same for all
+    def num_launches(self, num_rows: int) -> int:  # noqa: ARG002 - the protocol has the parameter
         return 1
 
     def multiply(self, x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ class WholeMatmul:
 
 
 class BlockedMatmul:
-    """See `Matmul`. Each product has BLOCK_ROWS rows, so that a weight's kernel is always the same one.
+    """Products of exactly BLOCK_ROWS rows, so that the library always chooses the same kernel for a weight.
 
-    What the rows hold that fill up the last block does not matter: no row of a product has part in another one.
+    The rows that fill up the last block may hold anything: a row of a product does not depend on the other rows.
     """
 
     def padded_rows(self, num_rows: int) -> int:
@@ -73,7 +73,7 @@ class BlockedMatmul:
 
 
 def _block(rows: Tensor, first: int) -> Tensor:
-    """Also of rows of the buffer that lie behind those in use."""
+    """Return BLOCK_ROWS rows of the buffer, which may extend beyond the end of `rows`."""
     size, stride = rows.shape[1], rows.stride(0)
     return rows.as_strided((BLOCK_ROWS, size), (stride, 1), rows.storage_offset() + first * stride)
 

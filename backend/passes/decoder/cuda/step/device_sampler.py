@@ -1,9 +1,9 @@
-"""Sampling on the device: the host sampler's rules with other random numbers; no token waits for the host.
+"""Sampling on the device, without a wait for the host: the host sampler's rules with other random numbers.
 
-A token is the argmax of logit / temperature + Gumbel noise over what the filters leave; the noise is Philox4x32-10 of
-(the request's seed, the token's position, the token's id), so that neither batch nor slot matters. Thresholds come of
-histograms of integers (kernels/filters.cu), hence the same whatever the order of blocks. All tokens that tie with a
-filter's last one are kept, with typical_p too.
+A token is the argmax of logit / temperature + Gumbel noise over the tokens that pass the filters. The noise is
+Philox4x32-10 of (the request's seed, the token's position, the token's id), so it does not depend on batch or slot.
+Filter thresholds come from integer histograms (kernels/filters.cu), so they do not depend on the order of blocks. All
+tokens that tie with a filter's last token are kept, for typical_p too.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 MAX_VOCAB = 1 << 18
 MAX_BIASES = 300
-"""Of one slot, as the wire allows."""
+"""Most logit biases per slot; the limit of `Submit`."""
 
 _SEGMENT = 4096
 _NUM_BINS = 2048
 _STATE_INTS = 20
 _NUM_LEVELS = 3
 _MIN_TEMPERATURE = 1e-6
-"""As in `penstock.backend.sampling.sampler`."""
+"""The same as in `penstock.backend.sampling.sampler`."""
 _MAX_COUNT = (1 << 13) - 1
-"""A token that a sequence had generated more often when it took its slot counts as this often."""
+"""Cap of a token's count when a sequence takes its slot."""
 
 _PARAMS = (
     ("inverse_temperature", "<f4"),
@@ -67,7 +67,7 @@ _TAKE_SLOTS = Kernel("take_slots.cu", "take_slots", (("ACT", 0),), num_threads=2
 
 
 class Filter(IntEnum):
-    """In the order in which they apply; the numbers are those of kernels/filters.cu."""
+    """Filters in the order in which they apply, with the numbers of kernels/filters.cu."""
 
     TOP_K = 0
     TYPICAL = 1
@@ -75,7 +75,7 @@ class Filter(IntEnum):
 
 
 def kernels() -> Iterator[Kernel]:
-    """All instantiations, see `kernel_manifest`."""
+    """Yield all instantiations; see `kernel_manifest`."""
     yield _TAKE_SLOTS
     for act in ACT_MACRO.values():
         yield from _SamplingKernels.of(act).all
@@ -107,42 +107,42 @@ class _SamplingKernels:
 
 @dataclass(frozen=True, slots=True)
 class SamplerFeatures:
-    """What the rows of a step ask of the sampler, so that kernels nobody needs are not launched."""
+    """Sampler features that the rows of a step use; kernels for other features are not launched."""
 
     filters: tuple[Filter, ...]
     is_filtered: bool
-    """Some row has a filter, be it only min_p."""
+    """Whether some row has any filter, min_p included."""
     logprob_rows: Ints
-    """[K] ascending: rows that report log probabilities."""
+    """Rows that report log probabilities, [K] ascending."""
     num_top: int
-    """The largest num_logprobs among them."""
+    """The largest num_logprobs of these rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobBuffers:
-    """The results of up to K rows, on the device."""
+    """Log probabilities of K rows, on the device."""
 
     chosen: Tensor
     """fp32 [K]"""
     ranks: Tensor
     """int32 [K]"""
     top_ids: Tensor
-    """int32 [K, N], contiguous; N at most the vocabulary."""
+    """int32 [K, N], contiguous; N is at most the vocabulary size."""
     top: Tensor
     """fp32 [K, N], contiguous"""
 
 
 class SlotArrays:
-    """What the device keeps of each slot between steps, and the scratch of as many rows. Allocated once."""
+    """Per-slot state on the device, and scratch memory for as many rows. Allocated once."""
 
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
-        """Raises ValueError for a vocabulary that is too large."""
+        """Raises ValueError if the vocabulary is too large."""
         if not 0 < vocab_size <= MAX_VOCAB:
-            raise ValueError(f"vocab_size is {vocab_size}; sampling serves 1 to {MAX_VOCAB}")
+            raise ValueError(f"vocab_size is {vocab_size}; the sampler supports 1 to {MAX_VOCAB}")
         self.vocab_size = vocab_size
         self.params = torch.zeros(max_slots, _PARAM_INTS, dtype=torch.int32, device=device)
         self.counts = torch.zeros(max_slots, _aligned(vocab_size), dtype=torch.int16, device=device)
-        """Of each token: times generated << 1 | whether it is in the prompt. Kept where the slot has penalties."""
+        """Per token: times generated << 1 | whether it is in the prompt. Updated only for slots with penalties."""
         self.bias_tokens = torch.zeros(max_slots, MAX_BIASES, dtype=torch.int32, device=device)
         self.bias_values = torch.zeros(max_slots, MAX_BIASES, device=device)
         self.last_tokens = torch.zeros(max_slots, dtype=torch.int32, device=device)
@@ -152,13 +152,14 @@ class SlotArrays:
 
     @staticmethod
     def num_bytes(max_slots: int, vocab_size: int) -> int:
-        """Of the device's memory."""
+        """Return the bytes of device memory."""
         ints = _PARAM_INTS + 2 * MAX_BIASES + _STATE_INTS + 2
         return max_slots * (4 * ints + 2 * _aligned(vocab_size) + 8 * _NUM_BINS)
 
 
 class DeviceSampler:
-    """Samples the rows of a step. Owns the host's knowledge of which slot asks for what; used by the pass's thread."""
+    """Samples the rows of a step, and records on the host which features each slot uses. Only the pass's thread uses
+    it."""
 
     def __init__(self, launcher: Launcher, slots: SlotArrays, logits_dtype: torch.dtype) -> None:
         max_slots = len(slots.params)
@@ -173,19 +174,19 @@ class DeviceSampler:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """What `Launcher.prepare` should have."""
+        """The kernels to pass to `Launcher.prepare`."""
         return (_TAKE_SLOTS, *self._kernels.all)
 
     def pack(self, inits: Sequence[SlotInit]) -> Ints:
-        """New owners of slots as int32 [n], for `take_slots` once it is on the device at a multiple of 16 bytes.
+        """Pack new owners of slots as int32 [n]; copy the result to the device, 16-byte aligned, for `take_slots`.
 
-        20 ints a slot, 2 a bias, and with penalties 1 a different token of the sequence. Raises ValueError for a slot,
-        a token or a number of biases out of range.
+        It has 20 ints per slot, 2 per bias, and with penalties 1 per distinct token of the sequence. Raises ValueError
+        if a slot, a token or the number of biases is out of range.
         """
         updates = np.zeros(len(inits), _UPDATE)
         parts: list[Ints] = []
         start = len(inits) * _UPDATE_INTS
-        # Pairs first: they begin at even places.
+        # Biases first: these pairs must begin at even offsets.
         for update, init in zip(updates, inits, strict=True):
             self._note(update, init)
             biases = self._packed_biases(init.sampling)
@@ -200,7 +201,7 @@ class DeviceSampler:
         return np.concatenate([updates.view(np.int32), *parts])
 
     def features(self, slots: Ints) -> SamplerFeatures:
-        """For a step whose logit rows are of these slots, [L]."""
+        """Return the features of a step whose logit rows have these slots, [L]."""
         has_filter: list[bool] = np.any(self._has_filter[slots], axis=0).tolist()
         num_logprobs = self._num_logprobs[slots]
         return SamplerFeatures(
@@ -211,7 +212,7 @@ class DeviceSampler:
         )
 
     def take_slots(self, updates: Tensor, num_slots: int) -> None:
-        """What `pack` made for num_slots slots. Before the step in which they are first sampled."""
+        """Apply what `pack` made for num_slots slots. Call before the first step that samples them."""
         arrays = self._slots
         self._launcher.launch(
             _TAKE_SLOTS, (num_slots, 1, 1), updates, arrays.params, arrays.counts, arrays.bias_tokens,
@@ -227,16 +228,16 @@ class DeviceSampler:
         tokens: Tensor,
         masks: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """tokens int32 [L] of logits [L, vocab_size], whose rows may be further apart; NOT_FINITE where there is none.
+        """Sample tokens int32 [L] from logits [L, vocab_size] with any row stride; NOT_FINITE if a row has no token.
 
-        slots and context_lens int32 [L], the latter without the token whose logits these are; of rows whose slot is -1
-        nothing is read or written. masks: int32 [L], -1 or a row of the other's [M, ceil(vocab_size / 32)] int32, whose
-        bit i % 32 of word i // 32 allows token i. Also notes the tokens as the slots' last ones, and counts them.
+        slots and context_lens: int32 [L]; context_lens excludes the token whose logits these are. Rows whose slot is -1
+        are skipped. masks: int32 [L], -1 or a row of the second tensor, int32 [M, ceil(vocab_size / 32)], whose bit
+        i % 32 of word i // 32 allows token i. Also records the tokens as their slots' last tokens, and counts them.
 
         Raises ValueError for more rows than slots, padding included.
         """
         if len(logits) > len(self._is_filtered):
-            raise ValueError(f"{len(logits)} rows are to be sampled; there are {len(self._is_filtered)} slots")
+            raise ValueError(f"cannot sample {len(logits)} rows; there are {len(self._is_filtered)} slots")
         arrays, launch, kernels = self._slots, self._launcher.launch, self._kernels
         mask_rows, bits = masks or (arrays.no_mask_rows, arrays.no_mask_rows)
         step: tuple[Argument, ...] = (
@@ -255,9 +256,9 @@ class DeviceSampler:
             launch(kernels.draw_rows, grid, *step)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, rows: Tensor, out: LogprobBuffers) -> None:
-        """Of rows int32 [K] of logits [L, vocab_size], with what `sample` chose; -1 is padding.
+        """Compute the log probabilities of rows int32 [K] of logits [L, vocab_size] and of the sampled tokens.
 
-        By the raw logits, fp32. A row without a token gets NaN, rank 0 and ids of -1.
+        They are fp32, of the raw logits. A row of -1 is padding. A row without a token gets NaN, rank 0 and ids of -1.
         """
         self._launcher.launch(
             self._kernels.log_probabilities, (len(rows), 1, 1), logits, np.int64(logits.stride(0)), self._vocab_size,
@@ -286,7 +287,7 @@ class DeviceSampler:
         self._num_logprobs[slot] = min(params.num_logprobs, int(self._vocab_size))
 
     def _packed_biases(self, params: SamplingParams) -> Ints:
-        """[n, 2] tokens and the bits of their values; several biases of a token become their sum."""
+        """Return [n, 2] tokens and the bits of their biases; several biases of one token are added."""
         if len(params.logit_bias) > MAX_BIASES:
             raise ValueError(f"a slot has {len(params.logit_bias)} biases; at most {MAX_BIASES} are allowed")
         summed: dict[int, float] = {}
@@ -320,5 +321,5 @@ def _is_penalised(params: SamplingParams) -> bool:
 
 
 def _aligned(vocab_size: int) -> int:
-    """To 16 bytes of counts."""
+    """Round up to 16 bytes of counts."""
     return -(-vocab_size // 8) * 8

@@ -1,8 +1,8 @@
-"""What the device knows of a step, at addresses that never change, and how it gets there: one copy a step.
+"""The device's copy of a step, at fixed addresses. It arrives in one copy per step.
 
-The host writes a step into a pinned block, two of them in turn, and one copy brings as much of it as there is into the
-device's block. That begins with arrays of fixed places, which captured graphs read; behind the token ids comes what
-only kernels launched with the step read. Page tables stay on the device: only their changes travel.
+The host writes a step into one of two pinned blocks in turn, and one copy sends the used part to the device's block.
+The block begins with arrays at fixed addresses, which captured graphs read. After the token ids come the parts that
+only kernels launched with the step read. Page tables stay on the device; only their changes are sent.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int32]
 
 _CHANGES_AT_ONCE = 1 << 13
-"""Entries of page tables."""
+"""Most changed page table entries in one copy."""
 _CHANGE_PAGES = Kernel("step.cu", "change_pages", (), num_threads=128)
 
 
 def kernels() -> Iterator[Kernel]:
-    """All instantiations, see `kernel_manifest`."""
+    """Yield all instantiations; see `kernel_manifest`."""
     yield _CHANGE_PAGES
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What steps can be: fixed when the cache is made."""
+    """Limits of a step, fixed when the cache is created."""
 
     max_rows: int
     max_tokens: int
     max_pages: int
-    """Of one sequence."""
+    """Most pages of one sequence."""
     page_size_tokens: int
     num_pages: int
     vocab_size: int
     tail_ints: int
-    """Of what may travel along with a step."""
+    """Most ints that the caller may send along with a step."""
 
 
 class StepBuffers:
-    """Owns the device's step block and page table, and their mirror on the host. Used by the pass's thread alone."""
+    """Owns the device's step block and page table, and their host copies. Only the pass's thread uses it."""
 
     def __init__(self, device: Device, limits: StepLimits) -> None:
         self._device = device
@@ -72,47 +72,47 @@ class StepBuffers:
         self._ids_start = start
         self._fixed = np.zeros(start + limits.max_tokens, np.int32)
         self._pages = np.full((rows, limits.max_pages), -1, np.int32)
-        """What the device's page table holds."""
+        """Contents of the device's page table."""
 
         self.uplink = Uplink(device, self.num_bytes(limits) // 4 - self._pages.size)
         self.page_table = torch.zeros(rows, limits.max_pages, dtype=torch.int32, device=device.torch_device)
         """int32 [max_rows, max_pages], by slot."""
         self.input_ids = self.uplink.block[start : start + limits.max_tokens]
         self.rows = RowArrays(*(self._view(name) for name in ("query_starts", "context_lens", "slots")))
-        """All rows that a step can have."""
+        """Views of all rows that a step can have."""
         self.logit_rows = RowArrays(
             *(self._view(f"logit_{name}") for name in ("query_starts", "context_lens", "slots"))
         )
-        """The last tokens of the rows that want logits, as rows of one token each."""
+        """The last tokens of the rows that need logits, as rows of one token each."""
         self.logit_tokens = self._view("logit_tokens")
-        """Where those tokens lie in the step."""
-        for arrays in (self.rows, self.logit_rows):  # all of them padding, until the first step
+        """Index of each of those tokens in the step."""
+        for arrays in (self.rows, self.logit_rows):  # all rows are padding until the first step
             arrays.slots.fill_(-1)
             torch.arange(rows + 1, dtype=torch.int32, out=arrays.query_starts)
 
     @staticmethod
     def num_bytes(limits: StepLimits) -> int:
-        """Of the device's memory."""
+        """Return the bytes of device memory."""
         fixed = 7 * aligned(limits.max_rows + 1) + aligned(limits.max_tokens)
         tail = aligned(limits.tail_ints) + aligned(3 * _CHANGES_AT_ONCE)
         return 4 * (fixed + tail + limits.max_rows * limits.max_pages)
 
     def load(self, batch: StepBatch, num_padded_rows: int, parts: list[Ints]) -> list[Tensor]:
-        """Brings the step to the device, rows beyond the batch's up to num_padded_rows as padding, and page changes.
+        """Send the step, padded to num_padded_rows rows, and its page table changes to the device.
 
-        parts, of tail_ints in all, travel along; returns where they are, each int32 [n]. The token ids FROM_SLOT
-        and FROM_EMBEDDINGS stay. Raises ValueError for a batch that breaks its contract.
+        parts, at most tail_ints in total, are sent along; returns them on the device, each int32 [n]. The token ids
+        FROM_SLOT and FROM_EMBEDDINGS are sent as they are. Raises ValueError for an invalid batch.
         """
         changes = self._page_changes(batch, self._check(batch))
         try:
             return self._send(batch, num_padded_rows, changes, parts)
         except Exception:
-            self._pages[batch.slots] = -1  # who knows what has arrived
+            self._pages[batch.slots] = -1  # unknown: some of the changes may have arrived
             raise
 
     def _send(self, batch: StepBatch, num_padded_rows: int, changes: Ints, parts: list[Ints]) -> list[Tensor]:
         while len(changes) > _CHANGES_AT_ONCE:
-            # Only where a step brings very many pages at once: ahead of it, in copies of their own.
+            # Only a step with very many new pages gets here. The excess goes ahead of the step, in separate copies.
             self._apply(*self.uplink.send([changes[:_CHANGES_AT_ONCE]]))
             changes = changes[_CHANGES_AT_ONCE:]
         self._write_fixed(batch, num_padded_rows)
@@ -125,7 +125,7 @@ class StepBuffers:
         return self.uplink.block[self._places[name]]
 
     def _check(self, batch: StepBatch) -> Ints:
-        """Where each row ends, [R]: tokens of its sequence. Raises ValueError."""
+        """Return each row's end, [R], in tokens of its sequence. Raises ValueError for an invalid batch."""
         limits, starts = self._limits, batch.query_starts
         if batch.num_tokens > limits.max_tokens or batch.num_rows > limits.max_rows:
             raise ValueError(
@@ -134,7 +134,9 @@ class StepBuffers:
             )
         lengths = np.diff(starts)
         if len(lengths) != batch.num_rows or starts[0] != 0 or starts[-1] != batch.num_tokens or lengths.min() < 1:
-            raise ValueError(f"rows begin at {starts.tolist()}, of {batch.num_rows} rows and {batch.num_tokens} tokens")
+            raise ValueError(
+                f"query_starts are {starts.tolist()}, for {batch.num_rows} rows and {batch.num_tokens} tokens"
+            )
         if batch.slots.min() < 0 or batch.slots.max() >= limits.max_rows:
             raise ValueError(f"slots are {batch.slots.min()} … {batch.slots.max()}; there are {limits.max_rows}")
         if batch.input_ids.min() < FROM_EMBEDDINGS or batch.input_ids.max() >= limits.vocab_size:
@@ -143,30 +145,30 @@ class StepBuffers:
                 f"{limits.vocab_size}"
             )
         check_embeddings(batch)
-        if len(wanting := batch.logit_rows) and (wanting[0] < 0 or wanting[-1] >= batch.num_rows):
-            raise ValueError(f"logits are wanted of rows {wanting[0]} … {wanting[-1]}; there are {batch.num_rows}")
+        if len(rows := batch.logit_rows) and (rows[0] < 0 or rows[-1] >= batch.num_rows):
+            raise ValueError(f"logit rows are {rows[0]} … {rows[-1]}; there are {batch.num_rows}")
         ends: Ints = batch.context_lens + lengths
-        held = min(batch.page_table.shape[1], limits.max_pages) * limits.page_size_tokens
-        if ends.max() > held or batch.context_lens.min() < 0:
-            raise ValueError(f"a row ends at {ends.max()} tokens; its pages hold {held}")
+        capacity_tokens = min(batch.page_table.shape[1], limits.max_pages) * limits.page_size_tokens
+        if ends.max() > capacity_tokens or batch.context_lens.min() < 0:
+            raise ValueError(f"a row ends at {ends.max()} tokens; its pages hold {capacity_tokens}")
         return ends
 
     def _page_changes(self, batch: StepBatch, ends: Ints) -> Ints:
-        """[n, 3] slot, place and page where the batch's pages differ from what the device has. Notes them as done."""
+        """Return [n, 3] slot, index and page where the batch's pages differ from the device's; record them as sent."""
         limits = self._limits
         num_pages = -(-ends // limits.page_size_tokens)
         width = int(num_pages.max())
-        wanted = batch.page_table[:, :width]
-        differs = (wanted != self._pages[batch.slots, :width]) & (np.arange(width) < num_pages[:, None])
-        rows, places = np.nonzero(differs)
+        needed = batch.page_table[:, :width]
+        differs = (needed != self._pages[batch.slots, :width]) & (np.arange(width) < num_pages[:, None])
+        rows, indices = np.nonzero(differs)
         changes = np.empty((len(rows), 3), np.int32)
         if not len(rows):
             return changes
-        pages, slots = wanted[rows, places], batch.slots[rows]
+        pages, slots = needed[rows, indices], batch.slots[rows]
         if pages.min() < 0 or pages.max() >= limits.num_pages:
             raise ValueError(f"pages are {pages.min()} … {pages.max()}; there are {limits.num_pages}")
-        self._pages[slots, places] = pages
-        changes[:, 0], changes[:, 1], changes[:, 2] = slots, places, pages
+        self._pages[slots, indices] = pages
+        changes[:, 0], changes[:, 1], changes[:, 2] = slots, indices, pages
         return changes
 
     def _write_fixed(self, batch: StepBatch, num_padded_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""What a step brings: tokens and log probabilities, in one block of the device's memory, and their way to the host."""
+"""A step's results, tokens and log probabilities: one block of device memory, and its copy to the host."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.step.device_sampler import SamplerFeatures
 
 MAX_TOP_LOGPROBS = 20
-"""Of a row's likeliest tokens, as the API allows."""
+"""Most top log probabilities per token; the API's limit."""
 
 
 class ResultBuffers:
-    """The next step overwrites what the kernels wrote; what `fetch` copied is the step's own."""
+    """The next step overwrites the device block; a copy made by `fetch` belongs to its step."""
 
     def __init__(self, device: Device, max_rows: int) -> None:
         self._device = device
@@ -32,7 +32,7 @@ class ResultBuffers:
 
     @staticmethod
     def num_bytes(max_rows: int) -> int:
-        """Of the device's memory."""
+        """Return the bytes of device memory."""
         return 4 * (aligned(max_rows) + max_rows * (2 + 2 * MAX_TOP_LOGPROBS))
 
     def tokens(self, num_rows: int) -> Tensor:
@@ -40,10 +40,10 @@ class ResultBuffers:
         return self._downlink.block[:num_rows]
 
     def logprobs(self, num_rows: int, features: SamplerFeatures) -> LogprobBuffers:
-        """For the rows that the features names, of num_rows. Raises ValueError for too many likeliest tokens."""
+        """Return buffers for `features.logprob_rows`. Raises ValueError for too many top log probabilities."""
         count, top = len(features.logprob_rows), features.num_top
         if top > MAX_TOP_LOGPROBS:
-            raise ValueError(f"{top} of the likeliest tokens are asked for; at most {MAX_TOP_LOGPROBS} are reported")
+            raise ValueError(f"{top} top log probabilities are requested; at most {MAX_TOP_LOGPROBS} are allowed")
         sizes = [count, count, count * top, count * top]
         chosen, ranks, ids, values = torch.split(self._downlink.block[aligned(num_rows) :][: sum(sizes)], sizes)
         return LogprobBuffers(
@@ -51,7 +51,7 @@ class ResultBuffers:
         )
 
     def fetch(self, num_rows: int, features: SamplerFeatures, doing: str) -> PendingTokens:
-        """The results of the step whose kernels were launched last; doing names it in a fault's message."""
+        """Start to copy the results of the last launched step; doing names the step in error messages."""
         num_ints = num_rows
         if len(features.logprob_rows):
             num_ints = aligned(num_rows) + len(features.logprob_rows) * (2 + 2 * features.num_top)
@@ -71,7 +71,7 @@ class PendingTokens:
         self._doing = doing
 
     def wait(self) -> StepOutput:
-        """Once."""
+        """Call once."""
         with annotate_faults(self._device, self._doing):
             ints = self._fetched.wait()
         tokens = ints[: self._num_rows]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowArrays:
-    """The rows of a step for the kernels: views of the device's block."""
+    """The rows of a step, as kernels read them: views of the device's step block."""
 
     query_starts: Tensor
     """int32 [R + 1]"""
@@ -26,15 +26,15 @@ class RowArrays:
 
 @dataclass(frozen=True, slots=True)
 class CudaStep:
-    """One step's rows on the device, and its token count on the host: padding included."""
+    """The rows of one step on the device. All counts include padding."""
 
     num_tokens: int
     rows: RowArrays
     num_decode: int
-    """Rows of one token, which come first."""
+    """Number of rows of one token; they come first."""
     prefill_tiles: Tensor | None
-    """Of the other rows; see `PrefillAttention`. None where there are none."""
+    """Tiles of the other rows, see `PrefillAttention`; None without other rows."""
     logit_rows: RowArrays
     logit_tokens: Tensor
     is_decode_only: bool
-    """All rows have one token, and all want logits: there is nothing to leave out."""
+    """Every row has one token and needs its logits."""

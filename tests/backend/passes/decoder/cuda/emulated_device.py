@@ -172,7 +172,7 @@ class EmulatedDevice:
         try:
             self.synchronize()
         except Exception as fault:
-            raise DeviceLost(f"{doing}: {fault}; given last was {self.launcher.last_launch}") from fault
+            raise DeviceLost(f"{doing}: {fault}; last launch: {self.launcher.last_launch}") from fault
 
 
 _launchers: dict[str, Any] = {}

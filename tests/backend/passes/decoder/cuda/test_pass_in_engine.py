@@ -260,7 +260,7 @@ def test_a_step_that_runs_out_of_memory_fails_alone_and_is_named_with_its_last_k
     assert bench.received(1).finishes == [Finish.FAILED]
     assert isinstance(bench.received(1).failure, Failure)
     assert "CUDA out of memory. Tried to allocate 2.00 GiB" in caplog.text
-    assert "in a step of 3 tokens in 1 rows; the kernel launched last was add_rms_norm[ACT=0] (3, 1, 1)" in caplog.text
+    assert "in a step of 3 tokens in 1 rows; last launch: add_rms_norm[ACT=0] (3, 1, 1)" in caplog.text
     prompt = prompts((7,))[0]
     bench.submit(list(prompt), 4, request_id=2)
     bench.run_dry()
@@ -285,7 +285,7 @@ def test_a_batch_that_breaks_its_contract_fails_and_the_next_one_runs() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"head_dim": 32}, "head_dim is 32, not one of 64, 80, 96, 128, 256; serve it with --gpu none"),
+        ({"head_dim": 32}, "head_dim is 32; it must be one of 64, 80, 96, 128, 256; use --gpu none"),
         ({"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64}, "32 heads share 1 KV heads"),
         ({"hidden_size": 68, "head_dim": 64}, "hidden_size is 68; it must be a multiple of 8"),
     ],
@@ -318,8 +318,8 @@ def test_a_step_that_does_not_fit_beside_the_cache_is_told_at_start(monkeypatch:
     with pytest.raises(StartupError) as caught:
         made.create_cache(8, 16, "fp32")
     assert str(caught.value) == (
-        "a step does not fit the GPU beside the KV cache: CUDA out of memory. Tried to allocate 2.00 GiB "
-        "(given last: add_rms_norm[ACT=0] (6, 1, 1)); lower --kv-budget"
+        "a step does not fit into GPU memory beside the KV cache: CUDA out of memory. Tried to allocate 2.00 GiB "
+        "(last launch: add_rms_norm[ACT=0] (6, 1, 1)); lower --kv-budget"
     )
 
 
@@ -337,7 +337,7 @@ def test_fp16_weights_stay_fp16_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_page_size_that_no_kernel_covers_is_refused() -> None:
-    with pytest.raises(StartupError, match="page_size_tokens is 8, not one of 16, 32, 64"):
+    with pytest.raises(StartupError, match="page_size_tokens is 8; it must be one of 16, 32, 64"):
         make_pass().create_cache(8, 8, "fp32")
 
 

@@ -206,17 +206,17 @@ def test_blocks_fit_into_shared_memory(head_dim: int, kv_dtype: str, shared_byte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"head_dim": 72}, "head_dim is 72, not one of 64, 80, 96, 128, 256"),
+        ({"head_dim": 72}, "head_dim is 72; it must be one of 64, 80, 96, 128, 256"),
         ({"head_dim": 80, "kv_dtype": "q8_0"}, "head_dim is 80; a q8_0 cache needs a multiple of 32"),
         ({"kv_dtype": "int4"}, "kv_dtype is int4"),
-        ({"page_size": 8}, "page_size_tokens is 8, not one of 16, 32, 64"),
-        ({"group": 17}, "34 heads share 2 KV heads; each takes 1 to 16"),
+        ({"page_size": 8}, "page_size_tokens is 8; it must be one of 16, 32, 64"),
+        ({"group": 17}, "34 heads share 2 KV heads; each KV head must have the same number of heads, 1 to 16"),
         ({"max_rows": 0}, "max_rows is 0"),
         ({"max_rows": 65536}, "max_rows is 65536"),
         ({"max_context": 1 << 25}, "max_context_tokens is 33554432"),
         ({"window": -1}, "window_tokens is -1"),
         ({"softcap": float("nan")}, "softcap is nan"),
-        ({"shared_bytes": 48 * 1024, "head_dim": 256}, "49152 bytes of shared memory an SM are too few"),
+        ({"shared_bytes": 48 * 1024, "head_dim": 256}, "49152 bytes of shared memory per SM are too few"),
     ],
 )
 def test_what_no_kernel_covers_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -226,7 +226,7 @@ def test_what_no_kernel_covers_is_refused(arguments: dict[str, Any], message: st
 
 def test_more_rows_than_the_workspace_has_are_refused() -> None:
     batch = Batch.of(attention_of(max_rows=1), rows_of(3, 4))
-    with pytest.raises(ValueError, match="2 rows, of at most 1"):
+    with pytest.raises(ValueError, match="2 rows; at most 1 are allowed"):
         batch.run()
 
 

@@ -73,7 +73,7 @@ def test_a_device_that_cannot_be_waited_for_is_lost_and_the_last_kernel_is_named
     with pytest.raises(DeviceLost) as caught:
         device.check("a step of 3 tokens in 1 rows")
     assert str(caught.value).startswith(
-        "a step of 3 tokens in 1 rows: CUDA error: an illegal memory access was encountered; given last was "
+        "a step of 3 tokens in 1 rows: CUDA error: an illegal memory access was encountered; last launch: "
         "draw_rows[ACT=1] (1, 1, 1), "
     )
 

@@ -136,13 +136,13 @@ def test_a_cupy_that_does_not_work_is_said_in_one_line(monkeypatch: pytest.Monke
         raise RuntimeError("cudaErrorInsufficientDriver:\nthe driver is too old")
 
     monkeypatch.setattr(cupy.cuda, "Device", refuse)
-    with pytest.raises(KernelFailed, match=r"^CuPy does not work here: cudaErrorInsufficientDriver: the driver is too"):
+    with pytest.raises(KernelFailed, match=r"^CuPy does not work: cudaErrorInsufficientDriver: the driver is too"):
         CupyLauncher(0)
     monkeypatch.setattr(CudaDevice, "__init__", lambda _self, index: CupyLauncher(index) and None)
-    with pytest.raises(StartupError, match=r"^GPU 1 cannot be used: CuPy does not work here: cudaError.* is too old$"):
+    with pytest.raises(StartupError, match=r"^GPU 1 cannot be used: CuPy does not work: cudaError.* is too old$"):
         DecoderPass.load(Path(), PassOptions(device="cuda:1"))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(KernelFailed, match=r"^CuPy does not work here: import of cupy halted"):
+    with pytest.raises(KernelFailed, match=r"^CuPy does not work: import of cupy halted"):
         CupyLauncher(0)
 
 
@@ -157,7 +157,7 @@ class UnwritableHome(MetaPathFinder):
 def test_a_cupy_whose_cache_has_no_directory_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [UnwritableHome(), *sys.meta_path])
-    with pytest.raises(KernelFailed, match=r"^CuPy does not work here: \[Errno 13\] Permission denied: '/.cupy'$"):
+    with pytest.raises(KernelFailed, match=r"^CuPy does not work: \[Errno 13\] Permission denied: '/.cupy'$"):
         CupyLauncher(0)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.forward_pass import StepOutput
 
-NUM_PLACES = 7
+NUM_HOST_PAGES = 7
 PAGE_SIZE = 16
 GREEDY_AND_TOLD = SamplingParams(temperature=0.0, num_logprobs=5)
 
@@ -49,10 +49,10 @@ def make_driver(
     host_kv_bytes: int | None = None,
     pass_class: type[EmulatedCudaPass | DeferredCudaPass] = EmulatedCudaPass,
 ) -> Driver:
-    """With NUM_PLACES and a part of one, unless it is told otherwise."""
+    """With NUM_HOST_PAGES and a part of one, unless it is told otherwise."""
     settings = options()
     page_bytes = PAGE_SIZE * pass_class.describe(checkpoint("llama3"), settings).kv_bytes_per_token[kv_dtype]
-    num_bytes = NUM_PLACES * page_bytes + page_bytes // 2 if host_kv_bytes is None else host_kv_bytes
+    num_bytes = NUM_HOST_PAGES * page_bytes + page_bytes // 2 if host_kv_bytes is None else host_kv_bytes
     made = pass_class.load(checkpoint("llama3"), replace(settings, host_kv_bytes=num_bytes))
     return Driver(made, num_pages=32, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
 
@@ -104,9 +104,9 @@ def test_the_memory_is_that_of_whole_pages_and_goes_with_the_pass(caplog: pytest
         driver = make_driver("q8_0")
     made = driver.forward_pass
     assert isinstance(made, IHostPages)
-    assert made.num_host_pages == NUM_PLACES
+    assert made.num_host_pages == NUM_HOST_PAGES
     (memory,) = made.device.host_memories
-    num_bytes = NUM_PLACES * PAGE_SIZE * made.spec.kv_bytes_per_token["q8_0"]
+    num_bytes = NUM_HOST_PAGES * PAGE_SIZE * made.spec.kv_bytes_per_token["q8_0"]
     assert memory.bytes.numel() == num_bytes
     (line,) = [message for message in caplog.messages if message.startswith("host link: ")]
     assert str(made.token_costs) in line
@@ -124,7 +124,7 @@ def test_over_a_slow_link_pages_are_computed_again(
         made = make_driver().forward_pass
     assert made.num_host_pages == 0
     assert made.device.host_memories == []
-    assert caplog.messages[-1].endswith("pages of preempted sequences are computed again")
+    assert caplog.messages[-1].endswith("pages of preempted sequences are recomputed")
     made.close()
 
 
@@ -134,7 +134,7 @@ def test_memory_that_holds_no_page_is_not_taken(host_kv_bytes: int, caplog: pyte
         made = make_driver(host_kv_bytes=host_kv_bytes).forward_pass
     assert made.num_host_pages == 0
     assert made.device.host_memories == []
-    assert caplog.messages[-1].endswith("computed again, for 0.00 GB of host memory hold none")
+    assert caplog.messages[-1].endswith("recomputed: 0.00 GB of host memory do not hold one page")
 
 
 def test_where_the_driver_locks_no_memory_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,9 +143,10 @@ def test_where_the_driver_locks_no_memory_one_warning_says_so(caplog: pytest.Log
     made.create_cache(8, PAGE_SIZE, "fp32")
     assert made.num_host_pages == 0
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith("pages of preempted sequences are computed again: 0.00 GB of host memory cannot be page-")
+    assert warning.startswith("0.00 GB of host memory cannot be page-locked (")
+    assert warning.endswith("; pages of preempted sequences are recomputed")
     assert "CUDA_ERROR_OUT_OF_MEMORY" in warning
-    with pytest.raises(ValueError, match="places to save to are 0 … 0; there are 0"):
+    with pytest.raises(ValueError, match="host pages to save to are 0 … 0; there are 0"):
         made.save_pages(((1, 0),))
     made.close()
 
@@ -225,7 +226,7 @@ def test_moves_that_do_not_fit_a_launch_go_ahead_in_their_order(
     with torch.inference_mode():
         pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
     expected = pages.clone()
-    driver.forward_pass.save_pages(tuple((page, page) for page in range(NUM_PLACES)))
+    driver.forward_pass.save_pages(tuple((page, page) for page in range(NUM_HOST_PAGES)))
     restores = [(place, 10 + place) for place in range(num_restored)]
     copies = [(10 + index if index < num_restored else index, 20 + index) for index in range(num_copied)]
     for sources in (restores, copies):
@@ -310,9 +311,9 @@ def test_moves_touch_no_memory_that_is_not_theirs() -> None:
     [
         (((32, 0),), "pages to save are 32 … 32; there are 32"),
         (((-1, 0), (3, 1)), "pages to save are -1 … 3; there are 32"),
-        (((3, 0), (4, NUM_PLACES)), f"places to save to are 0 … {NUM_PLACES}; there are {NUM_PLACES}"),
-        (((3, -1),), "places to save to are -1 … -1"),
-        (((3, 2), (4, 1), (5, 2)), "place 2 is saved to twice"),
+        (((3, 0), (4, NUM_HOST_PAGES)), f"host pages to save to are 0 … {NUM_HOST_PAGES}; there are {NUM_HOST_PAGES}"),
+        (((3, -1),), "host pages to save to are -1 … -1"),
+        (((3, 2), (4, 1), (5, 2)), "host page 2 is saved to twice"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_name_and_nothing_is_saved(
@@ -329,8 +330,12 @@ def test_what_cannot_be_saved_is_refused_by_name_and_nothing_is_saved(
 @pytest.mark.parametrize(
     ("restores", "copies", "message"),
     [
-        ([(NUM_PLACES, 3)], [], f"places to restore are {NUM_PLACES} … {NUM_PLACES}; there are {NUM_PLACES}"),
-        ([(-1, 3)], [], "places to restore are -1 … -1"),
+        (
+            [(NUM_HOST_PAGES, 3)],
+            [],
+            f"host pages to restore are {NUM_HOST_PAGES} … {NUM_HOST_PAGES}; there are {NUM_HOST_PAGES}",
+        ),
+        ([(-1, 3)], [], "host pages to restore are -1 … -1"),
         ([(0, 32)], [], "pages to restore to are 32 … 32; there are 32"),
         ([(0, -2), (1, 4)], [], "pages to restore to are -2 … 4"),
         ([(0, 3), (1, 4), (2, 3)], [], "page 3 is restored twice"),

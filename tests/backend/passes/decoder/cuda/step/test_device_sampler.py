@@ -326,5 +326,5 @@ def test_slots_tokens_and_biases_out_of_range_are_refused(init: SlotInit, messag
 
 
 def test_more_rows_than_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rows are to be sampled; there are 2 slots"):
+    with pytest.raises(ValueError, match="cannot sample 3 rows; there are 2 slots"):
         Device(50, 2).sample(random_logits(3, 50), [0, 1, -1])

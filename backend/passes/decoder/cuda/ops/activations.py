@@ -1,0 +1,71 @@
+"""The buffers of a step's activations: their widths and their memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.backend.passes.decoder.ops import HeadShape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.decoder_config import DecoderConfig
+    from penstock.backend.passes.decoder.cuda.ops.matmul import Matmul
+
+
+class Residual:
+    """The residual stream: values [T, hidden] fp32, plus pending [T, hidden] in the weights' dtype unless None."""
+
+    __slots__ = ("pending", "values")
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.pending: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Buffers of a step, one row per token."""
+
+    residual: Tensor
+    hidden: Tensor
+    """After a norm."""
+    qkv: Tensor
+    attended: Tensor
+    added: Tensor
+    """Output of a matrix product that the next norm adds to the residual stream."""
+    gate_up: Tensor
+    gated: Tensor
+
+    def cut(self, num_tokens: int) -> Activations:
+        return Activations(*(getattr(self, name)[:num_tokens] for name in Activations.__slots__))
+
+
+def activation_widths(config: DecoderConfig) -> dict[str, int]:
+    """Return the number of values per token in each buffer of `Activations`."""
+    heads = head_shape(config)
+    return {
+        "residual": config.hidden_size,
+        "hidden": config.hidden_size,
+        "qkv": heads.qkv_size,
+        "attended": heads.output_size,
+        "added": config.hidden_size,
+        "gate_up": 2 * config.intermediate_size,
+        "gated": config.intermediate_size,
+    }
+
+
+def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, max_rows: int, matmul: Matmul) -> int:
+    """Upper bound of what `CudaOps` allocates, without the cache and the weights that keep their dtype."""
+    widths = activation_widths(config)
+    per_token = sum(widths.values()) * dtype.itemsize + widths["residual"] * (4 - dtype.itemsize)
+    per_row = widths["residual"] * 4 + widths["qkv"] * dtype.itemsize
+    logits = matmul.padded_rows(max_rows) * config.vocab_size * dtype.itemsize
+    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim  # in fp32
+    return matmul.padded_rows(max_tokens) * per_token + max_rows * per_row + logits + 4 * norms + 16
+
+
+def head_shape(config: DecoderConfig) -> HeadShape:
+    return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
