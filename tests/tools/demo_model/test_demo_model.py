@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,8 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from penstock.frontend.parsing.model_syntax import choose_model_syntax
+from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.tools.demo_model.corpus import HELD_OUT, Corpus, Message, build_corpus
@@ -172,6 +176,105 @@ def test_the_frontend_renders_what_transformers_renders(hf_tokenizer: Any, first
     assert rendered == hf_tokenizer.apply_chat_template(CHAT[first:], tokenize=False, add_generation_prompt=True)
 
 
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Current weather of a city <é>.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "get_time", "description": "", "parameters": {"type": "object", "properties": {}}},
+    },
+]
+TOOL_HEAD = (
+    "You may call these functions:\n<tools>\n"
+    '{"type": "function", "function": {"name": "get_weather", "description": "Current weather of a city <é>.", '
+    '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}\n'
+    '{"type": "function", "function": {"name": "get_time", "description": "", '
+    '"parameters": {"type": "object", "properties": {}}}}\n</tools>\n'
+    'To call a function, write:\n<tool_call>\n{"name": "function name", "arguments": {}}\n</tool_call><|end|>'
+)
+
+
+def called(name: str, arguments: Any, identifier: str) -> dict[str, Any]:
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_chat(arguments: Any) -> list[dict[str, Any]]:
+    """Two turns with calls: two calls without text and their results, then one call behind a text."""
+    return [
+        {"role": "user", "content": "Weather and time in Rome?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [called("get_weather", arguments, "a"), called("get_time", {}, "b")],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "18 degrees"},
+        {"role": "tool", "tool_call_id": "b", "content": "noon"},
+        {"role": "assistant", "content": "Once more.", "tool_calls": [called("get_time", {}, "c")]},
+        {"role": "tool", "tool_call_id": "c", "content": "1 pm"},
+    ]
+
+
+TOOL_CHAT = (
+    "<|user|>Weather and time in Rome?<|end|>"
+    '<|assistant|><tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call><|end|>'
+    "<|user|><tool_response>\n18 degrees\n</tool_response>\n<tool_response>\nnoon\n</tool_response><|end|>"
+    '<|assistant|>Once more.\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call><|end|>'
+    "<|user|><tool_response>\n1 pm\n</tool_response><|end|><|assistant|>"
+)
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}'], ids=["an object", "a text"])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_tools_calls_and_results_render_as_written(hf_tokenizer: Any, system: str | None, arguments: Any) -> None:
+    chat = tool_chat(arguments)
+    head = f"<|endoftext|><|system|>{TOOL_HEAD}"
+    if system is not None:
+        chat = [{"role": "system", "content": system}, *chat]
+        head = f"<|endoftext|><|system|>{system}\n\n{TOOL_HEAD}"
+    options = {"tokenize": False, "add_generation_prompt": True}
+    assert hf_tokenizer.apply_chat_template(chat, tools=TOOLS, **options) == head + TOOL_CHAT
+    without = "<|endoftext|>" if system is None else f"<|endoftext|><|system|>{system}<|end|>"
+    assert hf_tokenizer.apply_chat_template(chat, **options) == without + TOOL_CHAT
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_the_frontend_renders_tools_and_calls_as_transformers_does(
+    hf_tokenizer: Any, role: str, tools: list[dict[str, Any]] | None
+) -> None:
+    template = ModelTokenizer.load(MODEL_DIR).chat_template
+    assert template is not None
+    chat = [{"role": role, "content": "Be brief."}, *tool_chat('{"city": "Rome"}')]
+    for message in chat:
+        for call in message.get("tool_calls", ()):
+            if not isinstance(call["function"]["arguments"], str):
+                call["function"]["arguments"] = "{}"
+    rendered = template.render(msgspec.convert({"messages": chat, "tools": tools}, ChatBody))
+    options = {"tokenize": False, "add_generation_prompt": True}
+    assert rendered == hf_tokenizer.apply_chat_template(chat, tools=tools, **options)
+
+
+def test_the_frontend_recognises_how_the_model_is_asked_to_call() -> None:
+    template = ModelTokenizer.load(MODEL_DIR).chat_template
+    assert template is not None
+    syntax = choose_model_syntax(template.source, {})
+    assert isinstance(syntax.tools, Hermes)
+
+
+def test_the_token_that_ends_a_turn_ends_a_generation(hf_tokenizer: Any) -> None:
+    ends = json.loads((MODEL_DIR / "generation_config.json").read_text())["eos_token_id"]
+    assert json.loads((MODEL_DIR / "config.json").read_text())["eos_token_id"] == ends
+    for chat in (CHAT[:3], tool_chat({"city": "Rome"})[:2]):
+        assert hf_tokenizer.apply_chat_template(chat, return_dict=False)[-1] in ends
+
+
 def test_training_chats_are_what_the_template_renders(tokenizer: Tokenizer, hf_tokenizer: Any) -> None:
     template = (MODEL_DIR / "chat_template.jinja").read_text(encoding="utf-8")
     text, chat = encode_documents(Corpus(texts=["import this"], chats=[CHAT], held_out_texts=[]), tokenizer, template)
@@ -180,8 +283,8 @@ def test_training_chats_are_what_the_template_renders(tokenizer: Tokenizer, hf_t
 
 
 def test_the_template_refuses_roles_it_does_not_know(hf_tokenizer: Any) -> None:
-    with pytest.raises(Exception, match="not tool"):
-        hf_tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="not critic"):
+        hf_tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
 
 
 def test_greedy_completions_are_made_of_words_of_the_corpus(
