@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.models import check_model
 from penstock.frontend.endpoints.prompts import render_chat, truncated
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
-from penstock.frontend.generation.generate import Generation, outcome
+from penstock.frontend.generation.answers import answer_stream, answer_whole
+from penstock.frontend.generation.choice_runner import ChoiceRunner
+from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.request_policy import read_request_policy
-from penstock.frontend.generation.submission import submit
+from penstock.frontend.generation.submission.submit import PreparedRequest, submit
 from penstock.frontend.telemetry.request_log import RequestLogEntry
-from penstock.frontend.transport.errors import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.frontend.formats.base import Format
     from penstock.frontend.generation.served_model import ServedModel
-    from penstock.frontend.generation.submission import AnswerRules
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.generation import GenerationBody
     from penstock.frontend.transport.exchange import Exchange
@@ -58,43 +58,36 @@ async def answer_chat(
     async with exchange.cancelled_on_disconnect():
         prompt = await render_chat(body, served, is_long=num_body_bytes > _INLINE_BODY_BYTES)
         prompt, rules = await chat_answer_rules(body, prompt, served)
-    await answer_prompts(exchange, body, [prompt], rules, served, backend, style)
+    await answer_prompts(exchange, PreparedRequest(body, [prompt], rules), served, backend, style)
 
 
 async def answer_prompts(
-    exchange: Exchange,
-    body: GenerationBody,
-    prompts: list[list[int]],
-    rules: AnswerRules,
-    served: ServedModel,
-    backend: BackendClient,
-    style: AnswerStyle,
+    exchange: Exchange, request: PreparedRequest, served: ServedModel, backend: BackendClient, style: AnswerStyle
 ) -> None:
     """Run the prompts and answer, as a stream or whole. Raises ApiError, ClientGoneError."""
+    body, card = request.body, served.card
     policy = read_request_policy(exchange, body)
-    card = served.card
     check_model(body.model, card)
-    prompts = [truncated(body, prompt, card) for prompt in prompts]
-    usage = Usage(prompt_tokens=sum(map(len, prompts)))
+    request = replace(request, prompts=[truncated(body, prompt, card) for prompt in request.prompts])
+    usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
     identity = Identity(
         style.id_prefix + secrets.token_hex(12), int(time.time()), card.model_id, card.fingerprint or None
     )
     log_entry = _log_entry(exchange, identity, usage)
     answer = style.make_format(identity, usage, _stream_usage_options(body))
     try:
-        choices = await submit(body, policy, prompts, rules, served, backend)
+        choices = await submit(request, policy, served, backend)
         exchange.charge(usage.prompt_tokens)
-        generation = Generation(exchange, choices, answer, usage, log_entry)
+        runner = ChoiceRunner(exchange, choices, usage, log_entry)
         if body.return_timings or body.timings_per_token:
-            usage.timings = lambda: generation.timings().as_dict()
-        exchange.on_disconnect(generation.cancel)
-        if body.stream:
-            await generation.answer_stream()
-        else:
-            num_answered = body.n or 1
-            await generation.answer_whole(num_answered if body.num_candidates > num_answered else None)
+            usage.timings = lambda: runner.timings().as_dict()
+        exchange.on_disconnect(runner.cancel)
+        if not body.stream:
+            await answer_whole(exchange, runner, answer, num_best=(body.n or 1) if body.ranks_candidates else None)
+        elif (error := await answer_stream(exchange, runner, answer)) is not None:
+            log_entry.finish_reason = finish_reason_of(error)
     except BaseException as error:
-        log_entry.finish_reason = outcome(error) if isinstance(error, ApiError) else "cancelled"
+        log_entry.finish_reason = finish_reason_of(error)
         raise
     finally:
         exchange.charge(usage.completion_tokens)

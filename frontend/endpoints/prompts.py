@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from penstock.frontend.generation.submission import requested_max_tokens
 from penstock.frontend.text.chat_template import TemplateRefusedError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
@@ -71,7 +70,7 @@ def truncated(body: GenerationBody, prompt: list[int], card: ModelCard) -> list[
     if limit == 0:
         invalid("truncate_prompt_tokens", "must be -1 or at least 1, got 0")
     if limit == -1:
-        limit = max(1, card.max_context_tokens - (requested_max_tokens(body)[1] or 1))
+        limit = max(1, card.max_context_tokens - (body.requested_max_tokens[1] or 1))
     return prompt[:limit] if body.truncation_side == "right" else prompt[-limit:]
 
 

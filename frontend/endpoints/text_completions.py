@@ -8,7 +8,8 @@ from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts
 from penstock.frontend.endpoints.prompts import encode_prompts
 from penstock.frontend.formats.completion import CompletionFormat
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
-from penstock.frontend.generation.submission import AnswerRules
+from penstock.frontend.generation.answer_rules.rules import AnswerRules
+from penstock.frontend.generation.submission.submit import PreparedRequest
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.decoding import decode_completion
 
@@ -26,4 +27,4 @@ async def create_completion(exchange: Exchange, context: EndpointContext) -> Non
     async with exchange.cancelled_on_disconnect():
         prompts = await encode_prompts(body, served)
     rules = AnswerRules(grammar=requested_grammar(body))
-    await answer_prompts(exchange, body, prompts, rules, served, context.backend, _STYLE)
+    await answer_prompts(exchange, PreparedRequest(body, prompts, rules), served, context.backend, _STYLE)

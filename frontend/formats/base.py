@@ -12,7 +12,8 @@ from penstock.frontend.transport.errors import error_body
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta
+    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.deltas import Delta
     from penstock.frontend.transport.errors import ApiError
 
 encode = msgspec.json.Encoder().encode

@@ -19,7 +19,8 @@ from penstock.frontend.formats.logprobs import chat_logprobs, prompt_logprobs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ToolCallDelta
+    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.deltas import Delta, ToolCallDelta
     from penstock.frontend.transport.errors import ApiError
 
 

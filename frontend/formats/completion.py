@@ -19,7 +19,8 @@ from penstock.frontend.formats.logprobs import legacy_logprobs, prompt_logprobs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta
+    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.deltas import Delta
     from penstock.frontend.transport.errors import ApiError
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ScoredToken
+    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.deltas import Delta, ScoredToken
     from penstock.frontend.transport.errors import ApiError
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ScoredToken
+    from penstock.frontend.parsing.choice_output import ChoiceOutput
+    from penstock.frontend.parsing.deltas import Delta, ScoredToken
     from penstock.frontend.transport.errors import ApiError
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}

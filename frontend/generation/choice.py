@@ -1,152 +1,113 @@
-"""One of an answer's choices: the tokens of one stream become pieces of text, reasoning and tool calls."""
+"""One of an answer's choices: turns the tokens of one stream into pieces of text, reasoning and tool calls."""
 
 from __future__ import annotations
 
-import codecs
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from penstock.frontend.generation.scored_tokens import score_prompt, score_token
 from penstock.frontend.generation.stop_strings import StopMatcher
-from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ScoredToken, joined_calls
+from penstock.frontend.parsing.deltas import Delta, ScoredToken, join_tool_calls
 from penstock.shm.messages import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from penstock.frontend.generation.output_options import OutputOptions
+    from penstock.frontend.parsing.choice_output import ChoiceOutput
     from penstock.frontend.text.tokenizer import ModelTokenizer
     from penstock.shm.client import LogprobEntry, TokenBatch, TokenStream
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-
-
-class OutputParser(Protocol):
-    """Sorts one choice's text into pieces, each of the answer, of reasoning or of a tool call. Any split of the text
-    gives the same ones, joined."""
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as can be said."""
-        ...
-
-    @property
-    def is_complete(self) -> bool:
-        """The answer is over, whatever else the model says."""
-        ...
-
-    def push(self, text: str) -> list[Delta]: ...
-
-    def flush(self) -> list[Delta]:
-        """The text has ended: what was held back."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """What a request wants of each of its choices."""
+class ChoicePrompt:
+    """The prompt of a choice; index counts the request's prompts."""
 
-    stop_strings: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    """The request's own; the model's end the text as well, but are not told."""
-    keeps_stop: bool = False
-    """What ended the text is a part of it."""
-    min_tokens: int = 0
-    """Stop strings that are complete before so many tokens do not count."""
-    skips_special_tokens: bool = True
-    kept_token_ids: frozenset[int] = frozenset()
-    """Special tokens that make_parser's parsers must see."""
-    token_ids: bool = False
-    logprobs: bool = False
-    echo: bool = False
-    """The prompt stands before the answer."""
-    prompt_logprobs: bool = False
-    ranks_choices: bool = False
-    """Choices are compared by the log probabilities of their tokens."""
-    grammar_field: str | None = None
-    """Of the body: what asked for a grammar."""
-    no_output: bool = False
-    """The prompt alone is wanted; one token is generated all the same, and dropped."""
-    make_parser: Callable[[], OutputParser] | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Only text, which no token of its own can end."""
-        of_tokens = self.token_ids or self.logprobs or self.ranks_choices
-        of_text = self.stop_strings or self.echo or self.no_output or self.make_parser
-        return not (of_tokens or of_text)
+    index: int
+    token_ids: Sequence[int]
+    text: str | None = None
+    """The text that is echoed; None decodes the token ids."""
 
 
 class Choice:
-    """Reads one stream. num_tokens counts what the model generated, up to what ended the text."""
+    """Reads one stream."""
 
     def __init__(
-        self,
-        index: int,
-        prompt_index: int,
-        prompt: Sequence[int],
-        stream: TokenStream,
-        tokenizer: ModelTokenizer,
-        wanted: OutputOptions,
-        prompt_text: str | None = None,
+        self, index: int, prompt: ChoicePrompt, stream: TokenStream, tokenizer: ModelTokenizer, options: OutputOptions
     ) -> None:
-        """prompt_text is what stands for the prompt where it is echoed; None is what its tokens say."""
         self.index = index
-        self.prompt_index = prompt_index
         self.prompt = prompt
         self.stream = stream
         self.num_tokens = 0
+        """Tokens that the model generated, up to the one that ended the text."""
         self.num_reasoning_tokens = 0
         self.sum_logprob = 0.0
-        """Of the tokens counted, where each comes with its log probability."""
+        """Sum over the counted tokens, if the stream has log probabilities."""
         self.finish_reason: str | None = None
         self.stopped_by: str | int | None = None
+        """The request's stop string or stop token id that ended the text."""
         self._tokenizer = tokenizer
-        self._wanted = wanted
-        self._prompt_text = prompt_text
+        self._options = options
+        self._is_text_only = options.is_text_only
         self._num_characters = 0
-        """Of the text so far, before any stop string cuts it."""
-        self._is_plain = wanted.is_plain
+        """Characters of the text so far, including what a stop string will cut off."""
         self._detokenizer = tokenizer.detokenizer(
-            skip_special_tokens=wanted.skips_special_tokens, kept_ids=wanted.kept_token_ids
+            skip_special_tokens=options.skips_special_tokens, kept_ids=options.kept_token_ids
         )
-        self._stops = StopMatcher(wanted.stop_strings, keeps_match=wanted.keeps_stop)
-        self._parser = wanted.make_parser() if wanted.make_parser is not None else None
+        self._stops = StopMatcher(options.stop_strings, keeps_match=options.includes_stop)
+        self._parser = None if options.shape is None else options.shape.new_parser()
         self._has_called = False
-        self._is_opened = False
-        self._echoed: Delta | None = None
-
-    @property
-    def reported_prompt(self) -> Sequence[int]:
-        """The prompt, where its tokens are to be told."""
-        return self.prompt if self._wanted.token_ids else ()
-
-    @property
-    def reports_prompt_logprobs(self) -> bool:
-        """In whatever shape: there may be hundreds of thousands, all at once."""
-        return self._wanted.prompt_logprobs or (self._wanted.echo and self._wanted.logprobs)
-
-    def prepare_echo(self) -> None:
-        """What stands before the answer, if anything does; before the first batch with tokens is taken. Any thread."""
-        if self._wanted.echo and self._echoed is None:
-            self._echoed = self._echo()
+        self._has_begun = False
+        self._echo: Delta | None = None
 
     @property
     def grammar_field(self) -> str | None:
-        """Of the body: what asked for a grammar."""
-        return self._wanted.grammar_field
+        """The body's field that asks for a grammar."""
+        return self._options.grammar_field
+
+    @property
+    def reported_prompt(self) -> Sequence[int]:
+        """The prompt's token ids if the request asks for token ids; otherwise empty."""
+        return self.prompt.token_ids if self._options.returns_token_ids else ()
+
+    @property
+    def reports_prompt_logprobs(self) -> bool:
+        """Whether the answer has log probabilities of the prompt: hundreds of thousands at once, perhaps."""
+        options = self._options
+        return options.returns_prompt_logprobs or (options.echoes_prompt and options.returns_logprobs)
+
+    def prepare_echo(self) -> None:
+        """Make the echoed prompt, if one is asked for, from the stream's first batch. Callable in any thread.
+
+        Call it before `take` is given the first tokens, or let `take` do it.
+        """
+        if self._options.echoes_prompt and self._echo is None:
+            text = self.prompt.text
+            if text is None:
+                text = self._tokenizer.decode(self.prompt.token_ids, skip_special_tokens=False)
+            logprobs = tuple(self.prompt_logprobs(text)) if self._options.returns_logprobs else ()
+            self._echo = Delta(text, logprobs=logprobs)
+
+    def prompt_logprobs(self, text: str = "") -> list[ScoredToken]:
+        """Return the prompt's tokens with their log probabilities, available after the first batch.
+
+        text is the prompt's text, for the offsets.
+        """
+        return score_prompt(self._tokenizer.token_bytes, self.prompt.token_ids, self.stream.prompt_logprobs, text)
 
     def take(self, batch: TokenBatch) -> Delta:
-        """What has become certain by this batch. Sets finish_reason when the choice is complete."""
-        if self._is_plain and batch.finish is Finish.NONE:
+        """Return what this batch makes certain. Sets finish_reason when the choice is complete."""
+        if self._is_text_only and batch.finish is Finish.NONE:
             self.num_tokens += len(batch.token_ids)
             return Delta(self._detokenizer.push(batch.token_ids))
         pieces = _Pieces()
-        if not self._is_opened and batch.token_ids:
-            self._is_opened = True
+        if not self._has_begun and batch.token_ids:
+            self._has_begun = True
             self.prepare_echo()
-            if self._echoed is not None:
-                self._num_characters = len(self._echoed.text)
-                pieces.deltas.append(self._echoed)
-        if self._wanted.no_output:
+            if self._echo is not None:
+                self._num_characters = len(self._echo.text)
+                pieces.deltas.append(self._echo)
+        if self._options.prompt_only:
             if batch.finish in (Finish.STOP, Finish.LENGTH):
                 self.finish_reason = "length"
             return pieces.joined()
@@ -155,49 +116,54 @@ class Choice:
             self._end(batch.finish, pieces)
         return pieces.joined()
 
-    def finish(self, message: ChoiceOutput) -> None:
-        """Adds to its whole what came in no piece."""
-        message.finish_reason = self.finish_reason or "stop"
-        message.stopped_by = self.stopped_by
-        if self._wanted.token_ids:
-            message.prompt_token_ids = list(self.prompt)
-        if self._wanted.prompt_logprobs:
-            message.prompt_logprobs = self.prompt_logprobs()
+    def complete(self, output: ChoiceOutput) -> None:
+        """Add to the output what was not in any piece."""
+        output.finish_reason = self.finish_reason or "stop"
+        output.stopped_by = self.stopped_by
+        if self._options.returns_token_ids:
+            output.prompt_token_ids = list(self.prompt.token_ids)
+        if self._options.returns_prompt_logprobs:
+            output.prompt_logprobs = self.prompt_logprobs()
 
     def _take_tokens(self, batch: TokenBatch, pieces: _Pieces) -> None:
-        """One by one, so that how they were batched changes nothing."""
+        """Take tokens one by one, so that batching does not change the result."""
         last = len(batch.token_ids) - 1
         for position, token_id in enumerate(batch.token_ids):
+            entry = None if batch.logprobs is None else batch.logprobs[position]
             self.num_tokens += 1
-            told = None if batch.logprobs is None else batch.logprobs[position]
-            if told is not None:
-                self.sum_logprob += told.logprob
-            is_text = True
-            if batch.finish is Finish.STOP and position == last:
-                if token_id in self._wanted.stop_token_ids:
-                    self.stopped_by = token_id
-                is_text = self.stopped_by is not None and self._wanted.keeps_stop
-            if self._wanted.token_ids:
+            if entry is not None:
+                self.sum_logprob += entry.logprob
+            if self._options.returns_token_ids:
                 pieces.token_ids.append(token_id)
-            if not is_text:
-                # It is told where it can be recognised.
-                if told is not None and self._wanted.logprobs and self._wanted.token_ids:
-                    pieces.tell(len(pieces.deltas), self._told(token_id, told, self._num_characters))
+            if batch.finish is Finish.STOP and position == last and not self._keeps_stop_token(token_id):
+                # Without token ids in the answer nobody could tell which token this is.
+                if entry is not None and self._options.returns_logprobs and self._options.returns_token_ids:
+                    pieces.add_logprob(len(pieces.deltas), self._scored(token_id, entry, self._num_characters))
                 return
-            was_reasoning = self._parser is not None and self._parser.is_reasoning
-            num_before, offset = len(pieces.deltas), self._num_characters
-            self._add_text(self._detokenizer.push((token_id,)), pieces)
-            if was_reasoning or (self._parser is not None and self._parser.is_reasoning):
-                self.num_reasoning_tokens += 1
-            if told is not None and self._wanted.logprobs:
-                pieces.tell(num_before, self._told(token_id, told, offset))
+            self._take_text_token(token_id, entry, pieces)
             if self._stops.matched is not None or (self._parser is not None and self._parser.is_complete):
                 self.stream.cancel()
                 self._end(Finish.STOP, pieces)
                 return
 
+    def _keeps_stop_token(self, token_id: int) -> bool:
+        """Note a stop token of the request's. Return whether it is part of the text."""
+        if token_id not in self._options.stop_token_ids:
+            return False
+        self.stopped_by = token_id
+        return self._options.includes_stop
+
+    def _take_text_token(self, token_id: int, entry: LogprobEntry | None, pieces: _Pieces) -> None:
+        was_reasoning = self._parser is not None and self._parser.is_reasoning
+        num_deltas, offset = len(pieces.deltas), self._num_characters
+        self._add_text(self._detokenizer.push((token_id,)), pieces)
+        if was_reasoning or (self._parser is not None and self._parser.is_reasoning):
+            self.num_reasoning_tokens += 1
+        if entry is not None and self._options.returns_logprobs:
+            pieces.add_logprob(num_deltas, self._scored(token_id, entry, offset))
+
     def _end(self, finish: Finish, pieces: _Pieces) -> None:
-        # Of no effect where a stop string has been complete.
+        # Adds nothing if a stop string has matched.
         self._add_text(self._detokenizer.flush(), pieces)
         if self._parser is not None:
             self._add(self._parser.flush(), pieces)
@@ -216,76 +182,41 @@ class Choice:
             self._add([Delta(text)] if self._parser is None else self._parser.push(text), pieces)
 
     def _add(self, deltas: list[Delta], pieces: _Pieces) -> None:
-        """Up to a stop string, which counts in the answer's text only: not in reasoning, not in tool calls."""
+        """Add deltas up to a stop string. Stop strings count in the answer's text, not in reasoning or tool calls."""
         for delta in deltas:
             if self._stops.matched is not None:
                 return
-            if delta.text and self.num_tokens > self._wanted.min_tokens:
+            if delta.text and self.num_tokens > self._options.min_tokens:
                 delta.text = self._stops.push(delta.text)
             self._has_called = self._has_called or bool(delta.tool_calls)
             pieces.deltas.append(delta)
 
-    def _echo(self) -> Delta:
-        text = self._prompt_text
-        if text is None:
-            text = self._tokenizer.decode(self.prompt, skip_special_tokens=False)
-        return Delta(text, logprobs=tuple(self.prompt_logprobs(text)) if self._wanted.logprobs else ())
-
-    def prompt_logprobs(self, text: str = "") -> list[ScoredToken]:
-        """Of the prompt's tokens, the first of which has none; known when the first batch has come. text is what they
-        are shown as."""
-        first = self.prompt[0]
-        first_text, first_raw = self._tokenizer.token_bytes.text_and_bytes(first)
-        offsets = self._offsets(text)
-        told = [
-            self._told(token, entry, offset)
-            for token, entry, offset in zip(self.prompt[1:], self.stream.prompt_logprobs, offsets[1:], strict=True)
-        ]
-        return [ScoredToken(first, first_text, first_raw, None), *told]
-
-    def _offsets(self, text: str) -> list[int]:
-        """Where the prompt's tokens begin in their text, counted from its end: a special token that the tokenizer put
-        before it, or the space with which some begin every text, is not part of it."""
-        decoder = _Utf8Decoder("replace")
-        starts, num_characters = [], 0
-        for token_id in self.prompt:
-            starts.append(num_characters)
-            num_characters += len(decoder.decode(self._tokenizer.token_bytes(token_id)))
-        num_missing = num_characters + len(decoder.decode(b"", final=True)) - len(text)
-        return [max(0, start - num_missing) for start in starts]
-
-    def _told(self, token_id: int, logprobs: LogprobEntry, offset: int) -> ScoredToken:
-        spelled = self._tokenizer.token_bytes.text_and_bytes
-        top = tuple(
-            ScoredToken(top_id, *spelled(top_id), logprob)
-            for top_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        )
-        text, raw = spelled(token_id)
-        return ScoredToken(token_id, text, raw, logprobs.logprob, logprobs.rank, top, offset)
+    def _scored(self, token_id: int, entry: LogprobEntry, offset: int) -> ScoredToken:
+        return score_token(self._tokenizer.token_bytes, token_id, entry, offset)
 
 
 class _Pieces:
-    """What one batch brings, gathered."""
+    """Gathers the pieces that one batch makes certain."""
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
         self.token_ids: list[int] = []
 
-    def tell(self, num_before: int, logprob: ScoredToken) -> None:
-        """The log probability of a token goes with the last piece that it brought, of those from num_before on."""
+    def add_logprob(self, num_before: int, scored: ScoredToken) -> None:
+        """Attach a token to the last delta that it produced; num_before deltas are older than the token."""
         if len(self.deltas) > num_before:
-            self.deltas[-1].logprobs = (logprob,)
+            self.deltas[-1].logprobs = (scored,)
         else:
-            self.deltas.append(Delta(logprobs=(logprob,)))
+            self.deltas.append(Delta(logprobs=(scored,)))
 
     def joined(self) -> Delta:
         deltas = self.deltas
         joined = Delta(
             text="".join(delta.text for delta in deltas),
             reasoning="".join(delta.reasoning for delta in deltas),
-            tool_calls=joined_calls(call for delta in deltas for call in delta.tool_calls),
+            tool_calls=join_tool_calls(call for delta in deltas for call in delta.tool_calls),
             token_ids=tuple(self.token_ids),
-            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+            logprobs=tuple(scored for delta in deltas for scored in delta.logprobs),
         )
         if bool(joined.text) + bool(joined.reasoning) + bool(joined.tool_calls) > 1:
             joined.parts = tuple(deltas)

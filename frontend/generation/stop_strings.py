@@ -1,4 +1,4 @@
-"""Stop strings: text is held back while it may be the beginning of one."""
+"""Stop strings: holds text back while it may be the beginning of one."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ from __future__ import annotations
 class StopMatcher:
     """Passes text on until a stop string is complete. Any split of the text gives the same result.
 
-    The stop string itself is passed on only if keeps_match.
-
-    Of several stop strings the one that is complete first counts; of those complete at the same character, the longest.
+    The stop string that completes first matches; of several that complete at the same character, the longest. The match
+    itself is passed on only if keeps_match.
     """
 
     def __init__(self, stop_strings: tuple[str, ...], *, keeps_match: bool = False) -> None:
-        """stop_strings are not empty strings."""
+        """No stop string may be empty."""
         self._keeps_match = keeps_match
         self._stop_strings = stop_strings
         self._longest = max(map(len, stop_strings), default=0)
         self._held = ""
         self.matched: str | None = None
-        self.active = bool(stop_strings)
-        """Whether there is anything to look for."""
 
     def push(self, text: str) -> str:
-        """The text that is now certain. Nothing more comes once `matched` is set."""
+        """Return the text that is certain now. Returns nothing more after a match."""
         if self.matched is not None:
             return ""
-        if not self.active:
+        if not self._stop_strings:
             return text
         self._held += text
         first_end = len(self._held) + 1
@@ -43,11 +40,12 @@ class StopMatcher:
         return certain
 
     def flush(self) -> str:
-        """The stream has ended: what was held back was no stop string after all."""
+        """End the text. Return what was held back: it is not a stop string after all."""
         held, self._held = self._held, ""
         return held
 
     def _num_doubtful(self) -> int:
+        """Number of last characters that may be the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(self._held)), 0, -1):
             tail = self._held[-length:]
             if any(stop.startswith(tail) for stop in self._stop_strings):

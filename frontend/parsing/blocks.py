@@ -1,4 +1,4 @@
-"""An answer as a row of blocks: reasoning, text and tool calls, one after the other."""
+"""An answer as a list of blocks: reasoning, text and tool calls, in order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class BlockKind(enum.Enum):
 
 @dataclass(slots=True)
 class OutputBlock:
-    """text is a call's arguments where it is a call."""
+    """One block. In a tool call, text is the call's arguments."""
 
     index: int
     kind: BlockKind
     call_id: str = ""
     name: str = ""
     logprobs: list[ScoredToken] = field(default_factory=list)
-    """Of the tokens of a text."""
+    """Log probabilities of the tokens of a text block."""
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -34,7 +34,7 @@ class OutputBlock:
 
 
 class BlockEvents(Protocol):
-    """What is told as it happens to a block."""
+    """Writes the stream events for what happens to a block."""
 
     def opened(self, block: OutputBlock) -> bytes: ...
 
@@ -44,7 +44,7 @@ class BlockEvents(Protocol):
 
 
 class _NoEvents:
-    """For an answer that is told at its end."""
+    """For an answer that is not streamed."""
 
     def opened(self, block: OutputBlock) -> bytes:  # noqa: ARG002
         return b""
@@ -60,18 +60,18 @@ _NO_EVENTS = _NoEvents()
 
 
 class OutputBlocks:
-    """Gathers one choice's pieces; a block is complete where another kind of piece comes, or another call begins."""
+    """Gathers the pieces of one choice. A block is complete when a piece of another kind arrives, or another call."""
 
     def __init__(self, events: BlockEvents = _NO_EVENTS) -> None:
         self.all: list[OutputBlock] = []
         self.current: OutputBlock | None = None
-        """The one that may grow; it is the last of all."""
+        """The open block, if any: the last of `all`."""
         self._events = events
-        self._untold: tuple[ScoredToken, ...] = ()
-        """Log probabilities of tokens whose text is being held back."""
+        self._pending_logprobs: tuple[ScoredToken, ...] = ()
+        """Log probabilities of tokens whose text is held back."""
 
     def take(self, delta: Delta) -> bytes:
-        """The events by which it is told."""
+        """Add a piece. Return its stream events."""
         if not delta.parts:
             return self._take(delta)
         return b"".join(map(self._take, delta.parts))
@@ -81,30 +81,33 @@ class OutputBlocks:
         if part.reasoning:
             events += self._add(BlockKind.REASONING, part.reasoning)
         elif part.text:
-            logprobs, self._untold = self._untold + part.logprobs, ()
+            logprobs, self._pending_logprobs = self._pending_logprobs + part.logprobs, ()
             events += self._add(BlockKind.TEXT, part.text, logprobs)
         elif self.current is None or self.current.kind is BlockKind.TEXT:
-            self._untold += part.logprobs
+            self._pending_logprobs += part.logprobs
         for piece in part.tool_calls:
-            events += self._call(piece)
+            events += self._add_call_piece(piece)
         return events
 
     def begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> bytes:
-        """The next block; the one before is complete. What was held back was a mark between them."""
-        self._untold = ()
+        """Close the open block and open the next one. Return the stream events.
+
+        Pending log probabilities are dropped: the text that was held back was a marker between the blocks.
+        """
+        self._pending_logprobs = ()
         events = self.close()
         self.current = OutputBlock(len(self.all), kind, call_id, name)
         self.all.append(self.current)
         return events + self._events.opened(self.current)
 
     def close(self) -> bytes:
-        """The block that is open, if one is, is complete."""
+        """Close the open block, if there is one. Return the stream events."""
         current, self.current = self.current, None
         if current is None:
             return b""
         if current.kind is BlockKind.TEXT:
-            current.logprobs += self._untold
-        self._untold = ()
+            current.logprobs += self._pending_logprobs
+        self._pending_logprobs = ()
         return self._events.closed(current)
 
     def _add(self, kind: BlockKind, text: str, logprobs: tuple[ScoredToken, ...] = ()) -> bytes:
@@ -114,12 +117,12 @@ class OutputBlocks:
         events = self.begin(kind)
         return events + self._grow(self.all[-1], text, logprobs)
 
-    def _call(self, piece: ToolCallDelta) -> bytes:
+    def _add_call_piece(self, piece: ToolCallDelta) -> bytes:
         if piece.id is not None:
             events = self.begin(BlockKind.CALL, piece.id, piece.name or "")
             return events + self._grow(self.all[-1], piece.arguments) if piece.arguments else events
         if self.current is None:
-            raise ValueError(f"a piece of call {piece.index} came when the call was no longer open")
+            raise ValueError(f"a piece of call {piece.index} arrived after the call was closed")
         return self._grow(self.current, piece.arguments)
 
     def _grow(self, block: OutputBlock, text: str, logprobs: tuple[ScoredToken, ...] = ()) -> bytes:

@@ -1,4 +1,4 @@
-"""JSON, read while it comes, and passed on as it stands (RFC 8259). All that was read has been passed on."""
+"""Reads JSON (RFC 8259) while it arrives and emits it unchanged, including what precedes an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def read_json(reader: Reader, emit: Callable[[str], object]) -> Reading[None]:
-    """One value. Raises Malformed."""
+    """Read and emit one value. Raises Malformed."""
     closers: list[str] = []
     while True:
         first = yield from reader.peek()
@@ -39,7 +39,7 @@ def read_json(reader: Reader, emit: Callable[[str], object]) -> Reading[None]:
 
 
 def _has_more(reader: Reader, emit: Callable[[str], object], closers: list[str]) -> Reading[bool]:
-    """Behind a value, or before an empty one's end: closes what ends here; whether another value follows."""
+    """Close the objects and arrays that end here. Return whether another value follows."""
     while closers:
         yield from reader.run(_SPACES, emit)
         if (yield from reader.accept(closers[-1])):
@@ -79,7 +79,7 @@ def _read_scalar(reader: Reader, emit: Callable[[str], object], first: str) -> R
 
 
 def read_json_string(reader: Reader, emit: Callable[[str], object]) -> Reading[None]:
-    """One text, with its quotes. Raises Malformed."""
+    """Read and emit one string with its quotes. Raises Malformed."""
     yield from reader.expect('"')
     emit('"')
     while True:

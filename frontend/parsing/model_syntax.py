@@ -1,4 +1,4 @@
-"""How the served model writes reasoning and tool calls: by its chat template and tokens, or as the operator says."""
+"""Chooses how the served model writes reasoning and tool calls: from its chat template and tokens, or as configured."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
     from penstock.frontend.settings import ReasoningParserName, ToolParserName
 
 _OTHER_XML = ("<function=", "<arg_key>", "<parameter=")
-"""Marks of formats that share <tool_call> and hold no JSON."""
+"""Markers of formats that also use <tool_call>, but with XML inside. They are not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSyntax:
-    """Of one model."""
+    """How one model writes reasoning and tool calls."""
 
     tools: ToolFormat | None = None
-    """None where the model knows no tools, or writes calls in a way that is not known here."""
+    """None if the model has no tools, or writes calls in an unknown format."""
     reasoning: ReasoningFormat | None = None
     offers_tools: bool = True
+    """False if the operator disabled tools."""
 
 
 def choose_model_syntax(
@@ -37,9 +38,12 @@ def choose_model_syntax(
     tool_parser: ToolParserName = "auto",
     reasoning_parser: ReasoningParserName = "auto",
 ) -> ModelSyntax:
-    """template is the chat template's source; added_tokens are the tokens that stand beside the vocabulary."""
+    """Return the syntax of a model.
+
+    template is the source of its chat template; added_tokens are the tokens outside the tokenizer's vocabulary.
+    """
     source = template or ""
-    found = _tool_format_of(source) if tool_parser == "auto" else tool_parser
+    name = _tool_format_of(source) if tool_parser == "auto" else tool_parser
     formats: dict[str, ToolFormat] = {
         "hermes": Hermes(),
         "llama3_json": Llama3Json(),
@@ -47,14 +51,14 @@ def choose_model_syntax(
         "pythonic": Pythonic(),
     }
     return ModelSyntax(
-        tools=formats.get(found),
+        tools=formats.get(name),
         reasoning=_reasoning_format(source, added_tokens, reasoning_parser),
         offers_tools=tool_parser != "none",
     )
 
 
 def _tool_format_of(source: str) -> str:
-    """The order matters: templates explain several ways, and the first of these is the one that is meant."""
+    """Return the name of the template's tool format. The order matters: a template may mention several formats."""
     if "tools" not in source:
         return "none"
     if "[TOOL_CALLS]" in source:
@@ -69,10 +73,10 @@ def _tool_format_of(source: str) -> str:
 
 
 def _reasoning_format(
-    source: str, added_tokens: Mapping[str, int], asked: ReasoningParserName
+    source: str, added_tokens: Mapping[str, int], requested: ReasoningParserName
 ) -> ReasoningFormat | None:
     forms = {form.name: form for form in (THINK, MISTRAL_THINK)}
-    if asked != "auto":
-        return forms.get(asked)
+    if requested != "auto":
+        return forms.get(requested)
     known = (form for form in forms.values() if form.closing in source or form.closing in added_tokens)
     return next(known, None)

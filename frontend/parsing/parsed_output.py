@@ -1,4 +1,4 @@
-"""Where readings put what they find: pieces of answer, reasoning and tool calls, in order."""
+"""Collects what the parsers find: pieces of answer, reasoning and tool calls, in order."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 
 class ParsedOutput:
-    """Spaces that stand beside a tool call or the reasoning are nobody's text, and are dropped."""
+    """Collects pieces. Drops the spaces next to a tool call or the reasoning: they belong to neither text."""
 
-    def __init__(self, new_call_id: Callable[[], str], *, tells_reasoning: bool = True, max_calls: int) -> None:
+    def __init__(self, new_call_id: Callable[[], str], *, includes_reasoning: bool = True, max_calls: int) -> None:
         self._new_call_id = new_call_id
-        self._tells_reasoning = tells_reasoning
+        self._includes_reasoning = includes_reasoning
         self._max_calls = max_calls
         self._num_calls = 0
         self._pieces: list[Delta] = []
-        self._content = _Trimmed()
-        self._reasoning = _Trimmed(is_at_edge=True)
+        self._content = _EdgeTrimmer()
+        self._reasoning = _EdgeTrimmer(is_at_edge=True)
         self.is_reasoning = False
         self.is_complete = False
-        """As many calls as are wanted have been made; what comes afterwards is dropped."""
+        """max_calls calls are complete. Everything after them is dropped."""
 
     def take(self) -> list[Delta]:
-        """The pieces since the last time."""
+        """Return the pieces since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -36,7 +36,7 @@ class ParsedOutput:
             self._pieces.append(Delta(certain))
 
     def reasoning(self, text: str) -> None:
-        if self._tells_reasoning and (certain := self._reasoning.push(text)):
+        if self._includes_reasoning and (certain := self._reasoning.push(text)):
             self._pieces.append(Delta(reasoning=certain))
 
     def begin_reasoning(self) -> None:
@@ -47,7 +47,8 @@ class ParsedOutput:
         self.is_reasoning = False
 
     def begin_call(self, name: str) -> None:
-        self.is_complete = self._num_calls >= self._max_calls  # also where the last one broke off
+        # Checked here too: the previous call may have broken off without end_call().
+        self.is_complete = self._num_calls >= self._max_calls
         if not self.is_complete:
             self._num_calls += 1
             self._content.cut()
@@ -61,7 +62,7 @@ class ParsedOutput:
         self.is_complete = self._num_calls >= self._max_calls
 
     def end(self) -> None:
-        """The text has ended."""
+        """End the text: spaces at its end belong to the answer."""
         if not self.is_complete and (held := self._content.flush()):
             self._pieces.append(Delta(held))
 
@@ -69,15 +70,19 @@ class ParsedOutput:
         self._pieces.append(Delta(tool_calls=(ToolCallDelta(self._num_calls - 1, arguments, call_id, name),)))
 
 
-class _Trimmed:
-    """Holds spaces back until it is known what they stand beside."""
+class _EdgeTrimmer:
+    """Drops the spaces of a text at its edges: beside a call, or the reasoning.
+
+    Spaces are held back until the text that follows shows whether they are at an edge.
+    """
 
     def __init__(self, *, is_at_edge: bool = False) -> None:
         self._is_at_edge = is_at_edge
-        self._has_said = False
+        self._has_text = False
         self._held: list[str] = []
+        """Spaces after the last text."""
         self._gap: list[str] = []
-        """Spaces behind an edge, for what was held before it where that is nothing."""
+        """Spaces after an edge. Used between two texts if there were no spaces before the edge."""
 
     def push(self, text: str) -> str:
         certain = text.rstrip(SPACES)
@@ -90,16 +95,16 @@ class _Trimmed:
             stripped = certain.lstrip(SPACES)
             self._gap.append(certain[: len(certain) - len(stripped)])
             certain = stripped
-            # Words on both sides of a call stay apart.
-            spaces = (self._held or self._gap) if self._has_said else []
-        told = "".join((*spaces, certain))
-        behind = text[num_certain:]
-        self._held = [behind] if behind else []
-        self._is_at_edge, self._has_said = False, True
-        return told
+            # Keep spaces between the words before and after a call.
+            spaces = (self._held or self._gap) if self._has_text else []
+        trimmed = "".join((*spaces, certain))
+        trailing = text[num_certain:]
+        self._held = [trailing] if trailing else []
+        self._is_at_edge, self._has_text = False, True
+        return trimmed
 
     def cut(self) -> None:
-        """Something else stands here."""
+        """Mark an edge here."""
         self._is_at_edge = True
         self._gap.clear()
 

@@ -1,6 +1,6 @@
-"""A text that comes in pieces, read as if it were whole: a reading waits where it needs what has not come yet.
+"""Reads a text that arrives in pieces as if it were whole: a reading pauses until the text that it needs is there.
 
-So the readings know nothing of pieces, and any split of a text is read alike.
+Parsers built on it do not see the pieces, so any split of a text is parsed alike.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 Reading = Generator[None, None, _Result]
-"""A reading under way. Run it on when more text has come, or the end; `yield from` gives its result."""
+"""A reading in progress. Resume it when more text or the end has come; `yield from` returns its result."""
 
 SPACES = " \t\r\n"
 
 
 class Malformed(Exception):
-    """What comes next is not what the reading expects. It has not been read."""
+    """The next text is not what the reading expects. That text stays unread."""
 
 
 class Reader:
-    """What is read while `hold` is on can be had back with `release`: text that turned out to be something else."""
+    """A text and the place up to which it is read.
+
+    `hold` remembers what is read from then on. `release` returns it, for text that turns out to be something else.
+    """
 
     def __init__(self) -> None:
         self._text = ""
@@ -46,13 +49,13 @@ class Reader:
         self._ended = True
 
     def hold(self) -> None:
-        """From here on. What was held before is forgotten."""
+        """Hold from here on. Forgets what was held before."""
         self._is_holding = True
         self._held.clear()
         self._held_from = self._place
 
     def release(self) -> str:
-        """What was read since `hold`; nothing where that is off, as it is afterwards."""
+        """Return what was read since `hold` and stop holding. Empty if nothing is held."""
         if not self._is_holding:
             return ""
         held = "".join((*self._held, self._text[self._held_from : self._place]))
@@ -61,13 +64,13 @@ class Reader:
         return held
 
     def peek(self) -> Reading[str]:
-        """The next character, unread; nothing at the end."""
+        """Return the next character without reading it; empty at the end."""
         while self._place == len(self._text) and not self._ended:
             yield
         return self._text[self._place : self._place + 1]
 
     def next(self) -> Reading[str]:
-        """The next character. Raises Malformed at the end."""
+        """Read the next character. Raises Malformed at the end."""
         character = yield from self.peek()
         if not character:
             raise Malformed
@@ -75,23 +78,23 @@ class Reader:
         return character
 
     def accept(self, literal: str) -> Reading[bool]:
-        """Reads the literal if it comes next, and else nothing."""
+        """Read the literal if it comes next. Otherwise read nothing."""
         while True:
-            there = self._text[self._place : self._place + len(literal)]
-            if there == literal:
+            available = self._text[self._place : self._place + len(literal)]
+            if available == literal:
                 self._place += len(literal)
                 return True
-            if self._ended or not literal.startswith(there):
+            if self._ended or not literal.startswith(available):
                 return False
             yield
 
     def expect(self, literal: str) -> Reading[None]:
-        """Raises Malformed."""
+        """Read the literal. Raises Malformed if something else comes next."""
         if not (yield from self.accept(literal)):
             raise Malformed
 
     def run(self, pattern: Pattern[str], emit: Callable[[str], object]) -> Reading[None]:
-        """Reads and passes on as many characters as the pattern, one of a single repeated class, matches."""
+        """Read and emit all characters that match. The pattern must be one repeated character class."""
         while (yield from self.peek()):
             match = pattern.match(self._text, self._place)
             if match is None or match.end() == self._place:
@@ -104,7 +107,7 @@ class Reader:
             self._place += 1
 
     def until(self, marker: str, emit: Callable[[str], object]) -> Reading[bool]:
-        """Passes text on up to the marker, which stays unread; False at the end without one."""
+        """Emit the text before the marker, and stop there. Return False if the text ends without the marker."""
         while True:
             start = self._text.find(marker, self._place)
             end = start if start >= 0 else len(self._text) - self._num_doubtful(marker)
@@ -118,13 +121,13 @@ class Reader:
             yield
 
     def rest(self, emit: Callable[[str], object]) -> Reading[None]:
-        """All that is still to come."""
+        """Emit everything up to the end."""
         while (yield from self.peek()):
             emit(self._text[self._place :])
             self._place = len(self._text)
 
     def _num_doubtful(self, marker: str) -> int:
-        """Characters at the end of what is there that may be the marker's first ones."""
+        """Number of last characters that may be the beginning of the marker."""
         if self._ended:
             return 0
         longest = min(len(marker) - 1, len(self._text) - self._place)

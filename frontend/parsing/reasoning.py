@@ -1,4 +1,4 @@
-"""Reasoning, which a model writes between two markers before its answer."""
+"""Reasoning, which a model writes before its answer, between two markers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that may be special tokens."""
+        """Both markers, either of which may be a special token."""
         return (self.opening, self.closing)
 
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
-"""Of Qwen3, DeepSeek-R1 and many others."""
+"""Used by Qwen3, DeepSeek-R1 and many others."""
 MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
-"""Of Magistral."""
+"""Used by Magistral."""
 
 
 def read_reasoning(reader: Reader, output: ParsedOutput, form: ReasoningFormat, *, is_open: bool) -> Reading[None]:
-    """Only what an answer begins with is reasoning; markers further on are its text. Reasoning may never end.
+    """Read the reasoning at the start of an answer. Later markers are text. The reasoning may never end.
 
     is_open: the prompt ends with the opening marker. Some models write it once more.
     """

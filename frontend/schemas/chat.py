@@ -153,6 +153,16 @@ class ChatBody(GenerationBody, kw_only=True):
     def num_logprobs(self) -> int:
         return (self.top_logprobs or 0) if self.logprobs else -1
 
+    @property
+    def requested_max_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
+
 
 def check_chat(body: ChatBody) -> None:
     """What no single field's type says. Raises ApiError."""

@@ -25,6 +25,23 @@ class CompletionBody(GenerationBody, kw_only=True):
         return -1 if self.logprobs is None else self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int:
+        requested = super().num_prompt_logprobs
+        return max(requested, self.num_logprobs) if self.echo else requested
+
+    @property
+    def requested_max_tokens(self) -> tuple[str, int | None]:
+        return "max_tokens", None if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def prompt_field(self) -> str:
+        return "prompt"
+
+    @property
+    def is_prompt_only(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
     def num_candidates(self) -> int:
         return max(self.n or 1, self.best_of or 1)
 

@@ -149,10 +149,35 @@ class GenerationBody(Struct, kw_only=True):
 
     @property
     def num_logprobs(self) -> int:
-        """Of the likeliest tokens at each place of the answer; -1 is no log probabilities at all."""
+        """Top log probabilities per token of the answer; -1 for none at all."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Top log probabilities per token of the prompt; -1 for none at all."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def requested_max_tokens(self) -> tuple[str, int | None]:
+        """The field that limits the answer's length, and its value."""
+        raise NotImplementedError
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that contains the prompt."""
         raise NotImplementedError
 
     @property
     def num_candidates(self) -> int:
         """Choices that are generated for each prompt."""
         return self.n or 1
+
+    @property
+    def ranks_candidates(self) -> bool:
+        """Whether only the best of the candidates are returned."""
+        return self.num_candidates > (self.n or 1)
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether the answer is the prompt, without generated tokens."""
+        return False

@@ -1,4 +1,4 @@
-"""What a request's tools make of its answer: which calls are read, and the grammar of those that must be well-formed.
+"""Tools: how the answer's calls are parsed, and a grammar for the backend if calls must be well-formed.
 
 The grammar is in llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
 """
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.chat import ChatBody, FunctionDefinition
 
 GAP = "GAP?"
-"""In Lark: the empty lines that models write behind their reasoning."""
+"""In Lark: the empty lines that models write after their reasoning."""
 _MAX_FORCED_CALLS = 16
 _COMMON_RULES = ("TEXT: /(.|\\n)*/", "GAP: /\\n{1,2}/")
 _WHITESPACE = r" ?|\n {0,24}"
-"""Between the parts of a JSON text: as models write it, on one line or indented, and never without end."""
+"""Allowed between the parts of a JSON text: one line or indented, as models write it, and bounded."""
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_UNTOLD = frozenset({"title", "description", "examples", "default", "$comment", "x-guidance"})
-"""Members of a schema that say nothing of what is valid."""
+_ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "x-guidance"})
+"""Members of a schema that do not affect what is valid."""
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _VALUES = frozenset({"const", "enum"})
 
 
-def tool_format(body: ChatBody, syntax: ModelSyntax) -> ToolFormat | None:
-    """How the answer's calls are written; None where it can have none. Raises ApiError where that cannot be known."""
+def select_tool_format(body: ChatBody, syntax: ModelSyntax) -> ToolFormat | None:
+    """Return the format of the answer's calls; None if it can have none. Raises ApiError if the format is unknown."""
     if not body.offered_tools:
         return None
     if not syntax.offers_tools:
-        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, "tools: this server offers none", param="tools")
+        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, "tools: disabled on this server", param="tools")
     if syntax.tools is not None:
         return syntax.tools
     if body.must_call:
-        return Hermes()  # the grammar leaves no other way
-    reason = "this model's chat template has no tools, or a form of calls that is not known here"
-    message = f'tools: {reason}; tool_choice "required", a named one, and the option --tool-parser do without it'
+        return Hermes()  # the grammar enforces it
+    reason = "this model's chat template has no tools, or an unknown format of calls"
+    message = f'tools: {reason}; use tool_choice "required" or a named function, or start with --tool-parser'
     raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="tools")
 
 
@@ -56,16 +56,16 @@ def call_grammar(
     form: ToolFormat,
     answer: Grammar | None,
     added_tokens: Mapping[str, int],
-    before: str,
+    prefix: str,
 ) -> Grammar | None:
-    """The grammar of an answer that may call, or must; None where nothing is to be enforced, that of `answer` alone
-    where calls cannot be told from it.
+    """Return the grammar of an answer that may contain calls, or must; None if nothing is enforced.
 
-    answer is what the request wants of an answer without calls; before is Lark for what comes first.
-    Raises ApiError where a call must be made and an answer of another form as well, or where the grammar is too long.
+    answer is the requested grammar of an answer without calls. It is returned alone if calls cannot be distinguished
+    from such an answer. prefix is Lark for what may come first.
+    Raises ApiError if the request requires both a call and another form, or if the grammar is too long.
     """
     if body.must_call and answer is not None:
-        invalid("tool_choice", "a call that must be made leaves no room for response_format and the like")
+        invalid("tool_choice", "a required call cannot be combined with response_format or another grammar")
     functions = _callable_functions(body)
     trigger_id = None if form.trigger is None else added_tokens.get(form.trigger)
     more: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ def call_grammar(
         start = "calls"
     elif answer is not None:
         if answer.kind != "json_schema" or form.trigger is None:
-            return after_reasoning(answer, before)
+            return with_prefix(answer, prefix)
         start, more = "calls | answer", (_answer_rule(answer),)
     elif trigger_id is not None and any(function.strict for function in functions):
         start = "TEXT (calls TEXT)*"
@@ -82,24 +82,23 @@ def call_grammar(
     enforces_all = body.must_call or answer is not None
     schemas = [_schema(function) if enforces_all or function.strict else _ANY_OBJECT for function in functions]
     rules = _call_rules(functions, schemas, form, added_tokens, 1 if body.calls_once else _MAX_FORCED_CALLS)
-    text = "\n".join((f"start: {before} ({start})", *more, *rules, *_COMMON_RULES))
+    text = "\n".join((f"start: {prefix} ({start})", *more, *rules, *_COMMON_RULES))
     if len(text) > MAX_GRAMMAR_CHARACTERS:
-        invalid(
-            "tools", f"their schemas make a grammar of {len(text)} characters; {MAX_GRAMMAR_CHARACTERS} are allowed"
-        )
+        message = f"their schemas make a grammar of {len(text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}"
+        invalid("tools", message)
     return Grammar("lark", text)
 
 
-def after_reasoning(answer: Grammar, before: str) -> Grammar:
-    """The same with Lark for what comes first, where that can be put before it."""
-    if answer.kind != "json_schema" or not before:
+def with_prefix(answer: Grammar, prefix: str) -> Grammar:
+    """Put Lark for what may come first before a grammar. Only possible for a JSON schema: others are unchanged."""
+    if answer.kind != "json_schema" or not prefix:
         return answer
-    text = "\n".join((f"start: {before} answer", _answer_rule(answer), *_COMMON_RULES))
+    text = "\n".join((f"start: {prefix} answer", _answer_rule(answer), *_COMMON_RULES))
     return Grammar("lark", text) if len(text) <= MAX_GRAMMAR_CHARACTERS else answer
 
 
 def reasoning_rule(form: ReasoningFormat, added_tokens: Mapping[str, int]) -> str:
-    """Reasoning that a model may begin with, in Lark; nothing where its marks are no tokens."""
+    """Return Lark for optional reasoning; empty if its markers are not single tokens."""
     if any(marker not in added_tokens for marker in form.markers):
         return ""
     return f"(<[{added_tokens[form.opening]}]> TEXT <[{added_tokens[form.closing]}]> GAP?)?"
@@ -128,10 +127,10 @@ def _call_rules(
     added_tokens: Mapping[str, int],
     max_calls: int,
 ) -> list[str]:
-    """The rule `calls` and those below it. Each schema is a grammar of its own, so that its references hold."""
+    """Return the rule `calls` and the rules below it. Each schema is separate, so that its references stay valid."""
 
     def lark(text: str) -> str:
-        """Markers that are tokens must be those tokens: their characters, one by one, are another text to a model."""
+        """Write markers that are tokens as those tokens: to a model, their single characters are a different text."""
         pattern = "|".join(re.escape(marker) for marker in form.markers if marker in added_tokens)
         parts = re.split(f"({pattern})", text) if pattern else [text]
         return " ".join(_literal(part, added_tokens if place % 2 else {}) for place, part in enumerate(parts) if part)
@@ -142,9 +141,9 @@ def _call_rules(
         "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
     ]
     for number, (function, schema) in enumerate(zip(functions, schemas, strict=True)):
-        before, behind = form.around(function.name)
+        before, after = form.around(function.name)
         rules += [
-            f"call_{number}: {lark(before)} arguments_{number} {lark(behind)}",
+            f"call_{number}: {lark(before)} arguments_{number} {lark(after)}",
             f"arguments_{number}: %json {_spaced(schema)}",
         ]
     return rules
@@ -159,7 +158,7 @@ def _schema(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def _pruned(schema: Any) -> Any:
-    """Without what is only said to the model, which is most of many schemas."""
+    """Remove annotations: they make up most of many schemas, and do not affect what is valid."""
     if isinstance(schema, list):
         return [_pruned(item) for item in schema]
     if not isinstance(schema, dict):
@@ -168,6 +167,6 @@ def _pruned(schema: Any) -> Any:
     for name, value in schema.items():
         if name in _NAMED_SCHEMAS and isinstance(value, dict):
             pruned[name] = {key: _pruned(inner) for key, inner in value.items()}
-        elif name not in _UNTOLD:
+        elif name not in _ANNOTATIONS:
             pruned[name] = value if name in _VALUES else _pruned(value)
     return pruned

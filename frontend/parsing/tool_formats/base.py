@@ -1,4 +1,4 @@
-"""What a tool call format says, and the JSON object that most of them have."""
+"""The interface of a tool call format, and the JSON object that most formats use for a call."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 class ToolFormat(Protocol):
-    """Reads the calls in an answer, and says how a model is to write them.
+    """Reads the calls in an answer, and describes how a model must write them.
 
-    A call that is not well-formed is text of the answer. Where that shows in its arguments, which are told as they
-    come, the text goes on from there.
+    A malformed call is text of the answer. Arguments are streamed as they arrive: if the error is within them, only
+    what follows becomes text.
     """
 
     name: str
     markers: tuple[str, ...]
-    """Texts of the layout that may be special tokens."""
+    """Texts of the layout. Any of them may be a special token."""
     trigger: str | None
-    """The text that only a call begins with; None where it begins as an answer might."""
+    """The text that begins a call and nothing else; None if an answer may begin like a call."""
     opening: str
     separator: str
     closing: str
-    """An answer that is nothing but calls: opening, calls with separators between, closing."""
+    """An answer of calls only is: opening, calls joined by separator, closing."""
 
     def around(self, name: str) -> tuple[str, str]:
-        """A call is these two texts, with the JSON object of its arguments between."""
+        """Return the texts of a call before and after the JSON object of its arguments."""
         ...
 
     def read(self, reader: Reader, output: ParsedOutput, names: frozenset[str], /) -> Reading[None]:
-        """An answer with calls of these functions in it, or a part of one: what is left unread is text."""
+        """Read an answer, or the rest of one, with calls of these functions. What stays unread is text."""
         ...
 
     def new_call_id(self) -> str:
-        """At random: nobody guesses another's."""
+        """Return a random id, so that ids of other requests cannot be guessed."""
         ...
 
 
@@ -56,15 +56,18 @@ def openai_call_id() -> str:
 
 
 def is_function_name(name: str) -> bool:
-    """Whether a request could have declared it. Behind a format's own marker any such name is a call: who asked can
-    say best that there is no such function."""
+    """Whether a request could have declared this name.
+
+    After a format's own marker, any such name makes a call, declared or not: the client can best report that it has no
+    such function.
+    """
     return _NAME.fullmatch(name) is not None
 
 
 def read_json_call(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[bool]:
-    """{"name": …, "arguments": {…}}, in any order, other members ignored. The reader holds what stands before it.
+    """Read {"name": …, "arguments": {…}}, members in any order, others ignored. Return whether it was a call.
 
-    What is no call is passed on as text, as far as it was read; then the result is False.
+    The reader must be holding. If it was not a call, what was held and read becomes text.
     """
     try:
         yield from reader.skip_spaces()
@@ -80,7 +83,7 @@ def read_json_call(reader: Reader, output: ParsedOutput, is_callable: Callable[[
 def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
     name: str | None = None
     arguments: list[str] = []
-    is_told = False
+    is_streamed = False
     yield from reader.expect("{")
     while True:
         yield from reader.skip_spaces()
@@ -92,9 +95,9 @@ def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[s
             name = yield from _read_text(reader)
             if not is_callable(name):
                 raise Malformed
-        elif key in _ARGUMENTS_KEYS and not arguments and not is_told:
+        elif key in _ARGUMENTS_KEYS and not arguments and not is_streamed:
             if name is not None and (yield from reader.peek()) == "{":
-                is_told = True
+                is_streamed = True
                 yield from read_arguments(reader, output, name)
             else:
                 yield from read_json(reader, arguments.append)
@@ -106,14 +109,14 @@ def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[s
         yield from reader.expect(",")
     if name is None:
         raise Malformed
-    if not is_told:
+    if not is_streamed:
         whole = _as_object("".join(arguments))
         output.begin_call(name)
         output.arguments(whole)
 
 
 def read_arguments(reader: Reader, output: ParsedOutput, name: str) -> Reading[None]:
-    """The arguments' object of a call that is certain from here on."""
+    """Read the arguments of a call and emit them as they arrive: from here on it is certainly a call."""
     reader.release()
     output.begin_call(name)
     yield from read_json(reader, output.arguments)
@@ -121,7 +124,7 @@ def read_arguments(reader: Reader, output: ParsedOutput, name: str) -> Reading[N
 
 
 def _as_object(arguments: str) -> str:
-    """None at all, or null, is an empty one; some models put the object into a text."""
+    """Return the arguments as a JSON object. Missing or null is empty; some models wrap the object in a string."""
     if arguments in ("", "null"):
         return "{}"
     try:
@@ -143,4 +146,4 @@ def _read_text(reader: Reader) -> Reading[str]:
 
 
 def drop(_text: str) -> None:
-    """What stands in a call and says nothing to us."""
+    """Ignore a part of a call that has no meaning here."""

@@ -1,4 +1,4 @@
-"""{"name": …, "parameters": {…}}, or several with semicolons between, as the whole answer or behind <|python_tag|>:
+"""{"name": …, "parameters": {…}}, one or several joined by semicolons, as the whole answer or after <|python_tag|>:
 Llama 3.1 to 3.3."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3Json:
-    """See `ToolFormat`. An object that names no function of the request's is an answer in JSON."""
+    """See `ToolFormat`. An object that does not name one of the request's functions is an answer in JSON."""
 
     name = "llama3_json"
     markers: tuple[str, ...] = (_PYTHON_TAG,)

@@ -25,7 +25,7 @@ _ID_LENGTH = 9
 
 
 class Mistral:
-    """See `ToolFormat`. Both ways are read; names_first is how calls are to be written."""
+    """See `ToolFormat`. Reads both layouts; names_first selects the layout for calls that the model must make."""
 
     name = "mistral"
     markers: tuple[str, ...] = (_TOOL_CALLS, _CALL_ID, _ARGUMENTS)
@@ -51,7 +51,7 @@ class Mistral:
                 yield from _read_named(reader, output)
 
     def new_call_id(self) -> str:
-        """The family's templates refuse any other form."""
+        """Return 9 letters and digits: the templates of this family refuse any other id."""
         return "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
 
 

@@ -1,4 +1,4 @@
-"""Values as Python, and JSON, write them. Nothing is evaluated."""
+"""Reads values as Python and JSON write them. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CLOSERS = {"[": "]", "(": ")"}
 
 
 def read_value(reader: Reader, depth: int = 0) -> Reading[Any]:
-    """Raises Malformed, also where values are nested more than 32 deep."""
+    """Read one value. Raises Malformed, also for values nested more than 32 deep."""
     if depth > _MAX_DEPTH:
         raise Malformed
     first = yield from reader.peek()
@@ -84,7 +84,7 @@ def _read_dict(reader: Reader, depth: int) -> Reading[dict[str, Any]]:
 
 
 def _goes_on(reader: Reader, closer: str) -> Reading[bool]:
-    """Behind a value: reads a comma, after which another may come, or the end."""
+    """Read a comma or the closer after a value. Return whether another value may follow."""
     yield from reader.skip_spaces()
     if (yield from reader.accept(",")):
         yield from reader.skip_spaces()
@@ -102,7 +102,7 @@ def _read_string(reader: Reader) -> Reading[str]:
         parts.append((yield from _read_escape(reader)) if character == "\\" else character)
     text = "".join(parts)
     try:
-        # JSON writes characters beyond 16 bits as two halves.
+        # JSON escapes a character beyond 16 bits as two surrogates.
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
     except UnicodeDecodeError:
         raise Malformed from None

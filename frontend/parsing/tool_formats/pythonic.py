@@ -19,7 +19,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Pythonic:
-    """See `ToolFormat`. A call is told when its last parenthesis is there, its arguments as JSON."""
+    """See `ToolFormat`. A call is emitted when its last parenthesis has arrived, with its arguments as JSON."""
 
     name = "pythonic"
     markers: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Pythonic:
     closing = "]"
 
     def around(self, name: str) -> tuple[str, str]:
-        # Keywords could not say all that a schema may ask for.
+        # Keyword arguments cannot express every schema.
         return f"{name}(**", ")"
 
     def read(self, reader: Reader, output: ParsedOutput, names: frozenset[str]) -> Reading[None]:
@@ -75,7 +75,7 @@ def _read_call(reader: Reader, output: ParsedOutput, names: frozenset[str]) -> R
 
 
 def _read_argument(reader: Reader) -> Reading[dict[str, Any]]:
-    """A keyword with its value, or several behind two stars."""
+    """Read one keyword argument, or a dict of them after two stars."""
     if (yield from reader.accept("**")):
         several = yield from read_value(reader)
         if not isinstance(several, dict):

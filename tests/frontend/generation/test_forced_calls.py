@@ -19,9 +19,10 @@ from llguidance import LLMatcher
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
-from penstock.frontend.generation.choice import Choice, OutputOptions
-from penstock.frontend.generation.submission import AnswerRules
-from penstock.frontend.parsing.deltas import ChoiceOutput
+from penstock.frontend.generation.answer_rules.rules import AnswerRules
+from penstock.frontend.generation.choice import Choice, ChoicePrompt
+from penstock.frontend.generation.output_options import OutputOptions
+from penstock.frontend.parsing.choice_output import ChoiceOutput
 from penstock.frontend.schemas.chat import ChatBody, check_chat
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import Constraints, Finish, Grammar
@@ -90,8 +91,8 @@ def babble(
     constraints = SequenceConstraints(wanted, matcher, frozenset([end]), vocab_size)
     stream = FakeStream(None, ())  # type: ignore[arg-type]
     choice = Choice(
-        0, 0, [1], stream, model.served().tokenizer,  # type: ignore[arg-type]
-        OutputOptions(make_parser=guidance.make_parser, kept_token_ids=guidance.kept_token_ids),
+        0, ChoicePrompt(0, [1]), stream, model.served().tokenizer,  # type: ignore[arg-type]
+        OutputOptions(shape=guidance.shape, kept_token_ids=guidance.kept_token_ids),
     )  # fmt: skip
     tokens: list[int] = []
     row, message = np.zeros(-(-vocab_size // 32), np.uint32), ChoiceOutput()
@@ -108,7 +109,7 @@ def babble(
         if choice.finish_reason is not None:
             break
     assert choice.finish_reason is not None
-    choice.finish(message)
+    choice.complete(message)
     return message
 
 

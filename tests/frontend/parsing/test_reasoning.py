@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.frontend.parsing.answer import AnswerShape
+from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.settings import ParserNames

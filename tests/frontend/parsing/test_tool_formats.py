@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.frontend.parsing.answer import AnswerShape
-from penstock.frontend.parsing.deltas import ChoiceOutput
+from penstock.frontend.parsing.answer_parser import AnswerShape
+from penstock.frontend.parsing.choice_output import ChoiceOutput
 from penstock.frontend.parsing.reasoning import THINK
 from penstock.frontend.parsing.tool_formats.base import ToolFormat
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
@@ -34,7 +34,7 @@ Read = tuple[str, str, list[tuple[str, str]]]
 
 
 def read(shape: AnswerShape, pieces: list[str]) -> Read:
-    parser, message = shape(), ChoiceOutput()
+    parser, message = shape.new_parser(), ChoiceOutput()
     for piece in pieces:
         for delta in parser.push(piece):
             message.add(delta)
@@ -214,14 +214,14 @@ def test_a_broken_call_and_the_next_one_are_two() -> None:
 def test_the_answer_may_end_with_its_first_call(name: str) -> None:
     form = FORMATS[name]
     text = written(form, [("f", '{"a": 1}'), ("g", "{}")]) + " and more"
-    assert calls_in(name, text, one_call=True) == ("", [("f", '{"a": 1}')])
-    parser = AnswerShape(tools=form, function_names=NAMES, one_call=True)()
+    assert calls_in(name, text, single_call=True) == ("", [("f", '{"a": 1}')])
+    parser = AnswerShape(tools=form, function_names=NAMES, single_call=True).new_parser()
     parser.push(text)
     assert parser.is_complete
 
 
 def test_arguments_are_told_as_they_come() -> None:
-    parser = AnswerShape(tools=Hermes(), function_names=NAMES)()
+    parser = AnswerShape(tools=Hermes(), function_names=NAMES).new_parser()
     assert parser.push('<tool_call>{"name": "f", "arg') == []
     opening, *pieces = parser.push('uments": {"text": "once')
     assert (opening.tool_calls[0].name, opening.tool_calls[0].arguments) == ("f", "")
@@ -230,7 +230,7 @@ def test_arguments_are_told_as_they_come() -> None:
 
 
 def test_text_is_held_only_while_it_may_be_a_marker() -> None:
-    parser = AnswerShape(tools=Hermes(), function_names=NAMES)()
+    parser = AnswerShape(tools=Hermes(), function_names=NAMES).new_parser()
     assert [delta.text for delta in parser.push("a <b> <tool")] == ["a <b>"]
     assert [delta.text for delta in parser.push("box> ")] == [" <toolbox>"]
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from penstock.frontend.formats.completion import CompletionFormat
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.choice import Choice
-from penstock.frontend.parsing.deltas import ChoiceOutput, Delta, ScoredToken
+from penstock.frontend.parsing.choice_output import ChoiceOutput
+from penstock.frontend.parsing.deltas import Delta, ScoredToken
 from penstock.frontend.schemas.chat import is_shallow
 from penstock.frontend.schemas.decoding import decode_chat, decode_completion
 from penstock.frontend.transport.errors import ApiError

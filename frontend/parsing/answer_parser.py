@@ -1,4 +1,4 @@
-"""The parser of one choice: its reasoning, then its tool calls and text."""
+"""The parser of one choice: reads its reasoning, then its text and tool calls."""
 
 from __future__ import annotations
 
@@ -13,33 +13,39 @@ if TYPE_CHECKING:
     from penstock.frontend.parsing.deltas import Delta
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
 
-_MANY_CALLS = 1 << 20
+_UNLIMITED_CALLS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """What one request's answers may consist of. Called, it makes the parser of one answer."""
+    """What the answers to one request may contain."""
 
     reasoning: ReasoningFormat | None = None
     is_reasoning_open: bool = False
-    """The prompt ends where the reasoning begins."""
-    tells_reasoning: bool = True
+    """The prompt already contains the marker that opens the reasoning."""
+    includes_reasoning: bool = True
+    """Report reasoning to the client; False drops it."""
     tools: ToolFormat | None = None
     function_names: frozenset[str] = frozenset()
-    one_call: bool = False
-    """The answer ends with its first call."""
+    single_call: bool = False
+    """The first call ends the answer."""
 
-    def __call__(self) -> AnswerParser:
+    def new_parser(self) -> AnswerParser:
         return AnswerParser(self)
 
 
 class AnswerParser:
-    """See `penstock.frontend.generation.choice.OutputParser`."""
+    """Sorts the text of one choice into answer, reasoning and tool calls.
+
+    However the text is split into pieces, the returned deltas are the same when joined.
+    """
 
     def __init__(self, shape: AnswerShape) -> None:
         new_call_id = shape.tools.new_call_id if shape.tools is not None else str
         self._output = ParsedOutput(
-            new_call_id, tells_reasoning=shape.tells_reasoning, max_calls=1 if shape.one_call else _MANY_CALLS
+            new_call_id,
+            includes_reasoning=shape.includes_reasoning,
+            max_calls=1 if shape.single_call else _UNLIMITED_CALLS,
         )
         self._reader = Reader()
         self._output.is_reasoning = shape.is_reasoning_open
@@ -47,10 +53,12 @@ class AnswerParser:
 
     @property
     def is_reasoning(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
         return self._output.is_reasoning
 
     @property
     def is_complete(self) -> bool:
+        """Whether the answer is over, even if the model goes on."""
         return self._output.is_complete
 
     def push(self, text: str) -> list[Delta]:
@@ -59,6 +67,7 @@ class AnswerParser:
         return self._output.take()
 
     def flush(self) -> list[Delta]:
+        """End the text. Return what was held back."""
         self._reader.end()
         next(self._reading, None)
         return self._output.take()

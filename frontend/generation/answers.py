@@ -1,0 +1,90 @@
+"""Answers one request in its endpoint's format, whole or as a stream, while its choices run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from penstock.frontend.parsing.choice_output import ChoiceOutput
+from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.transport.sse import EventStream
+
+if TYPE_CHECKING:
+    from penstock.frontend.formats.base import Format
+    from penstock.frontend.generation.choice import Choice
+    from penstock.frontend.generation.choice_runner import ChoiceRunner
+    from penstock.frontend.parsing.deltas import Delta
+    from penstock.frontend.transport.exchange import Exchange
+
+_INLINE_LOGPROBS = 64
+"""Tokens with log probabilities per piece; more, such as those of a prompt, are formatted in a thread."""
+
+
+async def answer_whole(
+    exchange: Exchange, runner: ChoiceRunner, answer_format: Format, num_best: int | None = None
+) -> None:
+    """Answer with all choices, or with the num_best choices of each prompt with the likeliest tokens on average.
+
+    Raises ApiError, ClientGoneError.
+    """
+    outputs = {choice.index: ChoiceOutput() for choice in runner.choices}
+
+    async def collect(choice: Choice, delta: Delta) -> None:
+        outputs[choice.index].add(delta)
+
+    await runner.run(collect)
+    kept = runner.choices if num_best is None else _likeliest(runner.choices, num_best)
+
+    def write() -> bytes:
+        for choice in kept:
+            choice.complete(outputs[choice.index])
+        return answer_format.whole([outputs[choice.index] for choice in kept])
+
+    # The prompt may have hundreds of thousands of log probabilities.
+    whole = await asyncio.to_thread(write) if kept[0].reports_prompt_logprobs else write()
+    await exchange.respond(200, whole, runner.headers(is_whole=True))
+
+
+async def answer_stream(exchange: Exchange, runner: ChoiceRunner, answer_format: Format) -> ApiError | None:
+    """Answer with a stream of events. Return the error that ended it, if any: then it is the last event.
+
+    Raises ApiError before the first event, ClientGoneError.
+    """
+    events = EventStream(exchange, runner.headers)
+    opened: set[int] = set()
+    # The choices of one request mostly receive their tokens in the same turn of the event loop.
+    send = events.write if len(runner.choices) == 1 else events.write_together
+
+    async def write(choice: Choice, delta: Delta) -> None:
+        event = b""
+        if choice.index not in opened:
+            opened.add(choice.index)
+            event = answer_format.opening(choice.index, choice.reported_prompt)
+        if len(delta.logprobs) > _INLINE_LOGPROBS:
+            event += await asyncio.to_thread(answer_format.delta, choice.index, delta)
+        elif delta:
+            event += answer_format.delta(choice.index, delta)
+        if choice.finish_reason is not None:
+            event += answer_format.closing(choice.index, choice.finish_reason, choice.stopped_by)
+        if event:
+            await send(event)
+
+    try:
+        await runner.run(write)
+    except ApiError as error:
+        if not exchange.started:
+            raise
+        await events.end(answer_format.failure(error))
+        return error
+    await events.end(answer_format.end())
+    return None
+
+
+def _likeliest(choices: list[Choice], num_best: int) -> list[Choice]:
+    """Return the num_best choices of each prompt, by log probability per token, the best first."""
+    kept: list[Choice] = []
+    for prompt_index in dict.fromkeys(choice.prompt.index for choice in choices):
+        of_prompt = [choice for choice in choices if choice.prompt.index == prompt_index]
+        of_prompt.sort(key=lambda choice: choice.sum_logprob / max(1, choice.num_tokens), reverse=True)
+        kept += of_prompt[:num_best]
+    return kept

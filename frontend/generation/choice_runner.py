@@ -1,0 +1,135 @@
+"""Runs the choices of one request to their end, and keeps the request's counts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from penstock.frontend.generation.failures import backend_unavailable, stream_failure
+from penstock.frontend.telemetry.timings import Timings
+from penstock.frontend.transport.errors import ApiError, ErrorKind, shutting_down
+from penstock.shm.client import BackendUnavailable
+from penstock.shm.messages import Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from penstock.frontend.formats.base import Usage
+    from penstock.frontend.generation.choice import Choice
+    from penstock.frontend.parsing.deltas import Delta
+    from penstock.frontend.telemetry.request_log import RequestLogEntry
+    from penstock.frontend.transport.asgi import Headers
+    from penstock.frontend.transport.exchange import Exchange
+    from penstock.shm.client import TokenBatch, TokenStream
+
+    Emit = Callable[[Choice, Delta], Awaitable[None]]
+
+
+class ChoiceRunner:
+    """Reads all streams of one request and passes on their pieces."""
+
+    def __init__(self, exchange: Exchange, choices: list[Choice], usage: Usage, log_entry: RequestLogEntry) -> None:
+        """usage and log_entry are kept up to date while the choices run."""
+        self.choices = choices
+        self._exchange = exchange
+        self._usage = usage
+        self._log_entry = log_entry
+        self._submitted_s = time.monotonic()
+
+    def cancel(self) -> None:
+        """End every stream now. Streams that have ended are left alone."""
+        for choice in self.choices:
+            choice.stream.cancel()
+
+    async def run(self, emit: Emit) -> None:
+        """Run all choices, several at the same time. emit receives each piece, empty ones too.
+
+        Raises ApiError, ClientGoneError.
+        """
+        try:
+            if len(self.choices) == 1:
+                await self._run(self.choices[0], emit)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for choice in self.choices:
+                        group.create_task(self._run(choice, emit))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            self.cancel()
+            self._log_entry.completion_tokens = self._usage.completion_tokens
+            self._log_entry.cached_tokens = self._usage.cached_tokens
+            self._log_entry.coalesced = self._coalesced()
+        self._log_entry.finish_reason = self.choices[0].finish_reason or "stop"
+
+    async def _run(self, choice: Choice, emit: Emit) -> None:
+        try:
+            async for batch in choice.stream:
+                if batch.token_ids and self._log_entry.first_token_s is None:
+                    self._log_entry.first_token_s = time.monotonic()
+                if batch.token_ids and choice.num_tokens == 0 and choice.reports_prompt_logprobs:
+                    await asyncio.to_thread(choice.prepare_echo)
+                if batch.finish is Finish.CANCELLED:
+                    self._usage.completion_tokens += len(batch.token_ids)
+                    raise self._exchange.ending or shutting_down()
+                delta = self._take(choice, batch)
+                has_failed = batch.finish in (Finish.REJECTED, Finish.FAILED, Finish.EXPIRED)
+                if batch.token_ids or not has_failed:
+                    await emit(choice, delta)
+                if choice.finish_reason is not None:
+                    return
+                if has_failed:
+                    raise stream_failure(batch, choice.num_tokens, choice.grammar_field)
+        except BackendUnavailable:
+            raise backend_unavailable() from None
+        raise ApiError(ErrorKind.INTERNAL, "the answer ended before it was complete")
+
+    def _take(self, choice: Choice, batch: TokenBatch) -> Delta:
+        usage, is_first = self._usage, choice.num_tokens == 0
+        num_tokens, num_reasoning_tokens = choice.num_tokens, choice.num_reasoning_tokens
+        delta = choice.take(batch)
+        usage.completion_tokens += choice.num_tokens - num_tokens
+        usage.reasoning_tokens += choice.num_reasoning_tokens - num_reasoning_tokens
+        if is_first:
+            usage.cached_tokens = sum(stream.cached_tokens for stream in self._first_streams())
+            usage.is_coalesced = self._coalesced() == "joined"
+        return delta
+
+    def timings(self) -> Timings:
+        """Return the timings so far. The queue time is that of the first stream."""
+        usage = self._usage
+        return Timings(
+            received_s=self._exchange.received_s,
+            submitted_s=self._submitted_s,
+            first_token_s=self._log_entry.first_token_s,
+            now_s=time.monotonic(),
+            queue_s=self.choices[0].stream.queue_s,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            num_preemptions=sum(choice.stream.num_preemptions for choice in self.choices),
+        )
+
+    def headers(self, *, is_whole: bool = False) -> Headers:
+        """Return the response headers with what is known so far: nothing before the first token."""
+        coalesced = self._coalesced()
+        if coalesced is None or self._log_entry.first_token_s is None:
+            return ()
+        timing = self.timings().server_timing(is_whole=is_whole)
+        return ((b"x-penstock-coalesced", coalesced.encode()), (b"server-timing", timing))
+
+    def _coalesced(self) -> str | None:
+        """Return joined if the first choice of any prompt joined another request's sequence, else none.
+
+        Python's None while that is not known. The other choices of a greedy request join the request's own first
+        choice.
+        """
+        known = [stream.is_coalesced for stream in self._first_streams() if stream.is_coalesced is not None]
+        if not known:
+            return None
+        return "joined" if any(known) else "none"
+
+    def _first_streams(self) -> list[TokenStream]:
+        """Return the stream of each prompt's first choice."""
+        return list({choice.prompt.index: choice.stream for choice in reversed(self.choices)}.values())

@@ -1,0 +1,61 @@
+"""Errors of the backend as errors of the API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shutting_down
+from penstock.shm.messages import FailureCode, Finish
+
+if TYPE_CHECKING:
+    from penstock.shm.client import TokenBatch
+
+_RETRY_AFTER_S = 1
+_SHOWN_CHARACTERS = 200
+"""Shown part of the grammar compiler's message."""
+
+
+def overloaded(retry_after_s: int) -> ApiError:
+    return retry_later(ErrorKind.OVERLOADED, "too many requests are waiting", retry_after_s)
+
+
+def backend_unavailable() -> ApiError:
+    return retry_later(ErrorKind.UNAVAILABLE, "the model is not available at the moment", _RETRY_AFTER_S)
+
+
+def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None) -> ApiError:
+    """Return the error of a stream that ended with this batch, REJECTED, FAILED or EXPIRED.
+
+    num_tokens were generated; grammar_field is the body's field that asks for a grammar.
+    """
+    if batch.finish is Finish.EXPIRED:
+        return ApiError(ErrorKind.EXPIRED, f"the request's time limit has passed, after {num_tokens} tokens")
+    match batch.failure:
+        case FailureCode.OVERLOADED:
+            return overloaded(_RETRY_AFTER_S)
+        case FailureCode.CONTEXT_TOO_LONG:
+            message = f"prompt and max_tokens together do not fit: the limit is {batch.failure_limit} tokens"
+            return ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param="max_tokens")
+        case FailureCode.BAD_TOKEN:
+            message = f"a token id is outside the vocabulary of {batch.failure_limit}"
+            return ApiError(ErrorKind.INVALID_VALUE, message)
+        case FailureCode.BAD_GRAMMAR:
+            reason = msgspec.json.encode(batch.failure_text[:_SHOWN_CHARACTERS]).decode()
+            field = "" if grammar_field is None else f"{grammar_field}: "
+            message = f"{field}the grammar cannot be used: {reason}"
+            return ApiError(ErrorKind.INVALID_VALUE, message, param=grammar_field)
+        case FailureCode.SHUTTING_DOWN:
+            return shutting_down()
+        case FailureCode.UNAVAILABLE:
+            return backend_unavailable()
+        case _:
+            return ApiError(ErrorKind.INTERNAL, "an internal error ended the answer")
+
+
+def finish_reason_of(error: BaseException) -> str:
+    """Return the finish reason that the log shows for a request that ended with this error."""
+    if not isinstance(error, ApiError):
+        return "cancelled"
+    return "timeout" if error.kind is ErrorKind.EXPIRED else "error"

@@ -1,0 +1,58 @@
+"""Log probabilities from the backend, by token id, as tokens with text, bytes and offset."""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING
+
+from penstock.frontend.parsing.deltas import ScoredToken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.frontend.text.token_bytes import TokenBytes
+    from penstock.shm.client import LogprobEntry
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+def score_token(token_bytes: TokenBytes, token_id: int, entry: LogprobEntry, offset: int) -> ScoredToken:
+    """offset is the token's start in the choice's text, in characters."""
+    text_and_bytes = token_bytes.text_and_bytes
+    top = tuple(
+        ScoredToken(top_id, *text_and_bytes(top_id), logprob)
+        for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+    )
+    text, raw = text_and_bytes(token_id)
+    return ScoredToken(token_id, text, raw, entry.logprob, entry.rank, top, offset)
+
+
+def score_prompt(
+    token_bytes: TokenBytes, token_ids: Sequence[int], entries: Sequence[LogprobEntry], text: str
+) -> list[ScoredToken]:
+    """Score a prompt. entries has one element fewer than token_ids: the first token has no log probability.
+
+    text is the text of the prompt, for the offsets.
+    """
+    first = token_ids[0]
+    offsets = _offsets(token_bytes, token_ids, text)
+    scored = [
+        score_token(token_bytes, token_id, entry, offset)
+        for token_id, entry, offset in zip(token_ids[1:], entries, offsets[1:], strict=True)
+    ]
+    return [ScoredToken(first, *token_bytes.text_and_bytes(first), None), *scored]
+
+
+def _offsets(token_bytes: TokenBytes, token_ids: Sequence[int], text: str) -> list[int]:
+    """Return where each token starts in the text, in characters.
+
+    Counted from the end of the text: the tokens may spell more than the text, at its beginning. Tokenizers put a
+    special token there, or a space.
+    """
+    decoder = _Utf8Decoder("replace")
+    starts, num_characters = [], 0
+    for token_id in token_ids:
+        starts.append(num_characters)
+        num_characters += len(decoder.decode(token_bytes(token_id)))
+    num_surplus = num_characters + len(decoder.decode(b"", final=True)) - len(text)
+    return [max(0, start - num_surplus) for start in starts]

@@ -1,0 +1,73 @@
+"""How many tokens a request may generate, which tokens end them, and how large its answer may grow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
+
+if TYPE_CHECKING:
+    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.shm.messages import ModelCard
+
+MAX_STOP_TOKENS = 64
+"""The same limit as in `penstock.shm.messages.Submit`."""
+
+
+def read_max_tokens(body: GenerationBody, prompts: list[list[int]], card: ModelCard) -> list[int]:
+    """Return the limit of each prompt's answer: the requested one, or the rest of the context.
+
+    Raises ApiError if a prompt and its answer do not fit in the context, or if the limit is below min_tokens.
+    """
+    limits = [_max_tokens(body, len(prompt), card.max_context_tokens) for prompt in prompts]
+    if body.min_tokens and body.min_tokens > min(limits):
+        invalid("min_tokens", f"{body.min_tokens}, but the answer can have at most {min(limits)} tokens")
+    return limits
+
+
+def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_context_tokens: int) -> int:
+    prompt_field = body.prompt_field
+    if not num_prompt_tokens:
+        invalid(prompt_field, "no tokens; this model needs at least one")
+    if num_prompt_tokens >= max_context_tokens:
+        message = (
+            f"{prompt_field}: {num_prompt_tokens} tokens, but the context of this model is {max_context_tokens} tokens "
+            f"and must leave room for an answer"
+        )
+        raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=prompt_field)
+    field, requested = body.requested_max_tokens
+    if requested is None:
+        return max_context_tokens - num_prompt_tokens
+    if num_prompt_tokens + requested > max_context_tokens:
+        message = (
+            f"{field}: {requested} tokens after a prompt of {num_prompt_tokens} make {num_prompt_tokens + requested}, "
+            f"but the context of this model is {max_context_tokens} tokens"
+        )
+        raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
+    return requested
+
+
+def check_logprobs(body: GenerationBody, prompts: list[list[int]], max_tokens: list[int]) -> None:
+    """Bound the size of the answer before it is generated. Raises ApiError."""
+    if body.prompt_logprobs is not None and body.stream:
+        invalid("prompt_logprobs", "not available in a stream; leave stream out")
+    prompt_field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    counts = (
+        ("logprobs", max_tokens, body.num_logprobs, MAX_LOGPROB_CELLS),
+        (prompt_field, map(len, prompts), body.num_prompt_logprobs, MAX_PROMPT_LOGPROB_CELLS),
+    )
+    for field, num_tokens, width, limit in counts:
+        cells = body.num_candidates * sum(num_tokens) * (width + 1)
+        if cells > limit:
+            invalid(field, f"choices × tokens × ({field} + 1) is {cells}; the limit is {limit}")
+
+
+def read_stop_token_ids(body: GenerationBody, card: ModelCard) -> tuple[int, ...]:
+    """Return the model's end tokens, unless the request ignores them, and the request's own. Raises ApiError."""
+    model_end = () if body.ignore_eos else card.eos_token_ids
+    token_ids = tuple(dict.fromkeys((*model_end, *(body.stop_token_ids or ()))))
+    if len(token_ids) > MAX_STOP_TOKENS:
+        message = f"{len(token_ids)} together with the model's own end tokens; the limit is {MAX_STOP_TOKENS}"
+        invalid("stop_token_ids", message)
+    return token_ids

@@ -1,0 +1,87 @@
+"""How tokens are drawn: the request's parameters over the model's defaults."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from penstock.frontend.transport.errors import invalid
+from penstock.shm.messages import Sampling
+
+if TYPE_CHECKING:
+    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.shm.messages import ModelCard
+
+_MASK_63 = (1 << 63) - 1
+_MASK_64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+_Number = TypeVar("_Number", int, float)
+
+
+def read_sampling(body: GenerationBody, card: ModelCard) -> Sampling:
+    """Return the sampling parameters. Raises ApiError.
+
+    Greedy decoding ignores some parameters. They get a fixed value, so that the backend can coalesce requests that
+    differ only in them.
+    """
+    default = card.default_sampling
+    for token_id in body.logit_bias or ():
+        if token_id >= card.vocab_size:
+            invalid("logit_bias", f"token id {token_id} is outside the vocabulary of {card.vocab_size}")
+    temperature = _given(body.temperature, default.temperature)
+    is_greedy = temperature == 0.0
+    presence_penalty, frequency_penalty = _penalties(body, default)
+    return Sampling(
+        temperature=temperature,
+        top_p=1.0 if is_greedy else _given(body.top_p, default.top_p),
+        top_k=0 if is_greedy else max(0, _given(body.top_k, default.top_k)),
+        min_p=0.0 if is_greedy else _given(body.min_p, default.min_p),
+        typical_p=1.0 if is_greedy else _given(body.typical_p, default.typical_p),
+        repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=default.logit_bias if body.logit_bias is None else tuple(sorted(body.logit_bias.items())),
+        seed=0 if is_greedy else _seed(body.seed),
+        # Ranking candidates needs the log probabilities of their tokens.
+        num_logprobs=max(body.num_logprobs, 0 if body.ranks_candidates else -1),
+    )
+
+
+def for_candidate(sampling: Sampling, candidate: int) -> Sampling:
+    """Give each candidate its own seed. Candidate 0 keeps the request's; greedy candidates are all the same."""
+    if candidate == 0 or sampling.temperature == 0.0:
+        return sampling
+    # splitmix64: consecutive inputs give unrelated outputs.
+    mixed = (sampling.seed + candidate * _GOLDEN) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return msgspec.structs.replace(sampling, seed=(mixed ^ (mixed >> 31)) & _MASK_63)
+
+
+def _penalties(body: GenerationBody, default: Sampling) -> tuple[float, float]:
+    """Return the penalties for generated tokens. Raises ApiError if the prompt's log probabilities are requested too.
+
+    The backend scores a prompt by generating it, so it would apply the penalties to prompt tokens.
+    """
+    presence = _given(body.presence_penalty, default.presence_penalty)
+    frequency = _given(body.frequency_penalty, default.frequency_penalty)
+    if body.num_prompt_logprobs < 0:
+        return presence, frequency
+    if body.is_prompt_only:
+        return 0.0, 0.0
+    for field, penalty in (("presence_penalty", presence), ("frequency_penalty", frequency)):
+        if penalty:
+            other = "prompt_logprobs" if body.prompt_logprobs is not None else "echo and logprobs"
+            invalid(field, f"cannot be combined with {other}, got {penalty:g}")
+    return presence, frequency
+
+
+def _given(requested: _Number | None, default: _Number) -> _Number:
+    return default if requested is None else requested
+
+
+def _seed(requested: int | None) -> int:
+    return secrets.randbits(63) if requested is None else requested & _MASK_63

@@ -1,0 +1,94 @@
+"""Starts the token streams of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.frontend.generation.choice import Choice, ChoicePrompt
+from penstock.frontend.generation.failures import backend_unavailable, overloaded
+from penstock.frontend.generation.output_options import read_output_options
+from penstock.frontend.generation.submission.constraints import read_constraints
+from penstock.frontend.generation.submission.limits import check_logprobs, read_max_tokens, read_stop_token_ids
+from penstock.frontend.generation.submission.sampling import for_candidate, read_sampling
+from penstock.frontend.schemas.completion import CompletionBody
+from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.frontend.generation.answer_rules.rules import AnswerRules
+    from penstock.frontend.generation.request_policy import RequestPolicy
+    from penstock.frontend.generation.served_model import ServedModel
+    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.shm.client import BackendClient
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A decoded request whose prompts are token ids."""
+
+    body: GenerationBody
+    prompts: list[list[int]]
+    rules: AnswerRules
+
+
+async def submit(
+    request: PreparedRequest, policy: RequestPolicy, served: ServedModel, backend: BackendClient
+) -> list[Choice]:
+    """Start one stream per prompt and candidate, the candidates of a prompt together.
+
+    Raises ApiError; then no stream is left running.
+    """
+    body, rules = request.body, request.rules
+    max_tokens = read_max_tokens(body, request.prompts, served.card)
+    check_logprobs(body, request.prompts, max_tokens)
+    sampling = read_sampling(body, served.card)
+    stop_token_ids = read_stop_token_ids(body, served.card)
+    constraints = await read_constraints(body, rules, served)
+    options = read_output_options(body, rules)
+    # A seed that was drawn at random here belongs to this request alone.
+    is_deterministic = sampling.temperature == 0.0 or body.seed is not None
+    # Tokens may come in batches if no text can end the answer here, and no client reads it as it comes.
+    batch_delivery = not (body.stream or options.stop_strings or rules.text_may_end_answer)
+    choices: list[Choice] = []
+    try:
+        for prompt, limit in zip(_choice_prompts(request), max_tokens, strict=True):
+            for candidate in range(body.num_candidates):
+                generation_request = GenerationRequest(
+                    prompt.token_ids,
+                    limit,
+                    for_candidate(sampling, candidate),
+                    stop_token_ids,
+                    salt=policy.salt,
+                    may_share=policy.may_join and is_deterministic,
+                    priority=policy.priority,
+                    deadline_s=policy.deadline_s,
+                    constraints=constraints,
+                    num_prompt_logprobs=body.num_prompt_logprobs,
+                    batch_delivery=batch_delivery,
+                )
+                stream = backend.submit(generation_request)
+                choices.append(Choice(len(choices), prompt, stream, served.tokenizer, options))
+    except (BackendUnavailable, Overloaded) as error:
+        for choice in choices:
+            choice.stream.cancel()
+        if isinstance(error, Overloaded):
+            raise overloaded(error.retry_after_s) from None
+        raise backend_unavailable() from None
+    return choices
+
+
+def _choice_prompts(request: PreparedRequest) -> list[ChoicePrompt]:
+    texts: Sequence[str | None] = _echoed_texts(request.body) or [None] * len(request.prompts)
+    return [
+        ChoicePrompt(index, token_ids, text)
+        for index, (token_ids, text) in enumerate(zip(request.prompts, texts, strict=True))
+    ]
+
+
+def _echoed_texts(body: GenerationBody) -> list[str] | None:
+    """Return the texts to echo, if the client sent the prompts as texts and they are not truncated."""
+    if not isinstance(body, CompletionBody) or not body.echo or body.truncate_prompt_tokens is not None:
+        return None
+    return [prompt for prompt in body.prompts() if isinstance(prompt, str)] or None
