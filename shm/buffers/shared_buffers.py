@@ -70,6 +70,10 @@ class SharedBuffer:
         self.spec: ContentSpec | None = None
         """Of these rows."""
 
+    @property
+    def kind(self) -> BufferKind:
+        return self._owner.grant.kind
+
     def view(self) -> memoryview:
         """All of a buffer on the host, to be written. Raises BufferGone."""
         return self._owner.host_view(self, self.num_bytes)

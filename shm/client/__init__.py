@@ -4,6 +4,8 @@ Everything a user of the client needs is exported here; docs/client.md explains 
 The package may import the rest of `shm`, and nothing else of Penstock. Start reading in `client.py`.
 """
 
+from penstock.shm.buffers.cuda_driver import open_device
+from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.buffers.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, DeviceArray, SharedBuffer
 from penstock.shm.client.client import BackendClient, BackendUnavailable
 from penstock.shm.client.overload import Overloaded
@@ -14,6 +16,7 @@ from penstock.shm.messages import (
     BufferKind,
     BufferRequest,
     Constraints,
+    ContentSpec,
     FailureCode,
     Finish,
     Grammar,
@@ -32,7 +35,9 @@ __all__ = [
     "BufferSlice",
     "BuffersExhausted",
     "Constraints",
+    "ContentSpec",
     "DeviceArray",
+    "DeviceError",
     "FailureCode",
     "Finish",
     "GenerationRequest",
@@ -45,4 +50,5 @@ __all__ = [
     "TokenBatch",
     "TokenStream",
     "default_socket_path",
+    "open_device",
 ]

@@ -19,7 +19,7 @@ from penstock.shm.client.overload import DrainRate, Overloaded
 from penstock.shm.client.resubmission import Resubmission
 from penstock.shm.client.stream import TokenStream
 from penstock.shm.memory.ledger import Ledger
-from penstock.shm.messages import BufferKind, BufferRequest, FailureCode, Finish, ModelCard
+from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, FailureCode, Finish, ModelCard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,6 +156,14 @@ class BackendClient:
         """Buffers that `take_buffer` can give now."""
         session = self._connection.session
         return 0 if session is None or session.buffers is None else session.buffers.num_free
+
+    @property
+    def buffer_contents(self) -> dict[BufferContent, ContentSpec]:
+        """What shared buffers can carry with this backend, and the form of a row. Empty without buffers."""
+        session = self._connection.session
+        if session is None or session.buffers is None:
+            return {}
+        return {spec.content: spec for spec in session.buffers.grant.contents}
 
     @staticmethod
     def _buffers(session: Session | None) -> SharedBuffers:

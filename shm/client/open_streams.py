@@ -118,14 +118,15 @@ class OpenStreams:
     def _count_tokens(self, num_by_stream: dict[TokenStream, int], now_ns: int) -> None:
         """Tokens that arrive together share the time since the token before them, if there is one."""
         self._counters.board.tokens_streamed += sum(num_by_stream.values())
-        num_by_gap: dict[tuple[int, int], int] = {}  # most streams of a message got their last token together
+        num_by_gap_us: dict[int, int] = {}  # few entries: most streams of a message got their last token together
         for stream, num_tokens in num_by_stream.items():
             last_ns, stream.last_token_ns = stream.last_token_ns or now_ns, now_ns
             num_gaps = num_tokens if last_ns < now_ns else num_tokens - 1
             if num_gaps:
-                num_by_gap[last_ns, num_gaps] = num_by_gap.get((last_ns, num_gaps), 0) + num_gaps
-        for (last_ns, num_gaps), total in num_by_gap.items():
-            self._counters.board.itl_us.observe((now_ns - last_ns) // (1000 * num_gaps), total)
+                gap_us = (now_ns - last_ns) // (1000 * num_gaps)
+                num_by_gap_us[gap_us] = num_by_gap_us.get(gap_us, 0) + num_gaps
+        for gap_us, total in num_by_gap_us.items():
+            self._counters.board.itl_us.observe(gap_us, total)
 
 
 def _logprob_entry(received: EventLogprobs | None) -> LogprobEntry:

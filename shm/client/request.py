@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from penstock.shm.buffers.shared_buffers import BufferSlice
 from penstock.shm.messages import (
     MAX_CONTEXT_TOKENS,
     BufferContent,
+    Constraints,
+    Grammar,
+    Sampling,
     Submit,
     WireError,
     decode_to_backend,
@@ -19,9 +25,8 @@ from penstock.shm.messages import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.shm.messages import Constraints, Sampling
-
 _PLACEHOLDER = bytes(4)
+_STRUCT_FIELDS: dict[str, type[Struct]] = {"sampling": Sampling, "constraints": Constraints, "grammar": Grammar}
 
 
 @dataclass(slots=True)
@@ -77,9 +82,12 @@ class GenerationRequest:
                 )
             return array("i", bytes(4 * num_rows))
         try:
-            return array("i", self.token_ids)
+            tokens = array("i", self.token_ids)
         except (OverflowError, TypeError) as error:
             raise ValueError(f"token_ids: {error}") from None
+        if not tokens:
+            raise ValueError("token_ids is empty; a prompt has at least 1 token")
+        return tokens
 
     def to_submit(self, request_id: int, num_prompt_tokens: int) -> Submit:
         """The message without its tokens, buffers and time limit. Raises ValueError when a field is out of bounds."""
@@ -101,5 +109,22 @@ class GenerationRequest:
             # The backend drops what it cannot decode. Fail here, where the caller still gets the reason.
             decode_to_backend(encode(submit))
         except (WireError, TypeError, OverflowError) as error:
-            raise ValueError(str(error)) from None
+            raise ValueError(_with_field_names(str(error))) from None
         return submit
+
+
+def _with_field_names(message: str) -> str:
+    """Messages are arrays on the wire, so msgspec names a field `$[5][1]`. Say sampling.top_p instead."""
+    return re.sub(r"`\$(\[.+\])`", lambda match: _field_name(match[1]), message)
+
+
+def _field_name(path: str) -> str:
+    names: list[str] = []
+    struct: type[Struct] | None = Submit
+    for index in re.findall(r"\d+", path):
+        if struct is None:
+            break
+        tag_items = 1 if struct.__struct_config__.tag is not None else 0  # a tag comes first in the array
+        names.append(struct.__struct_fields__[int(index) - tag_items])
+        struct = _STRUCT_FIELDS.get(names[-1])
+    return ".".join(names)

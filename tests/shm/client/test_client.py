@@ -31,7 +31,7 @@ from penstock.shm.client import (
 from penstock.shm.client.overload import DrainRate
 from penstock.shm.client.session import Session
 from penstock.shm.memory.board import Board, FrontendBoard
-from penstock.shm.messages import PROTOCOL_VERSION, FailureCode, Finish, Sampling, Submit
+from penstock.shm.messages import PROTOCOL_VERSION, Constraints, FailureCode, Finish, Grammar, Sampling, Submit
 from tests.shm.scripted_backend import (
     FAILING_TOKEN,
     KILLING_TOKEN,
@@ -150,25 +150,29 @@ async def test_failures_and_rejections_carry_their_reason(socket_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "message"),
     [
-        GenerationRequest([], 5, GREEDY),
-        GenerationRequest([1 << 31], 5, GREEDY),
-        GenerationRequest([1], 0, GREEDY),
-        GenerationRequest([1], 1 << 40, GREEDY),
-        GenerationRequest([1], 5, Sampling(temperature=-1.0)),
-        GenerationRequest([1], 5, Sampling(temperature=float("nan"))),
-        GenerationRequest([1], 5, Sampling(seed=1 << 63)),
-        GenerationRequest([1], 5, Sampling(logit_bias=((1, 0.0),) * 301)),
-        GenerationRequest([1], 5, GREEDY, tuple(range(65))),
-        GenerationRequest([1], 5, GREEDY, salt=bytes(17)),
-        GenerationRequest([1], 5, GREEDY, priority=1001),
+        (GenerationRequest([], 5, GREEDY), "token_ids is empty"),
+        (GenerationRequest([1 << 31], 5, GREEDY), "token_ids: "),
+        (GenerationRequest([1], 0, GREEDY), "at max_tokens$"),
+        (GenerationRequest([1], 1 << 40, GREEDY), "at max_tokens$"),
+        (GenerationRequest([1], 5, Sampling(temperature=-1.0)), "at sampling.temperature$"),
+        (GenerationRequest([1], 5, Sampling(temperature=float("nan"))), "at sampling.temperature$"),
+        (GenerationRequest([1], 5, Sampling(seed=1 << 63)), "at sampling.seed$"),
+        (GenerationRequest([1], 5, Sampling(logit_bias=((1, 0.0),) * 301)), "at sampling.logit_bias$"),
+        (GenerationRequest([1], 5, Sampling(logit_bias=((1, 101.0),))), "at sampling.logit_bias$"),
+        (GenerationRequest([1], 5, GREEDY, tuple(range(65))), "at stop_token_ids$"),
+        (GenerationRequest([1], 5, GREEDY, salt=bytes(17)), "at salt$"),
+        (GenerationRequest([1], 5, GREEDY, priority=1001), "at priority$"),
+        (GenerationRequest([1], 5, GREEDY, constraints=Constraints(Grammar("regex", ""))), "constraints.grammar.text$"),
     ],
 )
-async def test_what_the_backend_would_not_decode_is_refused_at_once(socket_path: Path, bad: GenerationRequest) -> None:
+async def test_request_outside_its_bounds_is_refused_before_it_is_sent(
+    socket_path: Path, bad: GenerationRequest, message: str
+) -> None:
     with ScriptedBackend(socket_path) as backend:
         async with connected(socket_path) as client:
-            with pytest.raises(ValueError, match=r".+"):
+            with pytest.raises(ValueError, match=message):
                 client.submit(bad)
             assert await tokens_of(client.submit(request([1], 5))) == expected_tokens([1], 5)
             assert backend.engine.link.counters.faults == 0
