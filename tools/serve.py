@@ -25,42 +25,43 @@ from penstock.shm.link.rendezvous import AddressInUse, CannotListen, check_free
 from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
+from penstock.tools.welcome import Welcome
 
 _COMMAND = "penstock serve"
 _STOP_MARGIN_S = 10.0
-"""What a child may take beyond the drain time-out before it is killed."""
+"""Time that a child gets beyond the drain timeout before it is killed."""
 _PROBE_TIMEOUT_S = 0.5
 
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - where to ask, not where to listen
+_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - compared, not listened on
 
 
 def private_socket_path() -> Path:
-    """One for each `penstock serve`, so that two never share a backend."""
+    """A path of this process's own, so that two servers never share a backend."""
     return default_socket_path().with_name(f"serve-{os.getpid()}.sock")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ServeOptions(FrontendOptions, BackendOptions):
-    """Backend and frontend together: all options of both."""
+    """All options of backend and frontend."""
 
     socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=private_socket_path)
-    """Unix socket between the two. Default: one of this server's own."""
+    """Unix socket between backend and frontend. Default: one that belongs to this server alone."""
 
 
-# The inherited fields' annotations are names of their own modules; whoever inspects __init__ would look for them here.
+# Annotations of inherited fields are names of the modules that declare them; cyclopts looks for them in this one.
 ServeOptions.__init__.__annotations__ = get_type_hints(ServeOptions, include_extras=True)
 
 T = TypeVar("T")
 
 
 def select_options(options: Any, of: type[T]) -> T:
-    """The values of options for the fields of a dataclass it inherits from."""
+    """Return options as the dataclass `of`, from which its class inherits."""
     return of(**{item.name: getattr(options, item.name) for item in dataclasses.fields(of)})  # type: ignore[arg-type]
 
 
 class _Probe(http.client.HTTPConnection):
-    """A connection to a socket of our own, whichever kind it is; so whose certificate it has need not be asked."""
+    """A connection to our own listening socket, TCP or Unix. It does not check the certificate, which is ours."""
 
     def __init__(self, listening: socket.socket, *, tls: bool) -> None:
         super().__init__("localhost", timeout=_PROBE_TIMEOUT_S)
@@ -72,7 +73,7 @@ class _Probe(http.client.HTTPConnection):
         self.sock.settimeout(_PROBE_TIMEOUT_S)
         address = self._address
         if self._family != socket.AF_UNIX:
-            address = (_ANY_ADDRESS.get(address[0], address[0]), *address[1:])
+            address = (_LOOPBACK_OF.get(address[0], address[0]), *address[1:])
         self.sock.connect(address)
         if self._tls:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -81,7 +82,7 @@ class _Probe(http.client.HTTPConnection):
 
 
 def is_ready(listening: socket.socket, *, tls: bool) -> bool:
-    """True where GET /ready answers 200 now."""
+    """Return whether GET /ready answers 200 now."""
     connection = _Probe(listening, tls=tls)
     try:
         connection.request("GET", "/ready")
@@ -93,8 +94,10 @@ def is_ready(listening: socket.socket, *, tls: bool) -> bool:
 
 
 def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
-    """The options without what is secret, and an environment with it: other users of a machine can read command
-    lines."""
+    """Return the options without secrets, and an environment that holds the secrets.
+
+    Other users of the machine can read command lines, but not environments.
+    """
     environment = dict(os.environ)
     if options.api_key:
         environment[f"{ENV_PREFIX}API_KEY"] = ",".join(options.api_key)
@@ -104,7 +107,7 @@ def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
 
 
 def serve(options: ServeOptions) -> int:
-    """Runs until told to stop; returns the exit status. A dry run is the backend's alone."""
+    """Run until a signal stops it; return the exit status. A dry run starts only the backend."""
     if options.dry_run:
         return subprocess.run(
             module_argv("penstock.backend.main", to_argv(select_options(options, BackendOptions))), check=False
@@ -117,7 +120,10 @@ def serve(options: ServeOptions) -> int:
 
 @contextlib.contextmanager
 def _backend_socket(path: Path) -> Iterator[None]:
-    """Exits with one line where another backend has it. One of this server's own leaves no files behind."""
+    """Hold the backend's socket path. Exits with one line if another backend serves it.
+
+    A private path leaves no files behind.
+    """
     is_private = path == private_socket_path()
     try:
         check_free(path)
@@ -132,27 +138,28 @@ def _backend_socket(path: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """The sockets of servers that were killed."""
+    """Remove the sockets of servers that were killed."""
     for lock in directory.glob("serve-*.sock.lock"):
         path = lock.with_suffix("")
         if not Path("/proc", path.stem.removeprefix("serve-")).exists():
-            with contextlib.suppress(AddressInUse):  # its backend lives for a moment longer than the server
+            with contextlib.suppress(AddressInUse):  # its backend outlives the server for a moment
                 check_free(path)
                 _remove_socket(path)
 
 
 def _remove_socket(path: Path) -> None:
-    for name in ("", ".zmq", ".lock"):  # the lock last: by it what is left over is found
+    for name in ("", ".zmq", ".lock"):  # the lock last: leftovers are found by it
         path.with_name(path.name + name).unlink(missing_ok=True)
 
 
 def _supervise(options: ServeOptions, listening: socket.socket) -> int:
-    """The frontend takes over the socket that listens: whoever answers there is ours, also where it is restarted."""
+    """Run both children. The frontend inherits the listening socket, so a restarted one answers at the same address."""
     tls = options.ssl_certfile is not None
-    address = address_of(listening, tls=tls)
-    told, environment = split_keys(dataclasses.replace(options, listen_fd=listening.fileno()))
-    backend_argv = module_argv("penstock.backend.main", to_argv(select_options(told, BackendOptions)))
-    frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(told, FrontendOptions)))
+    has_keys = bool(options.api_key or options.api_key_file)
+    welcome = Welcome(address_of(listening, tls=tls), options.model_id(), tls, has_keys)
+    public_options, environment = split_keys(dataclasses.replace(options, listen_fd=listening.fileno()))
+    backend_argv = module_argv("penstock.backend.main", to_argv(select_options(public_options, BackendOptions)))
+    frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(public_options, FrontendOptions)))
     fds = (listening.fileno(),)
     children = (
         ChildSpec("backend", backend_argv, env=without_secrets(os.environ), stage=0),
@@ -162,7 +169,9 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
     def announce_when_up() -> bool:
         if not is_ready(listening, tls=tls):
             return False
-        print(_welcome(address, tls=tls, has_keys=bool(options.api_key or options.api_key_file)), flush=True)
+        print(welcome.ready_line(), flush=True)
+        if not options.log_json:
+            print(f"\n{welcome.examples()}\n", flush=True)
         return True
 
     def close() -> None:
@@ -174,25 +183,10 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
         log=_log,
         stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
         is_up=announce_when_up,
-        # The frontend closes its own; as long as one is open, clients connect and wait for nobody.
+        # The frontend closes its copy too; while any copy is open, clients connect and nobody answers.
         on_stop=close,
     ).run()
 
 
 def _log(message: str) -> None:
     print(f"{_COMMAND}: {message}", file=sys.stderr, flush=True)
-
-
-def _welcome(address: str, *, tls: bool, has_keys: bool) -> str:
-    for anywhere, here in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
-        address = address.replace(anywhere, here)
-    url, how = address, ""
-    if address.startswith("unix:"):
-        url, how = f"{'https' if tls else 'http'}://localhost", f"--unix-socket {address.removeprefix('unix:')} "
-    key = ' -H "Authorization: Bearer $KEY"' if has_keys else ""
-    shown = f"{address} {url}/v1" if how else f"{url}/v1"
-    return (
-        f"Ready: {shown}\n"
-        f"  curl {how}{url}/v1/completions{key} -H 'Content-Type: application/json' "
-        """-d '{"prompt": "Once upon a time", "max_tokens": 32}'"""
-    )

@@ -1,17 +1,20 @@
-"""`penstock serve` as it is typed: real processes, the fake pass."""
+"""`penstock serve` as a user types it: real processes, with the fake pass."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import http.client
 import json
 import os
 import queue
 import select
+import shlex
 import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +33,7 @@ from tests.frontend.transport.test_listening import make_certificate
 
 
 class Lines:
-    """A pipe read to its end in the background, so that its writer never waits for the test."""
+    """A pipe, read in the background so that its writer never blocks on the test."""
 
     def __init__(self, pipe: IO[str]) -> None:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -48,10 +51,16 @@ class Lines:
             seen.append(line)
             if text in line:
                 return
-        raise AssertionError(f"it ended without saying {text!r}: {''.join(seen)}")
+        raise AssertionError(f"it ended without {text!r}: {''.join(seen)}")
+
+    def next_nonempty(self) -> str:
+        while (line := self._lines.get()) is not None:
+            if line.strip():
+                return line.strip()
+        raise AssertionError("it ended")
 
     def rest(self) -> str:
-        """Waits for the end."""
+        """Wait for the end; return the lines that nobody has read yet."""
         return "".join(iter(self._lines.get, None))
 
     def join(self) -> None:
@@ -76,7 +85,7 @@ class Serve:
         return [pid for pid in descendants(self.process.pid) if runs_module(pid, module)]
 
     def complete(self, key: str = "none") -> tuple[int, str]:
-        """Status and text of one greedy completion."""
+        """Return the status and text of one greedy completion."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
@@ -89,7 +98,7 @@ class Serve:
             connection.close()
 
     def complete_when_back(self) -> str:
-        """Where a process has just died: until it is back a request may be refused or cut, but not for ever."""
+        """Return the text once a process that has just died is back; until then requests may be refused or cut."""
         while True:
             try:
                 status, text = self.complete()
@@ -111,7 +120,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if port is None:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
-        argv = ["serve", "--forward-pass", "fake", "--port", str(port), "--host", "127.0.0.1", *arguments]
+        argv = ["serve", "--forward-pass", "fake", "--port", str(port), *arguments]
         process = subprocess.Popen(
             module_argv("penstock.tools.main", argv),
             stdout=subprocess.PIPE,
@@ -136,7 +145,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             pipe.close()
 
 
-def test_https_on_a_unix_socket_with_keys_that_are_read_again(start: Start, tmp_path: Path) -> None:
+def test_https_on_a_unix_socket_works_and_reads_its_keys_again(start: Start, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     path, keys = tmp_path / "web.sock", tmp_path / "keys"
     keys.write_text("sk-old name=old\n")
@@ -157,7 +166,7 @@ def test_https_on_a_unix_socket_with_keys_that_are_read_again(start: Start, tmp_
     assert not path.exists()
 
 
-def test_it_serves_until_told_to_stop_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
+def test_server_runs_until_it_is_stopped_and_leaves_no_process_or_file(start: Start, tmp_path: Path) -> None:
     serve = start()
     serve.wait_until_ready()
     serve.output.wait_for("curl")
@@ -169,10 +178,10 @@ def test_it_serves_until_told_to_stop_and_leaves_nothing(start: Start, tmp_path:
     assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
 
 
-def test_a_killed_backend_and_a_killed_worker_come_back(start: Start) -> None:
+def test_killed_backend_and_killed_worker_are_restarted(start: Start) -> None:
     serve = start("--workers", "2")
     serve.wait_until_ready()
-    text = serve.complete_when_back()  # one worker is ready; the other may come to this request
+    text = serve.complete_when_back()  # one worker is ready; the other may get this request
     (backend,) = serve.pids("penstock.backend.main")
     os.kill(backend, signal.SIGKILL)
     serve.errors.wait_for("backend died by SIGKILL; restarting")
@@ -188,6 +197,65 @@ def test_a_killed_backend_and_a_killed_worker_come_back(start: Start) -> None:
     assert serve.stop(signal.SIGINT) == 0
 
 
+def ask_as_curl(command: str) -> str:
+    """Send the request of a printed curl command; return the body of the answer."""
+    program, buffering, *arguments = shlex.split(command.replace("$KEY", "sk-one"))
+    assert (program, buffering) == ("curl", "-N")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("--unix-socket")
+    parser.add_argument("-H", action="append")
+    parser.add_argument("-d")
+    curl = parser.parse_args(arguments)
+    headers = dict(header.split(": ") for header in curl.H)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=curl.unix_socket), timeout=60) as client:
+        return client.post(curl.url, content=curl.d, headers=headers).text
+
+
+def run_python(lines: list[str]) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ready"),
+    [
+        (["--host", "0.0.0.0"], "http://127.0.0.1:{port}/v1"),  # noqa: S104 - a test's server
+        (["--host", "127.0.0.1", "--api-key", "sk-one", "--served-model-name", "it's"], "http://127.0.0.1:{port}/v1"),
+        (["--uds", "{tmp_path}/web.sock"], "unix:{tmp_path}/web.sock http://localhost/v1"),
+    ],
+)
+def test_printed_examples_work_as_printed(start: Start, tmp_path: Path, arguments: list[str], ready: str) -> None:
+    serve = start(*(argument.format(tmp_path=tmp_path) for argument in arguments))
+    output = serve.output
+    assert output.next_nonempty() == "Ready: " + ready.format(port=serve.port, tmp_path=tmp_path)
+    answer = ask_as_curl(output.next_nonempty())
+    assert answer.startswith("data: ")
+    assert answer.endswith("data: [DONE]\n\n")
+    lines = [output.next_nonempty().replace("YOUR_KEY", "sk-one") for _ in range(3)]
+    assert run_python(lines).strip()
+
+
+def test_ready_is_printed_once_though_the_backend_is_restarted(start: Start) -> None:
+    serve = start()
+    serve.wait_until_ready()
+    os.kill(serve.pids("penstock.backend.main")[0], signal.SIGKILL)
+    serve.errors.wait_for("restarting")
+    assert serve.complete_when_back()
+    assert serve.stop() == 0
+    rest = serve.output.rest()
+    assert rest.count("curl") == 1
+    assert "Ready" not in rest
+
+
+def test_examples_are_not_printed_among_json_logs(start: Start) -> None:
+    serve = start("--log-json")
+    serve.wait_until_ready()
+    assert serve.stop() == 0
+    assert serve.output.rest() == ""
+
+
 def test_two_servers_share_neither_backend_nor_port(start: Start) -> None:
     first, second = start(port=0), start()
     for serve in (first, second):
@@ -196,7 +264,7 @@ def test_two_servers_share_neither_backend_nor_port(start: Start) -> None:
     assert second.complete()[0] == 200
 
 
-def test_a_busy_port_is_one_line_and_never_ready(start: Start) -> None:
+def test_busy_port_ends_the_server_with_one_line(start: Start) -> None:
     first = start()
     first.wait_until_ready()
     second = start(port=first.port)
@@ -206,7 +274,7 @@ def test_a_busy_port_is_one_line_and_never_ready(start: Start) -> None:
     assert first.complete()[0] == 200
 
 
-def test_anothers_backend_is_one_line_and_never_ready(start: Start, tmp_path: Path) -> None:
+def test_socket_of_another_backend_ends_the_server_with_one_line(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "shared" / "backend.sock"
     first = start("--socket", str(path))
     first.wait_until_ready()
@@ -218,7 +286,7 @@ def test_anothers_backend_is_one_line_and_never_ready(start: Start, tmp_path: Pa
     assert first.complete()[0] == 200
 
 
-def test_a_killed_server_leaves_its_socket_to_be_removed_by_the_next(start: Start, tmp_path: Path) -> None:
+def test_next_server_removes_the_socket_of_a_killed_one(start: Start, tmp_path: Path) -> None:
     def sockets() -> set[str]:
         return {path.name.split(".")[0] for path in tmp_path.glob("penstock/*.sock*")}
 
@@ -237,7 +305,7 @@ def test_a_killed_server_leaves_its_socket_to_be_removed_by_the_next(start: Star
     assert living.complete()[0] == 200
 
 
-def test_a_missing_model_is_one_line_and_no_restart(start: Start, tmp_path: Path) -> None:
+def test_missing_model_ends_the_server_with_one_line(start: Start, tmp_path: Path) -> None:
     serve = start("--model", str(tmp_path / "nowhere"))
     assert serve.process.wait() != 0
     errors = serve.errors.rest()
@@ -246,7 +314,7 @@ def test_a_missing_model_is_one_line_and_no_restart(start: Start, tmp_path: Path
     assert others == ["penstock serve: backend exited with status 1 as it started; stopping"]
 
 
-def test_serve_has_every_option_of_both_once() -> None:
+def test_serve_has_every_option_of_backend_and_frontend() -> None:
     names = {field.name for field in dataclasses.fields(ServeOptions)}
     for of in (BackendOptions, FrontendOptions):
         assert names >= {field.name for field in dataclasses.fields(of)}
@@ -255,12 +323,12 @@ def test_serve_has_every_option_of_both_once() -> None:
     assert select_options(options, FrontendOptions) == FrontendOptions(port=81, socket=Path("/s"))
 
 
-def test_the_socket_is_this_servers_own() -> None:
+def test_default_socket_belongs_to_this_process() -> None:
     assert ServeOptions().socket == private_socket_path()
     assert str(os.getpid()) in private_socket_path().name
 
 
-def test_keys_work_and_stand_in_no_command_line_nor_before_the_backend(start: Start) -> None:
+def test_keys_reach_the_frontend_only_and_no_command_line(start: Start) -> None:
     serve = start(environment={"PENSTOCK_API_KEY": "one,two"})
     serve.wait_until_ready()
     assert serve.complete() == (401, "invalid_api_key")
@@ -272,7 +340,7 @@ def test_keys_work_and_stand_in_no_command_line_nor_before_the_backend(start: St
         assert (b"two" in environment) == (b"frontend." in command)
 
 
-def test_a_dry_run_is_the_backends_plan_and_no_server(start: Start) -> None:
+def test_dry_run_prints_the_plan_and_serves_nothing(start: Start) -> None:
     serve = start("--dry-run", "--kv-budget", "1MiB")
     assert serve.process.wait() == 0
     plan = serve.output.rest()
