@@ -1,13 +1,11 @@
-"""Options of the contract suite, which a forward pass's author runs against their own class, and the simulator's; and
-what is told at the end of a run."""
+"""Options of the contract suite and of the simulator, and a summary of counts at the end of a run."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
+from penstock.tools.forward_pass_contract import options as contract_options
 from tests.tallies import Tallies
 
 # Before any test module imports torch: tests share their cores with the processes they start.
@@ -15,12 +13,10 @@ configure_torch_threads()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("forward pass contract")
-    group.addoption("--forward-pass", help='the pass under test: an installed name or "package.module:Class"')
-    group.addoption("--model", type=Path, help="the checkpoint directory it loads")
+    contract_options.pytest_addoption(parser)
     group = parser.getgroup("simulation")
-    group.addoption("--seeds", type=int, default=10_000, help="how many worlds the simulator runs")
-    group.addoption("--seed", type=int, help="the one world that it runs, telling all that happens")
+    group.addoption("--seeds", type=int, default=10_000, help="number of worlds that the simulator runs")
+    group.addoption("--seed", type=int, help="the only world that it runs, with a log of everything that happens")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,7 @@
+"""The contract suite: what the engine relies on, for any forward pass. Needs numpy and pytest only.
+
+    python -m penstock.tools.forward_pass_contract package.module:Class --model DIR
+
+`test_contract` has the tests, `steps` builds the batches that they run, `options` gives pytest the two options and the
+`forward_pass` fixture. May import `penstock.backend.forward_pass` and `penstock.backend.plugins`.
+"""

@@ -1,0 +1,47 @@
+"""A pytest plugin: the suite's two options, and the forward pass that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
+from penstock.backend.plugins import find_forward_pass
+from penstock.tools.forward_pass_contract.steps import MAX_BATCH_TOKENS, MAX_RUNNING, NUM_PAGES, page_size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_HOST_KV_BYTES = 64 << 20
+"""For passes that keep pages on the host."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("forward pass contract")
+    group.addoption("--forward-pass", help='the pass under test: an installed name or "package.module:Class"')
+    group.addoption("--model", type=Path, help="the checkpoint directory that the pass loads; default: none")
+
+
+@pytest.fixture(scope="module")
+def forward_pass(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The pass of --forward-pass, with its cache."""
+    name = request.config.getoption("--forward-pass")
+    if name is None:
+        pytest.skip("no --forward-pass is given")
+    loaded = load_pass(name, request.config.getoption("--model"))
+    yield loaded
+    loaded.close()
+
+
+def load_pass(name: str, model_dir: Path | None, kv_dtype: str | None = None) -> IBatchedForwardPass:
+    """A pass with a cache of NUM_PAGES pages, in fp32 where it offers that: comparisons have a tolerance for fp32."""
+    options = PassOptions(
+        dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=MAX_BATCH_TOKENS, host_kv_bytes=_HOST_KV_BYTES
+    )
+    loaded = find_forward_pass(name).load(model_dir, options)
+    kv_dtypes = list(loaded.spec.kv_bytes_per_token)
+    kv_dtype = kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0])
+    loaded.create_cache(NUM_PAGES, page_size_of(loaded), kv_dtype)
+    return loaded

@@ -1,0 +1,146 @@
+"""Builds steps for a forward pass and runs them: the part of the engine that the contract suite needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, SamplingParams, SlotInit, StepBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.backend.forward_pass import DeviceRows, IBatchedForwardPass
+
+    Floats: TypeAlias = NDArray[np.float32]
+    Ints: TypeAlias = NDArray[np.int32]
+
+NUM_PAGES = 256
+MAX_RUNNING = 20
+MAX_BATCH_TOKENS = 512
+GREEDY = SamplingParams(temperature=0.0)
+_PAGE_SIZE = 4
+"""For passes that take any page size; small, so that sequences have many pages."""
+_TOLERANCE = 1e-3
+
+
+def page_size_of(forward_pass: IBatchedForwardPass) -> int:
+    return min(forward_pass.spec.page_sizes, default=_PAGE_SIZE)
+
+
+def is_same(a: Floats, b: Floats) -> bool:
+    """Two rows of logits are equal up to rounding, and greedy sampling takes the same token."""
+    return bool(np.abs(a - b).max() <= _TOLERANCE and a.argmax() == b.argmax())
+
+
+@dataclass
+class RowsOnHost:
+    """`EmbeddingRows` in an array of the host."""
+
+    values: Floats
+    device_reads = False
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
+
+    def read(self) -> Floats:
+        return self.values.copy()
+
+    def copy_to(self, there: DeviceRows) -> None:
+        raise TypeError(f"these rows are on the host: call read() instead of copying them to {there}")
+
+
+@dataclass
+class StepRow:
+    """One row of a step: token_ids from position `start` on, in a sequence that has these pages and this slot."""
+
+    token_ids: list[int]
+    start: int
+    pages: list[int]
+    slot: int
+    has_logits: bool = True
+    init: SlotInit | None = None
+    embeddings: Floats | None = None
+    """For all token_ids, which are then FROM_EMBEDDINGS."""
+
+
+@dataclass
+class StepRunner:
+    """Runs steps of one forward pass, with random prompts and pages."""
+
+    forward_pass: IBatchedForwardPass
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def random_pages(self, num_tokens: int) -> list[int]:
+        """Pages for num_tokens, in any order; two calls may return the same page."""
+        num_pages = -(-num_tokens // page_size_of(self.forward_pass))
+        return [int(page) for page in self.rng.permutation(NUM_PAGES)[:num_pages]]
+
+    def random_prompt(self, num_tokens: int) -> list[int]:
+        return [int(token) for token in self.rng.integers(0, self.forward_pass.spec.vocab_size, num_tokens)]
+
+    def step(
+        self,
+        rows: list[StepRow],
+        page_copies: tuple[tuple[int, int], ...] = (),
+        page_restores: tuple[tuple[int, int], ...] = (),
+    ) -> tuple[Floats, Ints]:
+        """Logits and sampled tokens of the rows that have logits, in the order of `rows`."""
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index].token_ids) > 1)
+        batch = _make_batch([rows[index] for index in order], page_copies, page_restores)
+        handle = self.forward_pass.forward(batch)
+        logits = np.array(self.forward_pass.host_logits(handle), np.float32)
+        tokens = np.array(self.forward_pass.sample(handle, batch).wait().token_ids)
+        back = np.argsort([order[row] for row in batch.logit_rows])
+        return logits[back], tokens[back]
+
+    def prefill(
+        self, prompt: list[int], pages: list[int], slot: int = 0, chunk: int = 10**6, sampling: SamplingParams = GREEDY
+    ) -> tuple[Floats, int]:
+        """Logits of the prompt's last token, [V], and the token sampled from them. chunk is the most tokens a step."""
+        init = SlotInit(slot, sampling, np.array(prompt, np.int32), len(prompt))
+        for start in range(0, len(prompt), chunk):
+            part = prompt[start : start + chunk]
+            is_last = start + chunk >= len(prompt)
+            logits, tokens = self.step([StepRow(part, start, pages, slot, is_last, init if start == 0 else None)])
+        return logits[0], int(tokens[0])
+
+    def prefill_embeddings(self, embeddings: Floats, pages: list[int], chunk: int) -> Floats:
+        """As `prefill`, with a prompt of embeddings, in slot 0."""
+        init: SlotInit | None = SlotInit(
+            0, GREEDY, np.full(len(embeddings), FROM_EMBEDDINGS, np.int32), len(embeddings)
+        )
+        for start in range(0, len(embeddings), chunk):
+            part = embeddings[start : start + chunk]
+            is_last = start + chunk >= len(embeddings)
+            logits, _ = self.step([StepRow([FROM_EMBEDDINGS] * len(part), start, pages, 0, is_last, init, part)])
+            init = None
+        last: Floats = logits[0]
+        return last
+
+
+def _make_batch(
+    rows: list[StepRow], page_copies: tuple[tuple[int, int], ...], page_restores: tuple[tuple[int, int], ...]
+) -> StepBatch:
+    """rows of one token come first."""
+    lengths = [len(row.token_ids) for row in rows]
+    width = max(len(row.pages) for row in rows)
+    return StepBatch(
+        input_ids=np.array([token for row in rows for token in row.token_ids], np.int32),
+        query_starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        context_lens=np.array([row.start for row in rows], np.int32),
+        page_table=np.array([row.pages + [0] * (width - len(row.pages)) for row in rows], np.int32),
+        slots=np.array([row.slot for row in rows], np.int32),
+        logit_rows=np.array([index for index, row in enumerate(rows) if row.has_logits], np.int32),
+        slot_inits=tuple(row.init for row in rows if row.init),
+        page_copies=page_copies,
+        page_restores=page_restores,
+        embeddings=tuple(
+            EmbeddedTokens(sum(lengths[:index]), RowsOnHost(row.embeddings))
+            for index, row in enumerate(rows)
+            if row.embeddings is not None
+        ),
+    )

@@ -1,0 +1,197 @@
+"""The tests of the contract. Each runs steps as the engine would, and compares logits up to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backend.forward_pass import (
+    FROM_EMBEDDINGS,
+    FROM_SLOT,
+    IHostPages,
+    IPromptEmbeddings,
+    SamplingParams,
+    SlotInit,
+)
+from penstock.tools.forward_pass_contract.steps import (
+    GREEDY,
+    NUM_PAGES,
+    StepRow,
+    StepRunner,
+    is_same,
+    page_size_of,
+)
+
+
+@pytest.fixture
+def runner(forward_pass: Any) -> StepRunner:
+    return StepRunner(forward_pass)
+
+
+def test_spec_has_what_the_engine_needs(runner: StepRunner) -> None:
+    spec = runner.forward_pass.spec
+    assert spec.vocab_size > 1
+    assert spec.max_context_tokens >= 64
+    assert spec.kv_bytes_per_token
+    assert all(num_bytes > 0 for num_bytes in spec.kv_bytes_per_token.values())
+
+
+def test_logits_are_one_finite_row_per_row_that_has_them(runner: StepRunner) -> None:
+    pages = runner.rng.permutation(NUM_PAGES).reshape(8, -1).tolist()
+    init_tokens = np.zeros(1, np.int32)
+    rows = [
+        StepRow(
+            runner.random_prompt(3 + slot), 0, pages[slot], slot, slot % 3 != 0, SlotInit(slot, GREEDY, init_tokens, 1)
+        )
+        for slot in range(8)
+    ]
+    logits, tokens = runner.step(rows)
+    num_with_logits = sum(row.has_logits for row in rows)
+    assert logits.shape == (num_with_logits, runner.forward_pass.spec.vocab_size)
+    assert tokens.shape == (num_with_logits,)
+    assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 16])
+def test_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(runner: StepRunner, chunk: int) -> None:
+    prompt, pages = runner.random_prompt(37), runner.random_pages(37)
+    whole, _ = runner.prefill(prompt, pages)
+    chunked, _ = runner.prefill(prompt, runner.random_pages(37), chunk=chunk)
+    assert is_same(whole, chunked)
+
+
+def test_logits_depend_neither_on_the_order_of_pages_nor_on_their_old_content(runner: StepRunner) -> None:
+    prompt, pages = runner.random_prompt(41), runner.random_pages(41)
+    first, _ = runner.prefill(prompt, pages)
+    runner.prefill(runner.random_prompt(44), pages)
+    again, _ = runner.prefill(prompt, pages[::-1])
+    assert is_same(first, again)
+
+
+@pytest.mark.parametrize("num_copied", [1, 2, 3])
+def test_row_continues_in_a_page_that_was_copied_for_it(runner: StepRunner, num_copied: int) -> None:
+    """The source's owner writes to the source in the same step. Afterwards each sequence has its own page."""
+    shuffled = runner.rng.permutation(NUM_PAGES).tolist()
+    source, mine, expected_pages = shuffled[:8], shuffled[8:16], shuffled[16:24]
+    page_size = page_size_of(runner.forward_pass)
+    common = runner.random_prompt(2 * page_size + num_copied)
+    prompts = [common + runner.random_prompt(9), common + runner.random_prompt(7)]
+    inits = [SlotInit(slot, GREEDY, np.array(prompts[slot], np.int32), len(prompts[slot])) for slot in (0, 1)]
+    expected = [runner.prefill(prompt, expected_pages)[0].copy() for prompt in prompts]
+    runner.prefill(runner.random_prompt(3 * page_size), mine)  # the destination's old content
+    start = len(common)
+    runner.step([StepRow(common, 0, source, 0, False, inits[0])])
+    destination = mine[2]
+    rows = [
+        StepRow(prompts[0][start:], start, source, 0),
+        StepRow(prompts[1][start:], start, [*source[:2], destination, *mine[3:]], 1, True, inits[1]),
+    ]
+    logits, _ = runner.step(rows, ((source[2], destination),))
+    assert is_same(logits[0], expected[0])
+    assert is_same(logits[1], expected[1])
+
+
+def test_row_continues_in_pages_that_were_saved_to_the_host(runner: StepRunner) -> None:
+    """Pages and host pages are overwritten as early as the engine may do it; one restored page is copied as well."""
+    forward_pass = runner.forward_pass
+    if not isinstance(forward_pass, IHostPages) or forward_pass.num_host_pages < 3:
+        pytest.skip("the pass keeps no pages on the host here")
+    page_size = page_size_of(forward_pass)
+    shuffled = runner.rng.permutation(NUM_PAGES).tolist()
+    first, second, elsewhere = shuffled[:3], shuffled[3:6], shuffled[6:9]
+    prompt, other = runner.random_prompt(3 * page_size), runner.random_prompt(3 * page_size)
+    expected, _ = runner.prefill(prompt, second)
+    host_pages = [forward_pass.num_host_pages - 1, 0, 1]
+    runner.prefill(prompt[:-1], first)
+    forward_pass.save_pages(tuple(zip(first, host_pages, strict=True)))
+    runner.prefill(other, first)
+    restores = ((host_pages[0], elsewhere[0]), (host_pages[1], second[1]), (host_pages[2], elsewhere[2]))
+    row = StepRow(prompt[-1:], len(prompt) - 1, elsewhere, 0)
+    logits, _ = runner.step([row], ((second[1], elsewhere[1]),), restores)
+    forward_pass.save_pages(tuple(zip(first, host_pages, strict=True)))
+    again, _ = runner.step([row])
+    assert is_same(logits[0], expected)
+    assert is_same(again[0], expected)
+
+
+def test_row_does_not_depend_on_the_other_rows(runner: StepRunner) -> None:
+    prompt = runner.random_prompt(21)
+    alone, _ = runner.prefill(prompt[:20], runner.random_pages(20))
+    alone_next, _ = runner.prefill(prompt, runner.random_pages(21))
+    shuffled = runner.rng.permutation(NUM_PAGES).tolist()
+    pages = [shuffled[12 * slot : 12 * slot + 12] for slot in range(16)]
+    inits = [SlotInit(slot, GREEDY, np.zeros(1, np.int32), 1) for slot in range(16)]
+    rows = [StepRow(runner.random_prompt(1 + 2 * slot), 0, pages[slot], slot, True, inits[slot]) for slot in range(15)]
+    mine = StepRow(prompt[:20], 0, pages[15], 15, True, inits[15])
+    logits, _ = runner.step([*rows[:7], mine, *rows[7:]])
+    assert is_same(alone, logits[7])
+    nexts = [StepRow(runner.random_prompt(1), 1 + 2 * slot, pages[slot], slot) for slot in range(15)]
+    logits, _ = runner.step([*nexts[:3], StepRow([prompt[20]], 20, pages[15], 15), *nexts[3:]])
+    assert is_same(alone_next, logits[3])
+
+
+def test_greedy_takes_the_largest_logit_and_from_slot_repeats_it(runner: StepRunner) -> None:
+    prompt, pages = runner.random_prompt(9), runner.random_pages(16)
+    logits, token = runner.prefill(prompt, pages, slot=5)
+    assert token == int(logits.argmax())
+    by_slot, _ = runner.step([StepRow([FROM_SLOT], 9, pages, 5)])
+    by_id, _ = runner.step([StepRow([token], 9, pages, 5)])
+    assert is_same(by_slot[0], by_id[0])
+
+
+def test_seeded_draw_depends_neither_on_slot_nor_pages_nor_chunks(runner: StepRunner) -> None:
+    sampling = SamplingParams(temperature=1.5, top_p=0.95, seed=4242)
+    prompt = runner.random_prompt(18)
+    drawn = {
+        runner.prefill(prompt, runner.random_pages(18), slot=slot, chunk=chunk, sampling=sampling)[1]
+        for slot, chunk in ((0, 100), (7, 100), (19, 100), (3, 5), (4, 1))
+    }
+    assert len(drawn) == 1
+
+
+def test_prompt_of_embeddings_depends_neither_on_chunks_nor_on_other_rows(runner: StepRunner) -> None:
+    if not isinstance(runner.forward_pass, IPromptEmbeddings):
+        pytest.skip("this pass takes no embeddings")
+    given = runner.rng.normal(0.0, 0.3, (19, runner.forward_pass.embedding_size)).astype(np.float32)
+    whole = runner.prefill_embeddings(given, runner.random_pages(19), 19)
+    assert not is_same(whole, runner.prefill_embeddings(given[::-1].copy(), runner.random_pages(19), 19))
+    for chunk in (1, 4, 7):
+        assert is_same(whole, runner.prefill_embeddings(given, runner.random_pages(19), chunk))
+    shuffled = runner.rng.permutation(NUM_PAGES).tolist()
+    pages = [shuffled[20 * slot : 20 * slot + 20] for slot in range(5)]
+    inits = [SlotInit(slot, GREEDY, np.zeros(1, np.int32), 1) for slot in range(5)]
+    x = FROM_EMBEDDINGS
+    rows = [
+        StepRow(runner.random_prompt(1), 0, pages[0], 0, True, inits[0]),
+        StepRow([x], 0, pages[1], 1, True, inits[1], given[:1]),
+        StepRow(runner.random_prompt(5), 0, pages[2], 2, True, inits[2]),
+        StepRow([x] * 19, 0, pages[3], 3, True, inits[3], given),
+        StepRow([x] * 9, 0, pages[4], 4, False, inits[4], given[:9]),
+    ]
+    logits, _ = runner.step(rows)
+    assert is_same(whole, logits[3])
+    assert is_same(runner.prefill_embeddings(given[:1], runner.random_pages(1), 1), logits[1])
+    token = runner.random_prompt(1)
+    after, _ = runner.step([StepRow(token, 19, pages[3], 3), StepRow([x] * 10, 9, pages[4], 4, True, None, given[9:])])
+    assert is_same(whole, after[1])
+    init = SlotInit(3, GREEDY, np.full(19, x, np.int32), 19)
+    runner.step([StepRow([x] * 19, 0, pages[0], 3, True, init, given)])
+    again, _ = runner.step([StepRow(token, 19, pages[0], 3)])
+    assert is_same(after[0], again[0])
+
+
+def test_slots_keep_their_sequences_apart(runner: StepRunner) -> None:
+    pages = runner.rng.permutation(NUM_PAGES).tolist()
+    halves = (pages[:100], pages[100:200])
+    prompts = runner.random_prompt(12), runner.random_prompt(15)
+    tokens = [runner.prefill(prompts[slot], halves[slot], slot)[1] for slot in (0, 1)]
+    expected = [
+        runner.step([StepRow([tokens[slot]], len(prompts[slot]), halves[slot], slot)])[0][0].copy() for slot in (0, 1)
+    ]
+    for slot in (0, 1):
+        runner.prefill(prompts[slot], halves[slot], slot)
+    logits, _ = runner.step([StepRow([FROM_SLOT], len(prompts[slot]), halves[slot], slot) for slot in (1, 0)])
+    assert is_same(logits[0], expected[1])
+    assert is_same(logits[1], expected[0])
