@@ -13,13 +13,16 @@ import pytest
 
 pytest.register_assert_rewrite("penstock.tools.forward_pass_contract.test_contract")
 
-from penstock.tools.forward_pass_contract.options import load_pass  # noqa: E402 - after the rewrite is registered
-from penstock.tools.forward_pass_contract.test_contract import *  # noqa: E402, F403 - the suite's tests
+from penstock.tools.forward_pass_contract import test_contract  # noqa: E402 - after the rewrite is registered
+from penstock.tools.forward_pass_contract.options import load_pass  # noqa: E402
 from tests.checkpoints import make_checkpoint  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+# The suite's tests and their fixture, collected from this module with the fixtures below.
+globals().update({name: value for name, value in vars(test_contract).items() if name.startswith(("test_", "runner"))})
 
 _EMULATED = "tests.backend.passes.decoder.cuda.emulated_pass:EmulatedCudaPass"
 _OWN_PASSES = [("fake", None), ("decoder", None), ("decoder", "q8_0"), (_EMULATED, None)]
