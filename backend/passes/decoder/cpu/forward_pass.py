@@ -63,6 +63,8 @@ class CpuDecoderPass(HostSampling):
         from penstock.backend.checkpoint.weights import open_weights
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
+        if supports_native_ops(config):
+            load_library()  # it may compile for seconds, which the progress of the weights must not include
         with return_freed_memory(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype)
             ops = make_cpu_ops(config, dtype, options.max_batch_tokens, deterministic=options.deterministic)

@@ -1,8 +1,8 @@
-"""The kernels (kernels/cpu.cpp and its headers) as a loaded library: compiled with the machine's own compiler at first
-use, and kept.
+"""Load the native CPU kernels: kernels/cpu.cpp, compiled on this machine at the first start and kept.
 
-Never required: without a compiler, or on a CPU that the kernels do not serve, `load_library` logs one line and returns
-None. The library lies in a private directory, under a name that hashes source, flags and CPU, and appears there whole.
+The kernels are optional: without a compiler, or on a CPU that they do not support, `load_library` logs one line and
+returns None. The library is kept in a private directory under a name that hashes sources, flags and CPU; it is renamed
+into place once it is complete. Where that directory cannot be used, each start compiles into a temporary one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,7 @@ ABI = 2
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
 AVX2_FLAGS = ("-mno-avx512f", "-mavx2", "-mfma", "-mf16c")
-"""Flags for the kernels of a machine without AVX-512, to be tried on one that has it."""
+"""Compiles the kernels of a machine without AVX-512 on one that has it, for tests."""
 
 _COMPILE_TIMEOUT_S = 120.0
 
@@ -34,48 +35,79 @@ class LibraryUnavailableError(Exception):
     """Why there are no native kernels, in one line."""
 
 
+class CacheUnusableError(LibraryUnavailableError):
+    """Why the directory that keeps the library cannot be used; a compilation elsewhere may succeed."""
+
+
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The kernels, or None where this machine cannot have them."""
+    """The kernels, or None where this machine cannot have them. Compiling them takes some ten seconds."""
+    compiler = find_compiler()
     try:
-        return open_library(cache_dir(), find_compiler())
+        try:
+            return open_library(cache_dir(), compiler)
+        except CacheUnusableError as error:
+            return _open_in_temporary_directory(compiler, error)
     except LibraryUnavailableError as error:
         logger.warning("No native CPU kernels, slower torch operations instead: %s", error)
         return None
 
 
 def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/penstock, by default ~/.cache/penstock. Raises CacheUnusableError for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "penstock"
+    if os.path.isabs(base):
+        return Path(base) / "penstock"
+    try:
+        return Path.home() / ".cache" / "penstock"
+    except RuntimeError as error:
+        raise CacheUnusableError("this user has no home directory") from error
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler: $CXX, or the first of the usual names."""
+    """The path of the C++ compiler: $CXX, or the first of the usual names; None without one."""
     names = (os.environ.get("CXX", ""), "g++", "c++", "clang++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def open_library(directory: Path, compiler: str | None, more_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Loads the library from directory, compiling it first where it is not there.
+    """Load the library from the directory; compile it first where it is missing.
 
-    Raises LibraryUnavailableError for a missing compiler, a failed compilation, or a directory that others may write.
+    Raises CacheUnusableError for a directory that cannot be written, that others may write, or whose library cannot be
+    loaded, and LibraryUnavailableError for a missing compiler or a failed compilation.
     """
+    path = directory / f"cpu-{_fingerprint(more_flags)}.so"
     try:
-        path = directory / f"cpu-{_fingerprint(more_flags)}.so"
         _make_private(directory)
         if not path.exists():
             _compile(path, compiler, more_flags)
         _check_owner(path)
         library = ctypes.CDLL(str(path))
-        if library.ps_abi() != ABI:
-            raise LibraryUnavailableError(f"{path} has another interface")
+        abi = library.ps_abi()
     except (OSError, AttributeError) as error:
-        raise LibraryUnavailableError(str(error)) from error
+        raise CacheUnusableError(str(error)) from error
+    if abi != ABI:
+        raise LibraryUnavailableError(f"{path} has interface {abi}, not {ABI}")
+    return library
+
+
+def _open_in_temporary_directory(compiler: str | None, reason: CacheUnusableError) -> ctypes.CDLL:
+    """Compile for this process alone. The directory is removed at once: a loaded library needs no file."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as directory:
+            library = open_library(Path(directory), compiler)
+    except OSError as error:
+        raise LibraryUnavailableError(f"{reason}; no temporary directory either: {error}") from error
+    logger.warning(
+        "The compiled CPU kernels cannot be kept (%s), so every start compiles them again: set XDG_CACHE_HOME to a "
+        "directory that only this user can write",
+        reason,
+    )
     return library
 
 
 def _fingerprint(more_flags: tuple[str, ...]) -> str:
-    """Of all that decides the code: sources, flags, CPU."""
+    """A hash of all that decides the code: sources, flags, CPU."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model", "flags"))]
     files = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
     sources = [part for path in files for part in (path.name.encode(), path.read_bytes())]
@@ -91,24 +123,32 @@ def _make_private(directory: Path) -> None:
 def _check_owner(path: Path) -> None:
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise LibraryUnavailableError(f"{path} is not ours alone to write")
+        raise CacheUnusableError(f"{path} can be written by others or belongs to another user")
 
 
 def _compile(path: Path, compiler: str | None, more_flags: tuple[str, ...]) -> None:
     if compiler is None:
-        raise LibraryUnavailableError("no C++ compiler (g++, c++ or clang++; set CXX to name another)")
+        raise LibraryUnavailableError("no C++ compiler: install g++ or clang++, or set CXX to another")
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        logger.info("Compiling the CPU kernels, once for this machine")
-        command = [compiler, *_FLAGS, *more_flags, "-o", temporary, str(SOURCE)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
-        if result.returncode != 0:
-            errors = [line for line in result.stderr.splitlines() if "error" in line]
-            raise LibraryUnavailableError(f"{compiler} failed: {errors[0] if errors else result.returncode}")
+        logger.info("Compiling the CPU kernels with %s, once for this machine", compiler)
+        started_s = time.monotonic()
+        _run_compiler([compiler, *_FLAGS, *more_flags, "-o", temporary, str(SOURCE)])
         os.chmod(temporary, 0o700)
         os.rename(temporary, path)
-    except subprocess.TimeoutExpired as error:
-        raise LibraryUnavailableError(f"{compiler} took over {_COMPILE_TIMEOUT_S:.0f} s") from error
+        logger.info("Compiled the CPU kernels in %.1f s", time.monotonic() - started_s)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _run_compiler(command: list[str]) -> None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise LibraryUnavailableError(f"{command[0]} took over {_COMPILE_TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise LibraryUnavailableError(f"{command[0]} cannot be started: {error}") from error
+    if result.returncode != 0:
+        errors = [line for line in result.stderr.splitlines() if "error" in line]
+        raise LibraryUnavailableError(f"{command[0]} failed: {errors[0] if errors else result.returncode}")

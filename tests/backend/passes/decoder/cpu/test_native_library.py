@@ -1,11 +1,15 @@
-"""The native kernels are compiled once, kept in a private place, and never needed."""
+"""The native kernels are compiled once, kept in a private directory, and optional."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +26,7 @@ from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_th
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the library in it, compiled once for all tests."""
+    """A directory with the library, compiled once for all tests."""
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("this machine has no C++ compiler")
@@ -40,12 +44,12 @@ def compiled(original: Path, tmp_path: Path) -> Path:
     return shutil.copytree(original, tmp_path / "private")
 
 
-def test_what_was_compiled_once_is_used_without_a_compiler(compiled: Path) -> None:
+def test_kept_library_is_loaded_without_a_compiler(compiled: Path) -> None:
     assert open_library(compiled, None).ps_abi() == native_library.ABI
     assert [path.suffix for path in compiled.iterdir()] == [".so"]
 
 
-def test_a_change_in_any_source_file_means_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_source_file_changes_the_library_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = shutil.copytree(native_library.SOURCE.parent, tmp_path / "kernels")
     monkeypatch.setattr(native_library, "SOURCE", kernels / "cpu.cpp")
     found = {native_library._fingerprint(()), native_library._fingerprint(native_library.AVX2_FLAGS)}
@@ -56,31 +60,31 @@ def test_a_change_in_any_source_file_means_another_library(tmp_path: Path, monke
     assert len(found) == 2 + len(ours)
 
 
-def test_the_directory_is_private(compiled: Path) -> None:
+def test_directory_and_library_are_private(compiled: Path) -> None:
     assert compiled.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o077 == 0 for path in compiled.iterdir())
 
 
 @pytest.mark.parametrize("writable", ["directory", "library"])
-def test_a_library_that_others_may_write_is_refused(writable: str, compiled: Path) -> None:
+def test_library_that_others_may_write_is_refused(writable: str, compiled: Path) -> None:
     path = compiled if writable == "directory" else next(compiled.iterdir())
     path.chmod(0o722)
-    with pytest.raises(LibraryUnavailableError, match="not ours alone"):
+    with pytest.raises(LibraryUnavailableError, match="can be written by others"):
         open_library(compiled, None)
 
 
-def test_a_file_that_is_no_library_is_refused(compiled: Path) -> None:
+def test_file_that_is_no_library_is_refused(compiled: Path) -> None:
     next(compiled.iterdir()).write_bytes(b"not an ELF file")
     with pytest.raises(LibraryUnavailableError):
         open_library(compiled, None)
 
 
-def test_no_compiler_is_said_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(LibraryUnavailableError, match=r"no C\+\+ compiler"):
+def test_missing_compiler_is_reported_with_its_remedy(tmp_path: Path) -> None:
+    with pytest.raises(LibraryUnavailableError, match=r"no C\+\+ compiler: install g\+\+"):
         open_library(tmp_path / "private", None)
 
 
-def test_a_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'cpu.cpp:1:1: error: this CPU will not do' >&2\nexit 1\n")
     compiler.chmod(0o700)
@@ -89,20 +93,127 @@ def test_a_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list((tmp_path / "private").iterdir()) == []
 
 
-def test_without_kernels_there_is_one_warning_and_no_library(
+@pytest.fixture
+def fresh_load() -> Iterator[None]:
+    """`load_library` looks again, now and after the test."""
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+@pytest.fixture
+def copying_compiler(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that takes no time: it copies the library compiled for all tests."""
+    library = next(original.iterdir())
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f"#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ $1 = -o ]; then exec cp '{library}' \"$2\"; fi; shift; done\nexit 1\n"
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setattr(native_library, "find_compiler", lambda: str(compiler))
+
+
+@pytest.mark.usefixtures("fresh_load")
+def test_machine_without_a_compiler_gets_one_warning_and_no_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_library, "find_compiler", lambda: None)
-    load_library.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert load_library() is None
         assert load_library() is None
-    load_library.cache_clear()
     assert len(caplog.records) == 1
 
 
-def test_the_cache_follows_xdg_and_ignores_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("fresh_load", "copying_compiler")
+def test_compilation_is_announced_and_timed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with caplog.at_level(logging.INFO):
+        assert load_library() is not None
+        load_library.cache_clear()
+        assert load_library() is not None
+    compiling, compiled = caplog.messages
+    assert compiling.startswith("Compiling the CPU kernels with ")
+    assert re.fullmatch(r"Compiled the CPU kernels in \d+\.\d s", compiled)
+
+
+def below_a_file(tmp_path: Path) -> tuple[Path, str]:
+    (tmp_path / "file").touch()
+    return tmp_path / "file", "Not a directory"
+
+
+def open_to_others(tmp_path: Path) -> tuple[Path, str]:
+    (tmp_path / "shared" / "penstock").mkdir(parents=True)
+    (tmp_path / "shared" / "penstock").chmod(0o777)
+    return tmp_path / "shared", "can be written by others"
+
+
+@pytest.mark.usefixtures("fresh_load", "copying_compiler")
+@pytest.mark.parametrize("make_cache", [below_a_file, open_to_others])
+def test_unusable_cache_directory_compiles_into_a_temporary_one(
+    make_cache: Callable[[Path], tuple[Path, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache_home, reason = make_cache(tmp_path)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+    used: list[Path] = []
+    modes: list[int] = []
+    plain_open = native_library.open_library
+
+    def watched_open(directory: Path, compiler: str | None) -> Any:
+        used.append(directory)
+        library = plain_open(directory, compiler)
+        modes.append(directory.stat().st_mode & 0o777)
+        return library
+
+    monkeypatch.setattr(native_library, "open_library", watched_open)
+    with caplog.at_level(logging.WARNING):
+        library = load_library()
+    assert library is not None
+    assert library.ps_abi() == native_library.ABI
+    assert [directory.parent for directory in used] == [cache_home, temporary]
+    assert modes == [0o700]
+    assert list(temporary.iterdir()) == []
+    (warning,) = caplog.messages
+    assert reason in warning
+    assert str(cache_home / "penstock") in warning
+    assert "set XDG_CACHE_HOME to a directory" in warning
+
+
+@pytest.mark.usefixtures("fresh_load", "copying_compiler")
+def test_user_without_a_home_gets_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with caplog.at_level(logging.WARNING):
+        assert load_library() is not None
+    assert "no home directory" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_load")
+def test_unusable_cache_without_a_compiler_names_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(below_a_file(tmp_path)[0]))
+    monkeypatch.setattr(native_library, "find_compiler", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        assert load_library() is None
+    (warning,) = caplog.messages
+    assert "no C++ compiler" in warning
+
+
+def test_cache_follows_xdg_and_ignores_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == tmp_path / "penstock"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
@@ -112,7 +223,7 @@ def test_the_cache_follows_xdg_and_ignores_a_relative_path(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("content", "quota"), [("max 100000", None), ("150000 100000", 2), ("1000 100000", 1), ("?", None)]
 )
-def test_cores_are_those_of_the_affinity_within_the_quota(content: str, quota: int | None, tmp_path: Path) -> None:
+def test_usable_cores_respect_affinity_and_quota(content: str, quota: int | None, tmp_path: Path) -> None:
     cpu_max = tmp_path / "cpu.max"
     cpu_max.write_text(content)
     own = len(os.sched_getaffinity(0))
@@ -120,7 +231,7 @@ def test_cores_are_those_of_the_affinity_within_the_quota(content: str, quota: i
     assert num_usable_cores(tmp_path / "missing") == own
 
 
-def test_threads_are_told_to_sleep_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_threads_sleep_unless_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
