@@ -1,4 +1,4 @@
-"""What decodes is within its bounds; what does not decode raises WireError and nothing else."""
+"""Decoded messages are within their bounds; everything else raises WireError and no other error."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ to_backend = submits | st.builds(Cancel, u63) | st.builds(Credit, st.integers(1,
 
 
 @given(to_backend)
-def test_what_is_encoded_decodes_to_the_same(message: Submit | Cancel | Credit) -> None:
+def test_messages_decode_to_what_was_encoded(message: Submit | Cancel | Credit) -> None:
     assert decode_to_backend(encode(message)) == message
 
 
@@ -90,7 +90,7 @@ def test_step_outputs_keep_their_columns(events: list[tuple[int, int, int]]) -> 
 
 def test_columns_of_unequal_length_are_refused() -> None:
     for ids, tokens, finishes in ((7, 4, 1), (8, 3, 1), (8, 4, 2), (0, 0, 1)):
-        with pytest.raises(WireError, match="unequal length"):
+        with pytest.raises(WireError, match="differ in length"):
             decode_to_frontend(encode(StepOutputs(0, bytes(ids), bytes(tokens), bytes(finishes))))
 
 
@@ -116,7 +116,7 @@ def test_damaged_messages_raise_only_wire_errors_or_stay_within_bounds(message: 
         decoded = decode_to_backend(damaged)
     except WireError:
         return
-    # Within bounds: what decoded survives the same checks again.
+    # Decoded messages are within bounds: they pass the same checks again.
     assert decode_to_backend(encode(decoded)) == decoded
 
 
@@ -151,7 +151,7 @@ def test_damaged_messages_raise_only_wire_errors_or_stay_within_bounds(message: 
         "trailing",
     ],
 )
-def test_bombs_and_nonsense_are_wire_errors(data: bytes) -> None:
+def test_malformed_bytes_raise_wire_errors(data: bytes) -> None:
     for decode in DECODERS:
         with pytest.raises(WireError):
             decode(data)
@@ -212,7 +212,7 @@ def test_unknown_fields_and_tags_are_refused() -> None:
         decode_to_frontend(encode(Cancel(1)))
 
 
-def test_the_longest_messages_fit_their_limits() -> None:
+def test_longest_messages_fit_their_limits() -> None:
     biggest = (1 << 31) - 1
     bias = tuple((biggest, -99.123456789) for _ in range(300))
     submit = Submit(
@@ -246,7 +246,7 @@ def test_the_longest_messages_fit_their_limits() -> None:
     assert len(encode(outputs)) < MAX_TO_FRONTEND_BYTES
 
 
-def test_a_welcome_carries_the_model() -> None:
+def test_welcome_carries_the_model_and_bounds_the_identity() -> None:
     welcome = Welcome(1, b"i" * 16, "ipc:///x", 2, 4, 4096, 256, model_card())
     assert decode_welcome(encode(welcome)) == welcome
     for bad in (b"i" * 15, b"i" * 17):

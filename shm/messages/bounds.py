@@ -1,0 +1,27 @@
+"""The limits of the messages, and the integer types that carry them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_CONTEXT_TOKENS = 1 << 24
+MAX_INLINE_PROMPT_TOKENS = 4096
+"""Prompts up to this length travel in the message; longer ones in the frontend's arena."""
+MAX_STEP_EVENTS = 1 << 16
+MAX_LOGPROBS = 20
+"""Top log probabilities per token."""
+MAX_GRAMMAR_CHARACTERS = 32 << 10
+MAX_TO_BACKEND_BYTES = 192 << 10
+"""Largest message to the backend: a Submit with an inline prompt, full constraints and a grammar of four-byte
+characters."""
+MAX_TO_FRONTEND_BYTES = 4 << 20
+MAX_SHARED_BUFFERS = 64
+"""Shared buffers of one client."""
+MAX_SHARED_BUFFER_BYTES = 1 << 30
+"""Bytes of one shared buffer."""
+
+U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+I31 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]

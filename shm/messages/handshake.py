@@ -1,0 +1,68 @@
+"""The handshake over the rendezvous socket, before the link carries requests."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
+from penstock.shm.messages.buffers import BufferGrant, BufferRequest
+from penstock.shm.messages.submit import Sampling
+
+PROTOCOL_VERSION = 4
+
+
+class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
+    """Frontend → backend: the first message."""
+
+    protocol_version: Annotated[int, Meta(ge=0, le=1 << 16)]
+    buffers: BufferRequest | None = None
+
+
+class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a frontend must know about the model. model_dir contains the tokenizer and the chat template."""
+
+    model_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    model_dir: Annotated[str, Meta(max_length=4096)]
+    created: U63
+    """Seconds since 1970."""
+    vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
+    max_context_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+    """Prompt and generated tokens of one sequence; at most what the KV budget holds."""
+    max_waiting: I31
+    """Requests that may wait before new ones are answered 429."""
+    eos_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    default_sampling: Sampling = Sampling()
+    fingerprint: Annotated[str, Meta(max_length=64)] = ""
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
+    """Backend → frontend: your identity and where to connect.
+
+    Three fds ride along, in this order: the frontend's arena (read and write), the backend's board (read only), the
+    frontend's own board (read and write).
+    """
+
+    epoch: U63
+    identity: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    endpoint: Annotated[str, Meta(max_length=256)]
+    backend_pid: I31
+    arena_slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    arena_slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)]
+    credit: Annotated[int, Meta(ge=1, le=1 << 16)]
+    model: ModelCard
+    buffers: BufferGrant | None = None
+
+
+class Refusal(Struct, frozen=True, array_like=True, tag=12, forbid_unknown_fields=True):
+    """Backend → frontend instead of a Welcome."""
+
+    reason: Annotated[str, Meta(max_length=512)]
+
+
+class BuffersClosed(Struct, frozen=True, array_like=True, tag=13, forbid_unknown_fields=True):
+    """Frontend → backend: the last message before it disconnects, if its process goes on.
+
+    It has none of the backend's device memory open any more.
+    """

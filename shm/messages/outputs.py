@@ -1,0 +1,108 @@
+"""Backend → frontend: what a step produced."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from penstock.shm.messages.bounds import I31, MAX_LOGPROBS, MAX_SHARED_BUFFERS, MAX_STEP_EVENTS, U63, TokenId
+from penstock.shm.messages.buffers import BufferReturn
+
+NO_TOKEN = -1
+"""The token id of an event without a token."""
+
+
+class Finish(enum.IntEnum):
+    """Why a subscriber's stream ended; NONE while it goes on."""
+
+    NONE = 0
+    STOP = 1
+    """A stop token was sampled; it is the last token id of the stream and is not part of the text."""
+    LENGTH = 2
+    CANCELLED = 3
+    REJECTED = 4
+    """It never ran: see the Failure beside it."""
+    FAILED = 5
+    """A fault of ours ended it: see the Failure beside it."""
+    EXPIRED = 6
+    """Its deadline passed, while it waited or ran."""
+
+
+class FailureCode(enum.IntEnum):
+    INTERNAL = 0
+    OVERLOADED = 1
+    CONTEXT_TOO_LONG = 2
+    """limit is the number of tokens that fit."""
+    BAD_TOKEN = 3
+    """limit is the vocabulary's size."""
+    BAD_DESCRIPTOR = 4
+    SHUTTING_DOWN = 5
+    UNAVAILABLE = 6
+    """Set by the client only: no backend came back in time, or one with another model."""
+    BAD_GRAMMAR = 7
+    """text says why it does not compile."""
+
+
+class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Rides with a REJECTED or FAILED event. code is a FailureCode; the frontend puts limit into its own message."""
+
+    request_id: U63
+    code: Annotated[int, Meta(ge=0, le=255)]
+    limit: I31 = 0
+    text: Annotated[str, Meta(max_length=512)] = ""
+    """What is wrong with a grammar."""
+
+
+class Started(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Rides with a request's first token."""
+
+    request_id: U63
+    cached_tokens: I31
+    queue_s: Annotated[float, Meta(ge=0.0)]
+    is_coalesced: bool = False
+    """It subscribes to a sequence that another request started."""
+
+
+class EventLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Rides with an event that has a token: its log probability and rank, and the top tokens there."""
+
+    event: Annotated[int, Meta(ge=0, lt=MAX_STEP_EVENTS)]
+    """Index in the columns."""
+    logprob: float
+    rank: I31
+    top_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROBS)] = ()
+    top_logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_LOGPROBS)] = ()
+
+
+class PromptLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Log probabilities of some prompt tokens, in order and without gaps; the prompt's first token has none.
+
+    All of them come before the request's first token.
+    """
+
+    request_id: U63
+    entries: Annotated[tuple[EventLogprobs, ...], Meta(max_length=MAX_STEP_EVENTS)]
+    """event is the token's index in the prompt."""
+
+
+class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """All that one step produced for this frontend, in columns of equal length.
+
+    sequence counts the messages of this link from 0 without gaps. An event without a token (NO_TOKEN) is an end; with
+    finish NONE it only says that the prompt has been copied and its arena slot is free.
+    """
+
+    sequence: U63
+    request_ids: Annotated[bytes, Meta(max_length=8 * MAX_STEP_EVENTS)]
+    token_ids: Annotated[bytes, Meta(max_length=4 * MAX_STEP_EVENTS)]
+    finishes: Annotated[bytes, Meta(max_length=MAX_STEP_EVENTS)]
+    started: Annotated[tuple[Started, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    failures: Annotated[tuple[Failure, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    logprobs: Annotated[tuple[EventLogprobs, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    prompt_logprobs: Annotated[tuple[PromptLogprobs, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    preempted: Annotated[tuple[U63, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
+    """Requests that were preempted, once per preemption; may come with a later event."""
+    returned: Annotated[tuple[BufferReturn, ...], Meta(max_length=MAX_SHARED_BUFFERS)] = ()
+    """Before or with the end of their requests, never after it."""

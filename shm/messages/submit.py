@@ -1,0 +1,118 @@
+"""Frontend → backend: run a request, cancel it, allow more output."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from penstock.shm.messages.bounds import (
+    I31,
+    MAX_CONTEXT_TOKENS,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_INLINE_PROMPT_TOKENS,
+    MAX_LOGPROBS,
+    U63,
+    TokenId,
+)
+from penstock.shm.messages.buffers import BufferRef
+
+
+class ArenaRef(Struct, frozen=True, array_like=True, tag=20, forbid_unknown_fields=True):
+    """A claim about bytes in the sender's arena. `ArenaReader.read` copies and checks them first."""
+
+    slot: Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
+    sequence: U63
+    num_bytes: Annotated[int, Meta(ge=4, le=4 * MAX_CONTEXT_TOKENS)]
+
+
+class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The distribution of the next token; the same fields and bounds as the backend's `SamplingParams`."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: I31 = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    typical_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: Annotated[
+        tuple[tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=300)
+    ] = ()
+    seed: U63 = 0
+    num_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
+    """Top log probabilities per generated token; -1 for none."""
+
+
+class Grammar(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a text must match, in one of llguidance's three notations."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+class Constraints(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The tokens that a sequence may contain, however likely they are."""
+
+    grammar: Grammar | None = None
+    grammar_after: Annotated[tuple[TokenId, ...], Meta(max_length=8)] = ()
+    """The grammar begins after these ids have been generated in a row: behind a model's reasoning."""
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=4096)] = ()
+    """Empty allows all."""
+    bad_words: Annotated[
+        tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16)], ...], Meta(max_length=64)
+    ] = ()
+    """Runs of ids that are never completed."""
+    min_tokens: I31 = 0
+    """Stop ids are not sampled before this many tokens are generated."""
+    thinking_budget_tokens: I31 = 0
+    """If thinking_end is not among this many generated tokens, it is forced; 0 is no budget."""
+    thinking_end: Annotated[tuple[TokenId, ...], Meta(max_length=8)] = ()
+
+
+class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+    """Run this request.
+
+    tokens are the prompt, and after a backend's death also what the stream has generated so far; the first
+    num_prompt_tokens are the prompt. max_tokens counts from the prompt's end.
+
+    A buffer of PROMPT_EMBEDDINGS has num_prompt_tokens rows. The backend reads it in place, so the loan lasts until the
+    request ends. Such a request is never coalesced, and its prompt has no log probabilities.
+    """
+
+    request_id: U63
+    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_INLINE_PROMPT_TOKENS)] | ArenaRef | BufferRef
+    num_prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+    sampling: Sampling
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    salt: Annotated[bytes, Meta(max_length=16)] = b""
+    """The tenant's: requests with different salts share neither tokens nor pages."""
+    may_share: bool = False
+    """Its tokens are deterministic (temperature 0, or a seed from the client), so an equal request's tokens will do."""
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    """Lower runs sooner, if the backend orders by priority."""
+    timeout_ms: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    """Milliseconds after arrival at the backend at which it ends as EXPIRED; 0 is never."""
+    constraints: Constraints | None = None
+    num_prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
+    """Like Sampling.num_logprobs, for each prompt token given the tokens before it."""
+    output: BufferRef | None = None
+    """Receives logits or hidden states of the first num_rows generated tokens. Such a request is never coalesced."""
+    batch_delivery: bool = False
+    """Nobody reads its tokens one by one: all but the first may be held for a moment and sent together."""
+
+
+class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+    """The client has gone. Unknown and repeated ids are normal."""
+
+    request_id: U63
+    noticed_ns: U63 = 0
+    """When the frontend noticed, in CLOCK_MONOTONIC, which all processes of a machine share; 0 is unknown."""
+
+
+class Credit(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+    """The backend may send count more StepOutputs."""
+
+    count: Annotated[int, Meta(ge=1, le=1 << 16)]
