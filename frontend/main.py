@@ -1,4 +1,4 @@
-"""The `frontend` command: owns the listening socket and keeps its workers running."""
+"""The `frontend` command: opens the listening socket and supervises the workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.frontend.settings import (
     WorkerSettings,
 )
 from penstock.frontend.transport.listening import (
-    LONGEST_SOCKET_PATH_BYTES,
+    MAX_SOCKET_PATH_BYTES,
     address_of,
     inherited_socket,
     tcp_socket,
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
-"""As browsers write it: in lower case, with no path behind it."""
+"""An origin as browsers write it: in lower case, without a path."""
 _SECRETS = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD")
 _STOP_MARGIN_S = 5.0
-"""What a worker may take beyond its drain time-out before it is killed."""
+"""How long a worker may take beyond its drain timeout before it is killed."""
 
-app = make_app("frontend", "Serves the OpenAI API over HTTP for the backend on this machine.")
+app = make_app("frontend", "Serve the OpenAI API over HTTP for the backend on this machine.")
 
 
 @app.default
@@ -54,12 +54,16 @@ def main() -> None:
 
 
 def serve(options: FrontendOptions) -> int:
-    """Runs until told to stop; returns the exit status."""
-    if len(os.fsencode(options.socket)) > LONGEST_SOCKET_PATH_BYTES:
-        fail("frontend", f"--socket {options.socket} is longer than the {LONGEST_SOCKET_PATH_BYTES} bytes of a path")
+    """Run until told to stop; return the exit status."""
+    num_path_bytes = len(os.fsencode(options.socket))
+    if num_path_bytes > MAX_SOCKET_PATH_BYTES:
+        fail(
+            "frontend",
+            f"--socket {options.socket} is {num_path_bytes} bytes long; the limit is {MAX_SOCKET_PATH_BYTES}",
+        )
     access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
     listening = listening_socket(options, "frontend")
-    access = msgspec.structs.replace(access, quota_fd=UsagePage.create_fd(options.workers))
+    access = msgspec.structs.replace(access, usage_fd=UsagePage.create_fd(options.workers))
     settings = WorkerSettings(
         worker=0,
         num_workers=options.workers,
@@ -83,13 +87,13 @@ def serve(options: FrontendOptions) -> int:
         ChildSpec(
             f"worker {number}",
             module_argv("penstock.frontend.worker"),
-            pass_fds=(listening.fileno(), access.quota_fd),
+            pass_fds=(listening.fileno(), access.usage_fd),
             env=_environment(msgspec.structs.replace(settings, worker=number)),
             reloads=reloads(options),
         )
         for number in range(options.workers)
     ]
-    if options.listen_fd is None:  # otherwise who handed it over says so
+    if options.listen_fd is None:  # otherwise the process that handed the socket over prints it
         address = address_of(listening, tls=tls is not None)
         _log(f"listening on {address} with {options.workers} worker(s)")
 
@@ -101,7 +105,7 @@ def serve(options: FrontendOptions) -> int:
         workers,
         log=_log,
         stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
-        # The workers close theirs; as long as one is open, clients connect and wait for nobody.
+        # The workers close theirs. While any copy is open, clients can connect to a server that never answers.
         on_stop=close,
     )
     return supervisor.run()
@@ -121,7 +125,7 @@ def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
 
 
 def read_access(options: FrontendOptions, command: str) -> AccessSettings:
-    """What workers are told of it. Exits with one line, in the name of the command, where they could not use it."""
+    """Return the access settings for workers. Exits with one line that begins with the command if they are unusable."""
     try:
         keys = named_keys(options.api_key)
         Keyring(keys + (read_key_file(options.api_key_file) if options.api_key_file is not None else []))
@@ -129,13 +133,16 @@ def read_access(options: FrontendOptions, command: str) -> AccessSettings:
         fail(command, str(error))
     for origin in options.cors_allow_origin:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            fail(command, f'--cors-allow-origin "{origin}" is no origin; write https://chat.example.org, or *')
+            fail(
+                command,
+                f'--cors-allow-origin "{origin}" is not an origin; write one such as https://chat.example.org, or *',
+            )
     key_file = None if options.api_key_file is None else str(options.api_key_file)
     return AccessSettings(options.api_key, key_file, options.cors_allow_origin, options.allowed_host)
 
 
 def tls_files(options: FrontendOptions, command: str) -> TlsFiles | None:
-    """None without TLS. Exits with one line, in the name of the command, where the files cannot be used."""
+    """Return the TLS files; None without TLS. Exits with one line that begins with the command if they are unusable."""
     if options.ssl_certfile is None:
         if options.ssl_keyfile is not None:
             fail(command, "--ssl-keyfile needs --ssl-certfile")
@@ -150,17 +157,17 @@ def tls_files(options: FrontendOptions, command: str) -> TlsFiles | None:
 
 
 def reloads(options: FrontendOptions) -> bool:
-    """Whether there are files to be read again at SIGHUP."""
+    """Whether SIGHUP makes workers read files again."""
     return options.api_key_file is not None or options.ssl_certfile is not None
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Keys and passwords are nobody's but the frontend's."""
+    """Return the environment without keys and passwords, which only the frontend may have."""
     return {name: value for name, value in environment.items() if name not in _SECRETS}
 
 
 def _environment(settings: WorkerSettings) -> dict[str, str]:
-    """Of a worker. The settings hold what was secret in ours."""
+    """Return a worker's environment. Its settings carry the secrets that ours contained."""
     return without_secrets(os.environ) | {WORKER_SETTINGS_VARIABLE: msgspec.json.encode(settings).decode()}
 
 

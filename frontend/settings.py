@@ -1,4 +1,4 @@
-"""What a worker is told by the command that starts it. Light: the parent imports this and no server."""
+"""What the `frontend` command passes to each worker. Light to import: the command imports this and no server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Struct
 from penstock.frontend.transport.tls import TlsFiles
 
 WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
-"""Carries the settings: an environment is private to its user, a command line is not, and there may be keys in it."""
+"""Carries the settings, which may contain keys: other users can read a command line but not an environment."""
 
 ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"]
 ReasoningParserName = Literal["auto", "none", "think", "mistral"]
@@ -18,7 +18,7 @@ ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What one worker takes on. A client that reads nothing for client_timeout_s is dropped."""
+    """What one worker accepts. A client that reads nothing for client_timeout_s is dropped."""
 
     max_body_bytes: int = 2 << 20
     max_open_requests: int = 1024
@@ -31,26 +31,26 @@ class WorkerLimits:
 
 
 class ParserNames(Struct, frozen=True):
-    """How the model's reasoning and tool calls are read; auto is by its chat template."""
+    """Which parsers read the model's reasoning and tool calls; auto chooses by its chat template."""
 
     tools: ToolParserName = "auto"
     reasoning: ReasoningParserName = "auto"
 
 
 class AccessSettings(Struct, frozen=True):
-    """Who may ask. The file is read by each worker, and again at SIGHUP."""
+    """Who may send requests. Each worker reads the key file, and again at SIGHUP."""
 
     api_keys: tuple[str, ...] = ()
     api_key_file: str | None = None
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    quota_fd: int = -1
-    """The page on which the workers count together what keys use."""
+    usage_fd: int = -1
+    """Shared memory in which all workers count what keys use."""
 
 
 class WorkerSettings(Struct, frozen=True):
     worker: int
-    """This one's number; num_workers share the socket and the page."""
+    """This worker's number, from 0; num_workers share the socket and the usage page."""
     num_workers: int
     listen_fd: int
     socket_path: str

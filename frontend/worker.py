@@ -1,4 +1,4 @@
-"""One frontend process. Started by `penstock.frontend.main`, which owns the listening socket."""
+"""One frontend process, started by `penstock.frontend.main`, which owns the listening socket."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _log = logging.getLogger("penstock.worker")
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Runs until a signal, drains, returns."""
+    """Serve until a signal, then drain and return."""
     listening = socket.socket(fileno=settings.listen_fd)
     max_connections = raise_fd_limit()
     backend = BackendClient(Path(settings.socket_path))
     await backend.start()
     models = ModelKeeper(backend, settings.parsers)
     access = settings.access
-    page = UsagePage.attach(access.quota_fd, settings.num_workers, settings.worker)
+    page = UsagePage.attach(access.usage_fd, settings.num_workers, settings.worker)
     allowed_hosts = access.allowed_hosts if serves_one_machine(listening) else ("*",)
     admission = Admission(read_keys(access), cors_origins=access.cors_origins, allowed_hosts=allowed_hosts, page=page)
     app = App(backend, models, admission=admission, limits=settings.limits)
     tls = None if settings.tls is None else ServerTls(settings.tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)
-    keeper = asyncio.create_task(models.watch())
+    model_watch = asyncio.create_task(models.watch())
     try:
         server = HttpServer(
             app,
@@ -61,50 +61,50 @@ async def serve(settings: WorkerSettings) -> None:
         )
         await server.run()
     finally:
-        keeper.cancel()
+        model_watch.cancel()
         await backend.close()
 
 
 def read_keys(access: AccessSettings) -> list[ApiKey]:
-    """Raises KeyFileError."""
+    """Return the keys of the settings and of the key file. Raises KeyFileError."""
     keys = named_keys(access.api_keys)
     return keys if access.api_key_file is None else keys + read_key_file(Path(access.api_key_file))
 
 
 def _reload(settings: WorkerSettings, admission: Admission, tls: ServerTls | None) -> None:
-    """Keys and certificate from their files once more, each for itself: where one is wrong the old stays."""
+    """Read keys and certificate from their files again. If either is unusable, the old one stays."""
     try:
         admission.set_keys(read_keys(settings.access))
     except ValueError as error:
-        _log.error("the API keys stay as they were: %s", error)
+        _log.error("kept the old API keys: %s", error)
     else:
-        _log.info("the API keys have been read again")
+        _log.info("read the API keys again")
     if tls is not None:
         try:
             tls.reload()
         except TlsError as error:
-            _log.error("the certificate stays as it was: %s", error)
+            _log.error("kept the old certificate: %s", error)
         else:
-            _log.info("the certificate has been read again")
+            _log.info("read the certificate again")
 
 
 def main() -> None:
     encoded = os.environ.pop(WORKER_SETTINGS_VARIABLE, None)
     if encoded is None:
-        sys.exit("penstock.frontend.worker is started by the frontend command")
+        sys.exit("penstock.frontend.worker cannot run alone: start `frontend`")
     settings = msgspec.json.decode(encoded, type=WorkerSettings)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     handler = set_up_logging(settings.log_level, as_json=settings.log_json)
-    # Said per request, and about what clients did: the request log and the error answers say it better.
+    # uvicorn logs what clients did, per request; the request log and the error answers say it better.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    # What start-up made lives as long as the process: the collector need not walk it again.
+    # Objects made at start-up stay as long as the process: the collector need not visit them again.
     gc.collect()
     gc.freeze()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
     except (KeyFileError, TlsError) as error:
-        # They were well when the command started: one that is started anew finds what has become of them since.
+        # The command checked these files when it started; a restarted worker may find them changed.
         _log.critical("cannot start: %s", error)
         sys.exit(1)
     finally:

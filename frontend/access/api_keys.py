@@ -1,4 +1,4 @@
-"""Who may ask: API keys, where they come from, and how one is told from another without telling more."""
+"""API keys: reading them, and finding a request's key without leaking anything about the others."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SALT_BYTES = 16
 
 
 class KeyFileError(ValueError):
-    """What is wrong with a key file, in one line that shows no key."""
+    """Says in one line what is wrong with a key file, without showing a key."""
 
 
 class KeyLimits(Struct, frozen=True):
-    """What one key may use. None is without a limit."""
+    """What one key may use; None is no limit."""
 
     requests_in_flight: int | None = None
     requests_per_minute: int | None = None
@@ -46,7 +46,7 @@ class KeyLimits(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key. The name is for logs; the salt stands for its owner towards the backend."""
+    """One key. The name is for logs; the salt identifies its owner to the backend."""
 
     secret: bytes
     name: str
@@ -66,14 +66,15 @@ def tenant_salt(api_key: bytes) -> bytes:
 
 
 def named_keys(secrets_: Iterable[str]) -> list[ApiKey]:
-    """Keys that came without names: key-1, key-2, …"""
+    """Return the keys, named key-1, key-2, …"""
     return [ApiKey(secret.encode(), f"key-{number}") for number, secret in enumerate(secrets_, start=1)]
 
 
 def read_key_file(path: Path) -> list[ApiKey]:
-    """One key a line: `KEY [name=NAME] [requests_in_flight=N] [requests_per_minute=N] [tokens_per_minute=N]`.
+    """Return the keys of a file with one key per line: `KEY [name=NAME] [requests_in_flight=N] [requests_per_minute=N]
+    [tokens_per_minute=N]`.
 
-    Empty lines and those that begin with # are left out; a key without a name is called line-N. Raises KeyFileError.
+    Empty lines and lines that begin with # are skipped; a key without a name is named line-N. Raises KeyFileError.
     """
     try:
         with path.open("rb") as file:
@@ -82,9 +83,9 @@ def read_key_file(path: Path) -> list[ApiKey]:
     except OSError as error:
         raise KeyFileError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise KeyFileError(f"{path}: keys and names are printable ASCII") from None
+        raise KeyFileError(f"{path}: keys and names must be printable ASCII") from None
     if len(data) > _MAX_FILE_BYTES:
-        raise KeyFileError(f"{path}: larger than {_MAX_FILE_BYTES} bytes")
+        raise KeyFileError(f"{path}: the file is larger than the limit of {_MAX_FILE_BYTES} bytes")
     keys = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
@@ -94,14 +95,14 @@ def read_key_file(path: Path) -> list[ApiKey]:
             except ValueError as error:
                 raise KeyFileError(f"{path}, line {number}: {error}") from None
     if not keys:
-        raise KeyFileError(f"{path}: there is no key in it")
+        raise KeyFileError(f"{path}: the file contains no key; write one per line")
     return keys
 
 
 def _read_line(words: Sequence[str], number: int) -> ApiKey:
     """Raises ValueError."""
     if not _KEY.fullmatch(words[0]) or "," in words[0]:
-        raise ValueError("a key is up to 512 printable characters, no comma among them")
+        raise ValueError("a key must be 1 to 512 printable characters without a comma")
     name = f"line-{number}"
     limits: dict[str, int] = {}
     for word in words[1:]:
@@ -111,23 +112,23 @@ def _read_line(words: Sequence[str], number: int) -> ApiKey:
         elif field in KeyLimits.__struct_fields__ and _COUNT.fullmatch(value):
             limits[field] = int(value)
         elif equals and field in ("name", *KeyLimits.__struct_fields__):
-            rule = "up to 64 letters, digits and _.-" if field == "name" else "a number from 1"
+            rule = "up to 64 letters, digits and _.-" if field == "name" else "a number of at least 1"
             raise ValueError(f"{field} must be {rule}")
         else:
             known = ", ".join(f"{known}=" for known in ("name", *KeyLimits.__struct_fields__))
-            raise ValueError(f"word {words.index(word) + 1} is none of {known}")
+            raise ValueError(f"word {words.index(word) + 1} is unknown; use {known}")
     return ApiKey(words[0].encode(), name, KeyLimits(**limits))
 
 
 class Keyring:
-    """The keys that let requests in; without any, all may ask.
+    """The keys that requests may use; without any, no key is needed.
 
-    What a client sent is looked up by a digest that it cannot foresee, and compared as a whole, so that the time taken
-    says nothing about any key.
+    A client's key is looked up by a keyed digest, which the client cannot predict, and compared in constant time. So
+    the response time reveals nothing about any key.
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        """Raises ValueError: a key is there twice, or there are too many."""
+        """Raises ValueError for a duplicate key and for too many keys."""
         self._digest_key = secrets.token_bytes(32)
         self._by_digest: dict[bytes, ApiKey] = {}
         for key in keys:
@@ -137,7 +138,7 @@ class Keyring:
         if len(self._by_digest) > MAX_KEYS:
             raise ValueError(f"{len(self._by_digest)} API keys; the limit is {MAX_KEYS}")
         if len(self.limited) > MAX_LIMITED_KEYS:
-            raise ValueError(f"{len(self.limited)} API keys with limits; at most {MAX_LIMITED_KEYS} can have some")
+            raise ValueError(f"{len(self.limited)} API keys with rate limits; the limit is {MAX_LIMITED_KEYS}")
 
     def __bool__(self) -> bool:
         return bool(self._by_digest)
@@ -150,7 +151,7 @@ class Keyring:
         return blake2b(secret, key=self._digest_key).digest()
 
     def check(self, exchange: Exchange) -> ApiKey | None:
-        """The key with which the request came, as `Authorization: Bearer KEY` or `x-api-key: KEY`; None where none is
+        """Return the key of the request, from `Authorization: Bearer KEY` or `x-api-key: KEY`; None when no key is
         needed. Raises ApiError."""
         if not self._by_digest:
             return None

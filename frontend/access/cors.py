@@ -1,4 +1,4 @@
-"""Which pages of other origins may read our answers in a browser. Credentials are never allowed: keys are headers."""
+"""CORS: which web pages of other origins may read answers. Credentials are never allowed, because keys are headers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _EXPOSED = (
 
 
 class Cors:
-    """The origins that may; without any, nobody is told anything."""
+    """The allowed origins; without any, no answer carries CORS headers."""
 
     def __init__(self, origins: Iterable[str] = ()) -> None:
         self._origins = frozenset(origin.encode() for origin in origins)
         self._all = b"*" in self._origins
 
     def headers(self, exchange: Exchange) -> Headers:
-        """What goes with every answer to this request."""
+        """Return the headers that every answer to this request carries."""
         if not self._origins:
             return ()
         if self._all:
@@ -40,18 +40,18 @@ class Cors:
         return ((b"access-control-allow-origin", origin), (b"access-control-expose-headers", _EXPOSED), vary)
 
     def preflight(self, exchange: Exchange, methods: Iterable[str]) -> Headers | None:
-        """The headers of the answer to a browser that asks beforehand; None for anything else."""
-        asks = exchange.method == "OPTIONS" and exchange.header(b"access-control-request-method") is not None
-        if not asks or not self._allows(exchange):
+        """Return the headers that answer a preflight request; None for any other request."""
+        is_preflight = exchange.method == "OPTIONS" and exchange.header(b"access-control-request-method") is not None
+        if not is_preflight or not self._allows(exchange):
             return None
         allowed = [
             (b"access-control-allow-methods", ", ".join(methods).encode()),
             (b"access-control-max-age", b"%d" % _MAX_AGE_S),
         ]
-        wanted = exchange.header(b"access-control-request-headers")
-        if wanted is not None and _REQUESTED_HEADERS.fullmatch(wanted):
-            # Clients send headers of their own with everything; none does anything beyond what it does anyway.
-            allowed.append((b"access-control-allow-headers", wanted))
+        requested = exchange.header(b"access-control-request-headers")
+        if requested is not None and _REQUESTED_HEADERS.fullmatch(requested):
+            # Clients add headers of their own to every request. Allowing them is harmless: unknown ones are ignored.
+            allowed.append((b"access-control-allow-headers", requested))
         return allowed
 
     def _allows(self, exchange: Exchange) -> bool:

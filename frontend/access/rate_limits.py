@@ -1,8 +1,8 @@
-"""What the keys with limits have used of late, counted over all workers of one `frontend` command.
+"""What keys with limits have used in the last minute, counted over all workers of one `frontend` command.
 
-A page that the workers share has a row of words for each of them and key, written by that worker alone; to know what a
-key has used, a worker adds up all rows of it. Two workers that look at the same moment may both let in what there was
-room for once: a limit can be passed by as many requests as there are further workers.
+The workers share a page of memory that has a row for each worker and key. Only that worker writes the row; to learn
+what a key has used, a worker adds up all rows of the key. Two workers that read at the same moment may both admit the
+last request, so a limit can be exceeded by one request for each further worker.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NUM_ROWS = 4 * MAX_LIMITED_KEYS
 _REGION_WORDS = _ROW_WORDS * _NUM_ROWS
 
 
-class _Row(NamedTuple):
-    """One worker's numbers of one key. The minute is CLOCK_MONOTONIC's; `before` is the minute before it."""
+class _UsageRow(NamedTuple):
+    """One worker's counts for one key. minute counts from CLOCK_MONOTONIC's zero; `before` is the minute before it."""
 
     key_id: int
     in_flight: int = 0
@@ -40,20 +40,20 @@ class _Row(NamedTuple):
     requests_before: int = 0
     tokens_before: int = 0
 
-    def at(self, minute: int) -> _Row:
-        """As it looks in a later minute."""
+    def at(self, minute: int) -> _UsageRow:
+        """Return the row as it counts in a later minute."""
         if minute == self.minute:
             return self
         is_next = minute == self.minute + 1
         before = (self.requests, self.tokens) if is_next else (0, 0)
-        return _Row(self.key_id, self.in_flight, minute, 0, 0, *before)
+        return _UsageRow(self.key_id, self.in_flight, minute, 0, 0, *before)
 
 
 class UsagePage:
-    """The rows of all workers; this one writes only its own."""
+    """The rows of all workers. This worker writes only its own."""
 
     def __init__(self, mapping: mmap.mmap, num_workers: int = 1, worker: int = 0) -> None:
-        """Clears what a worker of the same number has left behind."""
+        """Clears the rows of an earlier worker with the same number."""
         self._words = memoryview(mapping).cast("Q")
         self._num_workers = num_workers
         self._start = worker * _REGION_WORDS
@@ -61,7 +61,7 @@ class UsagePage:
 
     @staticmethod
     def create_fd(num_workers: int) -> int:
-        """A page for so many workers; the fd is the caller's."""
+        """Return the fd of a page for so many workers. The caller owns it."""
         fd = region.create("penstock-quotas", 8 * _REGION_WORDS * num_workers)
         region.seal(fd)
         return fd
@@ -78,21 +78,22 @@ class UsagePage:
     def clear(self) -> None:
         self._words[self._start : self._start + _REGION_WORDS] = memoryview(bytes(8 * _REGION_WORDS)).cast("Q")
 
-    def store(self, row: _Row) -> None:
+    def store(self, row: _UsageRow) -> None:
         place = self._place(self._start, row.key_id)
         for index, value in enumerate(row[1:], start=place + 1):
             self._words[index] = value
         self._words[place] = row.key_id
 
-    def rows(self, key_id: int) -> Iterator[_Row]:
-        """All workers' rows of this key."""
+    def rows(self, key_id: int) -> Iterator[_UsageRow]:
+        """Yield every worker's row of this key."""
         for start in range(0, self._num_workers * _REGION_WORDS, _REGION_WORDS):
             place = self._place(start, key_id)
             if self._words[place]:
-                yield _Row(*self._words[place : place + len(_Row._fields)])
+                yield _UsageRow(*self._words[place : place + len(_UsageRow._fields)])
 
     def _place(self, start: int, key_id: int) -> int:
-        """Where a region has the key's row, or has room for it: three of four rows are always free."""
+        """Return the index of the key's row in a region, or of a free one. At least three of four rows are always
+        free."""
         row = key_id % _NUM_ROWS
         while self._words[start + _ROW_WORDS * row] not in (0, key_id):
             row = (row + 1) % _NUM_ROWS
@@ -101,7 +102,8 @@ class UsagePage:
 
 @dataclass(frozen=True, slots=True)
 class _Meter:
-    """One limit of one minute: what was used in this minute and the one before, at a share of this minute."""
+    """One limit per minute: what was used in this minute and in the one before. share is how much of this minute is
+    over."""
 
     limit: int
     now: int
@@ -110,51 +112,55 @@ class _Meter:
 
     @property
     def remaining(self) -> int:
-        """The minute before counts with the part of it that is less than a minute ago, as if it had been even."""
+        """The previous minute counts with the part of it that is less than a minute ago, as if its use had been
+        even."""
         return max(0, math.floor(self.limit - self.now - self.before * (1 - self.share)))
 
     @property
     def seconds_to_one(self) -> float:
-        """Until there is one more to have, if nothing else comes."""
+        """Seconds until one more is allowed, if nothing else is used."""
         if self.remaining:
             return 0.0
-        room = self.limit - 1 - self.now
-        if room >= 0 and self.before:
-            return WINDOW_S * max(0.0, 1 - room / self.before - self.share)
+        available = self.limit - 1 - self.now
+        if available >= 0 and self.before:
+            return WINDOW_S * max(0.0, 1 - available / self.before - self.share)
         later = 1 - (self.limit - 1) / self.now if self.now else 0.0
         return WINDOW_S * (1 - self.share + later)
 
     @property
     def seconds_to_all(self) -> float:
+        """Seconds until the whole limit is available, if nothing else is used."""
         minutes = 2 if self.now else 1 if self.before else self.share
         return WINDOW_S * (minutes - self.share)
 
 
 class Account:
-    """What one key uses through this worker, and may use at all."""
+    """What one key uses through this worker, and its limits over all workers."""
 
     def __init__(self, key: ApiKey, page: UsagePage, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
         self._page = page
         self._clock = clock
-        self._row = _Row(int.from_bytes(key.salt[:8], "little") | 1)
+        self._row = _UsageRow(int.from_bytes(key.salt[:8], "little") | 1)
 
     def admit(self) -> None:
-        """Counts a request in, until `release`. Raises ApiError: 429 with the headers of `headers`."""
+        """Count a request as in flight until `release`. Raises ApiError: 429 with the headers of `headers`."""
         limits = self.key.limits
         most = limits.requests_in_flight
-        if most is not None and sum(row.in_flight for row in self._page.rows(self._row.key_id)) >= most:
-            raise self._refusal(f"{most} requests at once is this key's limit", 1.0)
+        if most is not None:
+            in_flight = sum(row.in_flight for row in self._page.rows(self._row.key_id))
+            if in_flight >= most:
+                raise self._refusal(f"this key has {in_flight} requests in flight; its limit is {most}", 1.0)
         for unit, meter in self._meters().items():
             if not meter.remaining:
-                message = f"{meter.limit} {unit} a minute is this key's limit"
+                message = f"this key has used up its limit of {meter.limit} {unit} per minute; retry later"
                 raise self._refusal(message, meter.seconds_to_one)
         row = self._now()
         self._store(row._replace(requests=row.requests + 1))
         self.hold()
 
     def hold(self) -> None:
-        """One more is in flight, until `release`."""
+        """Count one more request as in flight until `release`."""
         row = self._now()
         self._store(row._replace(in_flight=row.in_flight + 1))
 
@@ -167,20 +173,20 @@ class Account:
         self._store(row._replace(tokens=row.tokens + num_tokens))
 
     def headers(self) -> Headers:
-        """OpenAI's, of the limits that the key has."""
-        told: list[tuple[bytes, bytes]] = []
+        """Return OpenAI's rate limit headers for the limits that the key has."""
+        headers: list[tuple[bytes, bytes]] = []
         for unit, meter in self._meters().items():
             for what, value in (
                 ("limit", str(meter.limit)),
                 ("remaining", str(meter.remaining)),
                 ("reset", _duration(meter.seconds_to_all)),
             ):
-                told.append((f"x-ratelimit-{what}-{unit}".encode(), value.encode()))
-        return told
+                headers.append((f"x-ratelimit-{what}-{unit}".encode(), value.encode()))
+        return headers
 
-    def move_to(self, limits: ApiKey) -> None:
-        """The key's limits have changed; what it used has not."""
-        self.key = limits
+    def move_to(self, key: ApiKey) -> None:
+        """Take the same key with new limits; what it has used stays."""
+        self.key = key
         self._page.store(self._row)
 
     def _meters(self) -> dict[str, _Meter]:
@@ -196,10 +202,10 @@ class Account:
             meters["tokens"] = _Meter(limits.tokens_per_minute, *used, share)
         return meters
 
-    def _now(self) -> _Row:
+    def _now(self) -> _UsageRow:
         return self._row.at(int(self._clock() / WINDOW_S))
 
-    def _store(self, row: _Row) -> None:
+    def _store(self, row: _UsageRow) -> None:
         self._row = row
         self._page.store(row)
 
@@ -209,7 +215,7 @@ class Account:
 
 
 class RateLimiter:
-    """The accounts of one worker's keys."""
+    """The accounts of one worker's keys with limits."""
 
     def __init__(self, page: UsagePage, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         self._page = page
@@ -218,7 +224,7 @@ class RateLimiter:
         self.set_keys(keys)
 
     def set_keys(self, keys: Iterable[ApiKey]) -> None:
-        """Keys that stay keep what they have used."""
+        """Replace the keys. What a remaining key has used still counts."""
         known, self._accounts = self._accounts, {}
         self._page.clear()
         for key in keys:
@@ -227,12 +233,12 @@ class RateLimiter:
             self._accounts[key.salt] = account
 
     def account(self, salt: bytes) -> Account | None:
-        """Of the key with this salt; None where it has no limits."""
+        """Return the account of the key with this salt; None for a key without limits."""
         return self._accounts.get(salt)
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 90 s is 1m30s, half a second 500ms."""
+    """Format seconds as OpenAI does: 1m30s for 90, 500ms for 0.5."""
     if seconds < 1:
         return f"{math.ceil(1000 * seconds)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

@@ -1,4 +1,4 @@
-"""What the endpoints have in common that turn their bodies into a chat's."""
+"""Helpers for endpoints that translate their bodies to a chat request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SHARED = tuple(
 
 
 def shared_fields(body: GenerationBody) -> dict[str, Any]:
-    """What a body has in common with a chat request's."""
+    """Return the fields that a body has in common with a chat request."""
     return {name: getattr(body, name) for name in _SHARED}
 
 
 def instructed(instructions: str, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """One message of the system's at the beginning, for many templates take no second one."""
+    """Put the instructions into one system message at the start. Many templates accept no second one."""
     first = messages[0] if messages else None
     if first is not None and first.role in ("system", "developer") and isinstance(first.content, str):
         return [ChatMessage("system", f"{instructions}\n\n{first.content}"), *messages[1:]]
@@ -35,13 +35,13 @@ def instructed(instructions: str, messages: list[ChatMessage]) -> list[ChatMessa
 
 @contextlib.contextmanager
 def renamed(names: Sequence[tuple[re.Pattern[str], str]]) -> Iterator[None]:
-    """Errors that name a chat request's field name it as it is called at another endpoint."""
+    """Rename the chat request's fields in errors to what this endpoint calls them."""
     try:
         yield
     except ApiError as error:
         param = error.param or ""
-        told = next((pattern.sub(name, param) for pattern, name in names if pattern.search(param)), param)
-        if told == param:
+        shown = next((pattern.sub(name, param) for pattern, name in names if pattern.search(param)), param)
+        if shown == param:
             raise
-        message = re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", lambda _: told, error.message)
-        raise ApiError(error.kind, message, param=told, headers=error.headers) from None
+        message = re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", lambda _: shown, error.message)
+        raise ApiError(error.kind, message, param=shown, headers=error.headers) from None

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: a body becomes a chat, and the chat's answer a message."""
+"""POST /v1/messages, Anthropic's Messages API: the body is translated to a chat, the answer to a message."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RENAMED = (
     (re.compile(r"^(thinking_budget|enable_thinking)$"), "thinking"),
     (re.compile(r"^continue_final_message$"), "messages"),
 )
-"""What a chat request's fields are called here."""
+"""What this endpoint calls a chat request's fields."""
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -81,12 +81,13 @@ async def count_tokens(exchange: Exchange, context: EndpointContext) -> None:
 
 
 def as_chat(body: CountTokensBody) -> ChatBody:
-    """The same request as a chat. A last message of the assistant's is the beginning of the answer. Raises ApiError."""
-    messages = _named([message for told in body.messages for message in _messages(told.role, told.content)])
+    """Return the same request as a chat. If the last message is the assistant's, the answer continues it. Raises
+    ApiError."""
+    messages = _named([chat for message in body.messages for chat in _messages(message.role, message.content)])
     if body.system:
         messages = instructed(_joined(body.system), messages)
     if not messages:
-        invalid("messages", "no content in any of them")
+        invalid("messages", "all of them are empty; at least one needs content")
     choice = body.tool_choice
     output = body.output_config
     thinking = body.thinking
@@ -101,7 +102,7 @@ def as_chat(body: CountTokensBody) -> ChatBody:
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         response_format=_response_format(body),
         reasoning_effort=None if output is None else output.effort,
-        # Who does not ask for thinking gets none, as at Anthropic; models that know no switch think all the same.
+        # Thinking is off unless requested, as at Anthropic. Models without a switch think anyway.
         enable_thinking=thinking is not None and thinking.type != "disabled",
         thinking_budget=None if thinking is None else thinking.budget_tokens,
         chat_template_kwargs=body.chat_template_kwargs,
@@ -110,7 +111,7 @@ def as_chat(body: CountTokensBody) -> ChatBody:
 
 
 def _messages(role: Role, content: str | Sequence[ContentBlock]) -> list[ChatMessage]:
-    """One of Anthropic's is several of a chat's where it holds results of tools."""
+    """Return one of Anthropic's messages as chat messages: several, if it contains tool results."""
     if isinstance(content, str):
         return [ChatMessage(role, content)]
     if role == "assistant":
@@ -132,7 +133,7 @@ def _user(role: Role, texts: list[str]) -> list[ChatMessage]:
 
 
 def _assistant(content: Sequence[ContentBlock]) -> list[ChatMessage]:
-    """Thinking that was redacted is not known."""
+    """Redacted thinking is skipped: its text is unknown."""
     texts = [block.text or "" for block in content if block.type == "text"]
     calls = [
         MessageToolCall(block.id or "", FunctionCall(block.name or "", msgspec.json.encode(block.input).decode()))
@@ -142,12 +143,12 @@ def _assistant(content: Sequence[ContentBlock]) -> list[ChatMessage]:
     thoughts = [block.thinking or "" for block in content if block.type == "thinking"]
     if not (texts or calls or thoughts):
         return []
-    said = "\n".join(texts) if texts else None
-    return [ChatMessage("assistant", said, tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)]
+    text = "\n".join(texts) if texts else None
+    return [ChatMessage("assistant", text, tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)]
 
 
 def _named(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Results of tools with the name of the tool, which some templates want."""
+    """Add the tool's name to tool results. Some templates need it."""
     names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
     return [
         msgspec.structs.replace(message, name=names.get(message.tool_call_id or ""))

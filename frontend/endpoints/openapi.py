@@ -1,4 +1,4 @@
-"""GET /openapi.json: an OpenAPI 3.1 document made from the routes and their bodies' types; and its page, /docs."""
+"""GET /openapi.json, an OpenAPI 3.1 document made from the routes and their bodies' types; and GET /docs, its page."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _EVENTS = "text/event-stream"
 _REF = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
-_REFUSED: dict[type[Struct], Iterable[str]] = {
+_REFUSED_FIELDS: dict[type[Struct], Iterable[str]] = {
     responses.ResponsesBody: responses.NOT_HERE,
     messages.MessagesBody: messages.NOT_HERE,
     messages.CountTokensBody: messages.NOT_HERE,
 }
 
-_OF_ANY = (ErrorKind.FOREIGN_HOST, ErrorKind.INTERNAL)
-_OF_KEY = (ErrorKind.BAD_KEY,)
-_OF_PATH = (ErrorKind.UNKNOWN_PATH,)
-_OF_READING = (ErrorKind.UNAVAILABLE,)
-_OF_BODY = (
+_ANY_ERRORS = (ErrorKind.FOREIGN_HOST, ErrorKind.INTERNAL)
+_KEY_ERRORS = (ErrorKind.BAD_KEY,)
+_PATH_ERRORS = (ErrorKind.UNKNOWN_PATH,)
+_MODEL_ERRORS = (ErrorKind.UNAVAILABLE,)
+_BODY_ERRORS = (
     ErrorKind.INVALID_VALUE,
     ErrorKind.UNKNOWN_MODEL,
     ErrorKind.TOO_SLOW,
@@ -50,7 +50,7 @@ _OF_BODY = (
     ErrorKind.OVERLOADED,
     ErrorKind.SHUTTING_DOWN,
 )
-_OF_GENERATION = (ErrorKind.EXPIRED,)
+_GENERATION_ERRORS = (ErrorKind.EXPIRED,)
 
 _PAGE_POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -64,7 +64,7 @@ _PAGE_HEADERS: Headers = (
 
 
 def document(routes: Mapping[str, Mapping[str, Route]], version: str) -> dict[str, Any]:
-    """Of all routes; their paths name parameters in braces."""
+    """Return the document of all routes. Their paths have parameters in braces."""
     paths = {
         path: {method.lower(): _operation(path, method, route) for method, route in methods.items() if method != "HEAD"}
         for path, methods in routes.items()
@@ -75,7 +75,7 @@ def document(routes: Mapping[str, Mapping[str, Route]], version: str) -> dict[st
         "info": {
             "title": "Penstock",
             "version": version,
-            "description": "The APIs of OpenAI and Anthropic for one model, with additions that clients need not know.",
+            "description": "The APIs of OpenAI and Anthropic for one model, with optional additions.",
         },
         "tags": [{"name": tag} for tag in dict.fromkeys(doc.tag for doc in docs)],
         "paths": paths,
@@ -92,12 +92,12 @@ def document(routes: Mapping[str, Mapping[str, Route]], version: str) -> dict[st
 def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
     doc = route.doc
     words = re.findall(r"\w+", path.replace("{", "by_"))
-    told: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "operationId": "_".join([method.lower(), *words]),
         "tags": [doc.tag],
         "summary": doc.summary,
         "responses": {"200": _answer(doc)} | _errors(path, route),
-        # Where the server has keys; without, all may ask.
+        # {} because a server without keys needs none.
         "security": [{"bearer": []}, {"header": []}, {}] if route.needs_key else [],
     }
     parameters = [
@@ -111,24 +111,24 @@ def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
     if doc.body is not None and doc.events is not None:
         parameters += _GENERATION_HEADERS
     if parameters:
-        told["parameters"] = parameters
+        operation["parameters"] = parameters
     if doc.body is not None:
-        told["requestBody"] = {"required": True, "content": {_JSON: {"schema": _reference(doc.body)}}}
-    return told
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _reference(doc.body)}}}
+    return operation
 
 
 _GENERATION_HEADERS = [
     {"name": name, "in": "header", "description": text, "schema": schema}
     for name, text, schema in (
-        ("X-Request-Id", "Comes back, and stands in the log.", {"type": "string", "maxLength": 128}),
+        ("X-Request-Id", "Returned with the answer and written to the log.", {"type": "string", "maxLength": 128}),
         (
             "X-Request-Timeout-Ms",
-            "As timeout_ms; the smaller of the two counts.",
+            "Like timeout_ms; the smaller of the two applies.",
             {"type": "integer", "minimum": 1, "maximum": 86_400_000},
         ),
         (
             "X-Penstock-Coalesce",
-            "off: the request shares its tokens with no other.",
+            "off: the request is not coalesced with equal ones.",
             {"type": "string", "enum": ["on", "off"]},
         ),
     )
@@ -148,12 +148,12 @@ def _answer(doc: EndpointDoc) -> dict[str, Any]:
 
 
 def _errors(path: str, route: Route) -> dict[str, Any]:
-    doc, kinds = route.doc, [*_OF_ANY]
-    kinds += _OF_KEY if route.needs_key else ()
-    kinds += _OF_BODY if doc.body is not None else ()
-    kinds += _OF_GENERATION if doc.body is not None and doc.events is not None else ()
-    kinds += _OF_PATH if doc.can_be_missing else ()
-    kinds += _OF_READING if route.needs_key or path == READY_PATH else ()
+    doc, kinds = route.doc, [*_ANY_ERRORS]
+    kinds += _KEY_ERRORS if route.needs_key else ()
+    kinds += _BODY_ERRORS if doc.body is not None else ()
+    kinds += _GENERATION_ERRORS if doc.body is not None and doc.events is not None else ()
+    kinds += _PATH_ERRORS if doc.can_be_missing else ()
+    kinds += _MODEL_ERRORS if route.needs_key or path == READY_PATH else ()
     is_anthropic = path.startswith(ANTHROPIC_PATH)
     error = _reference(AnthropicErrorAnswer if is_anthropic else ErrorAnswer)
     statuses = {kind.status for kind in kinds} | ({529} if is_anthropic else set())
@@ -164,7 +164,7 @@ def _errors(path: str, route: Route) -> dict[str, Any]:
 
 
 def _phrase(status: int) -> str:
-    own = {499: "The request's own deadline has passed", 529: "Overloaded"}
+    own = {499: "The request's own time limit has passed", 529: "Overloaded"}
     return own.get(status) or HTTPStatus(status).phrase
 
 
@@ -180,9 +180,9 @@ def _schemas(docs: Iterable[EndpointDoc]) -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(in_order, ref_template=_REF)
     for body in bodies:
         properties = schemas[body.__name__]["properties"]
-        told = names(body) - set(_REFUSED.get(body, ()))
+        shown = names(body) - set(_REFUSED_FIELDS.get(body, ()))
         for name in list(properties):
-            if name not in told:
+            if name not in shown:
                 del properties[name]
             elif name in FIELDS:
                 properties[name]["description"] = FIELDS[name]
@@ -190,7 +190,7 @@ def _schemas(docs: Iterable[EndpointDoc]) -> dict[str, Any]:
 
 
 class Pages:
-    """The document and its page; what they are made of does not change while the process lives."""
+    """Serves the document and its page. Both stay the same while the process runs."""
 
     def __init__(self, routes: Mapping[str, Mapping[str, Route]], version: str) -> None:
         self._routes = routes

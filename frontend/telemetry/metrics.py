@@ -1,8 +1,8 @@
-"""GET /metrics in Prometheus' text format, version 0.0.4.
+"""The text of GET /metrics, in Prometheus' text format, version 0.0.4.
 
-Numbers without a worker's label are the whole system's, from the backend's board, and the same whoever is asked: the
-backend's own, and what all its frontends have counted since it started. Those with one are this worker's alone, since
-its start.
+Metrics without a worker label describe the whole system and are the same from every worker: they come from the
+backend's board, which has the backend's own counters and the sums of all frontends since the backend started. Metrics
+with a worker label are that worker's own, since its start.
 """
 
 from __future__ import annotations
@@ -28,48 +28,52 @@ _BACKEND_GAUGES = (
     ("backend_draining", "1 once the backend accepts nothing new.", "draining"),
     ("frontends", "Frontend processes that are connected.", "frontends"),
     ("sequences_running", "Sequences being computed.", "running"),
-    ("sequences_waiting", "Sequences that wait to be admitted.", "waiting"),
-    ("kv_host_pages", "Pages of the KV cache of which a copy lies in the host's memory.", "host_pages_used"),
-    ("sequences_waiting_limit", "Sequences that may wait before new requests are answered 429.", "max_waiting"),
+    ("sequences_waiting", "Sequences waiting to be admitted.", "waiting"),
+    ("kv_host_pages", "KV cache pages with a copy in host memory.", "host_pages_used"),
+    ("sequences_waiting_limit", "Sequences that may wait before new requests get 429.", "max_waiting"),
 )
 _BACKEND_COUNTERS = (
     ("steps_total", "Forward passes.", "steps"),
-    ("preemptions_total", "Sequences set back because pages were short.", "preemptions"),
-    ("kv_pages_saved_total", "Pages copied to the host before they were used for something else.", "pages_saved"),
-    ("kv_pages_restored_total", "Pages copied back from the host instead of being computed again.", "pages_restored"),
-    ("requests_accepted_total", "Requests that the backend took on.", "requests_accepted"),
-    ("requests_coalesced_total", "Requests that joined a sequence another had started.", "requests_coalesced"),
-    ("prompt_tokens_total", "Prompt tokens of sequences; a request that joined brings none.", "prompt_tokens"),
-    ("cached_tokens_total", "Prompt tokens that requests got from kept pages.", "cached_tokens"),
-    ("generated_tokens_total", "Tokens sampled; one for all that share a sequence.", "generated_tokens"),
-    ("computed_tokens_total", "Tokens of prompts and answers in all steps, repeated work included.", "computed_tokens"),
-    ("wasted_tokens_total", "Computed tokens that nobody wanted any more when they were there.", "wasted_tokens"),
+    ("preemptions_total", "Sequences preempted because KV cache pages ran out.", "preemptions"),
+    ("kv_pages_saved_total", "Pages copied to host memory before they were reused.", "pages_saved"),
+    ("kv_pages_restored_total", "Pages copied back from host memory instead of being recomputed.", "pages_restored"),
+    ("requests_accepted_total", "Requests that the backend accepted.", "requests_accepted"),
+    ("requests_coalesced_total", "Requests that joined another request's sequence.", "requests_coalesced"),
+    ("prompt_tokens_total", "Prompt tokens of sequences; a coalesced request adds none.", "prompt_tokens"),
+    ("cached_tokens_total", "Prompt tokens served from the prefix cache.", "cached_tokens"),
+    ("generated_tokens_total", "Tokens sampled; requests that share a sequence count once.", "generated_tokens"),
+    (
+        "computed_tokens_total",
+        "Prompt and answer tokens of all steps, recomputed ones included.",
+        "computed_tokens",
+    ),
+    ("wasted_tokens_total", "Computed tokens that were no longer needed when they were ready.", "wasted_tokens"),
 )
 _BACKEND_OUTCOMES = ("finished", "cancelled", "rejected", "failed", "expired")
 # (name, help, the board's histogram, how many of its units make one of the metric's)
 _BACKEND_HISTOGRAMS = (
     (
         "cancel_to_free_seconds",
-        "From noticing that a client has gone to its pages being free.",
+        "From noticing a client's hang-up to its pages being free.",
         BackendBoard.cancel_to_free_us,
         _US,
     ),
     ("step_duration_seconds", "From a step's launch to its result.", BackendBoard.step_us, _US),
     ("step_rows", "Sequences that had tokens in a step.", BackendBoard.step_rows, 1),
-    ("step_tokens", "Tokens of prompts and answers that a step computed.", BackendBoard.step_tokens, 1),
+    ("step_tokens", "Prompt and answer tokens that a step computed.", BackendBoard.step_tokens, 1),
 )
 _FRONTEND_HISTOGRAMS = (
     ("time_to_first_token_seconds", "From a request's arrival to its first token.", FrontendBoard.ttft_us, _US),
     ("inter_token_latency_seconds", "Between a stream's tokens.", FrontendBoard.itl_us, _US),
     (
         "request_queue_time_seconds",
-        "From the backend's receipt to the first step; a request that joined another has none.",
+        "From the backend's receipt to the first step; coalesced requests are not counted.",
         FrontendBoard.queue_us,
         _US,
     ),
     (
         "e2e_request_latency_seconds",
-        "From a request's arrival to its end, of those that were answered whole.",
+        "From a request's arrival to its end, for requests that were answered completely.",
         FrontendBoard.latency_us,
         _US,
     ),
@@ -78,7 +82,7 @@ _STREAM_OUTCOMES = ("stop", "length", "cancelled", "rejected", "failed", "expire
 
 
 def render(worker_pid: int, worker: Counters, backend: Counters | None) -> bytes:
-    """The whole page. worker and backend are the fields of boards; backend is None where there is none."""
+    """Return the whole page. worker and backend are the fields of boards; backend is None when none is connected."""
     lines = _family("backend_up", "gauge", "1 while this worker is connected to a backend.", [("", int(bool(backend)))])
     if backend is not None:
         lines += _backend(backend)
@@ -95,22 +99,24 @@ def _backend(board: Counters) -> list[str]:
         for name, help_text, field in families:
             lines += _family(name, kind, help_text, [("", board[field])])
     beat_age_s = max(0, time.monotonic_ns() - board["heartbeat_ns"]) / 1e9
-    lines += _family("backend_heartbeat_age_seconds", "gauge", "Since the engine's last turn.", [("", beat_age_s)])
+    lines += _family(
+        "backend_heartbeat_age_seconds", "gauge", "Time since the engine's last loop iteration.", [("", beat_age_s)]
+    )
     used, idle, total = board["pages_used"], board["pages_idle"], board["pages_total"]
-    # The fields are not of one moment.
+    # The fields are not read at one moment, so the sum can be off.
     pages = {"used": used, "idle": idle, "free": max(0, total - used - idle)}
     lines += _family(
         "kv_pages",
         "gauge",
-        "Pages of the KV cache: used by sequences, idle but kept for their content, free.",
+        "KV cache pages: used by sequences, idle (cached content), free.",
         [(f'state="{state}"', count) for state, count in pages.items()],
     )
     usage = used / total if total else 0.0
-    lines += _family("kv_cache_usage_ratio", "gauge", "Pages used by sequences, of all pages.", [("", usage)])
+    lines += _family("kv_cache_usage_ratio", "gauge", "Share of all pages that sequences use.", [("", usage)])
     lines += _family(
         "requests_total",
         "counter",
-        "Requests by how they ended in the backend.",
+        "Requests by outcome in the backend.",
         [(f'outcome="{outcome}"', board[f"requests_{outcome}"]) for outcome in _BACKEND_OUTCOMES],
     )
     for name, help_text, histogram, unit in _BACKEND_HISTOGRAMS:
@@ -119,19 +125,19 @@ def _backend(board: Counters) -> list[str]:
 
 
 def _streams(prefix: str, label: str, board: Counters) -> list[str]:
-    """What frontends count: of one worker, or of all together."""
+    """Return what frontends count, for one worker or for all together."""
     more = f"{label}," if label else ""
     lines = _family(f"{prefix}streams_open", "gauge", "Token streams open now.", [(label, board["requests_open"])])
     lines += _family(
         f"{prefix}streams_total",
         "counter",
-        "Token streams by how they ended; a request has one for each choice.",
+        "Token streams by outcome; a request has one per choice.",
         [(f'{more}outcome="{outcome}"', board[f"requests_{outcome}"]) for outcome in _STREAM_OUTCOMES],
     )
     lines += _family(
         f"{prefix}streams_resumed_total",
         "counter",
-        "Token streams taken to another backend when theirs had died.",
+        "Token streams continued on another backend after theirs died.",
         [(label, board["requests_resumed"])],
     )
     lines += _family(

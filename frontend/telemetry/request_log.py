@@ -1,4 +1,4 @@
-"""The line that ends every request."""
+"""The log line that is written when a request ends."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _UNANSWERED = ("error", "cancelled", "timeout")
 
 @dataclass(slots=True)
 class RequestLogEntry:
-    """What one request came to. Times are monotonic seconds; None where it never got so far."""
+    """What is logged about one request. Times are monotonic seconds; None for what was never reached."""
 
     request_id: str
     received_s: float
     http_request_id: str = "-"
-    """The client's X-Request-Id, or the one it was given."""
+    """The client's X-Request-Id, or the one that the server made."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     coalesced: str | None = None
-    """joined or none, as in the answer's X-Penstock-Coalesced."""
+    """joined or none, as in the X-Penstock-Coalesced header."""
     completion_tokens: int = 0
     first_token_s: float | None = None
     finish_reason: str = "error"
     key: str | None = None
-    """The name of the API key it came with."""
+    """Name of the request's API key."""
 
     def observe(self, board: FrontendBoard, ended_s: float) -> None:
-        """Logs the line and counts the request's times."""
+        """Log the line and count the request's latencies on the board."""
         if self.first_token_s is not None:
             board.ttft_us.observe(int(1e6 * (self.first_token_s - self.received_s)))
         if self.finish_reason not in _UNANSWERED:
@@ -41,7 +41,8 @@ class RequestLogEntry:
         self.write(ended_s)
 
     def write(self, ended_s: float) -> None:
-        """Logs the line. Rates: prompt tokens until the first token, further tokens after it, both over the whole."""
+        """Log the line. prompt_tps is over the time to the first token, generation_tps over the time after it,
+        total_tps over the whole time."""
         if not _log.isEnabledFor(logging.INFO):
             return
         latency_s = ended_s - self.received_s

@@ -1,4 +1,4 @@
-"""Where one request's time went, as its frontend saw it, in the words of llama.cpp and of HTTP's Server-Timing."""
+"""Where one request's time went, as its frontend measured it, for llama.cpp's timings and for HTTP's Server-Timing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Moments are monotonic seconds. first_token_s is None before there is one; queue_s is the backend's word."""
+    """Times are monotonic seconds. first_token_s is None before the first token; queue_s is what the backend
+    reports."""
 
     received_s: float
     submitted_s: float
@@ -22,12 +23,12 @@ class Timings:
 
     @property
     def ttft_s(self) -> float:
-        """From the arrival of the request."""
+        """From the request's arrival to its first token."""
         return self._first_s - self.received_s
 
     @property
     def prefill_s(self) -> float:
-        """From the first step to the first token, and the way between the processes."""
+        """From the first step to the first token, including the messages between the processes."""
         return max(0.0, self._first_s - self.submitted_s - self.queue_s)
 
     @property
@@ -41,11 +42,11 @@ class Timings:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first token, of all choices together."""
+        """Rate after the first token, of all choices together."""
         return _rate(self.completion_tokens - 1, self.decode_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """llama.cpp's timings, and ours behind them."""
+        """Return llama.cpp's timings, followed by ours."""
         prompt_tokens = self.prompt_tokens - self.cached_tokens
         return {
             "cache_n": self.cached_tokens,
@@ -64,7 +65,7 @@ class Timings:
         }
 
     def server_timing(self, *, is_whole: bool) -> bytes:
-        """The header's value; of an answer that has only begun, what is known by then."""
+        """Return the header's value; for an answer that has just begun, what is known by then."""
         spent_s = {
             "prepare": self.submitted_s - self.received_s,
             "queue": self.queue_s,
@@ -73,12 +74,12 @@ class Timings:
         }
         if is_whole:
             spent_s |= {"decode": self.decode_s, "total": self.now_s - self.received_s}
-        told = [f"{name};dur={_ms(duration_s)}" for name, duration_s in spent_s.items()]
+        entries = [f"{name};dur={_ms(duration_s)}" for name, duration_s in spent_s.items()]
         if is_whole:
             rate = self.tokens_per_s
-            told += [] if rate is None else [f'tps;desc="{rate}"']
-            told.append(f'preemptions;desc="{self.num_preemptions}"')
-        return ", ".join(told).encode()
+            entries += [] if rate is None else [f'tps;desc="{rate}"']
+            entries.append(f'preemptions;desc="{self.num_preemptions}"')
+        return ", ".join(entries).encode()
 
 
 def _ms(duration_s: float) -> float:

@@ -1,4 +1,4 @@
-"""In whose words an error is told: OpenAI's, or on its own endpoints Anthropic's."""
+"""The JSON of an error: OpenAI's format, or Anthropic's on its own endpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANTHROPIC = {
     ErrorKind.BODY_TOO_LARGE: (413, "request_too_large"),
     ErrorKind.TOO_SLOW: (408, "timeout_error"),
     ErrorKind.EXPIRED: (499, "timeout_error"),
-    # The queue is full for everybody; a limit of one key's own is 429 there as well.
+    # The queue is full for everybody. A key that exceeds its own limit gets 429, as at Anthropic.
     ErrorKind.OVERLOADED: _OVERLOADED,
 }
 _ANTHROPIC_TYPES = {403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -31,22 +31,23 @@ _ANTHROPIC_TYPES = {403: "permission_error", 404: "not_found_error", 429: "rate_
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
     describe: Callable[[ApiError, str], tuple[int, bytes]]
-    """The status and the body of an error, for the request of this id."""
+    """Takes the error and the request id; returns the status and the body."""
     request_id_headers: tuple[bytes, ...]
+    """Headers of every answer that carry the request id."""
 
 
 def anthropic_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """Status and Anthropic's error object."""
+    """Return the status and Anthropic's error object."""
     status, error_type = _ANTHROPIC.get(error.kind) or (error.kind.status, _anthropic_type(error.kind.status))
-    told = {"type": "error", "error": {"type": error_type, "message": error.message}, "request_id": request_id}
-    return status, msgspec.json.encode(told)
+    body = {"type": "error", "error": {"type": error_type, "message": error.message}, "request_id": request_id}
+    return status, msgspec.json.encode(body)
 
 
 def _anthropic_type(status: int) -> str:
     return _ANTHROPIC_TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
 
 
-def _openai_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noqa: ARG001 - OpenAI tells it in a header
+def _openai_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noqa: ARG001 - OpenAI has it in a header only
     return error.kind.status, error_body(error)
 
 
@@ -55,6 +56,6 @@ _ANTHROPIC_FORMAT = ErrorFormat(anthropic_error, (b"x-request-id", b"request-id"
 
 
 def error_format_for(path: str) -> ErrorFormat:
-    """Of the endpoint, whether it exists or not."""
+    """Return the format for a path, whether an endpoint has it or not."""
     is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
     return _ANTHROPIC_FORMAT if is_anthropic else _OPENAI_FORMAT

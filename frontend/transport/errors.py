@@ -1,6 +1,6 @@
-"""Every error a client can see: its kind, its status, and OpenAI's error object written in one place.
+"""Every error that a client can see: its kind, its status, and OpenAI's error object.
 
-A message is always a sentence of ours about the request; the text of an exception never reaches a client.
+A message names the field, the value, the limit and what to do. The text of an exception never reaches a client.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ErrorKind(enum.Enum):
 
 
 class ApiError(Exception):
-    """A request ends with this error. headers are sent besides content-type and content-length."""
+    """Ends a request with this error. headers are added to content-type and content-length."""
 
     def __init__(
         self,
@@ -73,21 +73,21 @@ class ApiError(Exception):
 
 
 def invalid(param: str, message: str) -> NoReturn:
-    """Raises the ApiError of a field whose value is wrong."""
+    """Raise the ApiError for a field with an invalid value."""
     raise ApiError(ErrorKind.INVALID_VALUE, f"{param}: {message}", param=param)
 
 
 def retry_later(kind: ErrorKind, message: str, retry_after_s: int) -> ApiError:
-    """An ApiError that says when to come back."""
+    """Return an ApiError that says when to retry."""
     return ApiError(kind, message, headers=((b"retry-after", b"%d" % max(1, retry_after_s)),))
 
 
 def shutting_down() -> ApiError:
-    return retry_later(ErrorKind.SHUTTING_DOWN, "the server is shutting down", 1)
+    return retry_later(ErrorKind.SHUTTING_DOWN, "the server is shutting down; retry later", 1)
 
 
 def error_body(error: ApiError) -> bytes:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     answer = error.kind.value
     return msgspec.json.encode(
         {"error": {"message": error.message, "type": answer.type, "param": error.param, "code": answer.code}}
@@ -98,7 +98,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def shorten(value: object) -> str:
-    """A client's value as JSON for an error message, at most 60 characters of it."""
+    """Return a client's value as JSON for an error message, at most 60 characters of it."""
     # Cut before encoding: the value may be as large as a body, and the encoder has a depth limit of its own.
     if isinstance(value, str):
         text = msgspec.json.encode(value[: _SHOWN_CHARACTERS + 1]).decode()

@@ -1,8 +1,8 @@
-"""uvicorn's httptools protocol with the limits that httptools does not have, counted before the parser sees the bytes.
+"""uvicorn's httptools protocol with limits that httptools lacks, counted before the parser sees the bytes.
 
-It also refuses what may be read in two ways (request smuggling) and closes what takes too long. A second request before
-the first has been answered is not served: the connection closes after the first answer, as RFC 9112 section 9.3.2 lets
-it, and until then the connection goes on being read, so that a client that leaves is noticed.
+It also refuses requests that can be read in two ways (request smuggling) and closes connections that take too long. A
+second request before the first has been answered is not served: the connection closes after the first answer, as RFC
+9112 section 9.3.2 allows. Until then it is still read, so that a client that hangs up is noticed.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.connections import Connections
 
 MAX_HEAD_BYTES = 32 << 10
-"""Request line and headers; also whatever else brings no body: chunk extensions, trailers."""
+"""Request line and headers; also everything else that is not body: chunk extensions, trailers."""
 MAX_HEADER_LINES = 100
 HEAD_TIMEOUT_S = 10.0
 UNREAD_BODY_TIMEOUT_S = 10.0
-"""How long the rest of a body may take that nobody wants: its request has been answered."""
+"""How long the rest of a body may take once its request has been answered."""
 
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 _HOST_BYTES = (string.ascii_letters + string.digits + ".-_~:[]%").encode()
 
 
 class _RefusedError(Exception):
-    """Raised in a parser's callback, which stops the parser; what to answer is in _refusal."""
+    """Raised in a parser callback to stop the parser. `_refusal` is the answer."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection, one of `crowd`."""
+    """One connection."""
 
-    def __init__(self, crowd: Connections, **of_uvicorn: Any) -> None:
-        super().__init__(**of_uvicorn)
+    def __init__(self, connections: Connections, **uvicorn_args: Any) -> None:
+        super().__init__(**uvicorn_args)
         # Connection state
-        self._crowd = crowd
+        self._connections = connections
         self._closed_to_input = False
         self._deadline: asyncio.TimerHandle | None = None
         # Request state
         self._head_complete = False
         self._message_complete = True
-        self._num_fruitless_bytes = 0
+        self._num_bytes_without_body = 0
         self._num_header_lines = 0
-        self._wants_upgrade = False
+        self._asks_for_upgrade = False
         self._piece = b""
         self._refusal: ApiError | None = None
 
@@ -60,55 +60,56 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self._crowd.add(self, self.loop.time()):
-            self._refuse(retry_later(ErrorKind.OVERLOADED, "too many connections", 1))
+        if not self._connections.add(self, self.loop.time()):
+            self._refuse(retry_later(ErrorKind.OVERLOADED, "too many connections to this worker; retry later", 1))
             return
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._crowd.remove(self)
-        # uvicorn keeps its timer when the connection was reset, and with it the whole connection.
+        self._connections.remove(self)
+        # After a reset uvicorn keeps its timer, and with it the whole connection.
         self._unset_keepalive_if_required()
         self._unset_deadline()
 
     def timeout_keep_alive_handler(self) -> None:
-        # A client that has not taken its answer by now would keep a mere close waiting for ever.
+        # A plain close would wait forever for a client that has not read its answer by now.
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
 
     def close_idle(self) -> None:
-        """Called for an idle connection, to make room for another."""
+        """Called when the connection is idle and a new one needs its place."""
         self.timeout_keep_alive_handler()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.transport.is_closing():
-            self._crowd.set_idle(self, self.loop.time())
+            self._connections.set_idle(self, self.loop.time())
 
     def data_received(self, data: bytes) -> None:
-        self._crowd.set_busy(self)
+        self._connections.set_busy(self)
         start = 0
         while start < len(data) and not self._closed_to_input and not self.transport.is_closing():
-            # Never more at a time than the limit allows, so that the parser cannot collect more either.
-            piece = data[start : start + MAX_HEAD_BYTES - self._num_fruitless_bytes]
+            # At most the remaining limit at a time, so that the parser cannot collect more either.
+            piece = data[start : start + MAX_HEAD_BYTES - self._num_bytes_without_body]
             start += len(piece)
-            self._num_fruitless_bytes += len(piece)
+            self._num_bytes_without_body += len(piece)
             self._piece = piece
             super().data_received(piece)
-            if self._num_fruitless_bytes >= MAX_HEAD_BYTES:
+            if self._num_bytes_without_body >= MAX_HEAD_BYTES:
                 self._refuse(_headers_too_large(f"more than {MAX_HEAD_BYTES} bytes"))
         self._watch_time()
 
     def _watch_time(self) -> None:
-        """A head must be complete in time, and so must a body whose request has been answered already."""
+        """Start or stop the timer: a head must be complete in time, and so must a body whose request has been
+        answered."""
         if self._closed_to_input or self.transport.is_closing():
             return
-        waits_for_head = not self._head_complete and self._num_fruitless_bytes > 0
-        is_unwanted = self._head_complete and not self._message_complete and self.cycle.response_complete
-        if not waits_for_head and not is_unwanted:
+        waits_for_head = not self._head_complete and self._num_bytes_without_body > 0
+        is_unread_body = self._head_complete and not self._message_complete and self.cycle.response_complete
+        if not waits_for_head and not is_unread_body:
             self._unset_deadline()
         elif self._deadline is None:
             timeout_s = HEAD_TIMEOUT_S if waits_for_head else UNREAD_BODY_TIMEOUT_S
@@ -119,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_complete:
             self.transport.abort()
         else:
-            message = f"the headers were not complete after {HEAD_TIMEOUT_S:g} s"
+            message = f"the headers were not complete after the limit of {HEAD_TIMEOUT_S:g} s"
             self._refuse(ApiError(ErrorKind.TOO_SLOW, message))
 
     def _unset_deadline(self) -> None:
@@ -138,7 +139,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_complete = False
         self._message_complete = False
         self._num_header_lines = 0
-        # The app may drop the connection of a client that does not read its answer.
+        # Lets the app drop the connection of a client that does not read its answer.
         self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -150,23 +151,23 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._check_head()
-        self._wants_upgrade = self.parser.should_upgrade()
-        if self._wants_upgrade:
-            return  # the parser stops here: see _unsupported_upgrade_warning
+        self._asks_for_upgrade = self.parser.should_upgrade()
+        if self._asks_for_upgrade:
+            return  # the parser stops here, see _unsupported_upgrade_warning
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
         self._head_complete = True
-        self._num_fruitless_bytes = 0
+        self._num_bytes_without_body = 0
 
     def on_body(self, body: bytes) -> None:
-        self._num_fruitless_bytes = 0
+        self._num_bytes_without_body = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._wants_upgrade:
+        if self._asks_for_upgrade:
             return
-        self._num_fruitless_bytes = 0
+        self._num_bytes_without_body = 0
         self._message_complete = True
         self._head_complete = False
         super().on_message_complete()
@@ -174,32 +175,32 @@ class LimitedProtocol(HttpToolsProtocol):
     def _check_head(self) -> None:
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            self._refuse_in_parser(_bad_http("only HTTP/1.0 and HTTP/1.1 are spoken here"))
+            self._refuse_in_parser(_bad_http(f"HTTP/{version} is not supported; use HTTP/1.1 or HTTP/1.0"))
         if self.parser.get_method() == b"CONNECT":
-            self._refuse_in_parser(_bad_http("this is not a proxy"))
+            self._refuse_in_parser(_bad_http("CONNECT is not supported: this server is not a proxy"))
         values: dict[bytes, list[bytes]] = {}
         for name, value in self.headers:
             values.setdefault(name, []).append(value)
         hosts = values.get(b"host", [])
         if len(hosts) > 1 or (version == "1.1" and not hosts):
-            self._refuse_in_parser(_bad_http("a request has exactly one Host header"))
+            self._refuse_in_parser(_bad_http(f"a request needs exactly one Host header, got {len(hosts)}"))
         if hosts and hosts[0].translate(None, _HOST_BYTES):
-            self._refuse_in_parser(_bad_http("the Host header holds more than a host and a port"))
+            self._refuse_in_parser(_bad_http("the Host header must be a host and a port, without other characters"))
         codings = values.get(b"transfer-encoding")
         if codings is not None:
             if version == "1.0" or len(codings) > 1 or codings[0].strip().lower() != b"chunked":
                 self._refuse_in_parser(_bad_http("the only Transfer-Encoding accepted is chunked"))
             if b"content-length" in values:
-                self._refuse_in_parser(_bad_http("Content-Length and Transfer-Encoding exclude each other"))
+                self._refuse_in_parser(_bad_http("Content-Length and Transfer-Encoding cannot both be sent"))
 
-    # Answers of the protocol's own
+    # Answers that the protocol itself sends
 
     def _refuse_in_parser(self, error: ApiError) -> None:
         self._refusal = error
         raise _RefusedError
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words are replaced
-        """uvicorn calls it when the parser has stopped."""
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - replaces uvicorn's message
+        """Called by uvicorn when the parser has stopped."""
         if not self._closed_to_input:
             self._refuse(self._refusal or _bad_http("this is not a valid HTTP request"))
 
@@ -208,7 +209,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_deadline()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
-            # Its body will never be complete.
+            # The request's body will never be complete.
             cycle.disconnected = True
             cycle.message_event.set()
             if cycle.response_started:
@@ -221,13 +222,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """uvicorn calls it when the parser has stopped at headers that ask for another protocol, as some clients' first
-        request does (h2c). The request is parsed again as if it had not asked: the parser would drop its body."""
+        """Called by uvicorn when the parser has stopped at headers that ask for another protocol, as some clients do in
+        their first request (h2c). The request is parsed again without them: the parser would drop its body."""
         stopped = sys.exception()
-        if not self._wants_upgrade or not isinstance(stopped, httptools.HttpParserUpgrade):
+        if not self._asks_for_upgrade or not isinstance(stopped, httptools.HttpParserUpgrade):
             self._refuse(_bad_http("this is not a valid HTTP request"))
             return
-        self._wants_upgrade = False
+        self._asks_for_upgrade = False
         rest = self._piece[stopped.args[0] :]
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
@@ -239,9 +240,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 class _UnchunkedSend:
-    """In place of a cycle's `send`, for HTTP/1.0: it has no chunks, and what has no length ends with the connection.
+    """Replaces a cycle's `send` for HTTP/1.0, which has no chunks: a body without a length ends with the connection.
 
-    uvicorn counts the bytes of what is not chunked. Each part is announced to it just before it comes.
+    uvicorn checks the length of a body that is not chunked. So each part is added to the expected length just before it
+    is sent.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -255,7 +257,7 @@ class _UnchunkedSend:
             if not self._has_length:
                 cycle.chunked_encoding = False
         elif not self._has_length:
-            # What uvicorn would do after the announcement, when another part's could come between.
+            # uvicorn waits after the length is set; then another part could set it in between.
             while cycle.flow.write_paused and not cycle.disconnected:
                 await cycle.flow.drain()
             cycle.expected_content_length = len(message["body"])

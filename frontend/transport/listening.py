@@ -1,4 +1,4 @@
-"""The socket that listens: a TCP port, a Unix socket, or one that was inherited."""
+"""Opens the socket that listens: a TCP port, a Unix socket, or one that another process hands over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-LONGEST_SOCKET_PATH_BYTES = 107
+MAX_SOCKET_PATH_BYTES = 107
 _BACKLOG = 2048
 _LOCK_TIMEOUT_S = 2.0
 
@@ -29,15 +29,15 @@ def tcp_socket(host: str, port: int, command: str) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except socket.gaierror:
-        fail(command, f'--host "{host}" is not an address of this machine')
+        fail(command, f'--host "{host}" is not an address of this machine; use 127.0.0.1 or 0.0.0.0')
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         fail(command, f"port {port} on {host} {reason}")
 
 
 def unlink(listening: socket.socket) -> None:
-    """Removes the file of a Unix socket of our own, unless another server has put its own there; whoever has connected
-    is not disturbed."""
+    """Remove the file of a Unix socket that we made, unless another server has put its own there. Open connections
+    stay."""
     if isinstance(listening, _OwnUnixSocket):
         with suppress(FileNotFoundError):
             if os.path.samestat(listening.path.lstat(), listening.file):
@@ -45,7 +45,7 @@ def unlink(listening: socket.socket) -> None:
 
 
 def address_of(listening: socket.socket, *, tls: bool) -> str:
-    """Where clients find it: http://127.0.0.1:8000, https://[::1]:8000 or unix:/run/penstock.sock."""
+    """Return the address for clients: http://127.0.0.1:8000, https://[::1]:8000 or unix:/run/penstock.sock."""
     name = listening.getsockname()
     if listening.family == socket.AF_UNIX:
         return f"unix:{name}"
@@ -62,13 +62,13 @@ class _OwnUnixSocket(socket.socket):
 def unix_socket(path: Path, mode: int, command: str) -> socket.socket:
     """Return a Unix socket that listens; `unlink` removes its file. On failure exits with one line that begins with the
     command."""
-    if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
-        fail(command, f"--uds {path} is longer than the {LONGEST_SOCKET_PATH_BYTES} bytes of a path")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        fail(command, f"--uds {path} is {len(os.fsencode(path))} bytes long; the limit is {MAX_SOCKET_PATH_BYTES}")
     listening = _OwnUnixSocket(socket.AF_UNIX)
     try:
-        with _alone_in(path.parent):
+        with _locked(path.parent):
             _remove_stale(path, command)
-            with private_umask():  # nobody else can connect before the mode is as it should be
+            with private_umask():  # nobody else can connect before the mode is set
                 listening.bind(os.fspath(path))
             listening.listen(_BACKLOG)
         path.chmod(mode)
@@ -80,15 +80,15 @@ def unix_socket(path: Path, mode: int, command: str) -> socket.socket:
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Of two servers that start at once, one would remove the other's socket as stale before it listens. Raises
-    OSError."""
+def _locked(directory: Path) -> Iterator[None]:
+    """Lock the directory. Without it, of two servers that start at once, one could remove the other's socket as stale
+    before it listens. Raises OSError."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
         while not _lock(fd):
             if time.monotonic() > deadline_s:
-                raise OSError(errno.EBUSY, "another process keeps its directory locked")
+                raise OSError(errno.EBUSY, "another process holds the lock of its directory")
             time.sleep(0.01)
         yield
     finally:
@@ -104,13 +104,13 @@ def _lock(fd: int) -> bool:
 
 
 def _remove_stale(path: Path, command: str) -> None:
-    """The file of a server that was killed goes; one that is served, or is no socket, stays. Raises OSError."""
+    """Remove the socket of a server that was killed; exit when a server uses it or it is no socket. Raises OSError."""
     try:
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
     except FileNotFoundError:
         return
     if not is_socket:
-        fail(command, f"--uds {path} is there already, and is no socket")
+        fail(command, f"--uds {path} exists and is not a socket; remove it")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
@@ -120,8 +120,8 @@ def _remove_stale(path: Path, command: str) -> None:
                 path.unlink()
             return
         except TimeoutError:
-            pass  # its queue is full: somebody serves it
-    fail(command, f"--uds {path} is in use")
+            pass  # its queue is full, so a server uses it
+    fail(command, f"--uds {path} is in use by another server")
 
 
 def inherited_socket(fd: int, command: str) -> socket.socket:
@@ -130,8 +130,8 @@ def inherited_socket(fd: int, command: str) -> socket.socket:
     try:
         inherited = socket.socket(fileno=fd)
     except OSError as error:
-        fail(command, f"--listen-fd {fd} is no socket: {error.strerror}")
+        fail(command, f"--listen-fd {fd} is not a socket: {error.strerror}")
     is_listening = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     if inherited.family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX) or not is_listening:
-        fail(command, f"--listen-fd {fd} is not a socket that listens")
+        fail(command, f"--listen-fd {fd} is not a listening socket")
     return inherited

@@ -1,4 +1,4 @@
-"""uvicorn, run from our own code: one listening socket, our protocol, and a drain that keeps its word."""
+"""Runs uvicorn on one listening socket, with our HTTP protocol and a drain that ends in bounded time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uvicorn
 
 from penstock.frontend.transport.connections import MAX_CONNECTIONS, Connections
 from penstock.frontend.transport.http_limits import LimitedProtocol
-from penstock.frontend.transport.tls_handshakes import Handshake
+from penstock.frontend.transport.tls_handshakes import TlsHandshake
 
 if TYPE_CHECKING:
     import ssl
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.open_exchanges import OpenExchanges
 
 KEEP_ALIVE_TIMEOUT_S = 75
-"""Longer than load balancers keep theirs (60 s is common), so that never they find a connection just closed."""
-_LAST_WORDS_S = 2.0
-_STUCK_S = 1.0
-_KEEPING_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
-"""A worker that ends leaves the Unix socket's file: others listen there, too."""
+"""Longer than load balancers keep connections (60 s is common), so that they never use one that was just closed."""
+_LAST_ERRORS_TIMEOUT_S = 2.0
+"""How long the errors that end requests may take to be sent."""
+_FORCED_CLOSE_TIMEOUT_S = 1.0
+_KEEP_SOCKET_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+"""A worker that ends leaves the Unix socket's file in place: other workers listen there too."""
 
 
 class _Server(uvicorn.Server):
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """In uvicorn's place, which knows no Unix sockets that listen already."""
+        """Replaces uvicorn's method, which cannot take a Unix socket that listens already."""
         await self.lifespan.startup()
         loop, config = asyncio.get_running_loop(), self.config
 
@@ -46,7 +47,7 @@ class _Server(uvicorn.Server):
         for listening in sockets or ():
             is_unix = listening.family == socket.AF_UNIX
             create: Callable[..., Awaitable[asyncio.Server]] = (
-                partial(loop.create_unix_server, **_KEEPING_FILE) if is_unix else loop.create_server
+                partial(loop.create_unix_server, **_KEEP_SOCKET_FILE) if is_unix else loop.create_server
             )
             self.servers.append(
                 await create(
@@ -59,18 +60,18 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn would raise SIGTERM again when it has drained; we exit 0 instead.
+        # uvicorn would raise SIGTERM again after draining; we exit 0 instead.
         yield
 
 
 def server_config(
     app: AsgiApp, *, max_connections: int = MAX_CONNECTIONS, tls: ssl.SSLContext | None = None
 ) -> uvicorn.Config:
-    """How uvicorn runs the app."""
-    crowd = Connections(max_connections)
+    """Return how uvicorn runs the app."""
+    connections = Connections(max_connections)
     return uvicorn.Config(
         app,
-        http=partial(LimitedProtocol, crowd) if tls is None else partial(Handshake, crowd, tls),  # type: ignore[arg-type]
+        http=partial(LimitedProtocol, connections) if tls is None else partial(TlsHandshake, connections, tls),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -100,10 +101,10 @@ class HttpServer:
         self._drain_timeout_s = drain_timeout_s
         self._server = _Server(server_config(app, max_connections=max_connections, tls=tls))
         self._stop = asyncio.Event()
-        self._hasten = asyncio.Event()
+        self._skip_drain = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns when it has been stopped and has drained."""
+        """Serve until stopped and drained."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -117,9 +118,9 @@ class HttpServer:
             await asyncio.gather(sweeper, drainer, return_exceptions=True)
 
     def stop(self) -> None:
-        """The first call drains; a second one ends what still runs."""
+        """Start draining. A second call ends the requests that still run."""
         if self._stop.is_set():
-            self._hasten.set()
+            self._skip_drain.set()
         self._stop.set()
 
     async def _drain(self) -> None:
@@ -127,14 +128,14 @@ class HttpServer:
         self._exchanges.start_draining()
         self._server.should_exit = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hasten.wait(), self._drain_timeout_s)
+            await asyncio.wait_for(self._skip_drain.wait(), self._drain_timeout_s)
         self._exchanges.end_all()
-        # Time for the last words to be sent; then for what is left of connections whose clients do not read.
-        for _ in range(round(_LAST_WORDS_S / 0.05)):
+        # Time to send the errors; then abort connections whose clients do not read.
+        for _ in range(round(_LAST_ERRORS_TIMEOUT_S / 0.05)):
             if not self._exchanges:
                 break
             await asyncio.sleep(0.05)
         self._server.force_exit = True
-        await asyncio.sleep(_STUCK_S)
+        await asyncio.sleep(_FORCED_CLOSE_TIMEOUT_S)
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()

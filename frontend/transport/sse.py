@@ -1,4 +1,4 @@
-"""The writer of one answer as server-sent events."""
+"""Writes one answer as server-sent events."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect the events
+    (b"x-accel-buffering", b"no"),  # nginx would buffer the events
 )
 
 
 class EventStream:
-    """Sends the headers with the first event, so that what fails before it still has a status of its own.
+    """Sends the headers with the first event, so that an error before it still has its own status.
 
-    A stream that is silent for a while gets a comment, headers first, by which load balancers know that it lives.
+    A stream that is silent for a while sends a comment, after the headers, so that load balancers keep it open.
     """
 
     def __init__(self, exchange: Exchange, headers: Callable[[], Headers]) -> None:
-        """headers are sent besides the stream's own; asked for when they go."""
+        """headers is called when the answer starts, and adds to the stream's own."""
         self._exchange = exchange
         self._headers = headers
         self._unsent = b""
-        self._turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         exchange.idle_action = self._keep_alive
 
     async def write(self, events: bytes) -> None:
-        """One or more whole events."""
+        """Write one or more whole events."""
         if not self._exchange.started:
             await self._exchange.start(200, (*_HEADERS, *self._headers()))
         await self._exchange.send(events, more=True)
 
     async def write_together(self, events: bytes) -> None:
-        """As `write`, in one piece with what other tasks write in this turn of the loop. Returns when all is sent."""
+        """Write, in one piece with what other tasks write in this turn of the event loop. Returns when all is sent."""
         self._unsent += events
         await asyncio.sleep(0)
-        async with self._turn:
+        async with self._write_lock:
             if self._unsent:
                 events, self._unsent = self._unsent, b""
                 await self.write(events)
 
     async def end(self, events: bytes) -> None:
-        """The last events."""
+        """Write the last events."""
         self._exchange.idle_action = None
         unsent, self._unsent = self._unsent, b""
         await self.write(unsent + events)

@@ -8,44 +8,44 @@ from msgspec import Struct
 
 HANDSHAKE_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 1.0
-"""What a client gets to confirm that the connection ends; those that keep idle ones do not look."""
+"""How long a client may take to confirm that the connection ends. Clients with idle connections do not answer."""
 _MAX_FILE_BYTES = 1 << 20
 _MAX_PASSWORD_BYTES = 1024
 
 
 class TlsError(ValueError):
-    """Why the files cannot be used, in one line."""
+    """Says in one line why the files cannot be used."""
 
 
 class TlsFiles(Struct, frozen=True):
-    """PEM files: a certificate, with its chain behind it, and its private key, which may be in the same file."""
+    """PEM files: a certificate followed by its chain, and its private key, which may be in the same file."""
 
     certfile: str
     keyfile: str | None = None
     password: str | None = None
-    """Of an encrypted key."""
+    """Password of an encrypted key."""
 
 
 class ServerTls:
-    """What a server speaks: TLS 1.2 and later, HTTP/1.1. Its certificate can be replaced while it serves."""
+    """TLS 1.2 and later, for HTTP/1.1. The certificate can be replaced while the server runs."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises TlsError."""
         self._files = files
         self._newest = self.context = _read(files)
-        """The context is what sockets are wrapped in for as long as the server lives."""
+        """Wraps the sockets for the lifetime of the server."""
         self.context.sni_callback = self._give_newest
 
     def reload(self) -> None:
-        """For connections from now on. Raises TlsError; what there was stays.
+        """Read the files again, for new connections. Raises TlsError, and then the old certificate stays.
 
-        A context of its own is read each time: one that has half of a pair can do nothing any more, and one that had
-        a key of another kind would go on using it.
+        Each time into a new context: a context with half of a new pair is unusable, and one that had a key of another
+        type would keep using it.
         """
         self._newest = _read(self._files)
 
     def _give_newest(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """OpenSSL calls it in each handshake, whether or not the client has named a server."""
+        """Called by OpenSSL in each handshake, whether or not the client names a server."""
         connection.context = self._newest
 
 
@@ -58,9 +58,9 @@ def _read(files: TlsFiles) -> ssl.SSLContext:
             _check_readable(path)
     password = (files.password or "").encode()
     if len(password) > _MAX_PASSWORD_BYTES:
-        raise TlsError(f"the password of the key is longer than {_MAX_PASSWORD_BYTES} bytes")
+        raise TlsError(f"the password of the key has {len(password)} bytes; the limit is {_MAX_PASSWORD_BYTES}")
     try:
-        # Without a function OpenSSL would ask the terminal.
+        # Without a function OpenSSL would prompt on the terminal.
         context.load_cert_chain(files.certfile, files.keyfile, password=lambda: password)
     except ssl.SSLError as error:
         raise TlsError(_explain(error, files)) from None
@@ -80,10 +80,10 @@ def _check_readable(path: str) -> None:
 def _explain(error: ssl.SSLError, files: TlsFiles) -> str:
     keyfile = files.keyfile or files.certfile
     if "MISMATCH" in (error.reason or ""):
-        return f"the key in {keyfile} is not the one of the certificate in {files.certfile}"
+        return f"the key in {keyfile} does not belong to the certificate in {files.certfile}"
     with open(keyfile, "rb") as file:
         is_encrypted = b"ENCRYPTED" in file.read(_MAX_FILE_BYTES)
     if is_encrypted:
         remedy = "the password is wrong" if files.password else "set PENSTOCK_SSL_KEYFILE_PASSWORD"
         return f"the key in {keyfile} is encrypted: {remedy}"
-    return f"{files.certfile} and {keyfile} do not hold a certificate and its key in PEM"
+    return f"{files.certfile} and {keyfile} do not contain a certificate and its key in PEM"

@@ -1,4 +1,4 @@
-"""TLS connections until they speak HTTP: a client that never ends its handshake takes the place of one connection."""
+"""TLS connections before they speak HTTP. A client that never ends its handshake counts as one connection."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.errors import ApiError
 
 
-class Handshake(SSLProtocol):  # type: ignore[misc]
-    """One connection, one of `crowd` until HTTP is spoken over it.
+class TlsHandshake(SSLProtocol):  # type: ignore[misc]
+    """One connection, counted from the start of its handshake.
 
-    uvloop's own servers make such protocols, too, but tell nobody of a connection before its handshake is over.
+    uvloop's own servers use such a protocol too, but report a connection only after its handshake.
     """
 
-    def __init__(self, crowd: Connections, context: ssl.SSLContext, **of_uvicorn: Any) -> None:
-        self._crowd = crowd
+    def __init__(self, connections: Connections, context: ssl.SSLContext, **uvicorn_args: Any) -> None:
+        self._connections = connections
         self._loop_time = asyncio.get_running_loop().time
-        over_tls = _OverTls(crowd, self, **of_uvicorn)
+        over_tls = _HttpOverTls(connections, self, **uvicorn_args)
         super().__init__(
             asyncio.get_running_loop(),
             over_tls,
@@ -39,33 +39,36 @@ class Handshake(SSLProtocol):  # type: ignore[misc]
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._below = transport
         super().connection_made(transport)
-        if not self._crowd.add(self, self._loop_time()):
+        if not self._connections.add(self, self._loop_time()):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._crowd.remove(self)
+        self._connections.remove(self)
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Of what has been encrypted."""
+        """Encrypted bytes that are waiting to be sent."""
         return 0 if self._below.is_closing() else self._below.get_write_buffer_size()
 
     def close_idle(self) -> None:
-        """Called where it takes too long, to make room for another."""
+        """Called when the handshake takes long and a new connection needs its place."""
         self._below.abort()
 
 
-class _OverTls(LimitedProtocol):
-    """TLS ends with a word of the client's, too, but one that keeps an idle connection does not look: it is waited for
-    as briefly as may be, lest it keep the connection's place, and the server from stopping."""
+class _HttpOverTls(LimitedProtocol):
+    """HTTP on a connection whose handshake is done.
 
-    def __init__(self, crowd: Connections, handshake: Handshake, **of_uvicorn: Any) -> None:
-        super().__init__(crowd, **of_uvicorn)
+    TLS waits for the client to confirm a close, but a client with an idle connection does not answer. So the wait is
+    cut short: it would keep the connection counted, and the server from stopping.
+    """
+
+    def __init__(self, connections: Connections, handshake: TlsHandshake, **uvicorn_args: Any) -> None:
+        super().__init__(connections, **uvicorn_args)
         self._handshake = handshake
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._crowd.remove(self._handshake)
+        self._connections.remove(self._handshake)
         super().connection_made(transport)
 
     def close_idle(self) -> None:
@@ -92,7 +95,7 @@ class _OverTls(LimitedProtocol):
             self.loop.call_later(SHUTDOWN_TIMEOUT_S, self._end)
 
     def _end(self) -> None:
-        """Unless the client is still taking its answer."""
+        """Abort the connection unless the client is still reading its answer."""
         if self.transport.get_write_buffer_size() or self._handshake.num_unsent_bytes:
             self._end_if_closing()
         else:

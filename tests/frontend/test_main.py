@@ -187,7 +187,7 @@ def test_with_few_file_descriptors_idle_connections_make_room(
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(socket.create_connection(address))
-        frontend.wait_for(r"\d+ connections, all that this worker takes")
+        frontend.wait_for(r"\d+ connections, the limit of this worker")
         answers = []
         while not answers or answers[-1] != 200:
             answers.append(httpx.post(frontend.client.base_url.join("/v1/completions"), json=BODY).status_code)

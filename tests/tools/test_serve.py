@@ -160,7 +160,7 @@ def test_https_on_a_unix_socket_works_and_reads_its_keys_again(start: Start, tmp
         assert (status("sk-old"), status("sk-new")) == (200, 401)
         keys.write_text("sk-new name=new\n")
         serve.process.send_signal(signal.SIGHUP)
-        serve.errors.wait_for("the API keys have been read again")
+        serve.errors.wait_for("read the API keys again")
         assert (status("sk-old"), status("sk-new")) == (401, 200)
     assert serve.stop() == 0
     assert not path.exists()

@@ -1,4 +1,4 @@
-"""The Responses API's items, and the chat messages that they are to the model."""
+"""Translates the Responses API's items to chat messages and back."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ RENAMED = (
     (re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
     (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
 )
-"""What a chat request's fields are called here."""
+"""What this endpoint calls a chat request's fields."""
 
 
 def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
-    """The same request as a chat, after the conversation that it continues. Raises ApiError."""
+    """Return the same request as a chat, after the conversation that it continues. Raises ApiError."""
     messages = [*history, *to_messages(input_items(body))]
     if body.instructions:
         messages = instructed(body.instructions, messages)
     if not messages:
-        invalid("input", "at least one item is needed")
+        invalid("input", "empty; at least one item is needed")
     if len(messages) > MAX_ITEMS:
-        invalid("input", f"{len(messages)} messages with those before; the limit is {MAX_ITEMS}")
+        invalid("input", f"{len(messages)} messages including the conversation before; the limit is {MAX_ITEMS}")
     tools, choice = _tools(body)
     return ChatBody(
         **shared_fields(body),
@@ -70,7 +70,7 @@ def input_items(body: ResponsesBody) -> list[ResponseItem]:
 
 
 class _Turn:
-    """One message of the assistant's, of the items it is told in."""
+    """One message of the assistant, collected from its items."""
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []
@@ -91,7 +91,7 @@ class _Turn:
 
 
 def to_messages(items: Sequence[ResponseItem]) -> list[ChatMessage]:
-    """Reasoning, answer and calls that follow each other are one message of the assistant's."""
+    """Return the items as chat messages. Consecutive reasoning, text and calls become one message of the assistant."""
     messages: list[ChatMessage] = []
     turn = _Turn()
     names: dict[str | None, str | None] = {}
@@ -132,23 +132,23 @@ def joined(content: str | Sequence[ItemPart] | None) -> str:
 
 
 def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
-    """An input item as it is told."""
-    told: dict[str, Any] = {"id": item.id or item_id, "type": item.kind, "status": "completed"}
+    """Return an input item as the API lists it."""
+    common: dict[str, Any] = {"id": item.id or item_id, "type": item.kind, "status": "completed"}
     match item.kind:
         case "message":
             kind = "output_text" if item.role == "assistant" else "input_text"
             extra: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
             parts = [item.content] if isinstance(item.content, str) else [part.said for part in item.content or ()]
             content = [{"type": kind, "text": text, **extra} for text in parts]
-            return told | {"role": item.role, "content": content}
+            return common | {"role": item.role, "content": content}
         case "function_call":
-            return told | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            return common | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
         case "function_call_output":
-            return told | {"call_id": item.call_id, "output": joined(item.output)}
+            return common | {"call_id": item.call_id, "output": joined(item.output)}
         case _:
             summary = [{"type": "summary_text", "text": part.said} for part in item.summary or ()]
             content = [{"type": "reasoning_text", "text": joined(item.content)}] if item.content else []
-            return told | {"summary": summary, "content": content}
+            return common | {"summary": summary, "content": content}
 
 
 def _response_format(body: ResponsesBody) -> ResponseFormat | None:
@@ -160,7 +160,7 @@ def _response_format(body: ResponsesBody) -> ResponseFormat | None:
 
 
 def _tools(body: ResponsesBody) -> tuple[list[ChatTool] | None, Any]:
-    """The tools that may be called, and the choice among them."""
+    """Return the tools that may be called, and the choice among them."""
     choice = body.tool_choice
     if not isinstance(choice, NamedToolChoice):
         return _as_tools(body.tools), choice

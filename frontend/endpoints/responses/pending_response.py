@@ -1,4 +1,4 @@
-"""From a Responses request to the format of its answer, and from the answer to what is kept of it."""
+"""A Responses request on its way: the format of its answer, and what is kept of the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PendingResponse:
-    """One request's."""
+    """One request. It makes the format of the answer and stores the finished answer."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PendingResponse:
         previous: StoredResponse | None,
         card: ModelCard,
     ) -> None:
-        """previous is what the request continues."""
+        """previous is the response that the request continues."""
         self.input_items: list[ResponseItem] = input_items(body)
         self.format: ResponsesFormat | None = None
         """Set when the request is about to be submitted."""
@@ -45,17 +45,17 @@ class PendingResponse:
         self._previous = previous
         self._settings = _settings(body, card)
 
-    def make_format(self, identity: Identity, usage: Usage, streamed_usage: StreamUsageOptions) -> ResponsesFormat:  # noqa: ARG002 - a response's last event has the usage always
+    def make_format(self, identity: Identity, usage: Usage, streamed_usage: StreamUsageOptions) -> ResponsesFormat:  # noqa: ARG002 - a response's last event always has the usage
         on_end = _ignore if self._body.background else self.keep
         self.format = ResponsesFormat(identity, usage, self._settings, on_end)
         return self.format
 
     def keep(self, answer: ResponsesFormat, events: Sequence[bytes] | None = None) -> None:
-        """Stores the final answer, unless the request wants it forgotten. events: to be streamed again."""
+        """Store the final answer, unless the request says store=false. events can be streamed again later."""
         if self._body.store is False:
             return
-        added = (*to_messages(self.input_items), _said(answer))
-        # with what the objects take beside their texts
+        added = (*to_messages(self.input_items), _as_message(answer))
+        # Twice: the objects take about as much as their texts.
         num_bytes = 2 * len(msgspec.json.encode(added))
         history: tuple[ChatMessage, ...] = ()
         if self._previous is not None:
@@ -74,11 +74,11 @@ class PendingResponse:
 
 
 def _ignore(answer: ResponsesFormat) -> None:
-    """A background run keeps its answer itself, with its events."""
+    """Do nothing: a background run stores its answer itself, with its events."""
 
 
-def _said(answer: ResponsesFormat) -> ChatMessage:
-    """The answer as a message of the conversation."""
+def _as_message(answer: ResponsesFormat) -> ChatMessage:
+    """Return the answer as a message of the conversation."""
     texts: dict[BlockKind, list[str]] = {BlockKind.TEXT: [], BlockKind.REASONING: []}
     calls: list[MessageToolCall] = []
     for block in answer.blocks:
@@ -95,7 +95,7 @@ def _said(answer: ResponsesFormat) -> ChatMessage:
 
 
 def _settings(body: ResponsesBody, card: ModelCard) -> dict[str, Any]:
-    """The response object's fields that say how it was asked for."""
+    """Return the response object's fields that repeat the request's settings."""
     default = card.default_sampling
     form = None if body.text is None else body.text.format
     return {
@@ -131,5 +131,5 @@ def _choice(body: ResponsesBody) -> str | dict[str, Any]:
 
 
 def _without_null(value: Struct) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(value)
-    return {name: field for name, field in told.items() if field is not None}
+    fields: dict[str, Any] = msgspec.to_builtins(value)
+    return {name: field for name, field in fields.items() if field is not None}

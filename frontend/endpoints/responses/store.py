@@ -1,4 +1,4 @@
-"""Finished responses, kept for a while in this process: by bytes, by number and by age, of every tenant apart."""
+"""Keeps finished responses for a while in this process, by tenant, bounded by bytes, number and age."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.chat import ChatMessage
 
 _OVERHEAD_BYTES = 1024
-"""What keeping a response costs beside what it holds."""
+"""Added to each response's size for what its objects take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class StoredResponse:
     body: bytes
     """The response object as JSON."""
     input_items: bytes
-    """The request's own, as JSON: decoded, a thousand empty ones would take many times what they are counted for."""
+    """The request's items as JSON: decoded, a thousand empty ones would take many times their counted size."""
     messages: tuple[ChatMessage, ...]
-    """The conversation up to here, this answer included, without instructions: they are each request's own."""
+    """The conversation including this answer, without instructions: each request has its own."""
     num_message_bytes: int
-    """Counted in full with each response of a conversation: any of them alone keeps them all."""
+    """Size of `messages`, counted in full for each response of a conversation: any of them keeps all in memory."""
     is_background: bool = False
     events: Sequence[bytes] | None = None
-    """The stream's, where it may be asked for again."""
+    """The stream's events, if it can be streamed again."""
 
     @property
     def num_bytes(self) -> int:
@@ -46,14 +46,14 @@ class _Kept:
 
 
 class ResponseStore:
-    """What is over a bound goes: first of the tenant that holds the most bytes what was not used for longest."""
+    """When a bound is exceeded, evicts the least recently used response of the tenant with the most bytes."""
 
     def __init__(
         self, *, max_bytes: int, max_responses: int, max_idle_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """A response goes when it was not used for max_idle_s."""
+        """A response that is unused for max_idle_s is dropped."""
         self.tag = secrets.token_hex(4)
-        """Begins the ids of this store's responses, so that another process can say why it does not have them."""
+        """Part of the ids of this store's responses. It tells another process that the response is not its own."""
         self.num_bytes = 0
         self.max_idle_s = max_idle_s
         self._max_bytes = max_bytes
@@ -86,15 +86,15 @@ class ResponseStore:
         return kept.response
 
     def remove(self, tenant: bytes, response_id: str) -> bool:
-        """Whether it was there."""
+        """Return whether the store had it."""
         self._expire()
-        is_there = response_id in self._tenants.get(tenant, {})
-        if is_there:
+        is_kept = response_id in self._tenants.get(tenant, {})
+        if is_kept:
             self._drop(tenant, response_id)
-        return is_there
+        return is_kept
 
     def _expire(self) -> None:
-        """Each tenant's stand in the order in which they were used."""
+        """Drop responses that are unused for too long. Each tenant's are in order of last use."""
         oldest_s = self._clock() - self.max_idle_s
         for tenant in list(self._tenants):
             while (of_tenant := self._tenants.get(tenant)) and next(iter(of_tenant.values())).used_s < oldest_s:

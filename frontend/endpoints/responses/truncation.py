@@ -1,4 +1,4 @@
-"""A chat that is too long for the context, without its oldest turns."""
+"""Drops the oldest turns of a chat that is too long for the context."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 async def fitted(body: ChatBody, served: ServedModel) -> ChatBody:
-    """The chat with as many of its last turns as leave room for the answer: its instructions and one turn at least.
+    """Return the chat with as many of its last turns as leave space for the answer, and at least one turn.
 
-    A turn begins with a message of the user's, so that no call is parted from its result. Raises ApiError.
+    Instructions stay. A turn begins with a user message, so that no call is separated from its result. Raises ApiError.
     """
     num_fixed = 1 if body.messages[0].role in ("system", "developer") else 0
     rest = body.messages[num_fixed:]
-    cuts = [0, *(place for place, message in enumerate(rest) if place and message.role == "user")]
-    room = served.card.max_context_tokens - (body.max_completion_tokens or 1)
+    cuts = [0, *(position for position, message in enumerate(rest) if position and message.role == "user")]
+    max_prompt_tokens = served.card.max_context_tokens - (body.max_completion_tokens or 1)
 
     def without(num_dropped: int) -> ChatBody:
         return msgspec.structs.replace(body, messages=body.messages[:num_fixed] + rest[num_dropped:])
 
     async def fits(num_dropped: int) -> bool:
         try:
-            return len(await render_chat(without(num_dropped), served, is_long=True)) <= room
+            return len(await render_chat(without(num_dropped), served, is_long=True)) <= max_prompt_tokens
         except ApiError as error:
             if error.kind is ErrorKind.CONTEXT_TOO_LONG:
                 return False

@@ -70,10 +70,10 @@ def test_a_key_file_has_a_key_a_line_with_its_name_and_limits(tmp_path: Path) ->
         ("# none\n", "there is no key"),
         ("sk-a,b\n", "line 1: a key is up to 512"),
         ("x" * 513, "line 1: a key is up to 512"),
-        ("ok\nsk-secret requests_in_flight=0\n", "line 2: requests_in_flight must be a number from 1"),
-        ("sk-secret tokens_per_minute=1e6\n", "line 1: tokens_per_minute must be a number from 1"),
+        ("ok\nsk-secret requests_in_flight=0\n", "line 2: requests_in_flight must be a number of at least 1"),
+        ("sk-secret tokens_per_minute=1e6\n", "line 1: tokens_per_minute must be a number of at least 1"),
         ("sk-secret name=a/b\n", "line 1: name must be up to 64"),
-        ("sk-secret sk-other\n", "line 1: word 2 is none of name=, requests_in_flight="),
+        ("sk-secret sk-other\n", "line 1: word 2 is unknown; use name=, requests_in_flight="),
         ("sk-secret rpm=4\n", "line 1: word 2 is none of"),
         ("sk-é\n", "printable ASCII"),
     ],
@@ -200,7 +200,7 @@ async def test_requests_a_minute_are_told_and_kept(backend: FakeBackend) -> None
         "rate_limit_exceeded",
         "rate_limit_error",
     )
-    assert refused.error["message"] == "2 requests a minute is this key's limit"
+    assert refused.error["message"] == "this key has used up its limit of 2 requests per minute; retry later"
     assert ratelimit(refused)["remaining-requests"] == "0"
     assert len(backend.streams) == 1
     free = await ask("free")
@@ -232,7 +232,10 @@ async def test_tokens_of_prompts_and_answers_are_charged_streamed_or_not(backend
     # The headers know of the prompt; what is generated is counted at the end.
     assert remaining == [20 - 5, 20 - 8 - 5, 0]
     refused = await connection.request("POST", COMPLETIONS, BODY, bearer("secret-a"))
-    assert (refused.status, refused.error["message"]) == (429, "20 tokens a minute is this key's limit")
+    assert (refused.status, refused.error["message"]) == (
+        429,
+        "this key has used up its limit of 20 tokens per minute; retry later",
+    )
     await connection.end()
 
 
@@ -267,7 +270,10 @@ async def test_requests_in_flight_end_however_they_end(backend: FakeBackend) -> 
     waiting = ClientConnection(app)
     waiting.send(request())
     refused = await waiting.response()
-    assert (refused.status, refused.error["message"]) == (429, "2 requests at once is this key's limit")
+    assert (refused.status, refused.error["message"]) == (
+        429,
+        "this key has 2 requests in flight; its limit is 2",
+    )
     assert refused.headers["retry-after"] == "1"
     running[0].transport.reset()
     await running[0].idle()

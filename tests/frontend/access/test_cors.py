@@ -56,7 +56,7 @@ def test_what_no_browser_would_send_is_refused_at_start(
         return
     with pytest.raises(SystemExit):
         read_access(options, "frontend")
-    assert "is no origin" in capsys.readouterr().err
+    assert "is not an origin" in capsys.readouterr().err
 
 
 async def test_unless_asked_no_page_is_told_anything(connect: Callable[..., ClientConnection]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.frontend.transport import http_limits
-from penstock.frontend.transport.connections import LEAST_IDLE_S
+from penstock.frontend.transport.connections import MIN_IDLE_S
 from penstock.frontend.transport.http_limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADER_LINES
 from penstock.frontend.transport.server import server_config
 from penstock.shm.messages import Finish
@@ -354,7 +354,7 @@ async def test_the_connection_that_was_idle_for_longest_makes_room(
     first, second, third = crowd(), crowd(), crowd()
     for connection in (second, first, third):
         assert await serves(connection)
-        clock.advance(LEAST_IDLE_S)
+        clock.advance(MIN_IDLE_S)
     fourth = crowd()
     await second.closed()
     fifth = crowd()

@@ -107,11 +107,11 @@ def test_a_new_certificate_is_taken_at_sighup_and_a_bad_one_is_not(
     second[1].replace(key)
     second[0].replace(certificate)
     frontend.process.send_signal(signal.SIGHUP)
-    frontend.wait_for("the certificate has been read again")
+    frontend.wait_for("read the certificate again")
     assert subject() == "second"
     certificate.write_text("no longer PEM")
     frontend.process.send_signal(signal.SIGHUP)
-    frontend.wait_for("the certificate stays as it was")
+    frontend.wait_for("kept the old certificate")
     assert subject() == "second"
 
 
@@ -120,9 +120,9 @@ def test_a_new_certificate_is_taken_at_sighup_and_a_bad_one_is_not(
     [
         (("none.pem", None), "none.pem: No such file"),
         (("localhost.pem", "none.key"), "none.key: No such file"),
-        (("localhost.pem", "other.key"), "is not the one of the certificate in"),
-        (("localhost.pem", None), "do not hold a certificate and its key in PEM"),
-        (("localhost.key", "localhost.key"), "do not hold a certificate and its key in PEM"),
+        (("localhost.pem", "other.key"), "does not belong to the certificate in"),
+        (("localhost.pem", None), "do not contain a certificate and its key in PEM"),
+        (("localhost.key", "localhost.key"), "do not contain a certificate and its key in PEM"),
         (("encrypted.pem", "encrypted.key"), "is encrypted: set PENSTOCK_SSL_KEYFILE_PASSWORD"),
         (("", None), "No such file"),
     ],
@@ -190,7 +190,7 @@ def test_half_of_a_new_pair_changes_nothing_and_the_whole_pair_all(
     tls = ServerTls(TlsFiles(str(served[0]), str(served[1])))
     assert shown(tls, server_name, version) == first
     put("other", with_key=False)
-    with pytest.raises(TlsError, match="is not the one of the certificate"):
+    with pytest.raises(TlsError, match="does not belong to the certificate"):
         tls.reload()
     assert shown(tls, server_name, version) == first
     for name in ("other", "rsa", "localhost"):  # a key of another kind is not added to the old one
@@ -214,7 +214,7 @@ def test_connections_without_a_handshake_count_and_make_room(
         # None has been silent for long enough to make room for one more; long before any handshake's time is up.
         with contextlib.suppress(ConnectionResetError):
             assert silent[-1].recv(1) == b""
-        frontend.wait_for("20 connections, all that this worker takes")
+        frontend.wait_for("20 connections, the limit of this worker")
         status = 0
         while not status:
             with contextlib.suppress(httpx.TransportError):
@@ -257,7 +257,7 @@ def test_a_unix_socket_takes_the_place_of_the_port(
         with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
             assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
     status, output = run_to_its_end(directory, "--uds", str(path))
-    assert (status, output) == (1, f"frontend: --uds {path} is in use\n")
+    assert (status, output) == (1, f"frontend: --uds {path} is in use by another server\n")
     frontend.process.terminate()
     assert frontend.end() == 0
     assert not path.exists()
@@ -277,7 +277,10 @@ def test_what_a_killed_server_left_is_taken_over_and_nothing_else_is(
     precious = directory / "precious"
     precious.write_text("kept")
     status, output = run_to_its_end(directory, "--uds", str(precious))
-    assert (status, output) == (1, f"frontend: --uds {precious} is there already, and is no socket\n")
+    assert (status, output) == (
+        1,
+        f"frontend: --uds {precious} exists and is not a socket; remove it\n",
+    )
     assert precious.read_text() == "kept"
 
 
@@ -331,7 +334,7 @@ def test_of_servers_that_start_at_once_over_a_stale_socket_one_serves(directory:
         (("--uds", "/tmp/" + "x" * 120), "107 bytes"),  # noqa: S108 - never made
         (("--uds", "/nowhere/at/all.sock"), "No such file"),
         (("--uds", "x.sock", "--uds-mode", "999"), "not a mode in octal"),
-        (("--cors-allow-origin", "chat.example.org"), "is no origin"),
+        (("--cors-allow-origin", "chat.example.org"), "is not an origin"),
         (("--api-key-file", "/nowhere"), "/nowhere: No such file"),
         (("--api-key", "a,a"), "the keys key-1 and key-2 are the same"),
     ],
@@ -364,13 +367,13 @@ def test_a_key_file_is_read_again_at_sighup_and_its_limits_are_kept_by_all_worke
     keys.write_text("sk-one name=one\n")
     frontend.process.send_signal(signal.SIGHUP)
     for _ in range(2):
-        frontend.wait_for("the API keys have been read again")
+        frontend.wait_for("read the API keys again")
     assert {ask("sk-one") for _ in range(4)} == {200}
     assert {ask("sk-two") for _ in range(4)} == {401}
     keys.write_text("sk-one nonsense\n")
     frontend.process.send_signal(signal.SIGHUP)
     for _ in range(2):
-        frontend.wait_for("the API keys stay as they were")
+        frontend.wait_for("kept the old API keys")
     assert ask("sk-one") == 200
     frontend.workers()[0].kill()
     frontend.wait_for("CRITICAL penstock.worker: cannot start: .*line 1: word 2 is none of")
