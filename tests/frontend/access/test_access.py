@@ -66,15 +66,15 @@ def test_a_key_file_has_a_key_a_line_with_its_name_and_limits(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "there is no key"),
-        ("# none\n", "there is no key"),
-        ("sk-a,b\n", "line 1: a key is up to 512"),
-        ("x" * 513, "line 1: a key is up to 512"),
+        ("", "contains no key"),
+        ("# none\n", "contains no key"),
+        ("sk-a,b\n", "line 1: a key must be 1 to 512"),
+        ("x" * 513, "line 1: a key must be 1 to 512"),
         ("ok\nsk-secret requests_in_flight=0\n", "line 2: requests_in_flight must be a number of at least 1"),
         ("sk-secret tokens_per_minute=1e6\n", "line 1: tokens_per_minute must be a number of at least 1"),
         ("sk-secret name=a/b\n", "line 1: name must be up to 64"),
         ("sk-secret sk-other\n", "line 1: word 2 is unknown; use name=, requests_in_flight="),
-        ("sk-secret rpm=4\n", "line 1: word 2 is none of"),
+        ("sk-secret rpm=4\n", "line 1: word 2 is unknown"),
         ("sk-é\n", "printable ASCII"),
     ],
 )
@@ -318,7 +318,7 @@ def test_workers_count_together_and_a_restarted_one_starts_anew() -> None:
         account.admit()
     for account in accounts:
         assert dict(account.headers())[b"x-ratelimit-remaining-requests"] == b"0"
-        with pytest.raises(ApiError, match="3 requests at once"):
+        with pytest.raises(ApiError, match="3 requests in flight"):
             account.admit()
     # What died with its worker is no longer in flight.
     restarted = Account(key, UsagePage.attach(fd, 2, 1), clock)

@@ -114,7 +114,7 @@ def said(*blocks: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ({"max_tokens": 5}, "messages", "required"),
         ({**HI, "messages": []}, "messages", "length"),
         ({**HI, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "tool"),
-        ({**HI, "messages": [{"role": "user", "content": []}]}, "messages", "no content"),
+        ({**HI, "messages": [{"role": "user", "content": []}]}, "messages", "at least one needs content"),
         (said({"type": "image", "source": {}}), "messages[0].content[0].type", "image"),
         (said({"type": "document", "source": {}}), "messages[0].content[0].type", "document"),
         (said({"type": "text"}), "messages[0].content[0].text", "required"),

@@ -148,7 +148,7 @@ def test_an_encrypted_key_is_opened_with_its_password(certificates: Path) -> Non
     tls = ServerTls(TlsFiles(*files, PASSWORD))
     assert shown(tls) == (certificates / "encrypted.pem").read_text()
     assert tls.context.minimum_version >= ssl.TLSVersion.TLSv1_2
-    for wrong, said in (("x", "the password is wrong"), ("x" * 1025, "longer than 1024 bytes")):
+    for wrong, said in (("x", "the password is wrong"), ("x" * 1025, "the limit is 1024")):
         with pytest.raises(TlsError, match=said):
             ServerTls(TlsFiles(*files, wrong))
 
@@ -331,9 +331,9 @@ def test_of_servers_that_start_at_once_over_a_stale_socket_one_serves(directory:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--uds", "/tmp/" + "x" * 120), "107 bytes"),  # noqa: S108 - never made
+        (("--uds", "/tmp/" + "x" * 120), "the limit is 107"),  # noqa: S108 - never made
         (("--uds", "/nowhere/at/all.sock"), "No such file"),
-        (("--uds", "x.sock", "--uds-mode", "999"), "not a mode in octal"),
+        (("--uds", "x.sock", "--uds-mode", "999"), "not a file mode in octal"),
         (("--cors-allow-origin", "chat.example.org"), "is not an origin"),
         (("--api-key-file", "/nowhere"), "/nowhere: No such file"),
         (("--api-key", "a,a"), "the keys key-1 and key-2 are the same"),
@@ -376,7 +376,7 @@ def test_a_key_file_is_read_again_at_sighup_and_its_limits_are_kept_by_all_worke
         frontend.wait_for("kept the old API keys")
     assert ask("sk-one") == 200
     frontend.workers()[0].kill()
-    frontend.wait_for("CRITICAL penstock.worker: cannot start: .*line 1: word 2 is none of")
+    frontend.wait_for("CRITICAL penstock.worker: cannot start: .*line 1: word 2 is unknown")
     assert "Traceback" not in frontend.log
     keys.write_text("sk-one name=one\n")
     frontend.wait_for("serving scripted")
