@@ -73,7 +73,7 @@ class ChannelSweepOptions:
 
 
 class Variant(NamedTuple):
-    """How many plans may be ahead, and whether each is made as late as it can be, as the engine does, or at once."""
+    """Plans that may be ahead, and whether each is made as late as possible (as the engine does) or at once."""
 
     capacity: int
     is_late: bool = True
@@ -83,7 +83,7 @@ class Variant(NamedTuple):
 
 
 class _AtOnce(StepTiming):
-    def spare_s(self, running_s: float) -> float:  # noqa: ARG002 - whatever runs
+    def spare_s(self, running_s: float) -> float:  # noqa: ARG002 - the same for every step
         return 0.0
 
 
@@ -107,13 +107,13 @@ class VariantRound:
     spike: SimulationResult
 
     def burst_steps(self, place: int) -> float:
-        """To the first token of the bursts' answer at that place, 0 the first and -1 the last; their mean."""
+        """Mean steps until the first token of the request at this place in its burst: 0 is the first, -1 the last."""
         return statistics.mean(burst[place] for burst in self.spike.burst_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundsMedian:
-    """Over the rounds."""
+    """A value over the rounds."""
 
     median: float
     low: float
@@ -124,7 +124,7 @@ class RoundsMedian:
         return cls(statistics.median(values), min(values), max(values))
 
     def show(self, form: str) -> str:
-        """With the spread, where one can be seen."""
+        """Format with low and high, unless they look the same."""
         median, low, high = (format(value, form) for value in (self.median, self.low, self.high))
         return median if low == high else f"{median} ({low}–{high})"
 
@@ -169,7 +169,7 @@ class ChannelSweep:
     step_ms: float
     rows: list[VariantSummary]
     rounds: dict[str, list[VariantRound]]
-    """By the variant's name."""
+    """Key: the name of the variant."""
 
 
 def channel_sweep(
@@ -198,7 +198,7 @@ def channel_sweep(
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """As in the backend, whose start-up objects the collector need not walk."""
+    """Keep objects from start-up out of garbage collection, as the backend does."""
     gc.collect()
     gc.freeze()
     try:
@@ -229,7 +229,7 @@ def measure_variant(variant: Variant, options: ChannelSweepOptions, plain: Workl
 
 
 def _bursts(workload: Workload, concurrency: int, num_requests: int, seed: int) -> list[Burst]:
-    """Of one token each: what is asked is when it comes. Spread over the load, and over a step's length."""
+    """Bursts of one-token requests, spread over the load and over the length of a step."""
     one_token = replace(workload, output_tokens=Lengths(1, 1))
     lasts_s = STEP_S * workload.output_tokens.low * num_requests / concurrency
     return [
@@ -260,7 +260,7 @@ def sweep_table(sweep: ChannelSweep) -> Table:
 
 
 def against_default(rows: Sequence[VariantSummary]) -> list[str]:
-    """What each other variant gives beside capacity 1, planned late."""
+    """Compare each other variant with capacity 1, planned late."""
     by_name = {row.name: row for row in rows}
     one = by_name.pop(str(DEFAULT))
     return [

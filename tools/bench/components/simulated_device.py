@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.backend.engine.executor import StepResult
 from penstock.shm.messages import Finish
-from penstock.tools.bench.components.unsent_link import UnsentLink
+from penstock.tools.bench.components.bare_loop import UnsentLink
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import StepBatch
@@ -20,23 +20,23 @@ VOCAB_SIZE = 32_000
 
 
 class SimulatedDevice:
-    """Stands where Executor stands: steps begin and end by the simulated clock, and rows are bound as a step begins."""
+    """Replaces Executor. Steps begin and end by the simulated clock; each binds its rows when it begins."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._plans: deque[Plan] = deque()
         self._unready: list[Plan] = []
-        """Launched in the turn that is going on."""
+        """Plans launched in the present turn."""
         self._running: Plan | None = None
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self._token_ids = itertools.cycle(range(1, VOCAB_SIZE))
         self._ends_s = 0.0
-        """Of an idle device, when its last step did."""
+        """End of the running step, or of the last one if the device is idle."""
         self.now_s = 0.0
-        """When the turn that is going on began."""
+        """Start of the present turn."""
         self.idle_s = 0.0
-        """Between its first step and its last."""
+        """Idle time between the first step and the last."""
         self.num_steps = 0
         self.saved_tokens = 0
 
@@ -45,7 +45,7 @@ class SimulatedDevice:
         return self._num_in_flight <= self._capacity
 
     def running_s(self) -> float:
-        """As of `now_s`."""
+        """Time that the running step has run at `now_s`."""
         return 0.0 if self._running is None else STEP_S - (self._ends_s - self.now_s)
 
     def clear_wake(self) -> None:
@@ -61,13 +61,13 @@ class SimulatedDevice:
         return results
 
     def next_due_s(self, now_s: float) -> float | None:
-        """When the loop is wanted; None where nothing runs."""
+        """Return when the loop has to run next; None if nothing runs."""
         if self._results:
             return now_s
         return None if self._running is None else self._ends_s
 
     def advance(self, until_s: float) -> None:
-        """Steps end, and planned ones begin behind them, up to then."""
+        """End the steps that end by then, and begin the planned ones behind them."""
         self.now_s = until_s
         while self._running is not None and self._ends_s <= until_s:
             plan, self._running = self._running, None
@@ -76,7 +76,7 @@ class SimulatedDevice:
             self._begin(self._ends_s)
 
     def take_plans(self, now_s: float) -> None:
-        """What the turn that ends now has launched is there."""
+        """Accept the plans that the turn has launched; the turn ends now."""
         self._plans += self._unready
         self._unready.clear()
         self._begin(now_s)
@@ -94,11 +94,12 @@ class SimulatedDevice:
 
 
 class RecordingLink(UnsentLink):
-    """Remembers what was pushed: (request id, it has a token, it is the request's end)."""
+    """Records what is pushed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pushed: list[tuple[int, bool, bool]] = []
+        """(request id, whether there is a token, whether the request ends)."""
 
     def push(
         self, frontend: int, request_id: int, token_id: int, finish: Finish = Finish.NONE, *rest: Any, **named: Any

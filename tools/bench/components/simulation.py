@@ -1,8 +1,8 @@
-"""The backend's real loop under a load, with a device, clients and a clock that are simulated.
+"""The backend's real loop under load, with a simulated device, simulated clients and a simulated clock.
 
-Requests, pages, plans and messages are real and take the CPU time that they take, which is measured as the thread's own
-and added to the clock. A step of the device lasts STEP_S, whatever is in it, and a client hears and is heard after
-WIRE_S. So steps and tokens are exact counts, and no other process of a busy machine can disturb them.
+Requests, pages, plans and messages are real; the CPU time that the thread spends on them is added to the clock. Every
+step of the device lasts STEP_S. A message between backend and client takes WIRE_S. Steps and tokens are therefore exact
+counts, which other processes on a busy machine cannot change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.tools.bench.load_generator.workload import PlannedRequest
 
 WIRE_S = 0.001
-"""From the backend to a client, or back."""
+"""Time of a message from the backend to a client, or back."""
 _PAGE_SIZE_TOKENS = 32
 _CONTEXT_TOKENS = 1 << 13
 _NUM_FRONTENDS = 4
@@ -40,7 +40,7 @@ _NUM_FRONTENDS = 4
 
 @dataclass(slots=True)
 class _Request:
-    """One request as its client sees it."""
+    """One request, as its client observes it."""
 
     planned: PlannedRequest
     sent_s: float
@@ -49,29 +49,29 @@ class _Request:
     num_tokens: int = 0
     first_s: float = 0.0
     first_at_step: int = 0
-    has_left: bool = False
-    """It has been answered, or has hung up."""
+    has_ended: bool = False
+    """The request has been answered, or its client has hung up."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What became of a load. Steps and tokens are counts, times are the simulated clock's."""
+    """What a load came to. Times are those of the simulated clock."""
 
     duration_s: float
     steps: int
     idle_s: float
-    """In which the device waited for the host, between its first step and its last."""
+    """Time that the device waited for the host, between its first step and its last."""
     output_tokens: int
-    """That reached a client who was still there."""
+    """Tokens that reached a client before it hung up."""
     computed_tokens: int
     wasted_tokens: int
-    """Computed in rows whose sequence had ended when the step's result was there."""
+    """Tokens computed in rows whose sequence had ended when the result of the step arrived."""
     saved_tokens: int
-    """Planned and not computed, since their sequence had ended when the step began."""
+    """Tokens planned but not computed, because their sequence had ended when the step began."""
     ttfts_ms: list[float]
-    """Of the closed loop's requests."""
+    """Times to first token in the closed loop."""
     burst_steps: list[list[int]]
-    """Of each burst's requests, rising: steps that ended between the sending and the first token."""
+    """For each burst, in rising order: steps that ended between sending a request and its first token."""
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -79,7 +79,7 @@ class SimulationResult:
 
     @property
     def idle_us(self) -> float:
-        """The mean, over all steps."""
+        """Mean idle time per step."""
         return 1e6 * self.idle_s / self.steps
 
     @property
@@ -89,14 +89,17 @@ class SimulationResult:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests that are all sent at once, whoever else runs."""
+    """Requests that are all sent at once, beside the closed loop."""
 
     at_s: float
     requests: Sequence[PlannedRequest]
 
 
 class Simulation:
-    """One backend and its clients, who each send their next request when their last has ended. Used once."""
+    """One backend and the clients of a closed loop. Each client sends its next request when its last has ended.
+
+    Runs one load.
+    """
 
     def __init__(
         self, capacity: int, max_running: int, max_batch_tokens: int, *, step_timing: StepTiming | None = None
@@ -113,7 +116,7 @@ class Simulation:
         self._engine = Engine(link, executor, scheduler, builder, requests, self._board, step_timing=step_timing)
         self._now_s = 0.0
         self._due: list[tuple[float, int, Callable[[float], None]]] = []
-        """When, in which order, what."""
+        """Heap of (time, sequence number, action)."""
         self._order = itertools.count()
         self._requests: list[_Request] = []
         self._unsent: deque[PlannedRequest] = deque()
@@ -121,7 +124,7 @@ class Simulation:
     def run(
         self, requests: Sequence[PlannedRequest], concurrency: int, bursts: Sequence[Burst] = ()
     ) -> SimulationResult:
-        """requests have prompts of token ids."""
+        """The prompts of the requests are token ids."""
         self._unsent.extend(requests)
         for _ in range(concurrency):
             self._at(0.0, self._send_next)
@@ -163,7 +166,7 @@ class Simulation:
         heapq.heappush(self._due, (at_s, next(self._order), action))
 
     def _turn(self, now_s: float) -> None:
-        """All that is due by now, then one turn of the loop, which takes its time."""
+        """Do everything that is due by now, then run one turn of the loop and add its CPU time to the clock."""
         self._device.advance(now_s)
         while self._due and self._due[0][0] <= now_s:
             at_s, _, action = heapq.heappop(self._due)
@@ -175,7 +178,7 @@ class Simulation:
         self._device.take_plans(now_s)
         pushed, self._link.pushed = self._link.pushed, []
         for request_id, has_token, is_end in pushed:
-            self._hear(request_id, has_token, is_end, now_s + WIRE_S)
+            self._deliver(request_id, has_token, is_end, now_s + WIRE_S)
 
     def _send_next(self, now_s: float) -> None:
         if self._unsent:
@@ -198,15 +201,15 @@ class Simulation:
         return request
 
     def _hang_up(self, request_id: int, now_s: float) -> None:
-        if self._requests[request_id].has_left:
+        if self._requests[request_id].has_ended:
             return
-        self._leave(request_id, now_s)
+        self._end(request_id, now_s)
         cancellation = Cancellation(request_id % _NUM_FRONTENDS, request_id, 0)
         self._at(now_s + WIRE_S, lambda _now_s: self._link.arrivals.append(cancellation))
 
-    def _hear(self, request_id: int, has_token: bool, is_end: bool, at_s: float) -> None:
+    def _deliver(self, request_id: int, has_token: bool, is_end: bool, at_s: float) -> None:
         request = self._requests[request_id]
-        if request.has_left:
+        if request.has_ended:
             return
         if has_token:
             request.num_tokens += 1
@@ -216,10 +219,10 @@ class Simulation:
             if drop is not None and request.num_tokens == drop.after_events:
                 self._at(at_s + drop.delay_s, lambda now_s: self._hang_up(request_id, now_s))
         if is_end:
-            self._leave(request_id, at_s)
+            self._end(request_id, at_s)
 
-    def _leave(self, request_id: int, at_s: float) -> None:
+    def _end(self, request_id: int, at_s: float) -> None:
         request = self._requests[request_id]
-        request.has_left = True
+        request.has_ended = True
         if not request.is_burst:
             self._at(at_s, self._send_next)
