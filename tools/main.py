@@ -16,7 +16,7 @@ app = make_app("penstock", "An LLM server for one GPU: serve a model, measure it
 
 @app.command
 def serve(*, options: ServeOptions = ServeOptions()) -> None:  # noqa: B008 - frozen; cyclopts reads the defaults from it
-    """Serves a model over HTTP: one backend and its frontend, restarted when they die, drained when told to stop."""
+    """Serves a model over HTTP: runs backend and frontend, restarts them when they die, drains them when stopped."""
     from penstock.tools import serve as module
 
     sys.exit(module.serve(options))
@@ -25,7 +25,7 @@ def serve(*, options: ServeOptions = ServeOptions()) -> None:  # noqa: B008 - fr
 app.command(bench)
 
 
-# Its options are its own: it runs where this command line's packages are not installed, too.
+# It parses its own options, because it also runs where the packages of this command line are not installed.
 @app.command(name="gpu-check", help_flags=[], version_flags=[])
 def gpu_check(*options: Annotated[str, Parameter(allow_leading_hyphen=True, show_env_var=False)]) -> None:
     """Checks and measures the CUDA decoder on this machine's GPU."""
@@ -34,7 +34,7 @@ def gpu_check(*options: Annotated[str, Parameter(allow_leading_hyphen=True, show
     sys.exit(run(list(options)))
 
 
-# By name: it needs torch, which the other commands do not wait for.
+# By name: it imports torch, and the other commands must not wait for that.
 app.command(
     "penstock.tools.random_model:run_random_model", name="random-model", help="Writes a checkpoint of random weights."
 )

@@ -1,6 +1,6 @@
-"""penstock random-model: a checkpoint of given dimensions with random weights, for benchmarks and tests.
+"""`penstock random-model`: a checkpoint of given dimensions with random weights, for benchmarks and tests.
 
-The text it produces means nothing, but it is text: a byte-level tokenizer is built with it, whose every id decodes.
+Its output means nothing, but it is text: the checkpoint has a byte-level tokenizer that decodes every id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WEIGHT_STD = 0.02
 MAX_SHARD_BYTES = 1_000_000_000
 MIN_VOCAB_SIZE = 512
 MAX_VOCAB_SIZE = 900_000
-"""As many tokens as the letters below give."""
+"""The number of tokens that `_merges` can make."""
 
 END_TOKEN, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -54,26 +54,26 @@ _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDims:
-    """The dimensions of a random model; the defaults are those of the benchmarks."""
+    """The dimensions of a random model. The defaults are those of the benchmarks."""
 
     hidden_size: int = 768
     """Width of the residual stream."""
     layers: int = 12
     """Decoder layers."""
     heads: int = 12
-    """Query heads; hidden-size / heads is the width of a head."""
+    """Query heads. The width of a head is hidden-size / heads."""
     kv_heads: int = 4
-    """Key and value heads; divides heads."""
+    """Key and value heads. Must divide heads."""
     intermediate_size: int = 2048
     """Width of the MLP."""
     vocab_size: int = 32000
-    """Tokens of the tokenizer and width of the logits."""
+    """Tokens of the tokenizer, and width of the logits."""
     tie: bool = True
     """One matrix for embedding and logits."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """What the weights are stored in."""
+    """Type of the stored weights."""
     architecture: Literal["llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3"] = "llama"
-    """Whose layers."""
+    """Architecture of the layers."""
     max_context: int = 4096
     """Longest sequence in tokens."""
     seed: int = 0
@@ -83,14 +83,14 @@ class ModelDims:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RandomModelOptions(ModelDims):
-    """Writes a checkpoint with random weights and a tokenizer: for benchmarks of given dimensions."""
+    """Write a checkpoint with random weights and a tokenizer, for benchmarks."""
 
     out: Path
-    """Directory to write; made where it does not exist, and must be empty."""
+    """Directory to write. It is created if it does not exist, and must be empty."""
 
 
 def run_random_model(options: RandomModelOptions) -> int:
-    """The command; returns the process's exit status."""
+    """Run the command; return the exit status."""
     try:
         num_bytes = write_random_model(options.out, options)
     except StartupError as error:
@@ -102,10 +102,10 @@ def run_random_model(options: RandomModelOptions) -> int:
 
 
 def write_random_model(out: Path, dims: ModelDims, max_shard_bytes: int = MAX_SHARD_BYTES) -> int:
-    """Writes a Hugging Face checkpoint to the empty or new directory out; returns the size of its weights in bytes.
+    """Write a Hugging Face checkpoint to the empty or new directory out; return the size of its weights in bytes.
 
-    At most one shard of max_shard_bytes (or one tensor, where that is larger) is in memory. Raises StartupError where
-    the dimensions do not fit each other, OSError where out cannot be written.
+    At most one shard of max_shard_bytes (or one tensor, if that is larger) is in memory. Raises StartupError if the
+    dimensions do not fit each other, OSError if out cannot be written.
     """
     if not MIN_VOCAB_SIZE <= dims.vocab_size <= MAX_VOCAB_SIZE:
         raise StartupError(f"vocab_size is {dims.vocab_size}; it must be from {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE}")
@@ -118,13 +118,13 @@ def write_random_model(out: Path, dims: ModelDims, max_shard_bytes: int = MAX_SH
     _write_json(out / "generation_config.json", generation)
     _write_tokenizer(out, dims.vocab_size)
     num_bytes = _write_weights(out, shapes, _DTYPES[dims.dtype], dims.seed, max_shard_bytes)
-    # Last, so that a directory with a config.json is whole.
+    # Last: a directory with a config.json is complete.
     _write_json(out / "config.json", config)
     return num_bytes
 
 
 def _config_json(dims: ModelDims) -> dict[str, Any]:
-    # Qwen3's heads are 128 wide where nothing is said.
+    # Without head_dim, Qwen3's heads are 128 wide.
     head_dim = {"head_dim": dims.hidden_size // max(dims.heads, 1)} if dims.architecture == "qwen3" else {}
     return head_dim | {
         "architectures": [_ARCHITECTURES[dims.architecture]],
@@ -158,7 +158,7 @@ def _write_weights(
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: _random_tensor(name, shapes[name], dtype, generator) for name in names}
         save_file(tensors, out / file, metadata={"format": "pt"})
-        # save_file makes it readable by its owner only.
+        # save_file lets only the owner read the file.
         (out / file).chmod(0o644)
         weight_map |= dict.fromkeys(names, file)
     num_bytes = sum(_num_bytes(shape, dtype.itemsize) for shape in shapes.values())
@@ -172,7 +172,7 @@ def _num_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
 
 
 def _shards(shapes: dict[str, tuple[int, ...]], item_bytes: int, max_shard_bytes: int) -> Iterator[list[str]]:
-    """Names in order, cut where the next would make a shard too large."""
+    """Yield the names of each shard, in order. A shard ends before the tensor that would make it too large."""
     names: list[str] = []
     num_bytes = 0
     for name, shape in shapes.items():
@@ -190,13 +190,13 @@ def _random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, genera
         return torch.ones(shape, dtype=dtype)
     tensor = torch.empty(shape, dtype=dtype).normal_(0.0, WEIGHT_STD, generator=generator)
     if name in ("lm_head.weight", "model.embed_tokens.weight"):
-        # The end token's logit is 0, which is never the largest: greedy output runs to max_tokens.
+        # The logit of the end token is 0, which is never the largest: greedy output runs to max_tokens.
         tensor[0] = 0
     return tensor
 
 
 def _write_tokenizer(out: Path, vocab_size: int) -> None:
-    """Byte-level BPE: special tokens, the 256 bytes, then made-up syllables, most common letters first."""
+    """Byte-level BPE: special tokens, the 256 bytes, then synthetic syllables, most common letters first."""
     byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     num_merges = vocab_size - len(SPECIAL_TOKENS) - len(byte_tokens)
     merges = list(islice(_merges(), num_merges))
@@ -220,7 +220,10 @@ def _write_tokenizer(out: Path, vocab_size: int) -> None:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Pairs that make up to four letters, with and without the space before (written Ġ); both parts come earlier."""
+    """Yield pairs that make up to four letters, with and without a space before them (written Ġ).
+
+    Both parts of a pair are letters or results of earlier pairs.
+    """
     letters = "etaoinshrdlucmfwypvbgkqjxz"
     pairs = ["".join(pair) for pair in product(letters, repeat=2)]
     yield from product(letters, repeat=2)

@@ -165,7 +165,7 @@ async def test_a_stream_that_does_not_end_well_is_a_failure(events: tuple[bytes,
     [
         (whole(429, b'{"error":{"message":"full"}}'), "status 429"),
         (whole(200, b"{}"), "not an event stream"),
-        (b"SSH-2.0-x\r\n", "not an HTTP answer"),
+        (b"SSH-2.0-x\r\n", "the answer is not HTTP"),
     ],
 )
 async def test_another_answer_is_a_failure_that_says_why(answer: bytes, reason: str) -> None:

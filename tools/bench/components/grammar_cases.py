@@ -1,4 +1,4 @@
-"""Grammars as clients send them, with answers as models give them: ordinary words, none like another."""
+"""Grammars as clients send them, with random answers of ordinary words as models give them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarCase:
-    """A grammar, and texts that match it."""
+    """A grammar, and a source of texts that match it."""
 
     grammar: Grammar
     answer: Callable[[random.Random], str]

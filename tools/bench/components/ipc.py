@@ -1,4 +1,4 @@
-"""What it costs to carry a token from the backend's loop to the client's stream: the link alone, no model, no HTTP."""
+"""`penstock bench ipc`: CPU time to carry a token from the backend's loop to a frontend's stream, over the link."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class IpcOptions:
 
 @dataclass(frozen=True, slots=True)
 class IpcCost:
-    """CPU time, user and system, of all threads of each side; an event is one token of one stream."""
+    """CPU time, user and system, of all threads of each side. An event is one token of one stream."""
 
     streams: int
     events: int
@@ -68,7 +68,7 @@ def ipc(*, options: IpcOptions = IpcOptions(), report: ReportOptions = ReportOpt
 
 
 def measure_ipc(num_streams: int) -> IpcCost:
-    """num_streams streams for NUM_STEPS steps, one every STEP_S: no queue builds up, so each step is a message.
+    """Run num_streams streams for NUM_STEPS steps, one every STEP_S. No queue builds up, so each step is one message.
 
     Raises BenchError where the backend's process ends before it has served them.
     """
@@ -129,7 +129,7 @@ def _serve(socket_path: Path, num_streams: int, report: Connection) -> None:
 
 
 async def _stream(socket_path: Path, num_streams: int, backend: BaseProcess) -> float:
-    """CPU seconds from the first stream's first token to the last stream's end."""
+    """Return the CPU seconds from the moment that all streams have a token until the last stream ends."""
     client = BackendClient(socket_path)
     await client.start()
     while not client.ready:

@@ -1,6 +1,7 @@
-"""What a grammar costs for each row and step: its mask, taking the sampled token in, and hiding the other tokens.
+"""`penstock bench mask-cost`: CPU time of a grammar for each row and step.
 
-Grammars are compiled, copied and asked as the backend does, with its own classes; the answers are made up, and match.
+It has three parts: fill the mask, advance the grammar by the sampled token, and apply the mask to the logits. The
+backend's own classes compile, copy and advance the grammars; the answers are synthetic and match the grammar.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.backend.structured_output.grammar_compiler import BadGrammar, Gram
 from penstock.backend.structured_output.masks import fill_masks
 from penstock.shm.messages import Constraints, Grammar
 from penstock.tools.bench.components.grammar_cases import CASES
-from penstock.tools.bench.components.made_up_tokenizer import write_tokenizer
+from penstock.tools.bench.components.synthetic_tokenizer import write_tokenizer
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
@@ -61,7 +62,7 @@ class MaskCostOptions:
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """Microseconds of a row, in the thread's own CPU time: what other processes take does not count."""
+    """CPU time of the thread per row, in microseconds."""
 
     p50_us: float
     p99_us: float
@@ -69,30 +70,30 @@ class RowCost:
 
     @classmethod
     def of(cls, times_us: Sequence[float]) -> RowCost:
-        """times_us are one or more."""
+        """times_us has at least one entry."""
         return cls(percentile(times_us, 50) or 0.0, percentile(times_us, 99) or 0.0, statistics.mean(times_us))
 
 
 @dataclass(frozen=True, slots=True)
 class MaskCost:
-    """Of one grammar over one vocabulary. A row's cost is its mask and the token that is then taken in."""
+    """One grammar over one vocabulary. The cost of a row is to fill its mask and to advance by the next token."""
 
     vocab_size: int
     grammar: str
     rows: int
-    """Measured, of each kind: rows of a step times steps."""
+    """Measured rows of each kind."""
     compile_ms: float
-    """Median."""
+    """Median time of a compilation."""
     first: RowCost
     """The first row after each compilation."""
     cold: RowCost
     """All rows of the first answer after each compilation."""
     warm: RowCost
-    """Rows of answers to come, whose grammar was at hand."""
+    """Rows of later answers, whose grammar is compiled already."""
     warm_advance: RowCost
-    """Of that, what taking the token in costs."""
+    """The part of `warm` that advances the grammar."""
     applied: RowCost
-    """What sampling on the host takes longer with masks than without, for each masked row."""
+    """Extra time of sampling on the host with masks, per masked row."""
 
     def total_us(self, row: RowCost) -> float:
         return row.p50_us + self.applied.p50_us
@@ -100,7 +101,7 @@ class MaskCost:
 
 @dataclass(frozen=True, slots=True)
 class BenchVocabulary:
-    """A tokenizer.json and what the backend knows of it besides."""
+    """A tokenizer.json, and what the backend knows about it from other files."""
 
     tokenizer_json: Path
     vocab_size: int
@@ -141,7 +142,7 @@ def _model_vocabulary(options: MaskCostOptions) -> BenchVocabulary:
 
 
 def measure_masks(vocabulary: BenchVocabulary, num_rounds: int, seed: int) -> list[MaskCost]:
-    """Each grammar, over num_rounds times NUM_ROWS answers cold and as many warm. Raises BenchError."""
+    """Measure each grammar over num_rounds * NUM_ROWS answers, cold and warm. Raises BenchError."""
     compiler = GrammarCompiler(vocabulary.tokenizer_json, vocabulary.vocab_size, vocabulary.eos_token_ids)
     try:
         text = vocabulary.tokenizer_json.read_text(encoding="utf-8")
@@ -158,7 +159,7 @@ def measure_masks(vocabulary: BenchVocabulary, num_rounds: int, seed: int) -> li
 
 @dataclass(frozen=True, slots=True)
 class _RowTimes:
-    """Microseconds, step by step and row by row."""
+    """Microseconds, in the order of steps and rows."""
 
     fill_us: list[float]
     advance_us: list[float]
@@ -169,16 +170,16 @@ class _RowTimes:
 
 
 class _Measurement:
-    """One vocabulary's."""
+    """Measures grammars over one vocabulary."""
 
     def __init__(self, compiler: GrammarCompiler, tokenizer: LLTokenizer, vocabulary: BenchVocabulary) -> None:
         self._compiler, self._tokenizer, self._vocab_size = compiler, tokenizer, vocabulary.vocab_size
         self._stop_ids = frozenset(vocabulary.eos_token_ids)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """Anew, though it may be at hand. Raises BadGrammar."""
+        """Compile, even if the grammar is compiled already. Raises BadGrammar."""
         future = self._compiler.compile(grammar)
-        future.exception()  # waits; `finished` raises what is to be raised
+        future.exception()  # waits; `finished` raises the error
         return self._compiler.take_result(grammar, future)
 
     def cost(self, case: GrammarCase, num_rounds: int, rng: random.Random) -> MaskCost:
@@ -208,7 +209,7 @@ class _Measurement:
         )
 
     def _sequences(self, case: GrammarCase, matchers: Sequence[LLMatcher] = ()) -> list[SequenceConstraints]:
-        """With these matchers, or copies of the one that is at hand, as later requests get them."""
+        """NUM_ROWS sequences with these matchers, or with copies of the compiled one, which later requests get."""
         copies: list[LLMatcher | None] = list(matchers)
         copies = copies or [self._compiler.find_compiled(case.grammar) for _ in range(NUM_ROWS)]
         wanted = Constraints(grammar=case.grammar)
@@ -218,7 +219,7 @@ class _Measurement:
         return [self._tokenizer.greedy_tokenize(case.answer(rng)) for _ in range(NUM_ROWS)]
 
     def _answer(self, sequences: list[SequenceConstraints], answers: list[list[int]], times: _RowTimes) -> None:
-        """All of them in turns, a row of each in a step, until the shortest ends. Each row counts as a step of one."""
+        """Run a row of each sequence in turn until the shortest answer ends. Each row is timed as a step of its own."""
         for step, tokens in enumerate(zip(*answers, strict=False)):
             for constraints, token_id in zip(sequences, tokens, strict=True):
                 started_ns = time.thread_time_ns()
@@ -231,7 +232,7 @@ class _Measurement:
                     raise BenchError(f"a grammar of the benchmark: {faults[0]}")
 
     def _masks(self, case: GrammarCase, rng: random.Random) -> TokenMasks:
-        """Of a step whose rows are at different places of their answers. Raises BenchError."""
+        """Return the masks of a step whose rows are at different places in their answers. Raises BenchError."""
         sequences = self._sequences(case)
         rows = []
         for place, (constraints, answer) in enumerate(zip(sequences, self._answers(case, rng), strict=True)):
@@ -245,7 +246,7 @@ class _Measurement:
         return masks
 
     def _applied_us(self, masks: TokenMasks, rng: random.Random) -> list[float]:
-        """What masks add to a greedy step in which every row has one, for each row; with and without in turns."""
+        """Time per row that masks add to a greedy step. Steps with and without masks take turns."""
         sampler = HostSampling(self._vocab_size, NUM_ROWS)
         batch = _greedy_batch()
         sampler.begin_step(batch)
@@ -261,7 +262,7 @@ class _Measurement:
 
 
 def _greedy_batch() -> StepBatch:
-    """One decode step of NUM_ROWS rows that have just got their slots."""
+    """One decode step of NUM_ROWS rows whose slots are newly assigned."""
     rows = np.arange(NUM_ROWS, dtype=np.int32)
     prompt = np.ones(1, np.int32)
     greedy = SamplingParams(temperature=0.0)
@@ -277,7 +278,7 @@ def _greedy_batch() -> StepBatch:
 
 
 def mask_aims(costs: Sequence[MaskCost]) -> list[Aim]:
-    """For each vocabulary, of its dearest grammar: mask, token and application together, medians."""
+    """One aim cold and one warm for each vocabulary: the median sum of all three parts, for its slowest grammar."""
     aims = []
     for vocab_size in dict.fromkeys(cost.vocab_size for cost in costs):
         those = [cost for cost in costs if cost.vocab_size == vocab_size]

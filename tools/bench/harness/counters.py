@@ -1,4 +1,4 @@
-"""The backend's own counters, read while it runs: its board is mapped into this process, asking costs it nothing."""
+"""The backend's own counters, read while it runs. They lie in shared memory, so reading costs the backend nothing."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """One more client of the backend, which asks for nothing."""
+    """A client of the backend that sends no requests."""
 
     client: BackendClient
     max_context_tokens: int
 
     def read(self) -> dict[str, int]:
-        """Every field of `penstock.shm.memory.board.BackendBoard`. Raises BenchError where the backend has died."""
+        """Every field of `penstock.shm.memory.board.BackendBoard`. Raises BenchError if the backend has died."""
         if (counters := self.client.backend_counters) is None:
             raise BenchError("the backend died during the run")
         return counters
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
-        """What has been added to each counter."""
+        """Return how much each counter has grown."""
         now = self.read()
         return {name: now[name] - value for name, value in before.items()}
 
 
 @contextlib.asynccontextmanager
 async def backend_counters(server: BenchServer) -> AsyncIterator[Counters]:
-    """Raises BenchError where there is no connection within 10 s."""
+    """Raises BenchError if there is no connection within 10 s."""
     client = BackendClient(server.socket)
     await client.start()
     try:
@@ -48,7 +48,7 @@ async def backend_counters(server: BenchServer) -> AsyncIterator[Counters]:
 
 
 async def _max_context_tokens(client: BackendClient) -> int:
-    """The model's, once connected."""
+    """Wait for the connection; return the context length of the model. Raises BenchError."""
     try:
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             while client.backend_counters is None or client.model is None:  # noqa: ASYNC110 - there is no event for it

@@ -1,4 +1,4 @@
-"""The machine a figure comes from: no figure is printed without it."""
+"""The machine that a figure comes from. No figure is printed without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 class MachineDescription:
     cpu: str
     cores: int
-    """Those this process may use."""
+    """Cores that this process may use."""
     memory_gib: float
     gpu: str
     kernel: str
@@ -46,7 +46,7 @@ def this_machine() -> MachineDescription:
 
 
 def _version(package: str) -> str:
-    """Reads the metadata: torch is not imported for its number."""
+    """Read the package metadata, so that torch need not be imported."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -62,7 +62,7 @@ def _cpu_model() -> str:
 
 
 def _gpu_model() -> str:
-    """The driver's own words; empty where there is no NVIDIA driver."""
+    """Return the models as the NVIDIA driver names them; empty without a driver."""
     models = []
     for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         for line in information.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""Processes of a benchmark: their CPU time, from /proc, and their end."""
+"""Processes of a benchmark: their CPU time, memory and command, from /proc, and how they end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """cpu_s is user and system time of all its threads, in steps of 10 ms; rss_bytes what is resident now."""
+    """cpu_s is the user and system time of all threads, in steps of 10 ms."""
 
     pid: int
     cpu_s: float
@@ -27,14 +27,14 @@ def process_use(pid: int) -> ProcessUse:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         raise ProcessLookupError(f"no process {pid}") from None
-    # The command's name, in parentheses, may hold anything; the numbers begin after the last parenthesis.
+    # The command's name, in parentheses, may contain anything. The numbers begin after the last parenthesis.
     fields = stat.rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])
     return ProcessUse(pid, ticks / _TICKS_PER_S, int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below pid, parents before children."""
+    """Return all processes below pid, parents before children."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -50,12 +50,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def stop_with_parent() -> None:
-    """In a child, as it starts: a benchmark that is killed leaves no process behind."""
+    """Call it in a child as it starts: the child then ends when the benchmark is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def runs_module(pid: int, module: str) -> bool:
-    """True of a process started as `python -m module`."""
+    """Return whether the process was started as `python -m module`."""
     try:
         argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError):

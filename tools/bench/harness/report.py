@@ -17,11 +17,11 @@ from penstock.tools.bench.harness.machine import MachineDescription, this_machin
 from penstock.tools.bench.load_generator.stats import Aim, LoadSummary, Spread
 
 MIN_WIDTH = 120
-"""Columns of the widest table; a narrower terminal wraps its lines rather than losing its figures."""
+"""Columns of the widest table. A narrower terminal wraps lines instead of cutting figures off."""
 
 
 def check_can_write(path: Path) -> None:
-    """To be asked before a long run. Changes nothing; raises BenchError."""
+    """Check before a long run that the report can be written. Changes nothing. Raises BenchError."""
     is_new = not path.exists()
     try:
         path.open("ab").close()
@@ -41,7 +41,7 @@ def make_console() -> Console:
 
 @dataclass(slots=True)
 class BenchReport:
-    """All that a run found. sections holds what is not a row of load: plain dataclasses by name."""
+    """Everything that a run found. sections has plain dataclasses by name, for results that are no row of load."""
 
     command: Sequence[str]
     machine: MachineDescription = field(default_factory=this_machine)

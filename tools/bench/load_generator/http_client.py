@@ -1,8 +1,8 @@
 """A streaming HTTP/1.1 client with little between the socket and the clock.
 
-The generator shares its cores with the server it measures, so that each microsecond it spends per token is taken from
-the figure. Hence a bare asyncio Protocol over httptools: bytes are stamped as they arrive and parsed in the same call,
-with no task switch per event.
+The generator shares the cores with the server that it measures, so each microsecond that it spends on a token falsifies
+the figure. It is therefore a bare asyncio Protocol over httptools: bytes get their time stamp as they arrive and are
+parsed in the same call, without a task switch per event.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from urllib.parse import urlsplit
 import httptools
 
 MAX_IDLE_S = 1.0
-"""A connection idle for longer is not used again: the server may be about to close it."""
+"""A connection that was idle for longer is not reused: the server may be about to close it."""
 
 OnEvent = Callable[[float, bytes], None]
 """Called with time.perf_counter() at arrival and the payload of one `data:` event."""
 
 
 class ConnectionBroken(Exception):
-    """The connection could not be made, or ended before the answer did."""
+    """The connection failed, or ended before the answer did."""
 
 
 class HungUp(Exception):
-    """We closed the connection ourselves, on purpose."""
+    """This client closed the connection on purpose."""
 
 
 @dataclass(slots=True)
 class HttpReply:
-    """status and headers (lower case), and the body where it was not an event stream."""
+    """An answer. Header names are in lower case; the body of an event stream is not kept."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class ClientConnection(asyncio.Protocol):
         self.idle_since_s = 0.0
         self.reusable = True
         self._transport: asyncio.Transport | None = None
-        # One exchange: set by `exchange`, read by the parser's callbacks.
+        # State of one exchange: set by `exchange`, read by the callbacks of the parser.
         self._parser = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[HttpReply] | None = None
         self._reply = HttpReply()
@@ -57,7 +57,7 @@ class ClientConnection(asyncio.Protocol):
         self._partial = b""
 
     async def exchange(self, request: bytes, on_event: OnEvent | None = None) -> HttpReply:
-        """Sends one request and waits for the whole answer. Raises ConnectionBroken, HungUp."""
+        """Send one request and wait for the whole answer. Raises ConnectionBroken, HungUp."""
         if self._transport is None or self._transport.is_closing():
             raise ConnectionBroken("the connection is closed")
         self._reply, self._on_event, self._partial = HttpReply(), on_event, b""
@@ -71,7 +71,7 @@ class ClientConnection(asyncio.Protocol):
             self.idle_since_s = time.perf_counter()
 
     def hang_up(self) -> None:
-        """Ends the connection as a client that goes away does; a waiting `exchange` raises HungUp."""
+        """Close the connection as a client that goes away does. A waiting `exchange` raises HungUp."""
         self._end(HungUp())
         self.close()
 
@@ -87,19 +87,19 @@ class ClientConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in deed, not by class
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport has the methods, but not the class
 
     def data_received(self, data: bytes) -> None:
         self._arrived_s = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._end(ConnectionBroken(f"not an HTTP answer: {error}"))
+            self._end(ConnectionBroken(f"the answer is not HTTP: {error}"))
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
-        self._end(ConnectionBroken(str(exc) if exc else "closed by the server before the answer's end"))
+        self._end(ConnectionBroken(str(exc) if exc else "the server closed the connection too early"))
 
     # httptools
 
@@ -130,7 +130,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Requests to one server over as many connections as are in use at once."""
+    """Requests to one server. Opens a connection when none is idle."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """url is http://HOST[:PORT][/v1]. Raises ValueError for anything else."""
@@ -144,7 +144,7 @@ class HttpClient:
         self._idle: list[ClientConnection] = []
 
     async def connect(self) -> ClientConnection:
-        """An idle connection, or a new one. Raises ConnectionBroken."""
+        """Return an idle connection or a new one. Raises ConnectionBroken."""
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable and time.perf_counter() - connection.idle_since_s < MAX_IDLE_S:

@@ -1,4 +1,4 @@
-"""Sends a workload to an OpenAI endpoint and records what each client sees."""
+"""Send a workload to an OpenAI endpoint, and record what each client observes."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ _chunk = msgspec.json.Decoder(_Chunk)
 
 
 async def send_one(http: HttpClient, request: bytes, started_s: float, drop: Drop | None = None) -> ObservedRequest:
-    """The record of one request: listened to until its end, or hung up on as drop says."""
+    """Send one request; listen until its end, or hang up as drop says."""
     record = ObservedRequest(started_s)
     await follow(http, request, record, drop)
     return record
 
 
 async def follow(http: HttpClient, request: bytes, record: ObservedRequest, drop: Drop | None = None) -> None:
-    """Sends, and writes down what comes as it comes. A fault of the server is in the record, never raised.
+    """Send one request, and fill in the record as the answer arrives.
 
-    A cancelled task hangs up.
+    A fault of the server goes into the record and is not raised. A cancelled task hangs up.
     """
     try:
         reply = await _stream(http, request, record, drop)
@@ -84,8 +84,8 @@ async def _stream(http: HttpClient, request: bytes, record: ObservedRequest, dro
     timer: asyncio.TimerHandle | None = None
     record.error = "the stream ended without [DONE]"
 
-    def go_away_after(num_events: int) -> None:
-        """A stream faster than its drop's delay is left at its next event, so that what should be dropped is."""
+    def hang_up_after(num_events: int) -> None:
+        """Hang up after the delay, or at the next event if that comes first: a fast stream would end before."""
         nonlocal timer
         if drop is None or num_events < drop.after_events:
             return
@@ -111,9 +111,9 @@ async def _stream(http: HttpClient, request: bytes, record: ObservedRequest, dro
         for choice in chunk.choices:
             if choice.has_text:
                 record.event_times_s.append(at_s)
-                go_away_after(len(record.event_times_s))
+                hang_up_after(len(record.event_times_s))
 
-    go_away_after(0)
+    hang_up_after(0)
     try:
         reply = await connection.exchange(request, on_event)
         if reply.status == 200 and not reply.headers.get("content-type", "").startswith("text/event-stream"):
@@ -131,7 +131,7 @@ async def _stream(http: HttpClient, request: bytes, record: ObservedRequest, dro
 async def run_closed_loop(
     target: Target, requests: Sequence[PlannedRequest], concurrency: int
 ) -> list[ObservedRequest]:
-    """concurrency clients, each of which sends its next request when its last has ended."""
+    """Run concurrency clients, each of which sends its next request when its last has ended."""
     remaining = iter([(target.encode(request), request.drop) for request in requests])
     records: list[ObservedRequest] = []
 
@@ -144,7 +144,7 @@ async def run_closed_loop(
 
 
 async def run_all(target: Target, requests: Sequence[PlannedRequest]) -> list[ObservedRequest]:
-    """All of them when due, each to its end. Raises BenchError where one is not answered in full length."""
+    """Send each request when it is due, and listen to its end. Raises BenchError if an answer is not of full length."""
     records = await run_open_loop(target, requests)
     for record, request in zip(records, requests, strict=True):
         if record.outcome is not Outcome.COMPLETED or record.output_tokens != request.output_tokens:
@@ -154,7 +154,7 @@ async def run_all(target: Target, requests: Sequence[PlannedRequest]) -> list[Ob
 
 
 async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float:
-    """All of them at once, their answers not streamed. Returns output tokens a second; raises BenchError."""
+    """Send all requests at once, without streaming. Return output tokens per second. Raises BenchError."""
     encoded = [target.encode(request, is_stream=False) for request in requests]
 
     async def ask(data: bytes) -> int:
@@ -172,12 +172,12 @@ async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float
     counts = await asyncio.gather(*map(ask, encoded))
     lasted_s = time.perf_counter() - started_s
     if counts != [request.output_tokens for request in requests]:
-        raise BenchError(f"answers of {counts} tokens")
+        raise BenchError(f"requests did not run as planned: their answers have {counts} tokens")
     return sum(counts) / lasted_s
 
 
 async def run_open_loop(target: Target, requests: Sequence[PlannedRequest]) -> list[ObservedRequest]:
-    """Each request is sent when due, however many are still running."""
+    """Send each request when it is due, however many are still running."""
     encoded = [target.encode(request) for request in requests]
     start_s = time.perf_counter()
 
@@ -190,7 +190,7 @@ async def run_open_loop(target: Target, requests: Sequence[PlannedRequest]) -> l
 
 
 async def warm_up(target: Target, workload: Workload, num_requests: int, concurrency: int, seed: int) -> None:
-    """Requests that are not measured, of prompts that the run does not repeat. Raises BenchError if none succeeds."""
+    """Send unmeasured requests, with prompts that the run does not repeat. Raises BenchError if none succeeds."""
     if num_requests == 0:
         return
     requests = [
@@ -202,7 +202,7 @@ async def warm_up(target: Target, workload: Workload, num_requests: int, concurr
 
 
 async def measure(target: Target, workload: Workload, num_requests: int, concurrency: int, seed: int) -> LoadSummary:
-    """One row of the table: an open loop where the workload has a rate, else a closed loop."""
+    """Measure one row of the table: an open loop if the workload has a rate, else a closed loop."""
     requests = workload.draw(num_requests, seed)
     cpu_before_s = time.process_time()
     if workload.rate_per_s is None:

@@ -1,4 +1,4 @@
-"""What a run's records add up to. Times are time.perf_counter() seconds until a LoadSummary turns them into ms."""
+"""What the records of a run add up to. Times are time.perf_counter() seconds; a LoadSummary has milliseconds."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from typing import Literal
 class Outcome(enum.Enum):
     COMPLETED = "completed"
     DROPPED = "dropped"
-    """The client hung up, as the workload wanted."""
+    """The client hung up, as the workload planned."""
     FAILED = "failed"
 
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """One request as its client saw it. event_times_s has one entry per event that carried text."""
+    """One request as its client observed it."""
 
     started_s: float
-    """When it was sent; with arrivals at a rate, when it was due, so that a late generator is not in its favour."""
+    """When it was sent. In an open loop, when it was due: a late generator must not flatter the server."""
     event_times_s: list[float] = field(default_factory=list)
+    """Arrival of each event that carried text."""
     ended_s: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """As the server's usage says; for a stream that has none, the number of events."""
+    """As in the server's usage; without usage, the number of events."""
     outcome: Outcome = Outcome.FAILED
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """None where there was nothing to measure."""
+    """Percentiles and mean; None if there is nothing to measure."""
 
     p50: float | None
     p99: float | None
@@ -43,7 +44,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """One row of the table. Rates count all tokens that arrived, of dropped requests too; e2e counts whole answers."""
+    """One row of the table. Rates count the tokens of dropped requests too; e2e counts completed answers only."""
 
     load: str
     """ "c=16" for a closed loop, "2.5/s" for arrivals at a rate."""
@@ -55,21 +56,21 @@ class LoadSummary:
     prompt_tokens: int
     output_tokens: int
     events: int
-    """That carried text: fewer than tokens where the server puts several into one, as one that lags does."""
+    """Events that carried text. A server that lags puts several tokens into one event."""
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     requests_per_s: float
     ttft_ms: Spread
     itl_ms: Spread
-    """Gaps between events that carried text: what a reader sees."""
+    """Gaps between events that carried text."""
     e2e_ms: Spread
     generator_cpu_us_per_token: float
-    """What the load generator itself spent."""
+    """CPU time of the load generator itself."""
     first_error: str = ""
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear between the two nearest ranks, as numpy.percentile's default. values need not be sorted."""
+    """Interpolate linearly between the two nearest ranks, as numpy.percentile does. values need not be sorted."""
     if not values:
         return None
     ordered = sorted(values)
@@ -96,12 +97,12 @@ def itls_s(records: Sequence[ObservedRequest]) -> list[float]:
 
 
 def duration_s(records: Sequence[ObservedRequest]) -> float:
-    """From the first start to the last end."""
+    """Return the time from the first start to the last end."""
     return max(record.ended_s for record in records) - min(record.started_s for record in records)
 
 
 def summarize(load: str, records: Sequence[ObservedRequest], generator_cpu_s: float) -> LoadSummary:
-    """records of one run, at least one."""
+    """records are those of one run, at least one."""
     lasted_s = duration_s(records)
     by_outcome: dict[Outcome, list[ObservedRequest]] = {outcome: [] for outcome in Outcome}
     for record in records:
@@ -135,7 +136,7 @@ Direction = Literal["at least", "at most"]
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A figure beside what it should be."""
+    """A figure and the limit that it should keep."""
 
     name: str
     value: float

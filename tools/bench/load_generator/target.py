@@ -28,7 +28,7 @@ class _Models(Struct):
 
 
 class ReadyState(Struct):
-    """The body of Penstock's /ready; None where another server does not say."""
+    """The body of Penstock's /ready. Other servers leave fields out."""
 
     running: int | None = None
     waiting: int | None = None
@@ -37,7 +37,7 @@ class ReadyState(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server under load. vocab_size is known of Penstock only, and prompts may then be token ids."""
+    """A server under load. Only Penstock says its vocab_size; prompts can then be token ids."""
 
     http: HttpClient
     endpoint: Endpoint
@@ -46,7 +46,7 @@ class Target:
 
     @classmethod
     async def discover(cls, http: HttpClient, endpoint: Endpoint, model: str | None) -> Target:
-        """Asks /v1/models. Raises BenchError."""
+        """Ask /v1/models; take the first model if none is named. Raises BenchError."""
         try:
             reply = await http.get("/v1/models")
             models = msgspec.json.decode(reply.body, type=_Models).data if reply.status == 200 else []
@@ -59,14 +59,14 @@ class Target:
         return cls(http, endpoint, chosen.id, chosen.vocab_size)
 
     async def ready_state(self) -> ReadyState:
-        """Raises BenchError where /ready is not Penstock's."""
+        """Raises BenchError if /ready does not answer as Penstock does."""
         try:
             return msgspec.json.decode((await self.http.get("/ready")).body, type=ReadyState)
         except (ConnectionBroken, msgspec.MsgspecError) as error:
             raise BenchError(f"/ready: {error}") from None
 
     def encode(self, request: PlannedRequest, *, is_stream: bool = True) -> bytes:
-        """The whole HTTP request. Greedy, and of exactly output_tokens where the server knows ignore_eos."""
+        """Return the whole HTTP request: greedy, and of exactly output_tokens if the server supports ignore_eos."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.output_tokens,

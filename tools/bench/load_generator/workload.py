@@ -1,11 +1,11 @@
-"""Which requests a run sends, when, and which of them hang up: all drawn beforehand from one seed."""
+"""The requests of a run, when each is sent and which of them hang up: all drawn in advance from one seed."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-# Short common words: most tokenizers make one token of each, the server's usage says how many it really was.
+# Short common words, which most tokenizers make one token of. The server's usage has the real count.
 _TEXT = """
 time year people way day man thing woman life child world school state family student group country problem
 hand part place case week company system program question work number night point home water room mother area
@@ -19,7 +19,7 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A range of token counts, both ends included; one number where they are equal."""
+    """A range of token counts, both ends included."""
 
     low: int
     high: int
@@ -32,14 +32,14 @@ class Lengths:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """ "64" or "16:128". Raises ValueError."""
+    """Return "64" or "16:128" as a range. Raises ValueError for anything else."""
     low, colon, high = text.partition(":")
     try:
         lengths = Lengths(int(low), int(high) if colon else int(low))
     except ValueError:
         raise ValueError(f'"{text}" is not a length; write 64 or 16:128') from None
     if not 1 <= lengths.low <= lengths.high:
-        raise ValueError(f'"{text}": lengths begin at 1 and the first is not above the second')
+        raise ValueError(f'"{text}" is not a length: both ends are at least 1, and the first is not above the second')
     return lengths
 
 
@@ -52,9 +52,9 @@ Prompt = tuple[int, ...] | str
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """When a client goes away: delay_s after its after_events-th event, or at the next event where that comes first.
+    """When a client hangs up: delay_s after its after_events-th event, or at the next event if that comes first.
 
-    after_events 0 counts from sending the request.
+    With after_events 0, the delay counts from sending the request.
     """
 
     after_events: int
@@ -72,20 +72,19 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """vocab_size None draws prompts of words, else of token ids. Shares are of the number of requests, rounded.
-
-    rate_per_s None is a closed loop; else arrivals are a Poisson process of that rate.
-    """
+    """How requests are drawn. duplicates and drop are shares of the number of requests, rounded."""
 
     prompt_tokens: Lengths
     output_tokens: Lengths
     vocab_size: int | None = None
+    """Bound of random token ids; None draws prompts of words."""
     duplicates: float = 0.0
     drop: float = 0.0
     rate_per_s: float | None = None
+    """Rate of a Poisson process of arrivals; None for a closed loop."""
 
     def draw(self, num_requests: int, seed: int) -> list[PlannedRequest]:
-        """A function of (self, num_requests, seed)."""
+        """The same workload, count and seed give the same requests."""
         rng = random.Random(seed)  # noqa: S311 - a workload, not a secret
         prompts = self._draw_prompts(num_requests, rng)
         dropped = set(rng.sample(range(num_requests), round(self.drop * num_requests)))
@@ -100,7 +99,7 @@ class Workload:
         return requests
 
     def _draw_prompts(self, num_requests: int, rng: random.Random) -> list[Prompt]:
-        """The first is always new; a duplicate repeats one drawn before it."""
+        """The first prompt is always new; a duplicate repeats one drawn before it."""
         num_duplicates = min(round(self.duplicates * num_requests), num_requests - 1)
         repeats = set(rng.sample(range(1, num_requests), num_duplicates))
         prompts: list[Prompt] = []
@@ -112,12 +111,12 @@ class Workload:
         length = self.prompt_tokens.draw(rng)
         if self.vocab_size is None:
             return draw_words(rng, length)
-        # Special tokens stand at either end of a vocabulary; ordinary ones in between.
+        # Special tokens are at either end of a vocabulary.
         low, high = self.vocab_size // 8, self.vocab_size - self.vocab_size // 8
         return tuple(rng.randrange(low, high) for _ in range(length))
 
 
 def _draw_drop(output_tokens: int, rng: random.Random) -> Drop:
-    """A quarter goes before the first token: while queued or in prefill."""
+    """A quarter of the clients hang up before the first token, while queued or in prefill."""
     after_events = 0 if rng.random() < 0.25 else rng.randrange(1, max(output_tokens, 2))
     return Drop(after_events, rng.uniform(0.0, 0.03))

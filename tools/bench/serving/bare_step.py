@@ -1,8 +1,8 @@
 """The bare work of a decode step on the CPU: its linears and its attention, timed inside whole steps of the decoder.
 
-Each implementation of the decoder's operations that this machine offers is measured, and of each part the least
-counts: a floor is not to be raised by an implementation of ours that is slow. Runs as a child of the benchmark, so that
-the load generator holds no model, and prints JSON.
+Each implementation of the decoder's operations on this machine is measured, and the fastest counts for each part: a
+slow implementation of ours must not raise the floor. Runs as a child of `penstock bench floor`, so that the load
+generator holds no model, and prints JSON.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class TimedOps:
 
 @dataclass(frozen=True, slots=True)
 class TimedDecoder:
-    """One implementation with its model."""
+    """One implementation of the operations, with its model."""
 
     forward_pass: CpuDecoderPass
     ops: TimedOps
 
     def step(self, batch: StepBatch) -> tuple[float, float, float]:
-        """Seconds of linears, attention and the whole step with its sampling."""
+        """Run a step; return the seconds of its linears, of its attention and of all of it, sampling included."""
         self.ops.seconds = {"linears": 0.0, "attention": 0.0}
         started_s = time.perf_counter()
         self.forward_pass.sample(self.forward_pass.forward(batch), batch).wait()
@@ -86,7 +86,7 @@ class TimedDecoder:
     def measure(
         self, batch_size: int, context_tokens: int, page_size_tokens: int, num_steps: int
     ) -> tuple[float, float, float]:
-        """Medians over steps of batch_size sequences at this context, in seconds as `step` gives them."""
+        """Return medians over steps of batch_size sequences at this context, in seconds as `step` does."""
         steps = decode_steps(batch_size, context_tokens, page_size_tokens, _WARM_UP_STEPS + num_steps)
         times = [self.step(batch) for batch in steps][_WARM_UP_STEPS:]
         linears, attention, whole = (statistics.median(column) for column in zip(*times, strict=True))
@@ -94,7 +94,7 @@ class TimedDecoder:
 
 
 def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int, num_steps: int) -> Iterator[StepBatch]:
-    """The same step again and again: row r owns the pages from r * pages_per_row, whatever they hold."""
+    """Yield the same step num_steps times. Row r owns the pages from r * pages_per_row; their content is arbitrary."""
     pages_per_row = -(-(context_tokens + 1) // page_size_tokens)
     rows = np.arange(batch_size, dtype=np.int32)
     page_table = (rows[:, None] * pages_per_row + np.arange(pages_per_row)).astype(np.int32)
@@ -114,7 +114,7 @@ def decode_steps(batch_size: int, context_tokens: int, page_size_tokens: int, nu
 
 
 def load_decoders(options: BackendOptions, max_batch: int, num_pages: int) -> list[TimedDecoder]:
-    """What the backend would run first, then plain torch where that is another. Raises StartupError."""
+    """Load the implementation that the backend would use, then plain torch if that is another. Raises StartupError."""
     if choose_device(options.gpu) != "cpu":
         raise StartupError("the bare work is measured on the CPU: give --gpu none")
     model_dir = locate_model(options)

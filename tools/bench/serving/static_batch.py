@@ -1,8 +1,8 @@
 """A static batch on the bare forward pass: the most that a server without continuous batching could reach.
 
-All prompts are known beforehand and prefilled in one step; then all rows decode in lock step until the longest answer
-ends. There is no HTTP, no schedule and no other process. The benchmark runs this module as a child process, so that the
-load generator holds no model; it sends one job per line of standard input.
+All prompts are known in advance and prefilled in one step; then all rows decode in lock step until the longest answer
+ends. There is no HTTP, no schedule and no other process. Runs as a child of `penstock bench static`, so that the load
+generator holds no model, and reads one job per line of standard input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ app = make_app("static_batch", "Runs static batches read from standard input, on
 
 
 class StaticJob(msgspec.Struct, frozen=True):
-    """prompts and output_tokens are of equal length: one for each row."""
+    """prompts and output_tokens have one entry for each row."""
 
     prompts: list[list[int]]
     output_tokens: list[int]
@@ -41,14 +41,14 @@ class StaticTiming(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StaticBatch:
-    """The pages of all rows, allotted for the whole batch: row r owns pages_per_row pages from r * pages_per_row."""
+    """A pass with the pages of a whole batch: row r owns pages_per_row pages from r * pages_per_row."""
 
     forward_pass: IBatchedForwardPass
     page_size_tokens: int
     pages_per_row: int
 
     def run(self, job: StaticJob) -> StaticTiming:
-        """Every row stays in the batch to its end: a row whose answer is complete keeps its place."""
+        """Run the batch. A row whose answer is complete keeps its place until the batch ends."""
         started_s = time.perf_counter()
         lengths = np.array([len(prompt) for prompt in job.prompts], np.int32)
         num_rows = len(lengths)
@@ -95,7 +95,7 @@ class StaticBatch:
 
 
 def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tokens: int) -> StaticBatch:
-    """The pass that `backend` would serve, with a cache for num_rows sequences of context_tokens each."""
+    """Load the pass that `backend` would serve, with a cache for num_rows sequences of context_tokens each."""
     from penstock.backend.main import locate_model
     from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
     from penstock.backend.plugins import find_forward_pass

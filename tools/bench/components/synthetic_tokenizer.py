@@ -1,8 +1,8 @@
-"""A tokenizer of any size, made on the spot: what a mask costs goes by the vocabulary, and no model need be at hand.
+"""A synthetic tokenizer of any size, because the cost of a mask depends on the vocabulary.
 
-Its tokens look as those of a large model's do: words and parts of words in Latin, Cyrillic and Chinese letters, with
-and without a space before them, numbers of up to three digits, white space and punctuation in runs. It has no merges,
-so it is for those who read tokens by their bytes, as grammars do.
+Its tokens resemble those of a large model: words and parts of words in Latin, Cyrillic and Chinese letters, with and
+without a space before them, numbers of up to three digits, runs of white space and of punctuation. It has no merges,
+so it serves only readers that work on the bytes of tokens, as grammars do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PUNCTUATION = """!"#$%&'()*+,-./:;<=>?@[]^_`{|}~"""
 
 
 def write_tokenizer(path: Path, vocab_size: int, seed: int) -> int:
-    """Writes a tokenizer.json and returns END's id, the last. The same seed gives the same file.
+    """Write a tokenizer.json and return the id of END, the last one. The same seed gives the same file.
 
     vocab_size is at least 2,000: bytes and numbers alone are 1,256.
     """
@@ -48,7 +48,7 @@ def write_tokenizer(path: Path, vocab_size: int, seed: int) -> int:
 
 
 def _tokens(count: int, rng: random.Random) -> list[bytes]:
-    """Different ones; every byte is among them."""
+    """Return distinct tokens, among them every single byte."""
     tokens = dict.fromkeys(bytes([byte]) for byte in range(256))
     tokens |= dict.fromkeys(str(number).encode() for number in range(1000))
     texts = _texts(rng)
@@ -74,8 +74,10 @@ def _texts(rng: random.Random) -> Iterator[str]:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary: its own where it has one that can be seen, else
-    the next from U+0100 (OpenAI's GPT-2, encoder.py)."""
+    """Return the letter that stands for each byte in a byte-level vocabulary.
+
+    It is the byte's own character if that is visible, else the next one from U+0100 (OpenAI's GPT-2, encoder.py).
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]

@@ -10,8 +10,8 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from penstock.backend.main import DEMO_MODEL_DIR
-from penstock.tools.bench.components.made_up_tokenizer import END, write_tokenizer
 from penstock.tools.bench.components.mask_cost import BenchVocabulary, MaskCost, RowCost, mask_aims, measure_masks
+from penstock.tools.bench.components.synthetic_tokenizer import END, write_tokenizer
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.serving.workers_scaling import MIN_CORES, Scaling, WorkersRun, scaling_aims
 from penstock.tools.main import app
