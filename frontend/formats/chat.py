@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.frontend.formats.base import (
-    Identity,
-    OpenAIChunks,
-    StreamUsageOptions,
-    Usage,
-    encode,
-    error_event,
-    fields,
-    numbers,
-)
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage, encode
 from penstock.frontend.formats.logprobs import chat_logprobs, prompt_logprobs
+from penstock.frontend.formats.openai_chunks import OpenAIChunks, error_event, object_fields, usage_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +32,7 @@ class ChatFormat:
         self._usage = usage
         self._chunks = OpenAIChunks(identity, "chat.completion.chunk", usage, streamed_usage)
         self._text_heads: dict[int, bytes] = {}
-        """Of each choice, what stands before the text in a chunk that has nothing else."""
+        """The start of a chunk with only text, by choice."""
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
         chunk = self._chunk(index, b'{"role":"assistant","content":""}')
@@ -61,7 +53,7 @@ class ChatFormat:
             changes["tool_calls"] = [_tool_call(first)]
         logprobs = encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
         more = b',"token_ids":' + encode(delta.token_ids) if delta.token_ids else b""
-        # One piece of a call in each chunk: clients look no further.
+        # One tool call per chunk: clients ignore the others.
         chunks = [encode({"tool_calls": [_tool_call(piece)]}) for piece in others if piece is not None]
         return self._chunk(index, encode(changes), logprobs, more) + b"".join(self._chunk(index, c) for c in chunks)
 
@@ -81,11 +73,11 @@ class ChatFormat:
     def failure(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, messages: list[ChoiceOutput]) -> bytes:
-        choices = [_whole_choice(index, message) for index, message in enumerate(messages)]
-        whole = {**fields(self._identity, "chat.completion"), "choices": choices, **numbers(self._usage)}
-        # A chat has one prompt, whatever the number of its choices.
-        first = messages[0]
+    def whole(self, outputs: list[ChoiceOutput]) -> bytes:
+        choices = [_whole_choice(index, output) for index, output in enumerate(outputs)]
+        whole = {**object_fields(self._identity, "chat.completion"), "choices": choices, **usage_fields(self._usage)}
+        # A chat has one prompt, however many choices.
+        first = outputs[0]
         if first.prompt_token_ids is not None:
             whole["prompt_token_ids"] = first.prompt_token_ids
         if first.prompt_logprobs is not None:
@@ -112,25 +104,25 @@ def _tool_call(piece: ToolCallDelta) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
-def _whole_choice(index: int, message: ChoiceOutput) -> dict[str, Any]:
+def _whole_choice(index: int, output: ChoiceOutput) -> dict[str, Any]:
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
+        for call in output.tool_calls
     ]
-    told: dict[str, Any] = {"role": "assistant", "content": message.text, "refusal": None}
-    if message.reasoning:
-        told["reasoning_content"] = message.reasoning
+    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+    if output.reasoning:
+        message["reasoning_content"] = output.reasoning
     if calls:
-        told["tool_calls"] = calls
-        told["content"] = message.text or None
+        message["tool_calls"] = calls
+        message["content"] = output.text or None
     choice: dict[str, Any] = {
         "index": index,
-        "message": told,
-        "logprobs": chat_logprobs(message.logprobs) if message.logprobs else None,
-        "finish_reason": message.finish_reason,
+        "message": message,
+        "logprobs": chat_logprobs(output.logprobs) if output.logprobs else None,
+        "finish_reason": output.finish_reason,
     }
-    if message.stopped_by is not None:
-        choice["stop_reason"] = message.stopped_by
-    if message.prompt_token_ids is not None:
-        choice["token_ids"] = message.token_ids
+    if output.stopped_by is not None:
+        choice["stop_reason"] = output.stopped_by
+    if output.prompt_token_ids is not None:
+        choice["token_ids"] = output.token_ids
     return choice

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.frontend.formats.base import (
-    Identity,
-    OpenAIChunks,
-    StreamUsageOptions,
-    Usage,
-    encode,
-    error_event,
-    fields,
-    numbers,
-)
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage, encode
 from penstock.frontend.formats.logprobs import legacy_logprobs, prompt_logprobs
+from penstock.frontend.formats.openai_chunks import OpenAIChunks, error_event, object_fields, usage_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +29,7 @@ class CompletionFormat:
         self._usage = usage
         self._chunks = OpenAIChunks(identity, "text_completion", usage, streamed_usage)
         self._prompt_token_ids: dict[int, Sequence[int]] = {}
-        """Of the choices whose first chunk is to tell them."""
+        """Prompt token ids that the next chunk of a choice reports, by choice."""
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
         if prompt_token_ids:
@@ -59,9 +51,9 @@ class CompletionFormat:
     def failure(self, error: ApiError) -> bytes:
         return error_event(error)
 
-    def whole(self, messages: list[ChoiceOutput]) -> bytes:
-        choices = [_whole_choice(index, message) for index, message in enumerate(messages)]
-        whole = {**fields(self._identity, "text_completion"), "choices": choices, **numbers(self._usage)}
+    def whole(self, outputs: list[ChoiceOutput]) -> bytes:
+        choices = [_whole_choice(index, output) for index, output in enumerate(outputs)]
+        whole = {**object_fields(self._identity, "text_completion"), "choices": choices, **usage_fields(self._usage)}
         return encode(whole)
 
     def _chunk(
@@ -79,18 +71,18 @@ class CompletionFormat:
         return self._chunks.before + choice + self._chunks.after
 
 
-def _whole_choice(index: int, message: ChoiceOutput) -> dict[str, Any]:
+def _whole_choice(index: int, output: ChoiceOutput) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
-        "text": message.text,
-        "logprobs": legacy_logprobs(message.logprobs) if message.logprobs else None,
-        "finish_reason": message.finish_reason,
+        "text": output.text,
+        "logprobs": legacy_logprobs(output.logprobs) if output.logprobs else None,
+        "finish_reason": output.finish_reason,
     }
-    if message.stopped_by is not None:
-        choice["stop_reason"] = message.stopped_by
-    if message.prompt_token_ids is not None:
-        choice["prompt_token_ids"] = message.prompt_token_ids
-        choice["token_ids"] = message.token_ids
-    if message.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(message.prompt_logprobs)
+    if output.stopped_by is not None:
+        choice["stop_reason"] = output.stopped_by
+    if output.prompt_token_ids is not None:
+        choice["prompt_token_ids"] = output.prompt_token_ids
+        choice["token_ids"] = output.token_ids
+    if output.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
     return choice

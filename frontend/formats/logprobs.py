@@ -1,4 +1,4 @@
-"""Log probabilities in the three shapes in which clients expect them."""
+"""Log probabilities in the three shapes that clients expect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.frontend.parsing.deltas import ScoredToken
 
 _LEAST = -9999.0
-"""Stands for minus infinity, which JSON has no number for."""
+"""Replaces minus infinity, which JSON cannot express."""
 
 
 def _number(logprob: float | None) -> float | None:
@@ -23,39 +23,39 @@ def _number(logprob: float | None) -> float | None:
 
 
 def chat_logprobs(entries: Sequence[ScoredToken]) -> Raw:
-    """choices[].logprobs of a chat completion."""
+    """Return choices[].logprobs of a chat completion."""
     return Raw(b'{"content":%b,"refusal":null}' % bytes(chat_entries(entries)))
 
 
 def chat_entries(entries: Sequence[ScoredToken]) -> Raw:
-    """The tokens with their log probabilities as chats and responses have them."""
-    told = [
+    """Return the tokens with their log probabilities, as in chat completions and responses."""
+    encoded = [
         b'%b,"top_logprobs":[%b]}' % (_chat_entry(entry), b",".join(_chat_entry(top) + b"}" for top in entry.top))
         for entry in entries
     ]
-    return Raw(b"[%b]" % b",".join(told))
+    return Raw(b"[%b]" % b",".join(encoded))
 
 
 def _chat_entry(entry: ScoredToken) -> bytes:
-    """Without the brace that closes it."""
+    """Return the entry without its closing brace."""
     return _chat_head(entry.text, entry.raw) + encode(_number(entry.logprob))
 
 
 @lru_cache(1 << 16)
 def _chat_head(text: str, raw: bytes) -> bytes:
-    """What is the same of a token wherever it comes."""
+    """Return the part of an entry that depends on the token alone."""
     return encode({"token": text, "bytes": list(raw)})[:-1] + b',"logprob":'
 
 
 def legacy_logprobs(entries: Sequence[ScoredToken]) -> dict[str, Any]:
-    """choices[].logprobs of a completion. The token itself is always among the likeliest, and may be one more."""
+    """Return choices[].logprobs of a text completion. top_logprobs always includes the token itself."""
     return {
         "tokens": [_legacy_text(entry) for entry in entries],
         "token_logprobs": [_number(entry.logprob) for entry in entries],
         "top_logprobs": [
             None
             if entry.logprob is None
-            else {_legacy_text(told): _number(told.logprob) for told in (*entry.top, entry)}
+            else {_legacy_text(other): _number(other.logprob) for other in (*entry.top, entry)}
             for entry in entries
         ],
         "text_offset": [entry.offset for entry in entries],
@@ -63,14 +63,14 @@ def legacy_logprobs(entries: Sequence[ScoredToken]) -> dict[str, Any]:
 
 
 def _legacy_text(entry: ScoredToken) -> str:
-    """Parts of characters by their bytes, as OpenAI writes them: as texts they would all be the same."""
+    """Write parts of characters as bytes, as OpenAI does: as text they would all look the same."""
     if "\ufffd" not in entry.text or entry.text.encode() == entry.raw:
         return entry.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.raw)
 
 
 def prompt_logprobs(entries: Sequence[ScoredToken]) -> Raw:
-    """choices[].prompt_logprobs as vLLM has it: by token id, the prompt's own token and the likeliest at its place."""
+    """Return choices[].prompt_logprobs as in vLLM: by token id, the prompt's token and the likeliest in its place."""
     return Raw(b"[%b]" % b",".join(map(_prompt_entry, entries)))
 
 

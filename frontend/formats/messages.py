@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's message object and the events by which it is streamed."""
+"""POST /v1/messages: Anthropic's message object and its stream events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MessagesFormat:
     """See `Format`. A message has one choice."""
 
     def __init__(self, identity: Identity, usage: Usage, request_id: str) -> None:
-        """request_id is told with an error."""
+        """request_id is reported with an error."""
         self._identity = identity
         self._usage = usage
         self._request_id = request_id
@@ -57,11 +57,11 @@ class MessagesFormat:
         _, body = anthropic_error(error, self._request_id)
         return b"event: error\ndata: %b\n\n" % body
 
-    def whole(self, messages: list[ChoiceOutput]) -> bytes:
-        message = messages[0]
-        self._blocks = message.blocks
+    def whole(self, outputs: list[ChoiceOutput]) -> bytes:
+        output = outputs[0]
+        self._blocks = output.blocks
         self._blocks.close()
-        reason, sequence = _stop(message.finish_reason, message.stopped_by)
+        reason, sequence = _stop(output.finish_reason, output.stopped_by)
         content = [self._content(block, block.text) for block in self._blocks.all]
         return encode(self._message(content, reason, sequence, with_output=True))
 
@@ -80,7 +80,7 @@ class MessagesFormat:
         }
 
     def _usage_fields(self, *, with_output: bool) -> dict[str, Any]:
-        """Anthropic's input_tokens are those that no cache had."""
+        """Anthropic's input_tokens do not include cached tokens."""
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -90,7 +90,7 @@ class MessagesFormat:
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens if with_output else 0},
         }
 
-    # What happens to a block: see `BlockEvents`
+    # Implements `BlockEvents`
 
     def opened(self, block: OutputBlock) -> bytes:
         self._delta_head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{%b' % (
@@ -122,7 +122,7 @@ class MessagesFormat:
 
     @property
     def _signature(self) -> str:
-        """Clients hand thinking back only where it is signed. It is not checked here: it says where it comes from."""
+        """Clients send thinking back only if it is signed. The signature is the response id; it is not checked."""
         return self._identity.response_id
 
 
@@ -137,7 +137,7 @@ def _stop(finish_reason: str, stopped_by: str | int | None) -> tuple[str, str | 
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """An object, as Anthropic has it; empty where the call was cut off or the model wrote something else."""
+    """Return the arguments as an object; empty if the call was cut off or the model wrote something else."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's response object and the events by which it is streamed."""
+"""POST /v1/responses: OpenAI's response object and its stream events."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class ResponsesFormat:
         settings: Mapping[str, Any],
         on_end: Callable[[ResponsesFormat], None],
     ) -> None:
-        """settings: the object's fields that are known before it runs. on_end is called when the answer is final."""
+        """settings are the object's fields that are known in advance. on_end is called when the answer is final."""
         self.response_id = identity.response_id
         self.status = "queued"
         self.num_events = 0
-        """Also the next event's sequence_number."""
+        """Events so far; also the sequence_number of the next one."""
         fixed = {"id": identity.response_id, "object": "response", "created_at": identity.created, **settings}
         self._fixed = {name: Raw(encode(value)) for name, value in fixed.items()}
-        """Encoded once: tools may be most of a body, and come in every event that tells the response."""
+        """Encoded once: tools may be large, and are repeated in every event with the whole response."""
         self._model = identity.model
         self._usage = usage
         self._on_end = on_end
         self._blocks = OutputBlocks(self)
         self._cut_block: OutputBlock | None = None
-        """The one in which the answer broke off."""
+        """The block in which the answer broke off."""
         self._id_suffix = identity.response_id.partition("_")[2]
         self._delta_head = b""
         self._error: dict[str, str] | None = None
@@ -59,8 +59,9 @@ class ResponsesFormat:
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:  # noqa: ARG002 - one choice, no ids
         self.status = "in_progress"
-        told = self.snapshot()
-        return self._event("response.created", response=told) + self._event("response.in_progress", response=told)
+        response = self.snapshot()
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
 
     def delta(self, index: int, delta: Delta) -> bytes:  # noqa: ARG002
         return self._blocks.take(delta)
@@ -85,19 +86,19 @@ class ResponsesFormat:
         return events + self.end()
 
     def cancel(self) -> None:
-        """Somebody asked for its end. Nothing more is told."""
+        """End the response at a client's request. Writes no event."""
         self._break_off("cancelled")
         self._on_end(self)
 
-    def whole(self, messages: list[ChoiceOutput]) -> bytes:
-        message = messages[0]
-        self._blocks = message.blocks
-        self.closing(0, message.finish_reason, message.stopped_by)
+    def whole(self, outputs: list[ChoiceOutput]) -> bytes:
+        output = outputs[0]
+        self._blocks = output.blocks
+        self.closing(0, output.finish_reason, output.stopped_by)
         self._on_end(self)
         return encode(self.snapshot())
 
     def snapshot(self) -> dict[str, Any]:
-        """The response object as it stands."""
+        """Return the response object in its present state."""
         is_final = self._ended_at is not None
         return {
             **self._fixed,
@@ -130,7 +131,7 @@ class ResponsesFormat:
             "penstock": {"coalesced": usage.is_coalesced},
         }
 
-    # What happens to a block: see `BlockEvents`
+    # Implements `BlockEvents`
 
     def opened(self, block: OutputBlock) -> bytes:
         item = self._item(block)
@@ -153,8 +154,8 @@ class ResponsesFormat:
         self.num_events += 1
         if block.kind is not BlockKind.TEXT:
             return b'%b%b,"sequence_number":%d}\n\n' % (self._delta_head, encode(piece), number)
-        told = bytes(chat_entries(logprobs)) if logprobs else b"[]"
-        return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._delta_head, encode(piece), told, number)
+        entries = bytes(chat_entries(logprobs)) if logprobs else b"[]"
+        return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._delta_head, encode(piece), entries, number)
 
     def closed(self, block: OutputBlock) -> bytes:
         place, text = self._place(block), block.text
@@ -172,10 +173,10 @@ class ResponsesFormat:
         return events + self._event("response.output_item.done", output_index=block.index, item=self._item(block))
 
     def _item(self, block: OutputBlock) -> dict[str, Any]:
-        told: dict[str, Any] = {"id": self._item_id(block), "type": "message", "status": self._item_status(block)}
+        item: dict[str, Any] = {"id": self._item_id(block), "type": "message", "status": self._item_status(block)}
         match block.kind:
             case BlockKind.CALL:
-                return told | {
+                return item | {
                     "type": "function_call",
                     "call_id": block.call_id,
                     "name": block.name,
@@ -183,10 +184,10 @@ class ResponsesFormat:
                 }
             case BlockKind.REASONING:
                 content = [_part(block.kind, block.text)]
-                return told | {"type": "reasoning", "summary": [], "content": content}
+                return item | {"type": "reasoning", "summary": [], "content": content}
             case BlockKind.TEXT:
                 content = [_part(block.kind, block.text, chat_entries(block.logprobs))]
-                return told | {"role": "assistant", "content": content}
+                return item | {"role": "assistant", "content": content}
 
     def _item_status(self, block: OutputBlock) -> str:
         if block is self._cut_block:
@@ -206,13 +207,13 @@ class ResponsesFormat:
         return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
     def _head(self, name: str, place: dict[str, Any]) -> bytes:
-        """Of the events that tell a block's pieces, all that stands before the piece."""
+        """Return the part of a block's delta events before the piece."""
         data = encode({"type": name, **place})[:-1]
         return b'event: %b\ndata: %b,"delta":' % (name.encode(), data)
 
 
 def response_of_item(item_id: str) -> str:
-    """The id of the response whose output has the item, if its id is one of ours."""
+    """Return the id of the response that contains the item, if the item's id is one of ours."""
     return f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
 
 
@@ -222,7 +223,7 @@ def _part(kind: BlockKind, text: str, logprobs: Raw = _NONE) -> dict[str, Any]:
 
 
 def _error_code(error: ApiError) -> str:
-    """One of the few that the API has."""
+    """Return one of the few codes of the API."""
     if error.kind.status == 429:
         return "rate_limit_exceeded"
     return "server_error" if error.kind.status >= 499 else "invalid_prompt"
