@@ -32,9 +32,9 @@ _REF = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
 _REFUSED_FIELDS: dict[type[Struct], Iterable[str]] = {
-    responses.ResponsesBody: responses.NOT_HERE,
-    messages.MessagesBody: messages.NOT_HERE,
-    messages.CountTokensBody: messages.NOT_HERE,
+    responses.ResponsesBody: responses.UNSUPPORTED_FIELDS,
+    messages.MessagesBody: messages.UNSUPPORTED_FIELDS,
+    messages.CountTokensBody: messages.UNSUPPORTED_FIELDS,
 }
 
 _ANY_ERRORS = (ErrorKind.FOREIGN_HOST, ErrorKind.INTERNAL)

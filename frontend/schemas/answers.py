@@ -1,4 +1,4 @@
-"""What the endpoints answer, for their documentation: the formats write it by hand, and a test compares the two."""
+"""The answers of the endpoints, for /openapi.json. The formats write them by hand; a test compares the two."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class UsageAnswer(Struct):
 
 
 class TimingsAnswer(Struct):
-    """llama.cpp's fields, and ours from queue_ms on."""
+    """llama.cpp's timings, followed by Penstock's own from queue_ms on."""
 
     cache_n: int
     prompt_n: int
@@ -148,7 +148,7 @@ class CompletionChoice(Struct):
 
 
 class CompletionAnswer(Struct):
-    """Whole, and each chunk of a stream."""
+    """A whole completion, and each chunk of a streamed one."""
 
     id: str
     object: Literal["text_completion"]
@@ -161,7 +161,7 @@ class CompletionAnswer(Struct):
 
 
 class ResponseAnswer(Struct):
-    """OpenAI's response object: the fields that are always there; the request's own are told again beside them."""
+    """OpenAI's response object: the fields that are always present. It also repeats fields of the request."""
 
     id: str
     object: Literal["response"]
@@ -221,7 +221,7 @@ class CountTokensAnswer(Struct):
 
 
 class TokenizeAnswer(Struct):
-    """vLLM's, or with `content` llama.cpp's, which has tokens alone."""
+    """vLLM's object; for a request with `content`, llama.cpp's, which has only tokens."""
 
     tokens: list[Any]
     count: int | None = None

@@ -15,23 +15,23 @@ MAX_SCHEMA_DEPTH = 64
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=128, pattern="^[a-zA-Z0-9_.-]+$")]
-"""OpenAI allows half as many characters, Anthropic as many: clients put a server's name before those of its tools."""
+"""OpenAI allows 64 characters, Anthropic 128. Clients put a server's name before the names of its tools."""
 
 
 class ContentPart(Struct, frozen=True):
-    """A refusal, which clients hand back in the assistant's words, has its text in a field of its own."""
+    """A part of a message's content. The text of a refusal, which clients send back, is in `refusal`."""
 
     type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
     refusal: str | None = None
 
     @property
-    def said(self) -> str | None:
+    def text_or_refusal(self) -> str | None:
         return self.refusal if self.type == "refusal" else self.text
 
 
 class FunctionCall(Struct, frozen=True):
-    """arguments is JSON in a text, as OpenAI has it."""
+    """A call of a function; arguments is a JSON object as a string."""
 
     name: FunctionName
     arguments: str = ""
@@ -79,7 +79,7 @@ class AllowedTools(Struct, frozen=True):
 
 
 class AllowedToolsChoice(Struct, frozen=True, tag_field="type", tag="allowed_tools"):
-    """tool_choice of some of the tools."""
+    """tool_choice that allows only some of the tools."""
 
     allowed_tools: AllowedTools
 
@@ -89,7 +89,7 @@ class AllowedToolsChoice(Struct, frozen=True, tag_field="type", tag="allowed_too
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    """max_tokens is the older name of max_completion_tokens."""
+    """A chat. max_tokens is the older name of max_completion_tokens."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=2048)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)] | None = None
@@ -104,7 +104,7 @@ class ChatBody(GenerationBody, kw_only=True):
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
     """Tokens of reasoning after which its end is forced."""
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
-    """vLLM's name for the same; `check_chat` puts it there."""
+    """vLLM's name for thinking_budget; `check_chat` moves the value there."""
     include_reasoning: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
     add_generation_prompt: bool | None = None
@@ -122,7 +122,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
     @property
     def offered_tools(self) -> list[ChatTool]:
-        """Those that the model may call."""
+        """The tools that the model may call."""
         if self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, AllowedToolsChoice):
@@ -130,19 +130,19 @@ class ChatBody(GenerationBody, kw_only=True):
         return self.tools or []
 
     @property
-    def must_call(self) -> bool:
+    def requires_call(self) -> bool:
         if isinstance(self.tool_choice, AllowedToolsChoice):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
-    def calls_once(self) -> bool:
-        """One call ends the answer."""
+    def single_call(self) -> bool:
+        """Whether the first call ends the answer."""
         return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
     @property
-    def thinks(self) -> bool | None:
-        """Whether the answer is to begin with reasoning; None leaves it to the model."""
+    def reasoning_enabled(self) -> bool | None:
+        """Whether the answer begins with reasoning; None leaves it to the model."""
         if self.enable_thinking is not None:
             return self.enable_thinking
         if self.thinking_budget is not None:
@@ -165,20 +165,20 @@ class ChatBody(GenerationBody, kw_only=True):
 
 
 def check_chat(body: ChatBody) -> None:
-    """What no single field's type says. Raises ApiError."""
+    """Check what the types of single fields cannot express. Raises ApiError."""
     for position, message in enumerate(body.messages):
         _check_message(f"messages[{position}]", message)
     _check_tools(body)
     if body.thinking_token_budget is not None:
         if body.thinking_budget is not None:
-            invalid("thinking_token_budget", "cannot be combined with thinking_budget, which is the same")
+            invalid("thinking_token_budget", "cannot be combined with thinking_budget, its other name")
         body.thinking_budget, body.thinking_token_budget = body.thinking_token_budget, None
     if body.top_logprobs and not body.logprobs:
         invalid("top_logprobs", "needs logprobs to be true")
     if body.continue_final_message:
         last = body.messages[-1]
         if last.role != "assistant" or last.content is None:
-            invalid("continue_final_message", "the last message must be the assistant's, and have a content")
+            invalid("continue_final_message", "the last message must be from the assistant and have content")
         if body.add_generation_prompt:
             invalid("add_generation_prompt", "cannot be true together with continue_final_message")
 
@@ -188,21 +188,21 @@ def _check_tools(body: ChatBody) -> None:
     for position, tool in enumerate(body.tools or ()):
         path, function = f"tools[{position}].function", tool.function
         if function.name in names:
-            invalid(f"{path}.name", f"{shorten(function.name)} is there twice")
+            invalid(f"{path}.name", f"{shorten(function.name)} is defined twice")
         names.add(function.name)
         if (function.parameters or {}).get("type", "object") != "object":
             invalid(f"{path}.parameters.type", 'must be "object"')
         if not is_shallow(function.parameters, MAX_SCHEMA_DEPTH):
             invalid(f"{path}.parameters", f"nested more than {MAX_SCHEMA_DEPTH} deep")
-    if body.must_call and not names:
+    if body.requires_call and not names:
         invalid("tool_choice", "needs tools")
     choice = body.tool_choice
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        invalid("tool_choice.function.name", f"{shorten(choice.function.name)} is none of the tools")
+        invalid("tool_choice.function.name", f"{shorten(choice.function.name)} is not one of the tools")
     for position, allowed in enumerate(choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else ()):
         if allowed.function.name not in names:
             path = f"tool_choice.allowed_tools.tools[{position}].function.name"
-            invalid(path, f"{shorten(allowed.function.name)} is none of the tools")
+            invalid(path, f"{shorten(allowed.function.name)} is not one of the tools")
 
 
 _TEXT_PARTS = ("text", "refusal")
@@ -210,7 +210,7 @@ _CONTAINERS = frozenset({dict, list})
 
 
 def is_shallow(value: object, depth: int) -> bool:
-    """Whether a decoded JSON value is nested at most so deep. Level by level: a value may have a million members."""
+    """Whether a decoded JSON value has at most this depth. Iterative: a value may have a million members."""
     level: list[Any] = [value] if type(value) in _CONTAINERS else []
     for _ in range(depth):
         members = chain.from_iterable(item.values() if type(item) is dict else item for item in level)
@@ -227,11 +227,11 @@ def _check_message(path: str, message: ChatMessage) -> None:
             ErrorKind.UNSUPPORTED_FIELD, f"{param}: not supported by this server; use tool_calls", param=param
         )
     if message.content is None and message.role != "assistant":
-        invalid(f"{path}.content", f"a message of role {message.role} needs a content")
+        invalid(f"{path}.content", f"required in a message of role {message.role}")
     if isinstance(message.content, list):
         for position, part in enumerate(message.content):
             if part.type not in _TEXT_PARTS:
                 where = f"{path}.content[{position}].type"
                 invalid(where, f'only "text" parts are supported, got {shorten(part.type)}')
-            if part.said is None:
+            if part.text_or_refusal is None:
                 invalid(f"{path}.content[{position}].{part.type}", "missing")

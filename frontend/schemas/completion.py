@@ -12,7 +12,7 @@ from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """prompt: one text, several, one list of token ids, or several. max_tokens 0 is for `echo`: the prompt alone."""
+    """A text completion. max_tokens 0 is allowed with `echo`: the answer is the prompt alone."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
@@ -49,7 +49,7 @@ class CompletionBody(GenerationBody, kw_only=True):
         return isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt."""
+        """Return one entry per prompt."""
         prompts: list[Any] = [self.prompt]
         if isinstance(self.prompt, list) and self.has_several_prompts():
             prompts = self.prompt
@@ -71,7 +71,7 @@ def _check_prompt(body: CompletionBody) -> None:
 
 
 def check_completion(body: CompletionBody) -> None:
-    """What no single field's type says. Raises ApiError."""
+    """Check what the types of single fields cannot express. Raises ApiError."""
     _check_prompt(body)
     num_choices = body.num_candidates * len(body.prompts())
     if num_choices > MAX_CHOICES:
@@ -80,6 +80,6 @@ def check_completion(body: CompletionBody) -> None:
     if body.best_of is not None and body.n is not None and body.best_of < body.n:
         invalid("best_of", f"must be at least n, which is {body.n}, got {body.best_of}")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
-        invalid("best_of", "cannot be more than n when stream is true: the best are known at the end only")
+        invalid("best_of", "cannot be more than n when stream is true: the best are known only at the end")
     if body.max_tokens == 0 and not body.echo:
-        invalid("max_tokens", "must be at least 1, got 0; 0 is allowed with echo only")
+        invalid("max_tokens", "must be at least 1, got 0; 0 is allowed only with echo")

@@ -1,4 +1,4 @@
-"""From bytes to a body, or to an error that names the field, its value and the limit."""
+"""Decodes a body from bytes, or raises an error that names the field, its value and the limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from penstock.frontend.schemas.generation import GenerationBody
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
 _ASKS_FOR_NOTHING = frozenset({b"", b"null", b"false", b"[]", b"{}", b'""'})
-# Values that ask for what happens anyway.
 _DEFAULTS: dict[str, frozenset[object]] = {
     "best_of": frozenset({1}),
     "dry_multiplier": frozenset({0}),
@@ -26,6 +25,7 @@ _DEFAULTS: dict[str, frozenset[object]] = {
     "top_n_sigma": frozenset({-1}),
     "xtc_probability": frozenset({0}),
 }
+"""Values of unsupported fields that ask for the default behavior."""
 
 _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
@@ -54,8 +54,8 @@ def decode_chat(data: bytes) -> ChatBody:
 
 
 def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
-    """Raises ApiError naming the field, its value and the limit; also for a field that is declared to be refused."""
-    # The codec raises these four for hostile bytes.
+    """Raises ApiError naming the field, its value and the limit; also for a declared field that is not supported."""
+    # The codec raises these four errors for hostile bytes.
     try:
         body = decode_without_gc(decoder, data)
     except msgspec.ValidationError as error:
@@ -73,7 +73,7 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
 
 
 def decode_without_gc(decoder: msgspec.json.Decoder[_Decoded], data: bytes) -> _Decoded:
-    """JSON has no cycles: the collector would look through a large body again and again while it is being made."""
+    """Decode with the garbage collector off: it would scan a large body again and again, and JSON has no cycles."""
     if len(data) <= _SMALL_BODY_BYTES or not gc.isenabled():
         return decoder.decode(data)
     gc.disable()
@@ -120,7 +120,8 @@ def _is_flat(value: str | float | tuple[object, ...]) -> bool:
 
 
 def _explain(message: str, data: bytes, body_type: type[Struct]) -> ApiError:
-    """The codec's own words, such as "Expected `int` <= 16 - at `$.n`", as an error that names field and value."""
+    """Turn a message of the codec, such as "Expected `int` <= 16 - at `$.n`", into an error that names the value
+    too."""
     expected, _, place = message.replace("`", "").rpartition(" - at ")
     expected, place = (expected, place) if expected else (place, "$")
     if expected.startswith("Object missing required field "):
@@ -130,7 +131,7 @@ def _explain(message: str, data: bytes, body_type: type[Struct]) -> ApiError:
     of_key = place.startswith("key in ")
     path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")
     expected = f"{expected[:1].lower()}{expected[1:]}"
-    if expected.startswith("invalid "):  # what is not one of a few values; the codec does not say which
+    if expected.startswith("invalid "):  # not one of a few values, which the codec does not list
         allowed = _choices(_type_info(body_type), _steps(path))
         expected = f"must be one of {', '.join(sorted(allowed))}" if allowed else expected
     if not path:
@@ -143,7 +144,7 @@ def _explain(message: str, data: bytes, body_type: type[Struct]) -> ApiError:
 
 
 def _choices(kind: msgspec.inspect.Type, steps: list[str]) -> list[str]:
-    """The values that a type allows at a path within it, where they are few."""
+    """Return the values that a type allows at a path within it; empty if there are not just a few."""
     match kind:
         case msgspec.inspect.UnionType(types):
             return [choice for member in types for choice in _choices(member, steps)]
@@ -158,12 +159,12 @@ def _choices(kind: msgspec.inspect.Type, steps: list[str]) -> list[str]:
 
 
 def _steps(path: str) -> list[str]:
-    """messages[0].role: messages, [0], role."""
+    """Split messages[0].role into messages, [0], role."""
     return path.replace("[", ".[").split(".")
 
 
 def _value_at(path: str, data: bytes) -> str | None:
-    """The value at a path such as messages[0].role, shortened; None where it cannot be said."""
+    """Return the value at a path such as messages[0].role, shortened; None if it cannot be found."""
     try:
         value = decode_without_gc(_any, data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

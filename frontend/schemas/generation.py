@@ -1,4 +1,4 @@
-"""What every endpoint that generates understands."""
+"""The fields that all generating endpoints share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ MAX_CHOICES = 128
 MAX_LOGPROB_CELLS = 1 << 22
 """Choices × tokens × log probabilities of one request's answer."""
 MAX_PROMPT_LOGPROB_CELLS = 1 << 19
-"""The same of its prompts, which are told all at once."""
+"""Prompts × tokens × log probabilities of one request's prompts, which are reported all at once."""
 
 MAX_STOP_STRINGS = 16
-"""OpenAI allows 4; editors that complete code send a dozen."""
+"""OpenAI allows 4; code editors send a dozen."""
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+TypeName = Annotated[str, Meta(max_length=64)]
 ShortText = Annotated[str, Meta(max_length=512)]
 ABSENT: Raw = field(default_factory=Raw)
 
@@ -41,7 +42,7 @@ class JsonSchemaFormat(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    """schema beside the type is how llama.cpp has it, with either type of JSON."""
+    """OpenAI's response_format. `schema` is llama.cpp's place for the schema, with either type of JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -49,7 +50,7 @@ class ResponseFormat(Struct, frozen=True):
 
 
 class StructuredOutputs(Struct, frozen=True):
-    """vLLM's structured_outputs: one of its fields."""
+    """vLLM's structured_outputs: exactly one of its fields."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -57,7 +58,7 @@ class StructuredOutputs(Struct, frozen=True):
     grammar: str | None = None
     json_object: bool | None = None
 
-    # Not offered
+    # Not supported
     disable_additional_properties: Raw = ABSENT
     disable_any_whitespace: Raw = ABSENT
     structural_tag: Raw = ABSENT
@@ -65,7 +66,7 @@ class StructuredOutputs(Struct, frozen=True):
 
 
 class GenerationBody(Struct, kw_only=True):
-    """What both OpenAI endpoints understand. None everywhere means: not given."""
+    """The fields that all generating endpoints share. None means: not given."""
 
     model: ShortText | None = None
     stream: bool | None = None
@@ -96,7 +97,7 @@ class GenerationBody(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    """Which end of the prompt is dropped; left where nothing is said."""
+    """The end of the prompt that is dropped; left by default."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_timings: bool | None = None
@@ -111,7 +112,7 @@ class GenerationBody(Struct, kw_only=True):
     )
     guided_grammar: str | None = None
 
-    # Taken and of no effect: nothing is stored, and there is one tier.
+    # Accepted without effect: nothing is stored, and there is one tier.
     user: ShortText | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
@@ -120,7 +121,7 @@ class GenerationBody(Struct, kw_only=True):
     store: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
-    # Not offered: each is refused unless it asks for nothing.
+    # Not supported: refused unless the value asks for nothing.
     dry_multiplier: Raw = ABSENT
     dynatemp_range: Raw = ABSENT
     ebnf: Raw = ABSENT

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's bodies."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's request bodies."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from msgspec import Meta, Raw, Struct
 
 from penstock.frontend.schemas.chat import FunctionName
 from penstock.frontend.schemas.decoding import decode_body
-from penstock.frontend.schemas.generation import ABSENT, MAX_STOP_STRINGS, GenerationBody, ShortText, StopString
+from penstock.frontend.schemas.generation import (
+    ABSENT,
+    MAX_STOP_STRINGS,
+    GenerationBody,
+    ShortText,
+    StopString,
+    TypeName,
+)
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
-
-TypeName = Annotated[str, Meta(max_length=64)]
 
 _MAX_BLOCKS = 2048
 
 
 class ResultBlock(Struct, frozen=True):
-    """A part of a tool's result."""
+    """A part of a tool result."""
 
     type: TypeName
     text: str | None = None
 
 
 class ContentBlock(Struct, frozen=True):
-    """A part of a content: every kind's fields, of which `_check_block` wants those of its own kind."""
+    """A block of a message's content. Which fields are required depends on the type."""
 
     type: TypeName
     text: str | None = None
@@ -81,7 +86,7 @@ class Metadata(Struct, frozen=True):
 
 
 class CountTokensBody(GenerationBody, kw_only=True):
-    """What decides on the prompt."""
+    """The fields that decide the prompt."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=2048)]
     system: Content | None = None
@@ -90,13 +95,13 @@ class CountTokensBody(GenerationBody, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """What output_config.format is called in the API's beta."""
-    metadata: Metadata | None = None  # type: ignore[assignment]  # Anthropic's own shape; nobody reads either
+    """The name of output_config.format in the beta of the API."""
+    metadata: Metadata | None = None  # type: ignore[assignment]  # Anthropic's shape; never read
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     inference_geo: TypeName | None = None
     speed: TypeName | None = None
-    """These four change nothing of what is answered; prefixes are cached anyway."""
+    """These four do not affect the answer. Prefixes are cached anyway."""
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
     container: Raw = ABSENT
@@ -108,7 +113,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
 
 
-NOT_HERE = {
+UNSUPPORTED_FIELDS = {
     "n": (1,),
     "stop": ([],),
     "response_format": (),
@@ -118,7 +123,7 @@ NOT_HERE = {
     "return_timings": (False,),
     "timings_per_token": (False,),
 }
-"""Of what other endpoints have, with the values that ask for nothing."""
+"""Fields of other endpoints that this one refuses, with the values that ask for nothing."""
 
 _messages = msgspec.json.Decoder(MessagesBody)
 _count_tokens = msgspec.json.Decoder(CountTokensBody)
@@ -144,7 +149,7 @@ def decode_count_tokens(data: bytes) -> CountTokensBody:
 
 
 def _checked(body: _Body) -> _Body:
-    for field, harmless in NOT_HERE.items():
+    for field, harmless in UNSUPPORTED_FIELDS.items():
         value = getattr(body, field)
         if value is not None and value not in harmless:
             raise _unsupported(field, "not supported by this endpoint")

@@ -9,12 +9,11 @@ from msgspec import Meta, Raw, Struct
 
 from penstock.frontend.schemas.chat import FunctionName
 from penstock.frontend.schemas.decoding import decode_body
-from penstock.frontend.schemas.generation import ABSENT, GenerationBody, ShortText
+from penstock.frontend.schemas.generation import ABSENT, GenerationBody, ShortText, TypeName
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 MAX_ITEMS = 2048
-TypeName = Annotated[str, Meta(max_length=64)]
 ItemRole = Literal["system", "developer", "user", "assistant"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -22,14 +21,14 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text",
 
 
 class ItemPart(Struct, frozen=True):
-    """A part of a content. A refusal has its text in a field of its own."""
+    """A part of an item's content. The text of a refusal is in `refusal`."""
 
     type: TypeName
     text: str | None = None
     refusal: str | None = None
 
     @property
-    def said(self) -> str:
+    def text_or_refusal(self) -> str:
         return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
@@ -37,7 +36,7 @@ Parts = Annotated[list[ItemPart], Meta(max_length=MAX_ITEMS)]
 
 
 class ResponseItem(Struct, frozen=True):
-    """One of the input: every kind's fields, of which `check_items` wants those of its own kind."""
+    """An item of the input. Which fields are required depends on the type."""
 
     type: TypeName | None = None
     id: ShortText | None = None
@@ -55,7 +54,7 @@ class ResponseItem(Struct, frozen=True):
 
 
 class FunctionTool(Struct, frozen=True):
-    """name is checked to be there once the type is known to be function."""
+    """A tool. Only type "function" is supported, and requires a name."""
 
     type: TypeName
     name: FunctionName | None = None
@@ -65,7 +64,7 @@ class FunctionTool(Struct, frozen=True):
 
 
 class NamedToolChoice(Struct, frozen=True):
-    """{"type": "function", "name": …}, or {"type": "allowed_tools", "mode": …, "tools": […]}."""
+    """{"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}."""
 
     type: TypeName
     name: FunctionName | None = None
@@ -93,7 +92,7 @@ class Reasoning(Struct, frozen=True):
 
 
 class ResponsesBody(GenerationBody, kw_only=True):
-    """input may be left out where previous_response_id is given."""
+    """A response. input may be omitted with previous_response_id."""
 
     input: str | Annotated[list[ResponseItem], Meta(max_length=MAX_ITEMS)] | None = None
     instructions: str | None = None
@@ -109,10 +108,10 @@ class ResponsesBody(GenerationBody, kw_only=True):
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
-    """Counts calls of built-in tools, of which there are none."""
+    """Limits calls of built-in tools; this server has none."""
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: TypeName | None = None
-    """These two say how long OpenAI keeps prefixes."""
+    """These two tell OpenAI how long to keep prefixes. Accepted without effect."""
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
@@ -132,9 +131,9 @@ class ResponsesBody(GenerationBody, kw_only=True):
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""The second is for servers that keep reasoning from their clients; here it comes as text."""
+"""The second is for servers that hide reasoning from clients; here reasoning is returned as text."""
 
-NOT_HERE = {
+UNSUPPORTED_FIELDS = {
     "n": (1,),
     "response_format": (),
     "prompt_logprobs": (),
@@ -142,7 +141,7 @@ NOT_HERE = {
     "return_timings": (False,),
     "timings_per_token": (False,),
 }
-"""Of what other endpoints have, with the values that ask for nothing."""
+"""Fields of other endpoints that this one refuses, with the values that ask for nothing."""
 
 _decoder = msgspec.json.Decoder(ResponsesBody)
 
@@ -155,7 +154,7 @@ def decode_responses(data: bytes) -> ResponsesBody:
 
 
 def _check(body: ResponsesBody) -> None:
-    for field, harmless in NOT_HERE.items():
+    for field, harmless in UNSUPPORTED_FIELDS.items():
         value = getattr(body, field)
         if value is not None and value not in harmless:
             raise ApiError(
@@ -173,7 +172,7 @@ def _check(body: ResponsesBody) -> None:
     if body.stream_options is not None and not body.stream:
         invalid("stream_options", "only allowed when stream is true")
     if body.background and body.store is False:
-        invalid("background", "needs store to be true: there is no other way to the answer")
+        invalid("background", "needs store to be true: the answer can only be fetched from the store")
     form = None if body.text is None else body.text.format
     if form is not None and form.type == "json_schema" and form.schema is None:
         raise ApiError(ErrorKind.MISSING_FIELD, "text.format.schema: required", param="text.format.schema")
@@ -212,7 +211,7 @@ def _check_function(path: str, tool: FunctionTool) -> None:
 
 
 def check_items(items: list[ResponseItem]) -> None:
-    """Each has what its kind needs. Raises ApiError."""
+    """Check that each item has the fields that its type requires. Raises ApiError."""
     for position, item in enumerate(items):
         path = f"input[{position}]"
         match item.kind:

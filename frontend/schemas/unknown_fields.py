@@ -1,4 +1,4 @@
-"""Fields of a body that its type does not have."""
+"""Finds fields of a body that its type does not have."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _NOTHING: tuple[object, ...] = (None, False, "", [], {})
 
 
 def check_unknown_fields(data: bytes, body_type: type[Struct], request_id: str, *, refuses: bool) -> None:
-    """Raises ApiError for the first one that asks for something, where such are refused; else a debug line has them.
+    """Refuse or log unknown fields whose values ask for something.
 
-    Costs a second decoding, where it is either. A body that is wrong in other ways is left to who decodes it.
+    Raises ApiError for the first one if refuses; otherwise writes a debug line. Either costs a second decoding. A body
+    that cannot be decoded is ignored here.
     """
     if not refuses and not _log.isEnabledFor(logging.DEBUG):
         return
@@ -36,14 +37,14 @@ def check_unknown_fields(data: bytes, body_type: type[Struct], request_id: str, 
         return
     unknown = [shorten(path)[1:-1] for path, _ in zip(_unknown("", body, plain), range(_MAX_LISTED), strict=False)]
     if unknown and refuses:
-        message = f"{unknown[0]}: not known to this server, which was started with --strict"
+        message = f"{unknown[0]}: unknown field; this server was started with --strict"
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=unknown[0])
     if unknown:
-        _log.debug("%s has fields that are ignored: %s", request_id, ", ".join(unknown))
+        _log.debug("%s has unknown fields, which are ignored: %s", request_id, ", ".join(unknown))
 
 
 def _unknown(path: str, decoded: object, plain: Any) -> Iterator[str]:
-    """Paths of what plain has and decoded, which was made from it, has not."""
+    """Yield the paths of values in plain that decoded, which was made from it, does not have."""
     if isinstance(decoded, Struct) and isinstance(plain, dict):
         fields = _fields(type(decoded))
         for name, value in plain.items():
@@ -53,7 +54,7 @@ def _unknown(path: str, decoded: object, plain: Any) -> Iterator[str]:
             elif value not in _NOTHING:
                 yield inner
     elif isinstance(decoded, list) and isinstance(plain, list) and decoded and isinstance(decoded[0], Struct):
-        # Others, such as a prompt of a million tokens, hold nothing that could be unknown.
+        # Lists of other types cannot contain unknown fields; they may be long, such as a prompt of token ids.
         for place, (item, value) in enumerate(zip(decoded, plain, strict=True)):
             yield from _unknown(f"{path}[{place}]", item, value)
 
@@ -65,6 +66,6 @@ def _decoder(body_type: type[Struct]) -> msgspec.json.Decoder[Struct]:
 
 @cache
 def _fields(struct: type[Struct]) -> frozenset[str]:
-    """As JSON has them; and the one that tells which of a union's members it is."""
+    """Return the field names in JSON, with the tag field of a union's member."""
     tag = struct.__struct_config__.tag_field
     return frozenset((*struct.__struct_encode_fields__, *(() if tag is None else (tag,))))

@@ -13,11 +13,11 @@ from penstock.frontend.schemas.generation import ShortText, TokenId
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
 MAX_TOKENS = 1 << 20
-"""Of one text that is made from tokens."""
+"""Tokens of one request to /detokenize."""
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """prompt or messages as at vLLM, or content as at llama.cpp."""
+    """prompt or messages as in vLLM, or content as in llama.cpp."""
 
     model: ShortText | None = None
     prompt: str | None = None
@@ -47,8 +47,10 @@ _SOURCES = ("prompt", "messages", "content")
 
 
 def decode_tokenize(data: bytes) -> tuple[TokenizeBody, ChatBody | None]:
-    """The body, and the chat that it is where it has messages. Raises ApiError naming the field, its value and the
-    limit."""
+    """Return the body, and the same body as a chat if it has messages.
+
+    Raises ApiError naming the field, its value and the limit.
+    """
     body = decode_body(_tokenize, data)
     given = [field for field in _SOURCES if getattr(body, field) is not None]
     if not given:
@@ -56,7 +58,7 @@ def decode_tokenize(data: bytes) -> tuple[TokenizeBody, ChatBody | None]:
     if len(given) > 1:
         invalid(given[1], f"cannot be combined with {given[0]}")
     if body.parse_special is False:
-        message = "parse_special: false is not supported: the names of special tokens are always read as those tokens"
+        message = "parse_special: false is not supported; the text of a special token is always read as that token"
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="parse_special")
     return body, None if body.messages is None else decode_chat(data)
 

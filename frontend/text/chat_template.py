@@ -130,7 +130,7 @@ class ChatTemplate:
             role = "system"
         content = message.content
         if isinstance(content, list):
-            content = "\n".join(part.said or "" for part in content)
+            content = "\n".join(part.text_or_refusal or "" for part in content)
         elif content is None and message.tool_calls:
             content = ""  # many templates join it with other texts
         fields = {
@@ -150,8 +150,8 @@ def _variables(body: ChatBody, fixed: Mapping[str, object]) -> dict[str, Any]:
     for name in variables:
         if name in fixed:
             invalid(f"chat_template_kwargs.{name}", "cannot be set here")
-    if body.thinks is not None:
-        variables["enable_thinking"] = body.thinks
+    if body.reasoning_enabled is not None:
+        variables["enable_thinking"] = body.reasoning_enabled
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     return variables

@@ -128,7 +128,7 @@ def to_messages(items: Sequence[ResponseItem]) -> list[ChatMessage]:
 
 
 def joined(content: str | Sequence[ItemPart] | None) -> str:
-    return content if isinstance(content, str) else "\n".join(part.said for part in content or ())
+    return content if isinstance(content, str) else "\n".join(part.text_or_refusal for part in content or ())
 
 
 def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
@@ -138,7 +138,11 @@ def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
         case "message":
             kind = "output_text" if item.role == "assistant" else "input_text"
             extra: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
-            parts = [item.content] if isinstance(item.content, str) else [part.said for part in item.content or ()]
+            parts = (
+                [item.content]
+                if isinstance(item.content, str)
+                else [part.text_or_refusal for part in item.content or ()]
+            )
             content = [{"type": kind, "text": text, **extra} for text in parts]
             return common | {"role": item.role, "content": content}
         case "function_call":
@@ -146,7 +150,7 @@ def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
         case "function_call_output":
             return common | {"call_id": item.call_id, "output": joined(item.output)}
         case _:
-            summary = [{"type": "summary_text", "text": part.said} for part in item.summary or ()]
+            summary = [{"type": "summary_text", "text": part.text_or_refusal} for part in item.summary or ()]
             content = [{"type": "reasoning_text", "text": joined(item.content)}] if item.content else []
             return common | {"summary": summary, "content": content}
 

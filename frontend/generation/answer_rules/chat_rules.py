@@ -34,7 +34,7 @@ async def chat_answer_rules(body: ChatBody, prompt: list[int], served: ServedMod
     grammar, added_tokens = requested_grammar(body), served.tokenizer.added_tokens
     start = AnswerStart(prompt)
     if reasoning is not None:
-        needs_end = bool(body.thinking_budget) or grammar is not None or body.must_call
+        needs_end = bool(body.thinking_budget) or grammar is not None or body.requires_call
         start = await start_answer(body, prompt, reasoning, served.tokenizer, needs_end=needs_end)
     prefix = _grammar_prefix(body, start, reasoning, added_tokens)
     if tools is not None:
@@ -55,7 +55,7 @@ async def chat_answer_rules(body: ChatBody, prompt: list[int], served: ServedMod
             includes_reasoning=body.include_reasoning is not False,
             tools=tools,
             function_names=frozenset(tool.function.name for tool in body.offered_tools),
-            single_call=body.calls_once,
+            single_call=body.single_call,
         ),
         kept_token_ids=_marker_ids((tools, reasoning), added_tokens),
     )
@@ -66,7 +66,7 @@ def _grammar_prefix(
     body: ChatBody, start: AnswerStart, reasoning: ReasoningFormat | None, added_tokens: Mapping[str, int]
 ) -> str:
     """Return Lark for what may precede the requested form: optional reasoning, or the gap after open reasoning."""
-    if reasoning is not None and start.is_undecided and body.thinks is not False:
+    if reasoning is not None and start.is_undecided and body.reasoning_enabled is not False:
         return reasoning_rule(reasoning, added_tokens)
     return GAP if start.is_open else ""
 

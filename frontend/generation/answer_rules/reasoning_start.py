@@ -44,7 +44,7 @@ async def start_answer(
     is_open, is_closed = _state(body, prompt, form, tokenizer)
     if body.thinking_budget == 0 and not is_closed:
         return AnswerStart(await with_text(("" if is_open else f"{form.opening}\n\n") + f"{form.closing}\n\n"))
-    if is_closed or not (is_open or (needs_end and body.thinks)):
+    if is_closed or not (is_open or (needs_end and body.reasoning_enabled)):
         return AnswerStart(prompt, is_undecided=not is_closed)
     end_id = tokenizer.added_tokens.get(form.closing)
     if needs_end and end_id is None:

@@ -44,7 +44,7 @@ def select_tool_format(body: ChatBody, syntax: ModelSyntax) -> ToolFormat | None
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, "tools: disabled on this server", param="tools")
     if syntax.tools is not None:
         return syntax.tools
-    if body.must_call:
+    if body.requires_call:
         return Hermes()  # the grammar enforces it
     reason = "this model's chat template has no tools, or an unknown format of calls"
     message = f'tools: {reason}; use tool_choice "required" or a named function, or start with --tool-parser'
@@ -64,12 +64,12 @@ def call_grammar(
     from such an answer. prefix is Lark for what may come first.
     Raises ApiError if the request requires both a call and another form, or if the grammar is too long.
     """
-    if body.must_call and answer is not None:
+    if body.requires_call and answer is not None:
         invalid("tool_choice", "a required call cannot be combined with response_format or another grammar")
     functions = _callable_functions(body)
     trigger_id = None if form.trigger is None else added_tokens.get(form.trigger)
     more: tuple[str, ...] = ()
-    if body.must_call:
+    if body.requires_call:
         start = "calls"
     elif answer is not None:
         if answer.kind != "json_schema" or form.trigger is None:
@@ -79,9 +79,9 @@ def call_grammar(
         start = "TEXT (calls TEXT)*"
     else:
         return None
-    enforces_all = body.must_call or answer is not None
+    enforces_all = body.requires_call or answer is not None
     schemas = [_schema(function) if enforces_all or function.strict else _ANY_OBJECT for function in functions]
-    rules = _call_rules(functions, schemas, form, added_tokens, 1 if body.calls_once else _MAX_FORCED_CALLS)
+    rules = _call_rules(functions, schemas, form, added_tokens, 1 if body.single_call else _MAX_FORCED_CALLS)
     text = "\n".join((f"start: {prefix} ({start})", *more, *rules, *_COMMON_RULES))
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         message = f"their schemas make a grammar of {len(text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}"

@@ -230,7 +230,7 @@ def deep(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", '"get_weather" is there twice'),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", '"get_weather" is defined twice'),
         ({"tools": [{**WEATHER, "type": "web"}]}, "tools[0].type", "web"),
         ({"tools": [named("no such name!")]}, "tools[0].function.name", "no such name!"),
         ({"tools": [TIME] * 129}, "tools", "128"),
@@ -239,19 +239,19 @@ def deep(depth: int) -> Any:
         ({"tools": [with_parameters(deep(900))]}, "tools[0].function.parameters", "64 deep"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": None, "tool_choice": NAMED}, "tool_choice", "needs tools"),
-        ({"tool_choice": named("unknown")}, "tool_choice.function.name", '"unknown" is none of the tools'),
+        ({"tool_choice": named("unknown")}, "tool_choice.function.name", '"unknown" is not one of the tools'),
         ({"tool_choice": "sometimes"}, "tool_choice", "sometimes"),
         ({"tool_choice": {"type": "custom", "name": "f"}}, "tool_choice.type", "custom"),
         (
             {"tool_choice": allowed("auto", "get_time", "x")},
             "tool_choice.allowed_tools.tools[1].function.name",
-            '"x" is none of the tools',
+            '"x" is not one of the tools',
         ),
         ({"tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools", "1"),
         (
             {"tool_choice": allowed("auto", "get_time"), "tools": []},
             "tool_choice.allowed_tools.tools[0].function.name",
-            '"get_time" is none of the tools',
+            '"get_time" is not one of the tools',
         ),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "response_format"),
         ({"tool_choice": NAMED, "guided_regex": "a"}, "tool_choice", "response_format"),

@@ -17,8 +17,8 @@ BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
 }
-_REFUSED_HERE = {ResponsesBody: responses.NOT_HERE, MessagesBody: messages.NOT_HERE}
-_OF_NO_EFFECT = {
+_UNSUPPORTED = {ResponsesBody: responses.UNSUPPORTED_FIELDS, MessagesBody: messages.UNSUPPORTED_FIELDS}
+_NO_EFFECT = {
     "user",
     "safety_identifier",
     "prompt_cache_key",
@@ -27,11 +27,11 @@ _OF_NO_EFFECT = {
     "store",
     "spaces_between_special_tokens",
 }
-_OF_NO_EFFECT_HERE = {
+_NO_EFFECT_BY_BODY = {
     ResponsesBody: {"max_tool_calls", "prompt_cache_options", "prompt_cache_retention"},
     MessagesBody: {"cache_control", "context_management", "inference_geo", "speed"},
 }
-_TOLD_AGAIN = {ResponsesBody: {"metadata", "store", "user", "safety_identifier", "prompt_cache_key"}}
+_REPEATED = {ResponsesBody: {"metadata", "store", "user", "safety_identifier", "prompt_cache_key"}}
 """Taken by others without effect; a response has them."""
 
 
@@ -39,9 +39,9 @@ def cell(body: type[Struct], field: str) -> str:
     declared = {each.name: each.type for each in msgspec.structs.fields(body)}
     if field not in declared:
         return "–"
-    if declared[field] is Raw or field in _REFUSED_HERE.get(body, {}):
+    if declared[field] is Raw or field in _UNSUPPORTED.get(body, {}):
         return "refused"
-    ignored = (_OF_NO_EFFECT | _OF_NO_EFFECT_HERE.get(body, set())) - _TOLD_AGAIN.get(body, set())
+    ignored = (_NO_EFFECT | _NO_EFFECT_BY_BODY.get(body, set())) - _REPEATED.get(body, set())
     return "ignored" if field in ignored else "yes"
 
 

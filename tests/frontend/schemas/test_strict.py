@@ -95,7 +95,7 @@ async def test_otherwise_a_debug_line_names_them(
     with caplog.at_level(logging.DEBUG, "penstock.bodies"):
         assert (await connection.post(path, {**BODIES[path], **fields})).status == 200
     (line,) = [record.getMessage() for record in caplog.records if record.name == "penstock.bodies"]
-    assert line.endswith(f"has fields that are ignored: {told}")
+    assert line.endswith(f"has unknown fields, which are ignored: {told}")
 
 
 async def test_a_line_lists_no_more_than_a_few(connection: ClientConnection, caplog: pytest.LogCaptureFixture) -> None:
