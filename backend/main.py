@@ -26,6 +26,7 @@ from penstock.backend.kv_cache.memory import MemoryInfo, device_memory, host_mem
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.model_card import make_card
 from penstock.backend.options import BackendOptions
+from penstock.backend.pass_checks import check_first_step, check_vocabulary
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device, planned_device, why_no_gpu
 from penstock.backend.plugins import find_forward_pass
@@ -96,8 +97,9 @@ def serve(options: BackendOptions) -> None:
     model_dir = locate_model(options, config_dir)  # now that the plan is known to be possible
     numerics = f"{options.forward_pass} {options.dtype} {options.deterministic}"
     card = make_card(options.model_id(), model_dir, spec, plan, options.max_waiting, numerics)
+    check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity)
-    forward_pass = _load(settings, pass_class, model_dir, plan, executor)
+    forward_pass = _load(settings, pass_class, model_dir, spec, plan, executor)
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
     board = BackendBoard.create()
@@ -182,6 +184,7 @@ def _load(
     settings: PassOptions,
     pass_class: type[IBatchedForwardPass],
     model_dir: Path,
+    spec: PassSpec,
     plan: KvPlan,
     executor: Executor,
 ) -> IBatchedForwardPass:
@@ -195,6 +198,7 @@ def _load(
             raise StartupError(
                 f"the KV cache of {format_size(plan.num_bytes)} cannot be allocated: lower --kv-budget"
             ) from error
+        check_first_step(forward_pass, spec)
         return forward_pass
 
     return executor.start(load)

@@ -1,21 +1,25 @@
-"""Forward passes for tests: the fake pass at the pace of a device."""
+"""Forward passes for tests: the fake pass, slowed down to the speed of a device or with faults."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from penstock.backend.passes.fake import FakePass
 
 if TYPE_CHECKING:
-    import numpy as np
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
-    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
 
 
 class PacedFakePass(FakePass):
-    """Steps that last as a real model's do, so that requests overlap and can be caught in the middle."""
+    """Steps take as long as a real model's, so that requests overlap and tests can interrupt them."""
 
     STEP_S = 0.004
 
@@ -24,18 +28,54 @@ class PacedFakePass(FakePass):
         return super().forward(batch)
 
 
-class DyingFakePass(FakePass):
-    """Its first step ends the thread that runs it, as a fault below Python would."""
+class _FaultyFakePass(FakePass):
+    """Every step raises `fault`, except the one that the backend runs at start."""
+
+    fault: BaseException
+    _has_started = False
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
-        raise SystemExit("planted")
+        if self._has_started:
+            raise self.fault
+        self._has_started = True
+        return super().forward(batch)
 
 
-class FailingFakePass(FakePass):
-    """Every step fails."""
+class DyingFakePass(_FaultyFakePass):
+    """The fault ends the thread that runs the step, as a fault below Python would."""
+
+    fault = SystemExit("planted")
+
+
+class FailingFakePass(_FaultyFakePass):
+    fault = RuntimeError("planted")
+
+
+class WideFakePass(FakePass):
+    """Its logits have a column more than its vocabulary has tokens."""
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
-        raise RuntimeError("planted")
+        return np.pad(super().forward(batch), ((0, 0), (0, 1)))
+
+
+class SmallVocabularyPass(FakePass):
+    """It has a token less than the demo model's tokenizer."""
+
+    VOCAB_SIZE = 4095
+
+    @classmethod
+    def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        return replace(super().describe(model_dir, options), vocab_size=cls.VOCAB_SIZE)
+
+    @classmethod
+    def load(cls, _model_dir: Path | None, options: PassOptions) -> SmallVocabularyPass:
+        return cls(cls.VOCAB_SIZE, options.max_running, options.host_kv_bytes)
+
+
+class PaddedVocabularyPass(SmallVocabularyPass):
+    """It has tokens that the demo model's tokenizer does not have."""
+
+    VOCAB_SIZE = 4160
 
 
 class UnclosableFakePass(FakePass):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARDS = 512

@@ -1,0 +1,61 @@
+"""Checks at start that a forward pass, which may be other people's code, fits the tokenizer and its own spec."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backend.checkpoint.tokenizer_file import count_token_ids
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
+
+
+def check_vocabulary(spec: PassSpec, model_dir: Path) -> None:
+    """Raises StartupError when the tokenizer has token ids that the pass does not. More logits than token ids are
+    allowed: many models pad their vocabulary."""
+    num_token_ids = count_token_ids(model_dir)
+    if num_token_ids is not None and num_token_ids > spec.vocab_size:
+        raise StartupError(
+            f"the forward pass has a vocab_size of {spec.vocab_size}; the tokenizer in {model_dir} has token ids up to "
+            f"{num_token_ids - 1}: use the model's own tokenizer.json, or a vocab_size of at least {num_token_ids}"
+        )
+
+
+def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> None:
+    """Run a step of one token and check the shapes of what it returns. Raises StartupError.
+
+    spec is what `describe` returned. The step writes to page 0 and uses slot 0, before the engine gives out either.
+    """
+    if forward_pass.spec.vocab_size != spec.vocab_size:
+        raise StartupError(
+            f"the loaded forward pass has a vocab_size of {forward_pass.spec.vocab_size}; its describe() said "
+            f"{spec.vocab_size}: make both the same"
+        )
+    token = np.zeros(1, np.int32)
+    batch = StepBatch(
+        input_ids=token,
+        query_starts=np.array([0, 1], np.int32),
+        context_lens=np.zeros(1, np.int32),
+        page_table=np.zeros((1, 1), np.int32),
+        slots=np.zeros(1, np.int32),
+        logit_rows=np.zeros(1, np.int32),
+        slot_inits=(SlotInit(0, SamplingParams(temperature=0.0), token, 1),),
+    )
+    logits = forward_pass.forward(batch)
+    shape = np.shape(forward_pass.host_logits(logits))
+    if shape != (1, spec.vocab_size):
+        raise StartupError(
+            f"the forward pass returned logits of shape {list(shape)} for one row instead of [1, {spec.vocab_size}]: "
+            "make the logits as wide as spec.vocab_size"
+        )
+    token_ids = forward_pass.sample(logits, batch).wait().token_ids
+    if np.shape(token_ids) != (1,):
+        raise StartupError(
+            f"the forward pass sampled token ids of shape {list(np.shape(token_ids))} for one row; expected [1]"
+        )
