@@ -61,7 +61,7 @@ class BatchBuilder:
         self._num_pages[sequence.slot] = 0
 
     def _note_pages(self, sequence: Sequence) -> None:
-        slot, pages = sequence.slot, sequence.pages
+        slot, pages = sequence.slot, sequence.kv.pages
         for place in range(self._num_pages[slot], len(pages)):
             self._page_table[slot, place] = pages[place]
         self._num_pages[slot] = len(pages)

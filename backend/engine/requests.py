@@ -14,7 +14,8 @@ import numpy as np
 from penstock.backend.engine.coalescer import Coalescer, ShareKey
 from penstock.backend.engine.deadlines import Deadlines
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, SamplingParams
-from penstock.backend.sequences.sequence import Sequence, Subscriber
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.messages import NO_TOKEN, Constraints, EventLogprobs, Failure, FailureCode, Finish, Started
@@ -145,7 +146,7 @@ class Requests:
         # Tokens that a frontend brings along are its own word: nobody else is to be told them.
         is_offered = key is not None and num_tokens == submit.num_prompt_tokens
         if is_offered and sampling.num_logprobs >= 0:
-            sequence.logprobs = []
+            sequence.kept_logprobs = []
         self._open_for(subscriber, sequence)
         self._scheduler.add(sequence)
         self._board.prompt_tokens += submit.num_prompt_tokens
@@ -194,7 +195,7 @@ class Requests:
     def _join(self, sequence: Sequence, subscriber: Subscriber) -> None:
         """Of an equal request, in flight."""
         subscriber.has_joined = True
-        sequence.subscribe(subscriber)
+        sequence.subscribers.add(subscriber)
         self._open_for(subscriber, sequence)
         self._board.requests_coalesced += 1
         self._replay(sequence, subscriber)
@@ -262,7 +263,7 @@ class Requests:
         """All tokens so far at once, for one who came late; its own limit may lie among them."""
         for index in range(subscriber.next_index, len(sequence.tokens)):
             # Of all that were generated here the last stands last.
-            told = sequence.logprobs[index - len(sequence.tokens)] if sequence.logprobs else None
+            told = sequence.kept_logprobs[index - len(sequence.tokens)] if sequence.kept_logprobs else None
             if self._give(sequence, subscriber, index, sequence.tokens[index], told):
                 self._leave(sequence, subscriber)
                 return
@@ -279,13 +280,14 @@ class Requests:
         outputs: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         rows = zip(plan.sequences, plan.generations, plan.ends, token_ids, strict=True)
         for index, (sequence, generation, end, token_id) in enumerate(rows):
+            subscribers = sequence.subscribers
             if (
-                end < sequence.fast_path_until
+                end < subscribers.fast_path_until
                 and sequence.generation == generation
-                and token_id not in sequence.stop_ids
+                and token_id not in subscribers.stop_ids
             ):
                 sequence.tokens.append(token_id)
-                for frontend, request_id in sequence.subscriber_ids:
+                for frontend, request_id in subscribers.ids:
                     request_ids, tokens = outputs[frontend]
                     request_ids.append(request_id)
                     tokens.append(token_id)
@@ -299,8 +301,8 @@ class Requests:
         """The sequence's next token, to all who listen; those it ends leave, and with the last the sequence."""
         index = len(sequence.tokens)
         sequence.tokens.append(token_id)
-        if sequence.logprobs is not None and logprobs is not None:
-            sequence.logprobs.append(logprobs)
+        if sequence.kept_logprobs is not None and logprobs is not None:
+            sequence.kept_logprobs.append(logprobs)
         for subscriber in tuple(sequence.subscribers):
             if self._give(sequence, subscriber, index, token_id, logprobs):
                 self._leave(sequence, subscriber)
@@ -323,7 +325,7 @@ class Requests:
             subscriber.is_started = True
             queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
             # After a preemption, generated tokens may have been found in the cache as well.
-            num_cached = min(sequence.num_cached, sequence.num_prompt_tokens)
+            num_cached = min(sequence.kv.num_cached, sequence.num_prompt_tokens)
             started = Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
             if not subscriber.has_joined:
                 self._board.cached_tokens += num_cached
@@ -434,7 +436,7 @@ class Requests:
         if not self._open[subscriber.frontend]:
             del self._open[subscriber.frontend]
         self._num_listening -= 1
-        sequence.unsubscribe(subscriber)
+        sequence.subscribers.remove(subscriber)
         if not sequence.subscribers:
             self._coalescer.withdraw(sequence)
             self._scheduler.remove(sequence)

@@ -65,8 +65,8 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> Prefix:
         """The sequence's longest prefix. Its pages may be evicted until the caller holds them."""
         num_reusable = len(sequence.tokens) - 1
-        extend_page_hashes(sequence.page_hashes, sequence.tokens, num_reusable, self._page_size, sequence.salt)
-        page_hashes = sequence.page_hashes[: num_reusable // self._page_size]
+        extend_page_hashes(sequence.kv.page_hashes, sequence.tokens, num_reusable, self._page_size, sequence.salt)
+        page_hashes = sequence.kv.page_hashes[: num_reusable // self._page_size]
         pages: list[int] = []
         for page_hash in page_hashes:
             if (page := self._pool.find(page_hash)) is None:
@@ -87,7 +87,7 @@ class PrefixCache:
 
     def _is_coming(self, page_hash: bytes) -> bool:
         """A running sequence is about to complete and index this page."""
-        return page_hash in self._computing and not self._computing[page_hash].has_suspect_kv
+        return page_hash in self._computing and not self._computing[page_hash].kv.is_suspect
 
     def _find_partial_page(self, sequence: Sequence, found: Prefix) -> Prefix:
         """Add the matching tokens of the page after the full ones. Only tokens of applied steps can be copied."""
@@ -102,11 +102,11 @@ class PrefixCache:
                 num_copied, source = num_common, page
         num_coming, leader = 0, None
         for other in islice(reversed(self._filling.get(parent_hash, {})), _MAX_CANDIDATES):
-            if other.has_suspect_kv:
+            if other.kv.is_suspect:
                 continue
             num_common = count_common_tokens(content_needed, other.tokens[first:end].tobytes())
             if (num_available := min(num_common, other.num_applied - first)) > num_copied:
-                num_copied, source = num_available, other.pages[num_full]
+                num_copied, source = num_available, other.kv.pages[num_full]
             if (num_known := min(num_common, other.num_given_tokens - first)) > num_coming:
                 num_coming, leader = num_known, other
         is_worth_waiting = num_coming - num_copied >= max(1, self._page_size // _WORTH_WAITING)
@@ -116,36 +116,37 @@ class PrefixCache:
 
     def start(self, sequence: Sequence) -> None:
         """The sequence begins to run. Its first num_indexed_pages are the ones that it found."""
-        for page_hash in sequence.page_hashes[sequence.num_indexed_pages :]:
+        kv = sequence.kv
+        for page_hash in kv.page_hashes[kv.num_indexed_pages :]:
             self._computing.setdefault(page_hash, sequence)
-        self._filling[_parent_hash(sequence, sequence.num_indexed_pages)][sequence] = None
+        self._filling[_parent_hash(sequence, kv.num_indexed_pages)][sequence] = None
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> list[Awaited]:
         """Index the pages that its first num_tokens fill. Return what no sequence needs to wait for any more."""
-        num_indexed, num_full = sequence.num_indexed_pages, num_tokens // self._page_size
-        sequence.num_prefilled = num_tokens
+        kv = sequence.kv
+        num_indexed, num_full = kv.num_indexed_pages, num_tokens // self._page_size
+        kv.num_prefilled = num_tokens
         if num_full <= num_indexed:
             return [sequence]
-        extend_page_hashes(
-            sequence.page_hashes, sequence.tokens, num_full * self._page_size, self._page_size, sequence.salt
-        )
+        extend_page_hashes(kv.page_hashes, sequence.tokens, num_full * self._page_size, self._page_size, sequence.salt)
         for index in range(num_indexed, num_full):
             self._index_page(sequence, index, num_tokens)
         self._stop_filling(sequence)
-        sequence.num_indexed_pages = num_full
-        sequence.next_page_end = (num_full + 1) * self._page_size
+        kv.num_indexed_pages = num_full
+        kv.next_page_end = (num_full + 1) * self._page_size
         self._filling[_parent_hash(sequence, num_full)][sequence] = None
-        return [sequence, *self._end_computing(sequence, sequence.page_hashes[num_indexed:num_full])]
+        return [sequence, *self._end_computing(sequence, kv.page_hashes[num_indexed:num_full])]
 
     def stop(self, sequence: Sequence) -> list[Awaited]:
         """The sequence stops running; it still holds its pages. Its partial page is indexed as well.
 
         Returns what no sequence needs to wait for any more.
         """
+        kv = sequence.kv
         self._stop_filling(sequence)
-        if sequence.num_applied > sequence.num_indexed_pages * self._page_size:
-            self._index_page(sequence, sequence.num_indexed_pages, sequence.num_applied)
-        return [sequence, *self._end_computing(sequence, sequence.page_hashes[sequence.num_indexed_pages :])]
+        if sequence.num_applied > kv.num_indexed_pages * self._page_size:
+            self._index_page(sequence, kv.num_indexed_pages, sequence.num_applied)
+        return [sequence, *self._end_computing(sequence, kv.page_hashes[kv.num_indexed_pages :])]
 
     def invalidate_tenant(self, salt: bytes) -> None:
         """Invalidate all pages of the tenant, because the logits of one of its sequences were not finite.
@@ -155,22 +156,22 @@ class PrefixCache:
         """
         for sequences in self._filling.values():
             for sequence in sequences:
-                sequence.has_suspect_kv |= sequence.salt == salt
+                sequence.kv.is_suspect |= sequence.salt == salt
         self._pool.invalidate_tenant(salt)
 
     def _index_page(self, sequence: Sequence, index: int, num_applied: int) -> None:
         """Index one of its pages, full or partial, unless its KV is suspect."""
-        if sequence.has_suspect_kv:
+        if sequence.kv.is_suspect:
             return
         first = index * self._page_size
         content = sequence.tokens[first : min(first + self._page_size, num_applied)].tobytes()
         parent_hash = _parent_hash(sequence, index)
         is_full = num_applied >= first + self._page_size
-        page_hash = sequence.page_hashes[index] if is_full else partial_page_hash(parent_hash, content)
-        self._pool.index_page(sequence.pages[index], page_hash, parent_hash, content, sequence.salt)
+        page_hash = sequence.kv.page_hashes[index] if is_full else partial_page_hash(parent_hash, content)
+        self._pool.index_page(sequence.kv.pages[index], page_hash, parent_hash, content, sequence.salt)
 
     def _stop_filling(self, sequence: Sequence) -> None:
-        parent_hash = _parent_hash(sequence, sequence.num_indexed_pages)
+        parent_hash = _parent_hash(sequence, sequence.kv.num_indexed_pages)
         del self._filling[parent_hash][sequence]
         if not self._filling[parent_hash]:
             del self._filling[parent_hash]
@@ -191,7 +192,7 @@ class PrefixCache:
         if not parked <= self._computing.keys() | running.keys():
             raise RuntimeError("a sequence waits for a page or sequence that is not computed")
         for sequence in running:
-            if sequence.num_indexed_pages != sequence.num_applied // self._page_size:
+            if sequence.kv.num_indexed_pages != sequence.num_applied // self._page_size:
                 raise RuntimeError("a running sequence has a full page that is not indexed, or counts one too many")
             if sequence.num_applied > sequence.num_computed:
                 raise RuntimeError("a running sequence has more tokens applied than planned")
@@ -199,7 +200,7 @@ class PrefixCache:
 
 def _parent_hash(sequence: Sequence, num_pages: int) -> bytes:
     """The hash of everything before the sequence's page of this index."""
-    return sequence.page_hashes[num_pages - 1] if num_pages else sequence.salt
+    return sequence.kv.page_hashes[num_pages - 1] if num_pages else sequence.salt
 
 
 def count_common_tokens(one: bytes, other: bytes) -> int:

@@ -110,7 +110,7 @@ class Scheduler:
         else:
             self._waiting.forget(sequence)
         if sequence.embeddings is not None:  # nobody else could ever find what was computed of them
-            self._pool.discard(sequence.page_hashes)
+            self._pool.discard(sequence.kv.page_hashes)
 
     def plan(self) -> Plan:
         """The rows of the next step; none when there is nothing to do."""
@@ -125,9 +125,9 @@ class Scheduler:
             end = sequence.num_computed + 1
             if end <= sequence.num_given_tokens:
                 unfinished.append(sequence)
-            elif end >= sequence.max_total_tokens:
+            elif end >= sequence.subscribers.max_total_tokens:
                 continue  # the last token of all is never computed: nothing follows it
-            elif end > sequence.capacity_tokens:
+            elif end > sequence.kv.capacity_tokens:
                 short.append(sequence)
             else:
                 sequence.num_computed = end
@@ -161,7 +161,7 @@ class Scheduler:
         in two steps of their own before anything else does."""
         for sequence, _ in chunks:
             sequence.rewind(sequence.num_applied)
-            sequence.num_cached = min(sequence.num_cached, sequence.num_computed)
+            sequence.kv.num_cached = min(sequence.kv.num_cached, sequence.num_computed)
         middle = (len(chunks) + 1) // 2
         self._bisections.extendleft(half for half in (chunks[middle:], chunks[:middle]) if half)
 
@@ -212,12 +212,16 @@ class Scheduler:
             and (sequence := self._waiting.head()) is not None
         ):
             prefix = self._prefix_cache.find(sequence)
-            if prefix.awaited is not None and self._should_park(sequence, prefix):
+            num_available = prefix.num_full_pages * self._page_size + prefix.num_copied_tokens
+            if prefix.awaited is not None and sequence.parking.may_wait(
+                num_available, self._num_plans, self._max_park_steps
+            ):
                 self._waiting.park_head(prefix.awaited, self._num_plans + self._max_park_steps)
                 continue
             # All its known tokens and the next must fit now, and what others take before its first step has been
             # applied, so that it is not preempted before it makes progress.
-            num_new = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_total_tokens)) - len(prefix.pages)
+            num_tokens = min(len(sequence.tokens) + 1, sequence.subscribers.max_total_tokens)
+            num_new = self._pages_for(num_tokens) - len(prefix.pages)
             num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
             if num_left < 0 or not self._is_enough(num_left, sequence):
                 return
@@ -232,34 +236,26 @@ class Scheduler:
         num_ahead = self._num_plans_ahead
         if num_left >= num_ahead * (len(self._running) + 1):
             return True
-        num_tokens, most = len(newcomer.tokens), newcomer.max_total_tokens
+        num_tokens, most = len(newcomer.tokens), newcomer.subscribers.max_total_tokens
         num_due = self._pages_for(min(num_tokens + max(1, num_ahead), most))
         num_due -= self._pages_for(min(num_tokens + 1, most))
         for sequence in self._running:
             num_tokens = max(sequence.num_computed, sequence.num_given_tokens) + num_ahead
-            if num_tokens > sequence.capacity_tokens < sequence.max_total_tokens - 1:
-                num_due += self._pages_for(min(num_tokens, sequence.max_total_tokens - 1)) - len(sequence.pages)
+            last_computed = sequence.subscribers.max_total_tokens - 1
+            if num_tokens > sequence.kv.capacity_tokens < last_computed:
+                num_due += self._pages_for(min(num_tokens, last_computed)) - len(sequence.kv.pages)
         return num_left >= num_due
-
-    def _should_park(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Whether what the sequence waits for has got on of late."""
-        num_available = prefix.num_full_pages * self._page_size + prefix.num_copied_tokens
-        if num_available > sequence.num_available:
-            sequence.num_available = num_available
-            sequence.park_deadline_step = self._num_plans + self._max_park_steps
-        return self._num_plans < sequence.park_deadline_step
 
     def _start(self, sequence: Sequence, prefix: Prefix, num_new_pages: int, *, may_copy: bool) -> None:
         """may_copy: the page to copy from is held by others, or there is one to spare."""
+        kv = sequence.kv
         self._running[sequence] = None
         sequence.slot = self._free_slots.pop()
         for page in prefix.pages:
             self._pool.hold(page)
-        self._pool.mark_for_offload(sequence.page_hashes[: len(prefix.pages)])
-        places = list(
-            map(self._pool.host_offload.restore, sequence.page_hashes[len(prefix.pages) : prefix.num_full_pages])
-        )
-        sequence.num_prefilled = len(prefix.pages) * self._page_size
+        self._pool.mark_for_offload(kv.page_hashes[: len(prefix.pages)])
+        places = list(map(self._pool.host_offload.restore, kv.page_hashes[len(prefix.pages) : prefix.num_full_pages]))
+        kv.num_prefilled = len(prefix.pages) * self._page_size
         num_cached = prefix.num_full_pages * self._page_size
         if prefix.num_copied_tokens and may_copy:
             num_cached += prefix.num_copied_tokens
@@ -268,19 +264,19 @@ class Scheduler:
                 self._sources.append(prefix.copy_source)
         self._give_pages(sequence, prefix.pages + self._pool.allocate(num_new_pages))
         if places:
-            self._page_restores[sequence] = tuple(zip(places, sequence.pages[len(prefix.pages) :], strict=False))
+            self._page_restores[sequence] = tuple(zip(places, kv.pages[len(prefix.pages) :], strict=False))
         if num_cached > prefix.num_full_pages * self._page_size:
-            self._page_copies[sequence] = prefix.copy_source, sequence.pages[prefix.num_full_pages]
-        sequence.num_computed = sequence.num_cached = num_cached
-        sequence.num_indexed_pages = len(prefix.pages)
-        sequence.next_page_end = sequence.num_prefilled + self._page_size
+            self._page_copies[sequence] = prefix.copy_source, kv.pages[prefix.num_full_pages]
+        sequence.num_computed = kv.num_cached = num_cached
+        kv.num_indexed_pages = len(prefix.pages)
+        kv.next_page_end = kv.num_prefilled + self._page_size
         self._prefix_cache.start(sequence)
 
     def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for num_tokens of a running sequence, at the cost of lower ranks. False: it is preempted itself."""
         if sequence.slot is None:
             return False
-        missing = self._pages_for(num_tokens) - len(sequence.pages)
+        missing = self._pages_for(num_tokens) - len(sequence.kv.pages)
         while missing > self._pool.num_available:
             last = max(self._running, key=lambda running: (running.rank, running.order))
             self._preempt(last)
@@ -292,12 +288,13 @@ class Scheduler:
         return True
 
     def _give_pages(self, sequence: Sequence, pages: list[int]) -> None:
-        sequence.pages += pages
-        sequence.capacity_tokens = len(sequence.pages) * self._page_size
+        kv = sequence.kv
+        kv.pages += pages
+        kv.capacity_tokens = len(kv.pages) * self._page_size
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""
-        self._pool.mark_for_offload(sequence.page_hashes[: sequence.num_indexed_pages])
+        self._pool.mark_for_offload(sequence.kv.page_hashes[: sequence.kv.num_indexed_pages])
         self._stop_running(sequence)
         sequence.restart()
         self._waiting.put(sequence)
@@ -316,8 +313,8 @@ class Scheduler:
     def _stop_running(self, sequence: Sequence) -> None:
         del self._running[sequence]
         self._waiting.unpark(self._prefix_cache.stop(sequence))
-        self._pool.release(sequence.pages)
-        sequence.pages = []
+        self._pool.release(sequence.kv.pages)
+        sequence.kv.pages = []
         if sequence.slot is not None:
             self._free_slots.append(sequence.slot)
             sequence.slot = None
@@ -328,7 +325,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless pages and slots are conserved and nobody waits for what nobody computes."""
         self._pool.check_integrity()
-        holders = Counter(page for sequence in self._running for page in sequence.pages)
+        holders = Counter(page for sequence in self._running for page in sequence.kv.pages)
         if len(holders) != self._pool.num_held:
             raise RuntimeError(f"{self._pool.num_held} pages are held, running sequences have {len(holders)}")
         if any(self._pool.num_holders(page) != count for page, count in holders.items()):
@@ -337,11 +334,11 @@ class Scheduler:
         if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self.max_running:
             raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self.max_running}")
         for sequence in self._running:
-            if sequence.ended or self._pages_for(sequence.num_computed) > len(sequence.pages):
+            if sequence.ended or self._pages_for(sequence.num_computed) > len(sequence.kv.pages):
                 raise RuntimeError("a running sequence has ended or computed more than its pages hold")
         for sequence in self._waiting.sequences():
-            if sequence.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
+            if sequence.kv.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
                 raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
-        if any(sequence.park_deadline_step < self._num_plans for sequence in self._waiting.parked()):
+        if any(sequence.parking.deadline_step < self._num_plans for sequence in self._waiting.parked()):
             raise RuntimeError("a sequence waits in vain")
         self._prefix_cache.check_integrity(self._running, self._waiting.parked_keys())

@@ -193,8 +193,8 @@ class SimulatedExecutor:
         if sequence.ended or not any((s.frontend, s.request_id) in listeners for s in sequence.subscribers):
             raise Violation("a row runs to which nobody listens")
         first_written = row.start // size
-        for page in sequence.pages[: -(-row.start // size)]:
+        for page in sequence.kv.pages[: -(-row.start // size)]:
             if self._salts.get(page) != sequence.salt:
                 raise Violation("a row reads what another tenant wrote, or what nobody did")
-        for page in sequence.pages[first_written : -(-row.end // size)]:
+        for page in sequence.kv.pages[first_written : -(-row.end // size)]:
             self._salts[page] = sequence.salt

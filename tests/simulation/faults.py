@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.scheduler import Chunk
     from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.sequences.sequence import Sequence, Subscriber
+    from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.sequences.subscribers import Subscriber
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import EventLogprobs
     from tests.simulation.world import World

@@ -26,7 +26,8 @@ from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.scheduling.wait_queue import WaitQueue
-from penstock.backend.sequences.sequence import Sequence, Subscriber
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber, Subscribers
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.messages import NO_TOKEN, Finish
@@ -85,7 +86,7 @@ def _keeps_who_cancelled(_: Any, requests: Requests, sequence: Sequence, subscri
         del requests._open[subscriber.frontend]
     requests._num_listening -= 1
     if len(sequence.subscribers) == 1:
-        sequence.unsubscribe(subscriber)
+        sequence.subscribers.remove(subscriber)
         requests._coalescer.withdraw(sequence)
         requests._scheduler.remove(sequence)
 
@@ -98,10 +99,10 @@ def _joins_what_has_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coalescer, "find", lambda coalescer, key: coalescer._sequences.get(key))
 
 
-def _keeps_the_limit_of_who_left(unsubscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
-    limit = sequence.max_total_tokens
-    unsubscribe(sequence, subscriber)
-    sequence.max_total_tokens = limit
+def _keeps_the_limit_of_who_left(remove: Any, subscribers: Subscribers, subscriber: Subscriber) -> None:
+    limit = subscribers.max_total_tokens
+    remove(subscribers, subscriber)
+    subscribers.max_total_tokens = limit
 
 
 def _with_first_embeddings(batch: StepBatch) -> StepBatch:
@@ -168,7 +169,7 @@ def _restored_counts_as_computed(
     start: Any, scheduler: Scheduler, sequence: Sequence, prefix: Any, *args: Any, **options: Any
 ) -> None:
     start(scheduler, sequence, prefix, *args, **options)
-    sequence.num_prefilled = prefix.num_full_pages * scheduler._page_size
+    sequence.kv.num_prefilled = prefix.num_full_pages * scheduler._page_size
 
 
 def _saves_go_with_rows(launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, before: Any) -> Any:
@@ -217,7 +218,7 @@ def _distrusted_parts_are_kept(distrust: Any, prefixes: PrefixCache, salt: bytes
     distrust(prefixes, salt)
     for sequences in prefixes._filling.values():
         for sequence in sequences:
-            sequence.has_suspect_kv = False
+            sequence.kv.is_suspect = False
 
 
 def _a_failed_step_fails_them_all(_: Any, engine: Engine, plan: Plan, error: Exception) -> None:
@@ -237,22 +238,22 @@ def _abandons_without_leaving(_: Any, requests: Requests, frontend: int, request
     requests._board.requests_failed += 1
 
 
-def _a_newcomer_is_not_noticed(subscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
-    settled = (sequence.fast_path_until, sequence._first_limit) if sequence.subscribers else (0, 0)
-    subscribe(sequence, subscriber)
-    sequence.fast_path_until, sequence._first_limit = settled
+def _a_newcomer_is_not_noticed(add: Any, subscribers: Subscribers, subscriber: Subscriber) -> None:
+    settled = (subscribers.fast_path_until, subscribers._first_end) if subscribers else (0, 0)
+    add(subscribers, subscriber)
+    subscribers.fast_path_until, subscribers._first_end = settled
 
 
 def _a_restart_leaves_tokens_plain(rewind: Any, sequence: Sequence, num_computed: int) -> None:
-    fast_path_until = sequence.fast_path_until
+    fast_path_until = sequence.subscribers.fast_path_until
     rewind(sequence, num_computed)
-    sequence.fast_path_until = fast_path_until
+    sequence.subscribers.fast_path_until = fast_path_until
 
 
 def _plain_tokens_complete_pages(settle: Any, sequence: Sequence) -> None:
-    next_page_end, sequence.next_page_end = sequence.next_page_end, 1 << 30
+    next_page_end, sequence.kv.next_page_end = sequence.kv.next_page_end, 1 << 30
     settle(sequence)
-    sequence.next_page_end = next_page_end
+    sequence.kv.next_page_end = next_page_end
 
 
 def _waiting_requests_never_expire(expire: Any, requests: Requests) -> None:
@@ -294,7 +295,7 @@ def _finds_the_whole_prompt(find: Any, prefixes: PrefixCache, sequence: Sequence
 
 def _page_table_keeps_a_former_owners_pages(clear: Any, builder: BatchBuilder, sequence: Sequence) -> None:
     known = int(builder._num_pages[sequence.slot])
-    builder._num_pages[sequence.slot] = min(known, len(sequence.pages))
+    builder._num_pages[sequence.slot] = min(known, len(sequence.kv.pages))
 
 
 def _drops_one_request_of_a_dead_frontend(_: Any, requests: Requests, frontend: int) -> None:
@@ -325,8 +326,8 @@ def _tokens_of_failed_constraints_are_told(apply: Any, engine: Engine, result: S
 
 def _keeps_log_probabilities_twice(deliver: Any, requests: Requests, sequence: Sequence, *rest: Any) -> None:
     deliver(requests, sequence, *rest)
-    if sequence.logprobs:
-        sequence.logprobs.append(sequence.logprobs[-1])
+    if sequence.kept_logprobs:
+        sequence.kept_logprobs.append(sequence.kept_logprobs[-1])
 
 
 def _grammars_begin_anew(make: Any, requests: Requests, submission: Submission, *rest: Any, **options: Any) -> Any:
@@ -396,11 +397,11 @@ PLANTED: dict[str, Plant] = {
             requests, replace(event, submit=msgspec.structs.replace(event.submit, priority=-event.submit.priority))
         ),
     ),
-    "who joins a stream is not looked at": _wrap(Sequence, "subscribe", _a_newcomer_is_not_noticed),
+    "who joins a stream is not looked at": _wrap(Subscribers, "add", _a_newcomer_is_not_noticed),
     "tokens are plain beyond the first limit": _wrap(
-        Sequence,
-        "unsubscribe",
-        lambda leave, sequence, one: (leave(sequence, one), setattr(sequence, "_first_limit", 99)),
+        Subscribers,
+        "remove",
+        lambda remove, subscribers, one: (remove(subscribers, one), setattr(subscribers, "_first_end", 99)),
     ),
     "tokens are plain across a restart": _wrap(Sequence, "rewind", _a_restart_leaves_tokens_plain),
     "tokens that complete a page are plain": _wrap(Sequence, "settle", _plain_tokens_complete_pages),
@@ -455,7 +456,7 @@ PLANTED: dict[str, Plant] = {
     "waiting requests never expire": _wrap(Requests, "expire", _waiting_requests_never_expire),
     "a replay leaves out the first token": _wrap(Requests, "_replay", _replays_one_too_few),
     "a resumed stream begins again": _wrap(Requests, "_give", _repeats_what_was_brought),
-    "tokens are computed for who has left": _wrap(Sequence, "unsubscribe", _keeps_the_limit_of_who_left),
+    "tokens are computed for who has left": _wrap(Subscribers, "remove", _keeps_the_limit_of_who_left),
     "a page found again can still be evicted": _wrap(PagePool, "hold", _evicts_what_is_held),
     "a prefix hit leaves nothing to compute": _wrap(PrefixCache, "find", _finds_the_whole_prompt),
     "the page table keeps a former owner's pages": _wrap(

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.scheduling.step_plan import PlanRow
-    from penstock.backend.sequences.sequence import Sequence, Subscriber
+    from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.sequences.subscribers import Subscriber
 
 _MAX_ARRIVAL_TICKS = 80
 _SUSPEND_RATE = 0.001
@@ -418,7 +419,7 @@ class World:
             if queue and max(places[sequence] for sequence in admitted) > min(queue):
                 raise Violation("somebody is admitted before their turn")
         num_plans = self.backend.scheduler._num_plans
-        self.covered["stopped waiting"] += sum(0 < sequence.park_deadline_step <= num_plans for sequence in admitted)
+        self.covered["stopped waiting"] += sum(0 < sequence.parking.deadline_step <= num_plans for sequence in admitted)
         for row in rows:
             listeners = [self._names[s.frontend, s.request_id] for s in row.sequence.subscribers]
             wanted = max(len(ask.prompt) + ask.max_tokens for ask in listeners)
@@ -426,7 +427,7 @@ class World:
                 raise Violation(f"{[str(ask) for ask in listeners]} do not want what is planned")
             if (row.sequence, row.generation) in self.backend.scheduler.tried:
                 self.covered["tried apart"] += row.needs_slot_init
-            elif row.needs_slot_init and row.start > row.sequence.num_cached:
+            elif row.needs_slot_init and row.start > row.sequence.kv.num_cached:
                 self.covered["rewound"] += 1
             elif row.needs_slot_init and row.sequence.generation:
                 self.covered["preempted and resumed"] += 1
@@ -473,8 +474,8 @@ class World:
         was_bad = backend.executor.faulty[sequence, sequence.generation]
         if not was_bad or not isinstance(backend.forward_pass, ChainPass):
             return
-        poison = backend.forward_pass.poison_in(sequence.pages, len(sequence.tokens))
-        if any(map(backend.pool.host_offload.contains, sequence.page_hashes)):
+        poison = backend.forward_pass.poison_in(sequence.kv.pages, len(sequence.tokens))
+        if any(map(backend.pool.host_offload.contains, sequence.kv.page_hashes)):
             raise Violation(f"{heard.ask} fails for its pages, and one of them stays on the host")
         if any(backend.burnt.get(fault, self.tick) < backend.since[sequence] for fault in poison):
             raise Violation(f"{heard.ask} fails for what others had failed for before it came")

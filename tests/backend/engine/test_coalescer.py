@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.backend.engine.coalescer import Coalescer, ShareKey
 from penstock.backend.forward_pass import SamplingParams
-from penstock.backend.sequences.sequence import Sequence, Subscriber
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber
 from penstock.shm.messages import Constraints
 
 SAMPLINGS = [

@@ -24,7 +24,8 @@ from penstock.backend.forward_pass import (
 )
 from penstock.backend.passes.fake import FakePass, next_token
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.backend.sequences.sequence import Sequence, Subscriber
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,8 @@ from penstock.backend.forward_pass import SamplingParams
 from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page_hash
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache, count_common_tokens
-from penstock.backend.sequences.sequence import Sequence, Subscriber
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -81,13 +82,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.pool.release(prefix.pages + sources)
             return
         pages = self.allocate(num_new)
-        sequence.pages = prefix.pages + pages
+        sequence.kv.pages = prefix.pages + pages
         if prefix.num_copied_tokens:
             self.held[pages[0]] = list(self.held[prefix.copy_source])
         self.pool.release(sources)
-        sequence.num_prefilled = len(prefix.pages) * self.size
-        sequence.num_computed = sequence.num_prefilled + prefix.num_copied_tokens
-        sequence.num_indexed_pages = len(prefix.pages)
+        sequence.kv.num_prefilled = len(prefix.pages) * self.size
+        sequence.num_computed = sequence.kv.num_prefilled + prefix.num_copied_tokens
+        sequence.kv.num_indexed_pages = len(prefix.pages)
         self.prefixes.start(sequence)
         self.running[sequence] = None
 
@@ -119,7 +120,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         known += [
             tuple(other.tokens[: other.num_applied])
             for other in self.running
-            if other.salt == salt and other.num_indexed_pages * self.size == first and not other.has_suspect_kv
+            if other.salt == salt and other.kv.num_indexed_pages * self.size == first and not other.kv.is_suspect
         ]
         return max(0, *(common(wanted, text) - first for text in known)) if known else 0
 
@@ -129,29 +130,29 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(list(self.running)))
         is_decode = len(sequence.tokens) > sequence.num_given_tokens
         end = min(max(sequence.num_computed, sequence.num_applied) + count, len(sequence.tokens))
-        if end == len(sequence.tokens) and end // self.size == len(sequence.pages):
+        if end == len(sequence.tokens) and end // self.size == len(sequence.kv.pages):
             if not self.pool.num_available:
                 return
-            sequence.pages += self.allocate(1)
+            sequence.kv.pages += self.allocate(1)
         tokens = tuple(sequence.tokens)
         for place in range(sequence.num_applied, end):
-            page = sequence.pages[place // self.size]
+            page = sequence.kv.pages[place // self.size]
             text = sequence.salt, tokens[: place + 1]
             # What was copied is there already.
             assert place >= sequence.num_computed or self.held[page][place % self.size] == text
             self.held[page][place % self.size] = text
         sequence.num_computed = end
         if not (is_plain and is_decode and end % self.size):
-            for index in range(sequence.num_indexed_pages, end // self.size):
+            for index in range(sequence.kv.num_indexed_pages, end // self.size):
                 self.name(sequence, index, (index + 1) * self.size)
             self.let_go(self.prefixes.note_computed(sequence, end))
         if end == len(sequence.tokens):
             sequence.tokens.append(following)
 
     def name(self, sequence: Sequence, index: int, end: int) -> None:
-        if sequence.has_suspect_kv:
+        if sequence.kv.is_suspect:
             return
-        text, page = (sequence.salt, tuple(sequence.tokens[:end])), sequence.pages[index]
+        text, page = (sequence.salt, tuple(sequence.tokens[:end])), sequence.kv.pages[index]
         if text not in self.named and page not in self.named.values():
             self.named[text] = page
 
@@ -161,13 +162,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(list(self.running)))
         if is_bad:
             self.prefixes.invalidate_tenant(sequence.salt)
-            assert all(other.has_suspect_kv for other in self.running if other.salt == sequence.salt)
+            assert all(other.kv.is_suspect for other in self.running if other.salt == sequence.salt)
             self.named = {text: page for text, page in self.named.items() if text[0] != sequence.salt}
-        elif sequence.num_applied > sequence.num_indexed_pages * self.size:
-            self.name(sequence, sequence.num_indexed_pages, sequence.num_applied)
+        elif sequence.num_applied > sequence.kv.num_indexed_pages * self.size:
+            self.name(sequence, sequence.kv.num_indexed_pages, sequence.num_applied)
         del self.running[sequence]
         freed = self.prefixes.stop(sequence)
-        self.pool.release(sequence.pages)
+        self.pool.release(sequence.kv.pages)
         self.let_go(freed, is_patient=is_patient)
 
     def let_go(self, freed: list[object], *, is_patient: bool = True) -> None:
@@ -182,7 +183,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         self.pool.check_integrity()
         self.prefixes.check_integrity(self.running, {awaited for _, awaited in self.parked})
-        assert self.pool.num_held == len({page for sequence in self.running for page in sequence.pages})
+        assert self.pool.num_held == len({page for sequence in self.running for page in sequence.kv.pages})
 
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.backend.forward_pass import SamplingParams
 from penstock.backend.scheduling.wait_queue import WaitQueue
-from penstock.backend.sequences.sequence import Sequence, Subscriber
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber
 
 KEYS = [bytes([number]) * 16 for number in range(3)]
 

@@ -436,7 +436,7 @@ def test_log_probabilities_are_kept_only_for_who_may_come_late(may_share: bool, 
     bench.submit(PROMPT, 20, sampling=Sampling(temperature=0.0, num_logprobs=1), may_share=may_share)
     while len(bench.received().token_ids) < 5:
         bench.turn()
-    kept = bench.requests._open[1][0][0].logprobs
+    kept = bench.requests._open[1][0][0].kept_logprobs
     assert (len(kept) if kept is not None else None) == num_kept
     assert None not in bench.received().logprobs
 

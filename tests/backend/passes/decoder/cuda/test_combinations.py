@@ -287,7 +287,7 @@ def test_bad_logits_take_their_own_tenants_pages_from_the_host_and_no_others(cap
     assert bench.board.pages_restored == 2
     ((sequence, _),) = bench.requests._open[1].values()
     with torch.inference_mode():
-        forward_pass._ops.pages[:, sequence.pages[0]] = 0xFF  # NaN in every number
+        forward_pass._ops.pages[:, sequence.kv.pages[0]] = 0xFF  # NaN in every number
     bench.run_dry()
     assert bench.received(201).finishes == [Finish.FAILED]
     assert bench.board.host_pages_used == num_kept - 2
