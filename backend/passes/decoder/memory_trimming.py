@@ -1,4 +1,4 @@
-"""What the C library does with memory that is given back."""
+"""Return freed memory to the system while weights are loaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _M_MMAP_THRESHOLD = -3
 
 @contextmanager
 def return_freed_memory() -> Iterator[None]:
-    """Inside, blocks of 64 KB and more go back to the system the moment they are freed; glibc otherwise keeps those up
-    to 32 MB in its heap, and loading would end with a third more memory than the weights take. Afterwards they are
-    kept, so that a step's arrays cost no page faults. Where the C library is not glibc, nothing changes.
+    """Within the context, a block of 64 KB or more goes back to the system as soon as it is freed.
+
+    By default glibc keeps blocks of up to 32 MB in its heap, and loading would end with a third more memory than the
+    weights take. After the context blocks are kept, so a step's arrays cost no page faults. Without glibc: no effect.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,7 +1,7 @@
-"""The Llama family, once: the order of operations, whatever the device.
+"""The Llama family: the order of operations, the same on every device.
 
 Pre-norm decoder layers (attention, gated MLP) as in arXiv 2302.13971, with grouped-query attention, optional biases,
-QK norm (Qwen3), sliding windows (Mistral, Qwen2) and layers without RoPE (SmolLM3), all said by DecoderConfig.
+QK norm (Qwen3), sliding windows (Mistral, Qwen2) and layers without RoPE (SmolLM3), as DecoderConfig says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Weights(Protocol):
-    """A source of plain weights, such as `checkpoint.weights.DecoderWeights`. Each call returns a copy."""
+    """A source of unpacked weights, such as `checkpoint.weights.DecoderWeights`. Each call returns a copy."""
 
     def embedding(self, dtype: torch.dtype) -> Tensor: ...
 
@@ -29,7 +29,7 @@ class Weights(Protocol):
     def final_norm(self, dtype: torch.dtype) -> Tensor: ...
 
     def lm_head(self, dtype: torch.dtype) -> Tensor | None:
-        """None where the embedding is used again."""
+        """None if the embedding table serves as the output layer too."""
         ...
 
 
@@ -45,13 +45,14 @@ class _Layer:
 
 
 class DecoderModel:
-    """Packed weights and the pass over them. Holds no state of a step but what its logits were made of."""
+    """The packed weights, and a step's way through them. `normed` is the only state that a step leaves."""
 
     normed: Array | None = None
-    """[L, hidden] after the final norm, of the last step that wanted logits: the operations' own, until the next."""
+    """[L, hidden] after the final norm, of the last step with logits. The buffer belongs to the operations; the next
+    step overwrites it."""
 
     def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype) -> None:
-        """Takes the weights layer by layer: beside the packed ones, the plain copy of one layer at most exists."""
+        """Packs the weights layer by layer; at most one layer is in memory unpacked."""
         self._ops = ops
         embedding = weights.embedding(dtype)
         if config.tie_embeddings:
@@ -61,18 +62,18 @@ class DecoderModel:
             self._embedding = ops.table(embedding)
         del embedding
         if not config.tie_embeddings:
-            self._lm_head = ops.pack_linear(_present(weights.lm_head(dtype)), None)
+            self._lm_head = ops.pack_linear(_required(weights.lm_head(dtype)), None)
         self._layers = [_pack_layer(config, ops, weights.layer(i, dtype), i) for i in range(config.num_layers)]
         self._final_norm = ops.vector(weights.final_norm(dtype))
 
     def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
-        """Logits of the step's logit rows, [L, vocab] fp32; None where no row wants any."""
+        """Return the logits of the step's logit rows, [L, vocab] fp32, or None if needs_logits is False."""
         ops = self._ops
         residual = ops.embed(self._embedding, step)
         for layer in self._layers[:-1]:
             qkv = self._project(layer, residual, step)
             self._attend_and_mix(layer, qkv, residual, step)
-        # Past the last layer's cache write only the tokens whose logits are wanted matter.
+        # Behind the last layer's cache write, only the tokens that need logits matter.
         last = self._layers[-1]
         qkv = self._project(last, residual, step)
         if not needs_logits:
@@ -94,9 +95,9 @@ class DecoderModel:
         ops.linear_add(ops.gated_linear(ops.rms_norm(residual, layer.mlp_norm), layer.gate_up), layer.down, residual)
 
 
-def _present(lm_head: Tensor | None) -> Tensor:
+def _required(lm_head: Tensor | None) -> Tensor:
     if lm_head is None:
-        raise ValueError("a model whose embedding is not tied needs weights for its lm_head")
+        raise ValueError("a model without tied embeddings needs weights for lm_head")
     return lm_head
 
 

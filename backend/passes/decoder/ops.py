@@ -1,7 +1,7 @@
-"""The operations a decoder is made of: one protocol, implemented per device. The model knows nothing else of a device.
+"""The operations of a decoder: one protocol, implemented per device. The model uses nothing else of a device.
 
-T tokens of a step lie back to back, [T, …]; the residual stream is fp32, all else has the weights' dtype. An operation
-may return a buffer of its own that the next call of the same operation overwrites.
+The T tokens of a step lie back to back, [T, …]. The residual stream is fp32; all else has the dtype of the weights. An
+operation may return a buffer of its own that its next call overwrites.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 KV_BLOCK_VALUES = 32
 KV_BLOCK_BYTES = {"fp32": 128, "bf16": 64, "q8_0": 34, "fp8": 32}
-"""Of each KV dtype, the bytes of 32 values. q8_0 is GGML's: int8, and one binary16 scale for 32 values of a head; fp8
-is e4m3 without a scale."""
+"""Bytes of 32 values, by KV dtype. q8_0 is GGML's format: int8 with one binary16 scale per 32 values of a head. fp8 is
+e4m3 without a scale."""
 CPU_KV_DTYPES = ("fp32", "bf16", "q8_0")
 
 
 def supports_q8_0(head_dim: int) -> bool:
-    """Whether a head's values fill whole blocks, as q8_0 asks."""
+    """Whether a head's values fill whole blocks of 32."""
     return head_dim % KV_BLOCK_VALUES == 0
 
 
 Array: TypeAlias = Any
-"""A tensor on the device, of the library that the implementation uses."""
+"""A tensor on the device, in the implementation's own library."""
 Linear: TypeAlias = Any
-"""What `pack_linear` returned."""
+"""A packed weight, returned by `pack_linear` or `pack_gated`."""
 Step: TypeAlias = Any
-"""A step's rows in the form the implementation likes."""
+"""A step's rows in the implementation's own form."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The heads of one attention layer. A projection's output is [q heads | k heads | v heads], head_dim each."""
+    """The heads of an attention layer. The qkv projection's output is [q heads | k heads | v heads], head_dim each."""
 
     num_heads: int
     num_kv_heads: int
@@ -55,7 +55,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What distinguishes one layer's attention from the next one's. Norm weights are as `vector` returned them."""
+    """Attention settings that differ from layer to layer. The norm weights are results of `vector`."""
 
     index: int
     uses_rope: bool
@@ -65,10 +65,10 @@ class AttentionLayer:
 
 
 class Ops(Protocol):
-    """What the model needs of a device. Weights are handed over once and kept in the form the device likes best."""
+    """What the model needs of a device. Weights are packed once, into the layout that is fastest there."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """weight [out, in], bias [out]; the caller drops its own copy."""
+        """weight [out, in], bias [out]. The caller drops its copy."""
         ...
 
     def pack_gated(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -84,21 +84,21 @@ class Ops(Protocol):
         ...
 
     def tied_table(self, weight: Tensor, lm_head: Linear) -> Array:
-        """As `table`, where lm_head was packed from the same weight and may be read in its place."""
+        """As `table`; lm_head was packed from the same weight, so its memory may serve as the table."""
         ...
 
     def embed(self, table: Array, step: Step) -> Array:
-        """The residual stream of the step, [T, hidden] fp32: of the table's rows, and of embeddings that are given."""
+        """The step's residual stream, [T, hidden] fp32: rows of the table, and the step's own embeddings."""
         ...
 
     def rms_norm(self, residual: Array, weight: Array) -> Array:
-        """[T, hidden] in the weights' dtype."""
+        """[T, hidden] in the dtype of the weights."""
         ...
 
     def linear(self, x: Array, weights: Linear) -> Array: ...
 
     def linear_add(self, x: Array, weights: Linear, residual: Array) -> None:
-        """Adds the product to residual [T, out] in place, in fp32."""
+        """Add the product to residual [T, out] in place, in fp32."""
         ...
 
     def gated_linear(self, x: Array, weights: Linear) -> Array:
@@ -106,7 +106,7 @@ class Ops(Protocol):
         ...
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:
-        """Norms and rotates q and k of qkv [T, qkv_size] in place and writes k and v to the cache."""
+        """Normalise and rotate q and k of qkv [T, qkv_size] in place, then write k and v to the cache."""
         ...
 
     def attention(self, qkv: Array, step: Step, layer: AttentionLayer) -> Array:
@@ -114,26 +114,28 @@ class Ops(Protocol):
         ...
 
     def last_tokens(self, qkv: Array, residual: Array, step: Step) -> tuple[Array, Array, Step]:
-        """The same three with only the last token of each logit row: L tokens, at least one."""
+        """Reduce all three to the last token of each logit row: L tokens, at least one."""
         ...
 
     def logits(self, x: Array, weights: Linear) -> Array:
-        """The product, [L, vocab]: in fp32 on the host, in the weights' dtype on a GPU."""
+        """The product, [L, vocab]: fp32 on the CPU, the dtype of the weights on a GPU."""
         ...
 
     def close(self) -> None: ...
 
 
 class CpuOps(Ops, Protocol):
-    """The operations on the CPU, with the step and the cache in their own hands."""
+    """The operations on the CPU, which also own the KV cache and the step's form."""
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
-        """Copies batch.page_copies. input_ids [T] are batch.input_ids with every FROM_SLOT resolved, and any token
-        instead of FROM_EMBEDDINGS."""
+        """Copy batch.page_copies and prepare the rows.
+
+        input_ids [T] are batch.input_ids with every FROM_SLOT resolved and every FROM_EMBEDDINGS replaced by any token.
+        """
         ...
 
     def normed_rows(self, normed: Array, num_rows: int) -> NDArray[np.float32]:
-        """A copy of the first rows of what `rms_norm` gave last, [num_rows, hidden]."""
+        """A copy of the first rows of normed, the latest result of `rms_norm`: [num_rows, hidden] fp32."""
         ...

@@ -1,4 +1,4 @@
-"""Tokens whose embeddings are given: what a step says of them must agree, and on the host their rows are written."""
+"""Prompt embeddings: check that a step's embeddings match its tokens, and write them to the residual stream."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def check_embeddings(batch: StepBatch) -> None:
-    """Raises ValueError unless embeddings are given for exactly the tokens that are FROM_EMBEDDINGS."""
+    """Raises ValueError unless the step has embeddings for exactly its FROM_EMBEDDINGS tokens."""
     if not batch.embeddings and batch.input_ids.min() != FROM_EMBEDDINGS:
         return
     given = [token for part in batch.embeddings for token in range(part.first, part.first + part.values.num_rows)]
-    wanted = np.flatnonzero(batch.input_ids == FROM_EMBEDDINGS)
-    if not np.array_equal(wanted, given):
+    expected = np.flatnonzero(batch.input_ids == FROM_EMBEDDINGS)
+    if not np.array_equal(expected, given):
         starts = [part.first for part in batch.embeddings]
         raise ValueError(
-            f"embeddings of {len(given)} tokens are given, from {starts} on; {len(wanted)} tokens are FROM_EMBEDDINGS, "
-            f"from {wanted[:1].tolist()} on"
+            f"the step has embeddings for {len(given)} tokens, from {starts} on; {len(expected)} tokens are "
+            f"FROM_EMBEDDINGS, from {expected[:1].tolist()} on"
         )
 
 
 def place_embeddings(residual: NDArray[np.float32], embeddings: tuple[EmbeddedTokens, ...]) -> None:
-    """Overwrites their rows of residual [T, hidden]."""
+    """Overwrite the rows of residual [T, hidden] that have embeddings."""
     for given in embeddings:
         residual[given.first : given.first + given.values.num_rows] = given.values.read()

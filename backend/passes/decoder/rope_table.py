@@ -15,8 +15,10 @@ _FIRST_POSITIONS = 4096
 
 
 class RopeTable:
-    """Rows [cos | sin] for positions 0 … n - 1, [n, rotary_dim] fp32, computed in fp64. Grows by doubling to what the
-    sequences need, so that a model made for a million positions costs no memory for those nobody reaches."""
+    """Rows [cos | sin] for positions 0 … n - 1, [n, rotary_dim] fp32, computed in fp64.
+
+    The table doubles when a sequence outgrows it, so positions that no sequence reaches take no memory.
+    """
 
     def __init__(self, rope: RopeConfig) -> None:
         self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64)
@@ -24,7 +26,7 @@ class RopeTable:
         self.rows = torch.empty(0, 2 * len(rope.inv_freq), dtype=torch.float32)
 
     def cover(self, num_positions: int) -> Tensor:
-        """The table with at least num_positions rows; rows handed out before stay valid."""
+        """Return the table with at least num_positions rows. Tables returned earlier stay valid."""
         if num_positions > len(self.rows):
             size = max(_FIRST_POSITIONS, len(self.rows))
             while size < num_positions:

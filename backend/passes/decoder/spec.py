@@ -1,4 +1,4 @@
-"""What the engine is told of a decoder."""
+"""The `PassSpec` of a decoder, from its configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_spec(config: DecoderConfig, dtype: torch.dtype, kv_dtypes: Iterable[str]) -> PassSpec:
-    """The spec of a model whose weights are of dtype; a KV cache wider than the weights is there for those who ask."""
+    """The spec of a model with weights of dtype. KV dtypes wider than the weights come last, for an explicit choice."""
     values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     widths = {name: KV_BLOCK_BYTES[name] for name in kv_dtypes if name != "q8_0" or supports_q8_0(config.head_dim)}
     order = sorted(widths, key=lambda name: (widths[name] > KV_BLOCK_VALUES * dtype.itemsize, -widths[name]))

@@ -1,4 +1,4 @@
-"""The torch operations with every row by itself: a row's result is the same bits alone and in any batch."""
+"""Torch operations that give a row the same bits alone and in any batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _TILE_ROWS = 16
 
 
 class DeterministicTorchOps(TorchOps):
-    """Products always have the same shape, so that the number of rows never chooses their kernel; tokens attend one by
-    one, in a shape that their position gives. silu goes row by row: torch's vectorised loop and the one for what is
-    left over give different bits, and where one ends depends on the array's size. All else torch computes for each
-    number or each row by one formula.
+    """Removes every influence of the batch's size on a row.
+
+    Products always have the same shape, because torch chooses their kernel by the number of rows. Tokens attend one by
+    one, in a shape that depends on their position alone. silu runs row by row: torch's vectorised loop and its loop for
+    the remainder give different bits, and the array's size decides where one ends. Torch computes everything else per
+    number or per row, by one formula.
     """
 
     tile_limits = ONE_BY_ONE

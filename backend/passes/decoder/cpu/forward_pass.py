@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 SPIN_S = 50e-6
-"""How long a kernel thread waits awake for the next operation: longer than the gaps within a step, shorter than those
-between steps."""
+"""How long a kernel thread spins for the next operation before it sleeps: longer than the gaps within a step, shorter
+than those between steps."""
 
 
 class CpuDecoderPass(HostSampling):
-    """One decoder on the CPU. Logits travel to the host as numpy float32, where they are sampled."""
+    """See `IBatchedForwardPass`. Logits are numpy float32 arrays, sampled by `HostSampling`."""
 
     def __init__(
         self, config: DecoderConfig, weights: Weights, ops: CpuOps, dtype: torch.dtype, max_running: int
@@ -49,7 +49,7 @@ class CpuDecoderPass(HostSampling):
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
-        # Imported here and in `load`: a pass with weights from elsewhere needs no package that reads checkpoints.
+        # Imported here and in `load`: a pass that gets its weights elsewhere needs no packages that read checkpoints.
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.weights import choose_dtype
 
@@ -82,7 +82,7 @@ class CpuDecoderPass(HostSampling):
         check_embeddings(batch)
         input_ids = self.begin_step(batch)
         if batch.embeddings:
-            input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is no place in the table
+            input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is no row of the table
         step = self._ops.begin_step(batch, input_ids)
         logits = self._model.forward(step, needs_logits=len(batch.logit_rows) > 0)
         if logits is None:
@@ -90,7 +90,7 @@ class CpuDecoderPass(HostSampling):
         return cast("NDArray[np.float32]", logits)
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        # The operations may reuse their buffer at the next step.
+        # The operations reuse their buffer in the next step.
         return logits.copy()
 
     @property
@@ -114,7 +114,7 @@ class CpuDecoderPass(HostSampling):
 def make_cpu_ops(
     config: DecoderConfig, dtype: torch.dtype, max_batch_tokens: int, *, deterministic: bool = False
 ) -> CpuOps:
-    """The fastest operations that this machine offers for the model; the native ones are always deterministic."""
+    """Return the fastest operations that this machine has for the model. The native ones are always deterministic."""
     library = load_library() if supports_native_ops(config) else None
     if library is not None:
         return NativeOps(library, config, dtype, max_batch_tokens, num_usable_cores(), SPIN_S)

@@ -132,7 +132,7 @@ def _compile(path: Path, compiler: str | None, more_flags: tuple[str, ...]) -> N
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        logger.info("Compiling the CPU kernels with %s, once for this machine", compiler)
+        logger.info("Compiling the CPU kernels with %s; this takes some ten seconds", compiler)
         started_s = time.monotonic()
         _run_compiler([compiler, *_FLAGS, *more_flags, "-o", temporary, str(SOURCE)])
         os.chmod(temporary, 0o700)

@@ -1,7 +1,7 @@
-"""The decoder's operations by our own C++ kernels, kernels/cpu.cpp, called with plain addresses through ctypes.
+"""The decoder's operations by our own C++ kernels (kernels/cpu.cpp), called through ctypes.
 
-Arrays are places in buffers that live as long as the operations; ctypes lets go of the GIL during each call. The
-kernels have threads of their own, so torch takes no part in a step.
+An array is the address of a buffer that exists as long as the operations. ctypes releases the GIL during each call. The
+kernels have their own threads; torch takes no part in a step.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-class _HugeArena:
-    """Memory for weights, in large mappings of huge pages: at 4 KB a page, reading weights once a step is bound by
-    address translation. Never freed piecewise; tensors made here keep their mapping alive."""
+class _HugePageArena:
+    """Memory for weights in mappings of huge pages. With 4 KB pages, address translation limits how fast a step reads
+    the weights. Single tensors are never freed; each keeps its mapping alive."""
 
     def __init__(self) -> None:
         self._chunk: mmap.mmap | None = None
@@ -97,8 +97,8 @@ class _HugeArena:
 
 
 def map_memory(num_bytes: int) -> mmap.mmap:
-    """Zeroed anonymous memory, in huge pages where the system gives them; resident once written."""
-    # Private: shared anonymous memory, mmap's default, gets no huge pages.
+    """Map zeroed anonymous memory, in huge pages where the system has them; it becomes resident when written."""
+    # Private, because shared anonymous memory, the default of mmap, gets no huge pages.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -107,7 +107,7 @@ def map_memory(num_bytes: int) -> mmap.mmap:
 
 @dataclass(frozen=True, slots=True)
 class _PackedLinear:
-    """A struct that the kernels read, its address, and the tensors it points into."""
+    """A struct for the kernels, its address, and the tensors that it points to."""
 
     address: int
     struct: _Linear
@@ -124,7 +124,7 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the kernels read until the step is over; `ps_plan` has told them where."""
+    """The arrays that the kernels read during the step, at the addresses given to `ps_plan`."""
 
     num_logits: int
     narrowed: bool
@@ -134,7 +134,7 @@ class _Step:
 
 
 class _Buffer:
-    """A row-major array whose row count grows to what steps need."""
+    """A row-major array that grows to the largest number of rows reserved so far."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self._width = width
@@ -149,7 +149,7 @@ class _Buffer:
 
 
 def supports_native_ops(config: DecoderConfig) -> bool:
-    """Whether the kernels can run this model: heads in whole vectors, pairs of inputs."""
+    """Whether the kernels can run this model: they need heads of whole vectors and even input sizes."""
     return (
         config.head_dim % 16 == 0
         and config.head_dim <= 1024
@@ -160,7 +160,7 @@ def supports_native_ops(config: DecoderConfig) -> bool:
 
 
 class NativeOps:
-    """See `Ops`. dtype is that of weights and activations: float32 or bfloat16. Needs `supports_native_ops`."""
+    """See `CpuOps`. dtype is that of weights and activations: float32 or bfloat16. Needs `supports_native_ops`."""
 
     def __init__(
         self,
@@ -190,12 +190,12 @@ class NativeOps:
             eps=config.rms_norm_eps,
         )
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
-        self._arena = _HugeArena()
+        self._arena = _HugePageArena()
         self._layers: dict[int, _Attention] = {}
-        self._num_rows = 0  # tokens of the step in progress, or its logit rows once it is narrowed
+        self._num_rows = 0  # tokens of the current step; after `last_tokens`, its logit rows
         self._rope_address = 0
         self.cache: list[Tensor] = []
-        """Of each layer, [num_pages, bytes of a page] in the kernels' layout, uint8."""
+        """One tensor per layer, uint8 [num_pages, bytes of a page], in the layout of kernels/paged_cache.h."""
 
         attention_width = config.num_heads * config.head_dim
         self._residual = _Buffer(config.hidden_size, torch.float32)
@@ -233,7 +233,7 @@ class NativeOps:
         plain = self._arena.empty(weight.numel(), self._dtype).view(weight.shape).copy_(weight)
         return _Table(plain.data_ptr(), False, plain)
 
-    def tied_table(self, weight: Tensor, lm_head: _PackedLinear) -> _Table:  # noqa: ARG002 - rows are read from the packed
+    def tied_table(self, weight: Tensor, lm_head: _PackedLinear) -> _Table:  # noqa: ARG002 - rows are read from lm_head
         return _Table(lm_head.weight.data_ptr(), True, lm_head.weight)
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
@@ -295,7 +295,7 @@ class NativeOps:
         self._library.ps_linear(self._engine, weights.address, _GATED, x, self._num_rows, out)
         return out
 
-    def rotate_and_store(self, qkv: int, step: _Step, layer: AttentionLayer) -> None:  # noqa: ARG002 - ps_plan has the step
+    def rotate_and_store(self, qkv: int, step: _Step, layer: AttentionLayer) -> None:  # noqa: ARG002 - ps_plan received the step
         address = ctypes.addressof(self._attention_of(layer))
         self._library.ps_rotate_and_store(self._engine, qkv, address, self._rope_address)
 
@@ -309,23 +309,23 @@ class NativeOps:
         self._last_residual.reserve(step.num_logits)
         self._library.ps_take_last(self._engine, residual, self._last_residual.address)
         self._num_rows = step.num_logits
-        # The kernel finds the last tokens' queries in qkv itself.
+        # ps_attention picks the queries of the last tokens out of qkv.
         return qkv, self._last_residual.address, replace(step, narrowed=True)
 
     def logits(self, x: int, weights: _PackedLinear) -> NDArray[np.float32]:
-        """A view of a buffer that the next call overwrites."""
+        """Return a view of a buffer that the next call overwrites."""
         self._logits.reserve(self._num_rows)
         out = self._logits.address
         self._library.ps_linear(self._engine, weights.address, _STORE_FLOAT, x, self._num_rows, out)
         logits: NDArray[np.float32] = self._logits.rows[: self._num_rows].numpy()
         return logits
 
-    def normed_rows(self, normed: int, num_rows: int) -> NDArray[np.float32]:  # noqa: ARG002 - `rms_norm` has one buffer
+    def normed_rows(self, normed: int, num_rows: int) -> NDArray[np.float32]:  # noqa: ARG002 - `rms_norm` has only one buffer
         rows: NDArray[np.float32] = self._hidden.rows[:num_rows].to(torch.float32, copy=True).numpy()
         return rows
 
     def close(self) -> None:
-        """Ends the kernels' threads and lets go of the cache. Idempotent."""
+        """Stop the kernels' threads and release the cache. Idempotent."""
         if self._engine is not None:
             self._library.ps_destroy(self._engine)
             self._engine = None

@@ -1,9 +1,9 @@
-"""How many threads a pass on the CPU may use, and how torch's own must wait. Imports no torch: call it before torch is.
+"""How many threads a pass on the CPU uses, and how torch's own threads wait. Does not import torch, which reads these
+settings when it is imported.
 
-torch's OpenMP threads wait for each other by spinning. That is best on a machine with nothing else to do; where an HTTP
-process, or anything, wants one of the cores, a thread that spins keeps from running the one it waits for, and a step
-takes 4 to 100 times as long. Passive waiting costs some microseconds for each operation. The native kernels have
-threads of their own and are not concerned.
+By default torch's OpenMP threads spin while they wait for each other. That is fast on an otherwise idle machine. When
+an HTTP process needs a core too, a spinning thread keeps the thread that it waits for from running, and a step takes 4
+to 100 times as long. Passive waiting costs a few microseconds per operation. The native kernels have their own threads.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def configure_torch_threads() -> None:
-    """Makes torch's threads sleep while they wait. What the environment already says about it stays."""
+    """Set the environment variables that make torch's threads sleep while they wait; variables already set stay."""
     if "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("OMP_NUM_THREADS", str(num_usable_cores()))
 
 
 def num_usable_cores(cpu_max: Path = _CGROUP_CPU_MAX) -> int:
-    """Cores this process may run on, at least 1: its affinity, and no more than a container's CPU quota."""
+    """Number of cores this process may use, at least 1: its CPU affinity, limited by a container's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = cpu_max.read_text().split()
         if quota != "max":
             cores = min(cores, math.ceil(int(quota) / int(period)))
     except (OSError, ValueError, ZeroDivisionError):
-        # No cgroup v2 here, so no quota known.
+        # Without cgroup v2 there is no quota to read.
         pass
     return max(1, cores)

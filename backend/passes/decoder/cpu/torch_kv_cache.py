@@ -16,23 +16,23 @@ _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 class KvPages(Protocol):
-    """Places of [num_kv_heads, num_pages, page_size, head_dim]."""
+    """The keys, or the values, of one layer: [num_kv_heads, num_pages, page_size, head_dim]."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All the memory there is."""
+        """All memory of this cache."""
         ...
 
-    def write(self, pages: Tensor, places: Tensor, heads: Tensor) -> None:
-        """heads [T, num_kv_heads, head_dim] go to (pages[t], places[t])."""
+    def write(self, pages: Tensor, offsets: Tensor, heads: Tensor) -> None:
+        """Store heads [T, num_kv_heads, head_dim]; token t goes to offset offsets[t] of page pages[t]."""
         ...
 
     def clear(self, pages: Tensor) -> None:
-        """What is read of these pages is 0 until it is written."""
+        """Zero these pages."""
         ...
 
-    def copy(self, source: int, destination: int, num_places: int) -> None:
-        """The first num_places of a page to another; what is read of its other places is 0 until it is written."""
+    def copy(self, source: int, destination: int, num_tokens: int) -> None:
+        """Copy the first num_tokens of a page to another, and zero the rest of that page."""
         ...
 
     def read(self, pages: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class KvPages(Protocol):
 
 
 class _Pages:
-    """What does not depend on how a number is stored."""
+    """The part that does not depend on the storage format."""
 
     tensors: tuple[Tensor, ...]
 
@@ -49,10 +49,10 @@ class _Pages:
         for tensor in self.tensors:
             tensor[:, pages] = 0
 
-    def copy(self, source: int, destination: int, num_places: int) -> None:
+    def copy(self, source: int, destination: int, num_tokens: int) -> None:
         for tensor in self.tensors:
-            tensor[:, destination, num_places:] = 0
-            tensor[:, destination, :num_places] = tensor[:, source, :num_places]
+            tensor[:, destination, num_tokens:] = 0
+            tensor[:, destination, :num_tokens] = tensor[:, source, :num_tokens]
 
 
 class FloatKvPages(_Pages):
@@ -60,26 +60,26 @@ class FloatKvPages(_Pages):
         self.numbers = torch.zeros(shape, dtype=dtype)
         self.tensors = (self.numbers,)
 
-    def write(self, pages: Tensor, places: Tensor, heads: Tensor) -> None:
-        self.numbers[:, pages, places] = heads.transpose(0, 1).to(self.numbers.dtype)
+    def write(self, pages: Tensor, offsets: Tensor, heads: Tensor) -> None:
+        self.numbers[:, pages, offsets] = heads.transpose(0, 1).to(self.numbers.dtype)
 
     def read(self, pages: Tensor) -> Tensor:
         return self.numbers[:, pages].float()
 
 
 class Q8KvPages(_Pages):
-    """head_dim in blocks of 32 that share a scale."""
+    """Blocks of 32 values of a head that share a scale."""
 
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
-        *places, head_dim = shape
-        self.numbers = torch.zeros(*places, head_dim // KV_BLOCK_VALUES, KV_BLOCK_VALUES, dtype=torch.int8)
-        self.scales = torch.zeros(*places, head_dim // KV_BLOCK_VALUES, 1, dtype=torch.float16)
+        *outer, head_dim = shape
+        self.numbers = torch.zeros(*outer, head_dim // KV_BLOCK_VALUES, KV_BLOCK_VALUES, dtype=torch.int8)
+        self.scales = torch.zeros(*outer, head_dim // KV_BLOCK_VALUES, 1, dtype=torch.float16)
         self.tensors = (self.numbers, self.scales)
 
-    def write(self, pages: Tensor, places: Tensor, heads: Tensor) -> None:
+    def write(self, pages: Tensor, offsets: Tensor, heads: Tensor) -> None:
         numbers, scales = quantise_q8_0(heads.transpose(0, 1))
-        self.numbers[:, pages, places] = numbers
-        self.scales[:, pages, places] = scales
+        self.numbers[:, pages, offsets] = numbers
+        self.scales[:, pages, offsets] = scales
 
     def read(self, pages: Tensor) -> Tensor:
         return (self.numbers[:, pages] * self.scales[:, pages].float()).flatten(-2)
@@ -93,10 +93,10 @@ def make_kv_pages(shape: tuple[int, int, int, int], kv_dtype: str) -> KvPages:
 
 
 def quantise_q8_0(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., head_dim] as int8 [..., head_dim / 32, 32] and binary16 scales [..., head_dim / 32, 1].
+    """Convert x [..., head_dim] to int8 [..., head_dim / 32, 32] and binary16 scales [..., head_dim / 32, 1].
 
-    GGML's q8_0: d = largest |x| / 127 and x / d to the nearest integer, ties away from zero, before d is rounded to
-    binary16. A block with a number that is not finite gets the scale NaN.
+    As GGML's q8_0: the scale is d = largest |x| / 127; numbers are x / d rounded to the nearest integer, ties away from
+    zero; only then is d rounded to binary16. A block with a value that is not finite gets the scale NaN.
     """
     blocks = x.float().reshape(*x.shape[:-1], -1, KV_BLOCK_VALUES)
     scales = blocks.abs().amax(dim=-1, keepdim=True) / _MAX

@@ -1,7 +1,7 @@
-"""Linear layers on the CPU with weights packed once, in the block layout that oneDNN's matrix products want.
+"""Linear layers in torch with weights packed once, in the block layout of oneDNN's matrix products.
 
-F.linear re-packs a plain weight at every call, which costs a decode step three times its products. The two operators
-used here are those that torch's own compiler emits; where a build lacks them, F.linear takes over.
+F.linear packs an unpacked weight again at every call, which takes three times as long as a decode step's products.
+Torch's own compiler emits the two operators used here; on a build without them, F.linear is used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BATCH_HINT = 32
-"""Rows for which oneDNN chooses the layout. Measured over 1 … 512 rows: 32 is best or within noise of it for bf16 and
-fp32, while hints far above it make small fp32 batches 30 times slower."""
+"""The number of rows that oneDNN optimises the layout for. Measured over 1 … 512 rows: 32 is the best, or within noise
+of it, for bf16 and fp32. Much larger hints make small fp32 batches 30 times slower."""
 
 
 def _has_packing(dtype: torch.dtype) -> bool:
-    """oneDNN packs bf16 only on CPUs whose vector unit knows it: not on those with AVX2 alone."""
+    """Whether oneDNN packs this dtype. It packs bf16 only on CPUs with bf16 instructions, so not with AVX2 alone."""
     return (
         bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -32,7 +32,7 @@ def _has_packing(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """x [n, in] → x @ weight.T + bias, [n, out]. The plain weight is not kept where packing works."""
+    """x [n, in] → x @ weight.T + bias, [n, out]. Does not keep the unpacked weight where packing works."""
 
     weight: Tensor
     bias: Tensor | None

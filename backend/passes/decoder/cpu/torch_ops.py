@@ -1,7 +1,6 @@
-"""The decoder's operations in plain torch: the reference for every other implementation, and the CPU's fallback.
+"""The decoder's operations in plain torch: the reference for the other implementations, and the CPU's fallback.
 
-Products run on prepacked weights; attention gathers the keys and values that a group of query tiles sees and computes
-it in fp32.
+Products use packed weights. Attention gathers the keys and values of a group of query tiles and computes in fp32.
 """
 
 from __future__ import annotations
@@ -34,12 +33,13 @@ class TorchStep:
 
     input_ids: Tensor
     pages: Tensor
-    """[T] the page of each token, and its place there."""
-    places: Tensor
+    """[T] the page of each token."""
+    offsets: Tensor
+    """[T] where in the page."""
     fresh_pages: Tensor
-    """Pages whose first place this step writes."""
+    """Pages that this step begins to fill."""
     cos: Tensor
-    """[T, 1, rotary_dim / 2], and so sin."""
+    """[T, 1, rotary_dim / 2], as sin."""
     sin: Tensor
     queries: QueryTiles
     last_tokens: Tensor
@@ -48,7 +48,7 @@ class TorchStep:
 
 
 class TorchOps:
-    """See `Ops`. dtype is the weights' and activations': torch.float32 or torch.bfloat16."""
+    """See `CpuOps`. dtype is that of weights and activations: float32 or bfloat16."""
 
     tile_limits = TileLimits()
 
@@ -60,7 +60,7 @@ class TorchOps:
         self._dtype = dtype
         self._page_size_tokens = 0
         self.keys: list[KvPages] = []
-        """Of each layer, and so values."""
+        """One per layer, as `values`."""
         self.values: list[KvPages] = []
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -91,14 +91,14 @@ class TorchOps:
         positions = np.arange(batch.num_tokens) - np.repeat(batch.query_starts[:-1] - batch.context_lens, lengths)
         tiles = cut_rows(batch.query_starts, self.tile_limits.tile_tokens)
         queries = QueryTiles(rows, positions, tiles, batch.page_table, self._page_size_tokens, self.tile_limits)
-        pages, places = queries.cache_places()
+        pages, offsets = queries.cache_offsets()
         rope = self._rope_table.cover(int(positions.max()) + 1)[torch.from_numpy(positions)].unsqueeze(1)
         cos, sin = rope.chunk(2, dim=-1)
         return TorchStep(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
             pages=pages,
-            places=places,
-            fresh_pages=pages[places == 0],
+            offsets=offsets,
+            fresh_pages=pages[offsets == 0],
             cos=cos,
             sin=sin,
             queries=queries,
@@ -107,7 +107,7 @@ class TorchOps:
         )
 
     def _copy_pages(self, batch: StepBatch) -> None:
-        """Only the places that a row is going to see, for others might hold a NaN."""
+        """Copies only the tokens that a row will see; the rest of a page might hold NaN."""
         if not batch.page_copies:
             return
         size = self._page_size_tokens
@@ -155,10 +155,10 @@ class TorchOps:
                 rotated = torch.cat([x * step.cos - y * step.sin, y * step.cos + x * step.sin], dim=-1)
                 part[..., : self._rotary_dim] = rotated
         keys, values = self.keys[layer.index], self.values[layer.index]
-        # What no token has been written to is masked by a weight of 0, which a NaN left there would survive.
+        # Attention gives positions without a token the weight 0; a NaN left there would survive that.
         values.clear(step.fresh_pages)
-        keys.write(step.pages, step.places, heads[:, num_heads:-num_kv_heads])
-        values.write(step.pages, step.places, heads[:, -num_kv_heads:])
+        keys.write(step.pages, step.offsets, heads[:, num_heads:-num_kv_heads])
+        values.write(step.pages, step.offsets, heads[:, -num_kv_heads:])
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
         shape = self._heads

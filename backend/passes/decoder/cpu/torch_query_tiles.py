@@ -1,4 +1,4 @@
-"""How the queries of a step are grouped so that plain torch can attend for many of them at once."""
+"""Groups a step's queries, so that plain torch computes attention for many of them in one call."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TileLimits:
-    """How much attends together. One token alone in every call is what makes it the same bits in any company."""
+    """How many queries one call handles."""
 
     tile_tokens: int = 32
-    """Of one row."""
+    """Most tokens of a row in one tile."""
     group_scores: int = 1 << 16
-    """Query tokens × key positions, both padded, that one call handles: bounds its memory. A tile always fits."""
+    """Most query tokens × key positions in one call, both padded: bounds its memory. One tile is always allowed."""
 
 
 ONE_BY_ONE = TileLimits(1, 0)
+"""Each token in a call of its own: its bits do not depend on the rest of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """Query tiles of one width that attend together: n tiles, w tokens each, k key positions; padding is masked."""
+    """Query tiles that one call handles: n tiles, w tokens each, k key positions. Padding is masked."""
 
     tokens: Tensor
     """[n, w] token indices; padding repeats the tile's last token."""
     pages: Tensor
-    """[n, p] pages whose places are the k keys; padding repeats the tile's first, so that nothing unowned is read."""
+    """[n, p] pages that hold the k keys; padding repeats the tile's first page, never another row's."""
     visible: Tensor
     """[n, 1, w, k] whether a query sees a key."""
 
 
 class QueryTiles:
-    """Pieces of rows that attend together, over the pages of their rows. What layers share is made once."""
+    """A step's tiles over the pages of their rows. Groups are made once and used by all layers with the same window."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class QueryTiles:
         page_size_tokens: int,
         limits: TileLimits,
     ) -> None:
-        """rows and positions: [T], of each token; tiles: [n, 2], first token and length of each piece."""
+        """rows and positions: [T], one per token. tiles: [n, 2], first token and length of each."""
         self._limits = limits
         self._rows = rows
         self._positions = positions
@@ -61,13 +62,13 @@ class QueryTiles:
         self._groups: dict[int | None, list[TileGroup]] = {}
 
     def single(self, tokens: NDArray[np.int64]) -> QueryTiles:
-        """Only these tokens, each a tile of its own."""
+        """The tiles of these tokens only, each a tile of its own."""
         tiles = np.stack([np.arange(len(tokens)), np.ones(len(tokens), np.int64)], axis=1)
         rows, positions = self._rows[tokens], self._positions[tokens]
         return QueryTiles(rows, positions, tiles, self._page_table, self._page_size_tokens, self._limits)
 
-    def cache_places(self) -> tuple[Tensor, Tensor]:
-        """[T] the page that each token's key and value go to, and the place in it."""
+    def cache_offsets(self) -> tuple[Tensor, Tensor]:
+        """The page for each token's key and value, [T], and the offset in that page, [T]."""
         pages = self._page_table[self._rows, self._positions // self._page_size_tokens].astype(np.int64)
         return torch.from_numpy(pages), torch.from_numpy(self._positions % self._page_size_tokens)
 
@@ -113,7 +114,7 @@ class QueryTiles:
 
 
 def cut_rows(query_starts: NDArray[np.int32], tile_tokens: int) -> NDArray[np.int64]:
-    """[n, 2] first token and length of pieces of at most tile_tokens, none across rows."""
+    """Cut each row into tiles of at most tile_tokens: [n, 2], first token and length."""
     lengths = np.diff(query_starts).astype(np.int64)
     counts = -(-lengths // tile_tokens)
     piece = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -156,7 +156,7 @@ def test_a_block_is_written_only_after_the_device_has_read_it() -> None:
         ({"slots": np.array([-1, 2], np.int32)}, "slots are -1 … 2"),
         ({"input_ids": np.array([4, 100], np.int32)}, "token ids are 4 … 100; the vocabulary has 100"),
         ({"input_ids": np.array([-3, 1], np.int32)}, "token ids are -3"),
-        ({"input_ids": np.array([-2, 1], np.int32)}, r"embeddings of 0 tokens are given, from \[\] on; 1 tokens are"),
+        ({"input_ids": np.array([-2, 1], np.int32)}, r"embeddings for 0 tokens, from \[\] on; 1 tokens are"),
         ({"context_lens": np.array([0, 32], np.int32)}, "a row ends at 33 tokens; its pages hold 32"),
         ({"query_starts": np.array([0, 2], np.int32)}, "query_starts are"),
         ({"query_starts": np.array([0, 0, 2], np.int32)}, "query_starts are"),
