@@ -1,4 +1,4 @@
-"""How a request is to be run, beside what it generates: whose it is, whether it may share, how urgent, until when."""
+"""How a request is scheduled: its tenant, whether it may be coalesced, its priority and its deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """Lower priority numbers run sooner. deadline_s is on time.monotonic()'s clock; None is never."""
+    """Lower priority numbers run sooner. deadline_s is a time of time.monotonic(); None is no deadline."""
 
     salt: bytes
     may_join: bool
@@ -27,7 +27,10 @@ class RequestPolicy:
 
 
 def read_request_policy(exchange: Exchange, body: GenerationBody) -> RequestPolicy:
-    """Raises ApiError naming the header that is wrong. The time limit counts from the request's arrival here."""
+    """Read the policy from headers and body. The time limit starts when the request arrives here.
+
+    Raises ApiError naming the wrong header.
+    """
     coalesce = exchange.header(_COALESCE_HEADER.lower().encode())
     if coalesce is not None and coalesce.lower() not in (b"on", b"off"):
         invalid(_COALESCE_HEADER, f'must be "on" or "off", got {_shown(coalesce)}')
@@ -41,7 +44,7 @@ def _header_timeout_ms(exchange: Exchange) -> int | None:
     value = exchange.header(_TIMEOUT_HEADER.lower().encode())
     if value is None:
         return None
-    # isdigit of bytes is ASCII; the length is checked before int(), whose time grows with it.
+    # isdigit() of bytes is ASCII only. The length is checked first, because int() of a long number is slow.
     if not (value.isdigit() and len(value) <= 8 and 1 <= int(value) <= MAX_TIMEOUT_MS):
         invalid(_TIMEOUT_HEADER, f"must be a number of milliseconds from 1 to {MAX_TIMEOUT_MS}, got {_shown(value)}")
     return int(value)

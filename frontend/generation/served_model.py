@@ -1,4 +1,4 @@
-"""The model being served: the backend's card with its tokenizer, loaded when the card arrives."""
+"""The served model: the backend's model card, with the tokenizer that is loaded when the card arrives."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _log = logging.getLogger("penstock.model")
 
 _POLL_S = 0.02
 _RELOAD_POLL_S = 1.0
-_PATIENCE_S = 2.0
-"""How long after the start a backend may take to be found before requests are told that there is none."""
+_START_TIMEOUT_S = 2.0
+"""Time after the start during which requests wait for a backend instead of being refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,23 @@ def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserName
 
 
 class ModelKeeper:
-    """Keeps `current` in step with the backend's model card. None until tokenizer and template are loaded."""
+    """Loads the tokenizer and chat template for the backend's model card; again when the card changes."""
 
     def __init__(self, backend: BackendClient, parsers: ParserNames = ParserNames()) -> None:  # noqa: B008 - frozen
         self._backend = backend
         self._parsers = parsers
         self._unusable: ModelCard | None = None
         self.current: ServedModel | None = None
+        """None until tokenizer and template are loaded."""
         self.settled = asyncio.Event()
-        """Unset while `current` may change in a moment: a model loads, or this is the start and no backend is found."""
+        """Unset while `current` may change soon: a model is loading, or no backend has been found since the start."""
 
     async def watch(self) -> None:
-        """Runs until it is cancelled."""
-        patient_until_s = time.monotonic() + _PATIENCE_S
+        """Watch the backend's card. Runs until cancelled."""
+        settles_at_s = time.monotonic() + _START_TIMEOUT_S
         while True:
             card = self._backend.model
-            if card is None and not self.settled.is_set() and time.monotonic() >= patient_until_s:
+            if card is None and not self.settled.is_set() and time.monotonic() >= settles_at_s:
                 self.settled.set()
                 _log.info("no backend yet; waiting for one")
             loaded = None if self.current is None else self.current.card
@@ -67,9 +68,9 @@ class ModelKeeper:
         try:
             tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(card.model_dir))
         except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
-            # Said once; requests are answered 503 until the backend comes with another model.
+            # Logged once. Requests are answered 503 until the backend serves another model.
             self.current, self._unusable = None, card
-            _log.error("cannot serve %s: %s", card.model_id, error)
+            _log.error("cannot serve %s: %s; answering 503 until the backend has another model", card.model_id, error)
         else:
             self.current = ServedModel(card, tokenizer, model_syntax_of(tokenizer, self._parsers))
             _log.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)

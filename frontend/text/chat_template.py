@@ -1,7 +1,7 @@
-"""A checkpoint's chat template, rendered as transformers renders it, and compiled once.
+"""Renders a checkpoint's chat template as transformers does.
 
-The template comes with the checkpoint and runs in jinja2's immutable sandbox; clients cannot send one. Messages reach
-it as plain dicts of strings.
+The template comes with the checkpoint and runs in jinja2's immutable sandbox; clients cannot send one. It receives the
+messages as plain dicts of strings.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _RENDERING_FAILS = (
     AttributeError,
     RecursionError,
 )
-"""What the Python code made from a template raises when the messages are not as it expects."""
+"""Errors of a compiled template when the messages are not as it expects."""
 
 
 _END_MARK = secrets.token_hex(16)
-"""Stands behind a final message while it is rendered: its words may come in what a template writes behind it, too."""
+"""Marks the end of a final message while rendering: the template may write the message's own words after it, too."""
 
 
 class TemplateRefusedError(Exception):
-    """The template called raise_exception, or cannot render these messages. The text is the template's own."""
+    """The template called raise_exception, or cannot render these messages. The message is the template's."""
 
 
 class _TemplateRaised(jinja2.TemplateError):
-    """raise_exception was called."""
+    """The template called raise_exception."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's words for training; it renders as its content."""
+    """{% generation %} marks the assistant's text for training. Renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -81,11 +81,11 @@ def _strftime_now(form: str) -> str:
 
 
 class ChatTemplate:
-    """Renders messages to the prompt's text, beginning-of-sequence token included where the template writes one."""
+    """Renders messages to the prompt's text, with a beginning-of-sequence token if the template writes one."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        """special_tokens: bos_token, eos_token and the like, by name; tool_source is of the template for chats with
-        tools, where that is another. Raises ValueError for a template with a fault."""
+        """special_tokens maps names such as bos_token to texts. tool_source is the template for chats with tools, if
+        there is a separate one. Raises ValueError for a template with a syntax error."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -98,12 +98,15 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self._tool_template = environment.from_string(self.tool_source)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template has a fault in line {error.lineno}: {error.message}") from None
+            raise ValueError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from None
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
 
     def render(self, body: ChatBody) -> str:
-        """The prompt up to where the assistant speaks, or goes on speaking. Raises TemplateRefusedError, ApiError."""
+        """Return the prompt up to the start of the answer, which may continue the last message.
+
+        Raises TemplateRefusedError, ApiError.
+        """
         messages = [self._as_dict(message) for message in body.messages]
         _name_results(messages)
         if body.continue_final_message:
@@ -132,7 +135,7 @@ class ChatTemplate:
         if isinstance(content, list):
             content = "\n".join(part.text_or_refusal or "" for part in content)
         elif content is None and message.tool_calls:
-            content = ""  # many templates join it with other texts
+            content = ""  # many templates concatenate it
         fields = {
             "role": role,
             "content": content,
@@ -145,11 +148,11 @@ class ChatTemplate:
 
 
 def _variables(body: ChatBody, fixed: Mapping[str, object]) -> dict[str, Any]:
-    """What a request may say to the template besides its messages. Raises ApiError."""
+    """Return the variables that the request gives to the template. Raises ApiError."""
     variables = dict(body.chat_template_kwargs or {})
     for name in variables:
         if name in fixed:
-            invalid(f"chat_template_kwargs.{name}", "cannot be set here")
+            invalid(f"chat_template_kwargs.{name}", "set by the server; cannot be set here")
     if body.reasoning_enabled is not None:
         variables["enable_thinking"] = body.reasoning_enabled
     if body.reasoning_effort is not None:
@@ -158,7 +161,7 @@ def _variables(body: ChatBody, fixed: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:
-    """Some templates want the name of the function that a tool's message is the result of. Clients name the call."""
+    """Add the function's name to tool results. Some templates need it; clients send only the id of the call."""
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     for message in messages:
         if message["role"] == "tool" and (name := names.get(message.get("tool_call_id"))) is not None:
@@ -166,15 +169,15 @@ def _name_results(messages: list[dict[str, Any]]) -> None:
 
 
 def _described(tool: ChatTool) -> dict[str, Any]:
-    """As models have been taught, in this order; templates rely on all three."""
+    """Describe a tool in the form and order that models are trained on. Templates rely on all three fields."""
     function = tool.function
     parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
-    told = {"name": function.name, "description": function.description or "", "parameters": parameters}
-    return {"type": "function", "function": told}
+    described = {"name": function.name, "description": function.description or "", "parameters": parameters}
+    return {"type": "function", "function": described}
 
 
 def _called(call: MessageToolCall) -> dict[str, Any]:
-    """Templates want the arguments as an object, none at all as an empty one; a text that is none they get as it is."""
+    """Decode the arguments: templates expect an object, empty if there are none. Invalid JSON is passed on as text."""
     function: dict[str, Any] = {"name": call.function.name, "arguments": call.function.arguments.strip() or "{}"}
     with contextlib.suppress(ValueError, RecursionError):
         function["arguments"] = json.loads(function["arguments"])
@@ -182,17 +185,18 @@ def _called(call: MessageToolCall) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    """The prompt up to the end of the last message, without what the template writes behind it."""
+    """Cut the prompt after the last message, before what the template writes after it."""
     end = text.rfind(_END_MARK)
     if end < 0:
-        raise TemplateRefusedError("the final message does not appear in it as it is")
+        raise TemplateRefusedError("it changes the final message, so that it cannot be continued")
     return text[:end]
 
 
 def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], name: str = "default") -> str | None:
-    """The template's source: chat_template.jinja, else chat_template.json, else in tokenizer_config.json; or None.
+    """Return the template's source from chat_template.jinja, chat_template.json or tokenizer_config.json, or None.
 
-    Some have others by name, such as tool_use for chats with tools: in the list of the latter two, or in a directory.
+    A checkpoint may have more templates by name, such as tool_use for chats with tools: in the directory
+    additional_chat_templates, or in a list in either of the two JSON files.
     """
     is_default = name == "default"
     alone = model_dir / ("chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja")
@@ -202,18 +206,18 @@ def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], nam
     held = json.loads(wrapped.read_text(encoding="utf-8")) if wrapped.is_file() else tokenizer_config
     template = held.get("chat_template") if isinstance(held, dict) else held
     if isinstance(template, list):
-        # Several, by name: [{"name": "default", "template": …}, …]
+        # Several templates by name: [{"name": "default", "template": …}, …]
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get(name)
     elif not is_default:
         return None
     if template is not None and not isinstance(template, str):
-        raise ValueError("chat_template is neither a text nor a list of named texts")
+        raise ValueError("chat_template is neither a string nor a list of named strings")
     return template
 
 
 def special_tokens_of(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, … as texts; in the file each is a text or an object with a content."""
+    """Return bos_token, eos_token, … as texts; in the file each is a string or an object with `content`."""
     tokens = {}
     for name, value in tokenizer_config.items():
         if name.endswith("_token"):

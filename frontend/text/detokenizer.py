@@ -1,4 +1,4 @@
-"""Token ids to text as they come, without ever emitting half a character."""
+"""Turns a stream of token ids into text, without ever emitting half a character."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_TAIL = 3
-"""An unfinished UTF-8 character decodes to at most this many replacement characters, one per byte that is there."""
+"""An incomplete UTF-8 character decodes to at most this many replacement characters, one per available byte."""
 _LONGEST_WINDOW = 16
 _CONTEXT = 8
 
 
 class Detokenizer:
-    """One stream's text. Decodes a short window of its last tokens again for each token, and emits what is new in it.
+    """The text of one stream. For each token it decodes a short window of the last tokens and emits the new text.
 
-    The window begins with tokens already emitted, for their context: a tokenizer may drop the space that starts a text.
-    Prompt tokens are never in it. Tokens are taken one by one, so how they were batched changes nothing.
+    The window begins with tokens whose text is already emitted, as context: a tokenizer may drop the space that starts
+    a text. It never contains prompt tokens. Tokens are taken one by one, so batching does not change the text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent_ids: Container[int] = frozenset()) -> None:
-        """decode turns a list of ids into text; silent_ids are those that never have any, such as special tokens."""
+        """decode turns token ids into text. silent_ids never have text, such as special tokens."""
         self._decode = decode
         self._silent_ids = silent_ids
         self._window: list[int] = []
         self._num_context = 0
         self._num_emitted = 0
-        """Characters of the decoded window that have been emitted."""
+        """Emitted characters of the decoded window."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text these tokens add, less a last character that may not be complete."""
+        """Return the text that these tokens add, without a last character that may be incomplete."""
         emitted = ""
         for token_id in token_ids:
             if token_id in self._silent_ids:
@@ -41,7 +41,7 @@ class Detokenizer:
             end = len(text)
             is_long = len(self._window) > _LONGEST_WINDOW
             if text.endswith(_REPLACEMENT):
-                # Not only the last three: some decoders turn a whole run of bytes into U+FFFD until it is complete.
+                # Not only the last three: some decoders write U+FFFD for a whole run of bytes until it is complete.
                 doubtful = text[-_LONGEST_TAIL:] if is_long else text
                 end -= len(doubtful) - len(doubtful.rstrip(_REPLACEMENT))
             if end > self._num_emitted:
@@ -50,16 +50,16 @@ class Detokenizer:
                 if end == len(text):
                     self._slide(text, self._window[self._num_context :])
             if is_long:
-                # Bytes that never make a character must not make the window, and each step, longer and longer.
+                # Bytes that never become a character must not grow the window, and the time per token, without bound.
                 self._slide(text, self._window[-_CONTEXT:])
         return emitted
 
     def flush(self) -> str:
-        """The stream has ended: what was held back, which is no complete character."""
+        """End the stream. Return what was held back: an incomplete character."""
         return self._decode(self._window)[self._num_emitted :]
 
     def _slide(self, text: str, context: list[int]) -> None:
-        """Starts the window at context, its last tokens; what is not emitted stays at its end."""
+        """Move the window to context, its last tokens. Text that is not emitted yet stays at its end."""
         context_text = self._decode(context)
         num_held = len(text) - self._num_emitted
         if len(context_text) > num_held:

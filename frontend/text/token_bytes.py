@@ -1,4 +1,4 @@
-"""The bytes of single tokens, which may be parts of characters; a decoder gives only the text of whole runs."""
+"""The bytes of single tokens. They may be parts of characters; a decoder returns only the text of several tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "\u2581"
-_NUM_KEPT = 1 << 16
+_CACHE_SIZE = 1 << 16
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: a printable character for each byte, printable bytes standing for themselves."""
+    """Return GPT-2's alphabet: a printable character for each byte; printable bytes are their own."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -27,21 +27,22 @@ _BYTES = _byte_of_character()
 
 
 class TokenBytes:
-    """Of one tokenizer, whose decoder tells how its tokens spell bytes."""
+    """The bytes of one tokenizer's tokens. The tokenizer's decoder determines how tokens spell bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         self._is_byte_level = "ByteLevel" in _decoder_kinds(tokenizer)
 
-        self.text_and_bytes = lru_cache(_NUM_KEPT)(self._spelled)
-        """The token's text, as far as it is one, and its bytes. Answers with log probabilities ask for many."""
+        self.text_and_bytes = lru_cache(_CACHE_SIZE)(self._text_and_bytes)
+        """Returns a token's text, with U+FFFD for parts of characters, and its bytes. Cached: log probabilities need
+        many."""
 
     def __call__(self, token_id: int) -> bytes:
-        """Empty for an id that no token has: models are often padded with such."""
+        """Return a token's bytes; empty for an id without a token, with which models are often padded."""
         return self.text_and_bytes(token_id)[1]
 
-    def _spelled(self, token_id: int) -> tuple[str, bytes]:
+    def _text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
         raw = self._bytes(token_id)
         return raw.decode(errors="replace"), raw
 
@@ -60,7 +61,7 @@ class TokenBytes:
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
-    """The types of a tokenizer's decoders, those of a sequence among them."""
+    """Return the types of a tokenizer's decoder, and of its parts if it is a sequence."""
     if tokenizer.decoder is None:
         return set()
     state: dict[str, Any] = msgspec.json.decode(tokenizer.decoder.__getstate__())

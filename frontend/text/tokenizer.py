@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template: text to token ids and back."""
+"""A checkpoint's tokenizer with its chat template: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _INLINE_CHARACTERS = 8192
-"""Longer texts are encoded in a thread. Encoding runs at several MB/s, so this much holds the loop about 2 ms."""
+"""Longer texts are encoded in a thread. At several MB/s, this much blocks the event loop for about 2 ms."""
 
 _LONG_CHARACTERS = 256 << 10
 _NUM_LONG_AT_ONCE = 2
-"""Texts beyond that length that are encoded at a time. Until its end each takes some 500 bytes for every token."""
+"""Texts of more than _LONG_CHARACTERS that are encoded at a time. Encoding takes about 500 bytes of memory per
+token."""
 
 _NORMALIZER_SHRINKS = 4
-"""At most this many characters become one before they are tokens, as composed characters do (NFC)."""
+"""Normalization (NFC) turns at most this many characters into one."""
 
 
 class ModelTokenizer:
@@ -40,15 +41,14 @@ class ModelTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
-        """The tokens that stand beside the vocabulary, special or not: each is one token wherever it is written."""
+        """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
         self.token_bytes = TokenBytes(tokenizer)
-        """The bytes of a single token."""
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelTokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and the chat template. Raises ValueError or OSError."""
+        """Read tokenizer.json, tokenizer_config.json and the chat template. Raises ValueError or OSError."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"no tokenizer.json in {model_dir}")
@@ -62,11 +62,14 @@ class ModelTokenizer:
         return cls(Tokenizer.from_file(str(path)), template)
 
     def min_num_tokens(self, text: str) -> int:
-        """A lower bound of the tokens in a text, from its length alone: to refuse what can never fit unread."""
+        """Return a lower bound of a text's tokens, from its length alone: a cheap check of whether it can fit."""
         return len(text) // self._most_characters_per_token
 
     async def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. add_special_tokens is for plain prompts: a chat template writes its own."""
+        """Return the token ids of each text.
+
+        add_special_tokens is for plain prompts; chat templates write their own special tokens.
+        """
         num_characters = sum(map(len, texts))
         if num_characters <= _INLINE_CHARACTERS:
             return self._encode(texts, add_special_tokens)
@@ -75,17 +78,16 @@ class ModelTokenizer:
         return await loop.run_in_executor(executor, self._encode, texts, add_special_tokens)
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        # encode() would hold the interpreter's lock; the batch call releases it.
+        # encode() holds the GIL; the batch call releases it.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole list of ids."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(self, *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
-        """For one stream. kept_ids are special tokens that are text all the same."""
+        """Return a detokenizer for one stream. kept_ids are special tokens that are never skipped."""
         if skip_special_tokens and not kept_ids:
             return Detokenizer(self.decode, self._special_ids)
         silent_ids = self._special_ids - kept_ids if skip_special_tokens else frozenset()
