@@ -139,7 +139,7 @@ async def watching(keeper: ModelKeeper) -> AsyncIterator[None]:
 async def test_without_a_backend_waiting_ends_soon_after_the_start_and_with_one_it_begins_anew(
     backend: FakeBackend, keeper: ModelKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(model_module, "_START_TIMEOUT_S", 0.01)
     backend.model = None
     save_model_files(tmp_path)
     loading = asyncio.Event()
