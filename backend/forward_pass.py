@@ -1,10 +1,10 @@
-"""The plugin interface: what a model must offer to be served. Everything a plugin's author needs is in this one file.
+"""The plugin interface: what a model must offer to be served. Everything that a plugin's author needs is in this file.
 
 The engine owns sequences, pages and the schedule; a pass owns the weights, the memory of the KV cache and its layout.
 A step is one call of `forward` over rows of any query length (decode is length 1), then one call of `sample`. There is
 no prefill call and no decode call.
 
-This module imports typing and dataclasses only, so that importing it costs nothing and pulls in nothing.
+This module imports typing and dataclasses only, so importing it costs nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FROM_SLOT = -1
-"""In `StepBatch.input_ids`: the token last sampled for the row's slot, which the host may not know yet."""
+"""In `StepBatch.input_ids`: the last token sampled for the row's slot, which the host may not know yet."""
 FROM_EMBEDDINGS = -2
-"""In `StepBatch.input_ids`, and in a sequence's tokens: no token; what its embedding would be is given itself."""
+"""In `StepBatch.input_ids` and in a sequence's tokens: not a token; its embedding is given directly."""
 NOT_FINITE = -1
-"""In `StepOutput.token_ids`: no token, for the row's logits are no numbers."""
+"""In `StepOutput.token_ids`: no token, because the row's logits are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """All that changes the distribution of a sequence's next token. Bounds are enforced where requests enter.
+    """Everything that changes the distribution of a sequence's next token. Bounds are checked where requests enter.
 
     temperature 0 is greedy. top_k 0, top_p 1, typical_p 1 and min_p 0 are off. Filters apply in the order temperature →
-    top_k → typical_p (arXiv 2202.00666) → top_p → min_p. Penalties as in the OpenAI API reference (presence, frequency:
-    over generated tokens) and in CTRL, arXiv 1909.05858 (repetition: over prompt and generated tokens).
+    top_k → typical_p (arXiv 2202.00666) → top_p → min_p. Presence and frequency penalties are those of the OpenAI API
+    reference, over generated tokens. The repetition penalty is that of CTRL (arXiv 1909.05858), over prompt and
+    generated tokens.
     """
 
     temperature: float = 1.0
@@ -47,15 +48,15 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     num_logprobs: int = -1
-    """Reported beside each token: its own log probability, and this many of the likeliest; -1 is nothing at all."""
+    """Top log probabilities to report per token, beside the token's own; -1 for none at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotInit:
-    """A sequence takes a slot: sent once, with the first step that has a row for it, before that step's `forward`.
+    """A sequence takes a slot. Sent once, with the first step that has a row for it.
 
-    token_ids is int32 [n]: prompt and, for a sequence that resumes, the tokens generated so far; the first
-    num_prompt_tokens of them are the prompt. FROM_EMBEDDINGS among them is none that a penalty counts.
+    token_ids is int32 [n]: the prompt and, for a sequence that resumes, the tokens generated so far; the first
+    num_prompt_tokens of them are the prompt. Penalties do not count FROM_EMBEDDINGS.
     """
 
     slot: int
@@ -66,7 +67,7 @@ class SlotInit:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTokens:
-    """Neighbouring tokens of one row whose embeddings are given."""
+    """Consecutive tokens of one row whose embeddings are given."""
 
     first: int
     """Index in `StepBatch.input_ids`."""
@@ -74,16 +75,17 @@ class EmbeddedTokens:
 
 
 class EmbeddingRows(Protocol):
-    """float32 [num_rows, embedding_size], somewhere; its owner may take it away at any time, whatever is under way.
-    What the rows of a sequence that has ended give is nobody's, so then zeros do, or what lies there."""
+    """float32 [num_rows, embedding_size] in the memory of a client, which may take it away at any time.
+
+    After a sequence ends, reads may return zeros or stale data.
+    """
 
     @property
     def num_rows(self) -> int: ...
 
     @property
     def device_reads(self) -> bool:
-        """They lie on the pass's device, or where it reads them in place: they are to be had by `copy_to`, else by
-        `read`."""
+        """The rows are in memory that the pass's device can read: use `copy_to`. Otherwise use `read`."""
         ...
 
     def read(self) -> NDArray[np.float32]:
@@ -91,41 +93,41 @@ class EmbeddingRows(Protocol):
         ...
 
     def copy_to(self, there: DeviceRows) -> None:
-        """Puts a copy into the stream. Raises `penstock.shm.buffers.device_api.DeviceError`."""
+        """Enqueue a copy in the stream of `there`. Raises `penstock.shm.buffers.device_api.DeviceError`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step: R rows with T tokens in all. Arrays belong to the pass until `sample` has returned.
+    """One step: R rows with T tokens in total. The arrays belong to the pass until `sample` has returned.
 
-    Rows of query length 1 come first. A row's tokens stand at positions context_lens[r] … context_lens[r] + length - 1
-    of its sequence; the KV of position p goes to page page_table[r, p // page_size], place p % page_size, and a row may
-    attend to all positions of its sequence up to its own.
+    Rows of query length 1 come first. A row's tokens are at positions context_lens[r] … context_lens[r] + length - 1 of
+    its sequence. The KV of position p goes to page page_table[r, p // page_size], place p % page_size. A token attends
+    to all positions of its sequence up to its own.
     """
 
     input_ids: NDArray[np.int32]
-    """[T] token ids, rows back to back; FROM_SLOT stands for the last token sampled for the row's slot, and
-    FROM_EMBEDDINGS for what `embeddings` says."""
+    """[T] token ids, rows back to back. FROM_SLOT is the last token sampled for the row's slot; the embedding of a
+    FROM_EMBEDDINGS is in `embeddings`."""
     query_starts: NDArray[np.int32]
-    """[R + 1] where each row begins in input_ids; the last entry is T."""
+    """[R + 1] start of each row in input_ids; the last entry is T."""
     context_lens: NDArray[np.int32]
-    """[R] tokens of the sequence whose KV is computed before this step."""
+    """[R] tokens of the sequence whose KV was computed before this step."""
     page_table: NDArray[np.int32]
-    """[R, P] page ids; entries beyond a row's pages are 0 and must not be read."""
+    """[R, P] page numbers; entries beyond a row's pages are 0 and must not be used."""
     slots: NDArray[np.int32]
-    """[R] the sequence's slot in [0, max_running): stable while it runs, reused after."""
+    """[R] the sequence's slot in [0, max_running): constant while it runs, reused afterwards."""
     logit_rows: NDArray[np.int32]
-    """[L] ascending row indices whose last token wants logits, and so a sampled token."""
+    """[L] ascending indices of the rows that need logits for their last token, and a sampled token."""
     slot_inits: tuple[SlotInit, ...] = ()
     page_copies: tuple[tuple[int, int], ...] = ()
-    """(source, destination) pages: what the source holds, over all layers, is copied before the step writes anything.
-    No page is both, and none is a destination twice."""
+    """(source, destination) pages: copy the source's content, over all layers, before the step writes anything. No page
+    is both, and no page is a destination twice."""
     page_restores: tuple[tuple[int, int], ...] = ()
-    """(place, page): what `IHostPages.save_pages` put into the place is copied to the page, before page_copies. Only
-    for passes that have places; no page is a destination twice, nor one of page_copies'."""
+    """(host page, page): copy what `IHostPages.save_pages` saved there back to the page, before page_copies. Only for
+    passes that have host pages. No page is a destination twice, nor also a destination of page_copies."""
     embeddings: tuple[EmbeddedTokens, ...] = ()
-    """Ascending, for exactly the tokens that are FROM_EMBEDDINGS. Only for passes that are IPromptEmbeddings."""
+    """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only for passes that are IPromptEmbeddings."""
 
     @property
     def num_rows(self) -> int:
@@ -138,168 +140,178 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens some rows of a step may sample: what a grammar, or a list of the client's, leaves."""
+    """Tokens that some rows of a step may sample, as grammars and token lists allow them."""
 
     rows: NDArray[np.int32]
-    """[M] ascending places in batch.logit_rows."""
+    """[M] ascending indices into batch.logit_rows."""
     bits: NDArray[np.uint32]
-    """[M, ceil(vocab_size / 32)] bit i % 32 of word i // 32 is set where token i is allowed; at least one is."""
+    """[M, ceil(vocab_size / 32)] bit i % 32 of word i // 32 is set if token i is allowed; at least one bit is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the probabilities that the raw logits give, before bias, penalties, masks and filters."""
+    """Natural logarithms of the probabilities in the raw logits: before bias, penalties, masks and filters."""
 
     rows: NDArray[np.int32]
-    """[K] ascending places in batch.logit_rows: those whose slot's num_logprobs is not -1."""
+    """[K] ascending indices into batch.logit_rows: rows whose slot's num_logprobs is not -1."""
     chosen: NDArray[np.float32]
-    """[K] of the sampled token."""
+    """[K] log probability of the sampled token."""
     ranks: NDArray[np.int32]
-    """[K] how many tokens are at least as likely as the sampled one, itself included."""
+    """[K] number of tokens that are at least as likely as the sampled one, itself included."""
     top_ids: NDArray[np.int32]
-    """[K, N] the likeliest tokens, falling, equal ones by id; N is the largest num_logprobs of the rows."""
+    """[K, N] the most likely tokens, most likely first, equal ones by id; N is the rows' largest num_logprobs."""
     top: NDArray[np.float32]
-    """[K, N]"""
+    """[K, N] log probabilities of top_ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step sampled."""
+    """The sampled tokens of a step."""
 
     token_ids: NDArray[np.int32]
-    """[L], one for each of batch.logit_rows; NOT_FINITE for a row whose logits hold a NaN or nothing finite."""
+    """[L] one per entry of batch.logit_rows; NOT_FINITE for a row whose logits have a NaN or no finite value."""
     logprobs: TokenLogprobs | None = None
-    """None where no row asks."""
+    """None when no row requests log probabilities."""
 
     def wait(self) -> StepOutput:
-        """A `PendingOutput` that is already there."""
+        """Return itself: it is a `PendingOutput` that is complete."""
         return self
 
 
 class PendingOutput(Protocol):
-    """What `sample` returns: tokens that the device may still be computing."""
+    """The result of `sample`: tokens that the device may still be computing."""
 
     def wait(self) -> StepOutput:
-        """Blocks until the step is computed. May be called from another thread than the pass's. Raises DeviceLost."""
+        """Block until the step is computed. May be called from another thread than the pass's. Raises DeviceLost."""
         ...
 
 
 class DeviceLost(Exception):
-    """The device can compute no more in this process: a fault has poisoned its context. The process must end."""
+    """The device cannot compute any more in this process: a fault has broken its context. The process must end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassSpec:
-    """What the engine must know about a model. vocab_size is the width of the logits."""
+    """What the engine must know about a model. vocab_size is the width of the logits: at least the tokenizer's size."""
 
     vocab_size: int
     max_context_tokens: int
     kv_bytes_per_token: Mapping[str, int]
-    """KV dtype ("fp32", "bf16", "q8_0") → bytes of KV cache of one token over all layers, in the order in which to try
-    them: first the one that loses nothing the weights have, then narrower ones, and wider ones last."""
+    """KV dtype ("fp32", "bf16", "q8_0") → bytes of KV cache per token over all layers, in the order in which "auto"
+    tries them: first the weights' own precision, then narrower dtypes, and wider ones last."""
     weight_bytes: int = 0
-    """Memory for the weights, as loaded."""
+    """Memory of the loaded weights."""
     workspace_bytes: int = 0
-    """What the pass holds or may take of the device's memory besides weights and KV cache, for PassOptions's steps:
-    activations, step buffers, what libraries keep, and captured work."""
+    """The most device memory that the pass uses beside weights and KV cache, for steps within PassOptions: activations,
+    step buffers, memory of libraries, and captured graphs."""
     graph_bytes: int = 0
-    """How much of workspace_bytes is captured work; an estimate."""
+    """The part of workspace_bytes that captured graphs take; an estimate."""
     page_sizes: tuple[int, ...] = ()
-    """The page_size_tokens that `create_cache` takes, where not all are."""
+    """The page_size_tokens that `create_cache` takes; empty if it takes any."""
     runs_ahead: bool = False
-    """`forward` and `sample` return before the device has computed: the next step is launched behind the running one,
-    whose tokens the device alone knows yet. `sample` is called for steps without logit rows too, to be waited for."""
+    """`forward` and `sample` return before the device has computed. The next step is launched behind the running one,
+    whose tokens only the device knows yet. `sample` is called for steps without logit rows too, to wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What an operator may choose for a pass. device is "cpu" or "cuda:N"; dtype is "auto", "bf16" or "fp32"."""
+    """The operator's choices for a pass. device is "cpu" or "cuda:N"; dtype is "auto", "bf16" or "fp32"."""
 
     device: str = "cpu"
     dtype: str = "auto"
     max_running: int = 64
-    """Rows a step can have at most; slots are numbered below it."""
+    """The most rows of a step; slot numbers are below it."""
     max_batch_tokens: int = 512
-    """Tokens a step can have at most."""
+    """The most tokens of a step."""
     max_context_tokens: int | None = None
-    """The longest sequence that will be served, where the operator has said so."""
+    """The longest sequence that will be served; None if the operator set no limit."""
     deterministic: bool = False
-    """A row's logits must be the same bits whatever else is in the step, however its sequence was cut into steps, and
-    in whatever pages and slot it lies: no kernel may be chosen, and no sum be ordered, by the batch. Without the flag
-    equal up to rounding is enough. A pass that cannot hold it ignores it and says so in its documentation."""
+    """A row's logits have the same bits whatever the other rows, its sequence's chunks, its pages and its slot are.
+    So the batch may not decide which kernel runs, or the order of a sum. Without the flag, equal up to rounding is
+    enough. A pass that cannot do this ignores the flag and says so in its documentation."""
     host_kv_bytes: int = 0
-    """The most memory of the host's that `IHostPages` may take for its places."""
+    """The most host memory that `IHostPages` may use for its host pages."""
 
 
 class IBatchedForwardPass(Protocol):
-    """One model on one device. All calls come from one thread, in order; nothing here needs a lock."""
+    """One model on one device. All calls come from one thread, in order, so no lock is needed."""
 
     @property
     def spec(self) -> PassSpec: ...
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
-        """What `load` would give, from config.json alone: no weights are needed. Raises StartupError."""
+        """The spec of what `load` would return, from config.json alone, without weights. Raises StartupError."""
         ...
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
-        """Loads the weights. model_dir is None only for passes that need none.
+        """Load the weights. The backend always gives a model_dir; tests of passes without weights may give None.
 
-        Raises `penstock.backend.errors.StartupError` with one clear line for anything the operator can put right.
+        Raises `penstock.backend.errors.StartupError` with one clear line for anything that the operator can fix.
         """
         ...
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        """Allocates exactly num_pages * page_size_tokens * spec.kv_bytes_per_token[kv_dtype] bytes. Called once."""
+        """Allocate exactly num_pages * page_size_tokens * spec.kv_bytes_per_token[kv_dtype] bytes. Called once."""
         ...
 
     def forward(self, batch: StepBatch) -> Any:
-        """Runs one step and returns logits of batch.logit_rows, [L, vocab_size], as a handle for `sample`.
+        """Run one step and return logits of batch.logit_rows, [L, vocab_size], as a handle for `sample`.
 
-        Copies batch.page_copies, then writes the KV of all T tokens. A row's result must not depend on the other rows.
-        Raises DeviceLost, here or in `sample`, when no later step can succeed either.
+        Copy batch.page_copies first, then write the KV of all T tokens. A row's result must not depend on the other
+        rows. Raises DeviceLost, here or in `sample`, when no later step can succeed either.
         """
         ...
 
     def sample(self, logits: Any, batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
-        """Samples one token for each of batch.logit_rows and remembers it as its slot's last token.
+        """Sample one token for each of batch.logit_rows and store it as its slot's last token.
 
-        A function of (logits, the slot's SamplingParams, its tokens, the position, the row's mask) only.
+        The token depends only on the logits, the slot's SamplingParams, its tokens, the position and the row's mask.
         """
         ...
 
     def host_logits(self, logits: Any) -> NDArray[np.float32]:
-        """The logits of a step on the host, [L, vocab_size]; for tests and diagnosis."""
+        """The logits of a step on the host, [L, vocab_size], from `forward`'s handle.
+
+        Called between `forward` and `sample`, for clients that read logits and for the check at start.
+        """
         ...
 
     def close(self) -> None:
-        """Gives back the device's memory. Called once, after the last step."""
+        """Free the device's memory. Called once, after the last step."""
         ...
 
 
 @runtime_checkable
 class IHostPages(Protocol):
-    """What a pass on a GPU may be besides: pages that are to be used for something else can be kept on the host, and
-    come back with `StepBatch.page_restores`. The engine says which and where."""
+    """Optional interface of a pass whose device has its own memory: evicted pages can be saved to the host, and come
+    back with `StepBatch.page_restores`. The engine decides which pages are saved, and where."""
 
     @property
     def num_host_pages(self) -> int:
-        """Places on the host, of a page each; fixed once the cache is made. 0 where computing a page again is quicker
-        than copying it there and back, and where PassOptions.host_kv_bytes holds none."""
+        """The number of host pages; fixed once the cache is created.
+
+        0 if computing a page again is quicker than copying it there and back, or if PassOptions.host_kv_bytes holds no
+        page.
+        """
         ...
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """(page, place): copies what the pages hold after all steps launched so far; later ones may write to them. No
-        place is there twice. Called between steps: not between `forward` and `sample`. Any error is the end of the
-        process: pages that are believed to be there are not."""
+        """Copy each (page, host page) pair, after all steps launched so far; later steps may write to the pages.
+
+        No host page occurs twice. Called between steps, not between `forward` and `sample`. An error here is fatal: the
+        engine would otherwise read pages that were never saved.
+        """
         ...
 
 
 @runtime_checkable
 class IPromptEmbeddings(Protocol):
-    """What a pass may be besides: a prompt may be given as embeddings, see `StepBatch.embeddings`. One that is
-    IDeviceLogits as well is given them on the device and on the host, any other one on the host only."""
+    """Optional interface of a pass that takes prompts as embeddings, see `StepBatch.embeddings`.
+
+    One that is IDeviceLogits as well receives them on the device and on the host, any other one on the host only.
+    """
 
     @property
     def embedding_size(self) -> int: ...
@@ -307,7 +319,7 @@ class IPromptEmbeddings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """A step's output on the GPU: float32 [L, n], contiguous, once the work that stream holds now is done."""
+    """A step's output on the GPU: float32 [L, n], contiguous. Valid once the work now in the stream is done."""
 
     pointer: int
     stream: int
@@ -316,29 +328,29 @@ class DeviceRows:
 
 @runtime_checkable
 class IDeviceLogits(Protocol):
-    """What a pass on a GPU may be besides: clients on the same GPU get its logits without a copy through the host."""
+    """Optional interface of a GPU pass: clients on the same GPU receive its logits without a copy through the host."""
 
     def device_logits(self, logits: Any) -> DeviceRows:
-        """Of what `forward` returned, [L, vocab_size]. Called before `sample`; copied in the stream's order."""
+        """The logits of `forward`'s handle, [L, vocab_size]. Called before `sample`; copied in the stream's order."""
         ...
 
 
 @runtime_checkable
 class IHiddenStates(Protocol):
-    """What a pass may be besides: clients get what its logits are made of, the last layer's normed output."""
+    """Optional interface: clients receive hidden states, the last layer's normed output, of which logits are made."""
 
     @property
     def hidden_size(self) -> int: ...
 
     def host_hidden_states(self, logits: Any) -> NDArray[np.float32]:
-        """Of the step whose logits `forward` returned last, on the host: [L, hidden_size]. Called before `sample`."""
+        """Hidden states of the last step, on the host: [L, hidden_size]. Called before `sample`."""
         ...
 
 
 @runtime_checkable
 class IDeviceHiddenStates(IHiddenStates, IDeviceLogits, Protocol):
-    """And on a GPU: there they are offered only if they need no copy through the host, as its logits."""
+    """Hidden states of a GPU pass. A pass that is IDeviceLogits offers hidden states only if it is this as well."""
 
     def device_hidden_states(self, logits: Any) -> DeviceRows:
-        """As `host_hidden_states`, and as `device_logits`."""
+        """Hidden states of the last step, on the device: as `device_logits`."""
         ...

@@ -1,4 +1,4 @@
-"""Finds a forward pass by its installed name (entry point group penstock.forward_pass) or by "package.module:Class"."""
+"""Finds a forward pass by its installed name (entry point group penstock.forward_pass) or as "package.module:Class"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _METHODS = ("describe", "load", "create_cache", "forward", "sample", "host_logit
 
 
 def find_forward_pass(name: str) -> type[IBatchedForwardPass]:
-    """The class; it is imported, not loaded. Raises StartupError naming what is installed."""
+    """Import the class; nothing is loaded. Raises StartupError, which lists the installed names."""
     installed = entry_points(group=GROUP)
     if ":" not in name:
         matches = installed.select(name=name)
@@ -30,10 +30,10 @@ def find_forward_pass(name: str) -> type[IBatchedForwardPass]:
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:
-        # Whatever the module does as it is imported: it is somebody else's, and the operator named it.
+        # The module is other people's code: importing it may raise anything.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise StartupError(f'forward pass "{name}" cannot be imported: {reason}') from error
     missing = [method for method in _METHODS if not hasattr(found, method)]
     if missing:
-        raise StartupError(f'"{name}" is no forward pass: it has no {", ".join(missing)}')
+        raise StartupError(f'"{name}" is not a forward pass: it has no {", ".join(missing)}')
     return cast("type[IBatchedForwardPass]", found)

@@ -1,10 +1,10 @@
-"""A pass without weights: it runs the whole system in tests, and measures it without a model's cost.
+"""A pass without weights, for tests of the whole system, and for measuring it without the cost of a model.
 
 Its "model" is a hash. The KV cache holds, for each position, the sum of the hashes of all tokens up to it; the next
-token is drawn from that sum. So a token depends on every token before it, read through the page table: an engine that
-mixes up pages, positions or slots gives other tokens than `next_token` says.
+token is derived from that sum. So a token depends on every token before it, read through the page table: an engine
+that mixes up pages, positions or slots gives other tokens than `next_token`.
 
-An embedding is taken for a token that its bytes give, `embedded_token`.
+An embedding counts as the token that `embedded_token` derives from its bytes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def _hashes(token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArr
 
 
 def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
-    """What the fake pass samples greedily after token_ids: the oracle for tests of the engine."""
+    """The token that the fake pass samples greedily after token_ids: the oracle for tests of the engine."""
     tokens = np.array(token_ids, np.int32)
     total = _hashes(tokens, np.arange(len(tokens))).sum(dtype=np.uint64)
     return int(total >> np.uint64(16)) % vocab_size
 
 
 def embedded_token(row: NDArray[np.float32]) -> int:
-    """What the fake pass takes an embedding [embedding_size] for."""
+    """The token that an embedding [embedding_size] counts as."""
     return zlib.crc32(row.tobytes()) >> 1
 
 
@@ -71,7 +71,7 @@ def _vocab_size(model_dir: Path | None) -> int:
 
 
 class FakePass(HostSampling):
-    """See the module. Takes vocab_size from the checkpoint's config.json where there is one."""
+    """See the module. vocab_size is that of the checkpoint's config.json, or 4096 without a checkpoint."""
 
     embedding_size = 4
 
@@ -93,16 +93,16 @@ class FakePass(HostSampling):
         if kv_dtype != "fp32":
             raise ValueError(f'kv_dtype is "{kv_dtype}"; the fake pass has fp32 only')
         self._sums = np.zeros((num_pages, page_size_tokens), np.uint64)
-        num_places = self._host_kv_bytes // (page_size_tokens * self._sums.itemsize)
-        self._saved_sums = np.zeros((num_places, page_size_tokens), np.uint64)
+        num_host_pages = self._host_kv_bytes // (page_size_tokens * self._sums.itemsize)
+        self._saved_sums = np.zeros((num_host_pages, page_size_tokens), np.uint64)
 
     @property
     def num_host_pages(self) -> int:
         return len(self._saved_sums)
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        for page, place in pairs:
-            self._saved_sums[place] = self._sums[page]
+        for page, host_page in pairs:
+            self._saved_sums[host_page] = self._sums[page]
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         input_ids = self.begin_step(batch)
@@ -111,15 +111,15 @@ class FakePass(HostSampling):
         for given in batch.embeddings:
             tokens = self._tokens_of(given.values)
             input_ids[given.first : given.first + len(tokens)] = tokens
-        for place, page in batch.page_restores:
-            self._sums[page] = self._saved_sums[place]
+        for host_page, page in batch.page_restores:
+            self._sums[page] = self._saved_sums[host_page]
         for source, destination in batch.page_copies:
             self._sums[destination] = self._sums[source]
         page_size = self._sums.shape[1]
         lengths = np.diff(batch.query_starts)
         rows = np.repeat(np.arange(batch.num_rows), lengths)
         positions = np.arange(batch.num_tokens) - batch.query_starts[rows] + batch.context_lens[rows]
-        # Per row: the sum up to its context, then the running sum of its own tokens, all modulo 2**64.
+        # Per row: the sum up to its context plus the running sum of its own tokens, modulo 2**64.
         last = np.maximum(batch.context_lens - 1, 0)
         before = self._sums[batch.page_table[np.arange(batch.num_rows), last // page_size], last % page_size]
         before = np.where(batch.context_lens > 0, before, np.uint64(0))

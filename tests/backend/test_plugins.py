@@ -18,7 +18,7 @@ def test_a_pass_is_found_by_its_installed_name_and_by_import_string() -> None:
         ("nonesuch", "not installed.*decoder"),
         ("no.such.module:Class", "cannot be imported"),
         ("penstock.backend.passes.fake:Missing", "cannot be imported"),
-        ("penstock.backend.errors:StartupError", "is no forward pass: it has no describe, load"),
+        ("penstock.backend.errors:StartupError", "is not a forward pass: it has no describe, load"),
         (":Class", "cannot be imported: ValueError"),
         ("..relative:Class", "cannot be imported: TypeError"),
     ],
