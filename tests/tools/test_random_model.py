@@ -1,4 +1,4 @@
-"""penstock random-model: what it writes is a checkpoint to transformers and to us."""
+"""`penstock random-model`: transformers and Penstock both load what it writes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_transformers_and_we_load_every_architecture(architecture: Any, tie: bool, tmp_path: Path) -> None:
+def test_transformers_and_penstock_load_every_architecture(architecture: Any, tie: bool, tmp_path: Path) -> None:
     out = tmp_path / "model"
     write_random_model(out, ModelDims(**TINY, architecture=architecture, tie=tie))
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
@@ -56,7 +56,7 @@ def test_transformers_and_we_load_every_architecture(architecture: Any, tie: boo
     assert model(torch.arange(8)[None]).logits.shape == (1, 8, 1000)
 
 
-def test_weights_are_random_with_the_stated_deviation_and_the_seeds_own(tmp_path: Path) -> None:
+def test_weights_depend_on_the_seed_and_have_the_stated_deviation(tmp_path: Path) -> None:
     first, again, other = (
         write_and_load(tmp_path / name, ModelDims(**TINY, seed=seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
@@ -94,7 +94,7 @@ def test_large_models_are_sharded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [512, 5000, 32000])
-def test_the_tokenizer_has_exactly_the_vocabulary_and_every_id_has_text(vocab_size: int, tmp_path: Path) -> None:
+def test_tokenizer_has_the_asked_vocabulary_and_every_id_decodes_to_text(vocab_size: int, tmp_path: Path) -> None:
     out = tmp_path / "model"
     write_random_model(out, ModelDims(**TINY | {"vocab_size": vocab_size}))
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
@@ -105,14 +105,14 @@ def test_the_tokenizer_has_exactly_the_vocabulary_and_every_id_has_text(vocab_si
 
 
 @pytest.mark.parametrize("text", ["Hello, the world of streams!", "naïve ☃ 😀\n\ttab", "", "0123 --- ÿ\x00"])
-def test_any_text_survives_the_tokenizer(text: str, tmp_path: Path) -> None:
+def test_text_survives_encoding_and_decoding(text: str, tmp_path: Path) -> None:
     out = tmp_path / "model"
     write_random_model(out, ModelDims(**TINY | {"vocab_size": 20_000}))
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_chat_template_renders(tmp_path: Path) -> None:
+def test_chat_template_renders(tmp_path: Path) -> None:
     out = tmp_path / "model"
     write_random_model(out, ModelDims(**TINY))
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -132,7 +132,7 @@ def test_the_chat_template_renders(tmp_path: Path) -> None:
         ({"hidden_size": 66}, "hidden_size is 66, not a multiple"),
     ],
 )
-def test_dimensions_that_do_not_fit_are_refused_before_anything_is_written(
+def test_dimensions_that_do_not_fit_are_refused_and_nothing_is_written(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(StartupError, match=message):
@@ -140,16 +140,14 @@ def test_dimensions_that_do_not_fit_are_refused_before_anything_is_written(
     assert not (tmp_path / "model").exists()
 
 
-def test_a_directory_with_files_is_left_alone(tmp_path: Path) -> None:
+def test_directory_with_files_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
     with pytest.raises(StartupError, match="is not empty"):
         write_random_model(tmp_path, ModelDims(**TINY))
     assert [file.name for file in tmp_path.iterdir()] == ["precious"]
 
 
-def test_the_command_reports_what_it_wrote_and_fails_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_reports_the_size_and_fails_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = RandomModelOptions(out=tmp_path / "model", **TINY)
     assert run_random_model(options) == 0
     assert f"{options.out}: " in capsys.readouterr().err
@@ -160,7 +158,7 @@ def test_the_command_reports_what_it_wrote_and_fails_in_one_line(
     assert capsys.readouterr().err == f"penstock random-model: {options.out} is not empty\n"
 
 
-def test_the_defaults_are_the_benchmarks_model() -> None:
+def test_defaults_are_the_model_of_the_benchmarks() -> None:
     assert asdict(ModelDims()) == {
         "hidden_size": 768,
         "layers": 12,

@@ -124,7 +124,7 @@ def test_unknown_measurement_is_refused_with_the_known_ones(capsys: pytest.Captu
     assert line.startswith('penstock bench: there is no measurement "schedulling"; choose one of load, ')
 
 
-def test_the_command_line_loads_no_measurement_before_one_is_chosen() -> None:
+def test_no_measurement_is_imported_before_one_is_chosen() -> None:
     code = "import sys, penstock.tools.main; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     modules = [name for name in loaded if name.startswith("penstock.tools.bench.")]
@@ -152,7 +152,7 @@ def test_measurement_that_cannot_run_says_why_in_one_line(
 
 
 @pytest.mark.parametrize(("name", "reason"), [("missing/x.json", "No such file or directory"), (".", "Is a directory")])
-def test_a_report_that_cannot_be_written_is_said_before_the_run(
+def test_unwritable_report_ends_the_command_before_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, reason: str
 ) -> None:
     monkeypatch.setattr(scheduling, "measure_scheduling", partial(pytest.fail, "it was measured"))

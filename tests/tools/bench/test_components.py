@@ -10,7 +10,7 @@ from penstock.tools.bench.components import channel_sweep, ipc, mask_cost, sched
 from tests.tools.bench.conftest import FAKE, BenchCommand
 
 
-def test_a_sweep_sends_each_capacity_the_same_load(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_sweep_gives_each_variant_the_same_load(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     variants = [channel_sweep.Variant(0), channel_sweep.DEFAULT, channel_sweep.Variant(1, is_late=False)]
     monkeypatch.setattr(channel_sweep, "VARIANTS", variants)
     lengths = ["--prompt-tokens", "5", "--output-tokens", "9"]
@@ -25,14 +25,12 @@ def test_a_sweep_sends_each_capacity_the_same_load(bench: BenchCommand, monkeypa
     assert "Capacity 0 against 1" in run.output
 
 
-def test_a_turn_of_the_loop_is_measured_with_and_without_a_queue(
-    bench: BenchCommand, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scheduling_is_measured_with_and_without_a_queue(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "measure_scheduling", partial(scheduling.measure_scheduling, 8, 20, 50))
     run = bench("scheduling")
     assert run.status == 0, run.errors
     found = run.report["sections"]["scheduling"]
-    for name, waiting in (("alone", 0), ("crowded", 20)):
+    for name, waiting in (("alone", 0), ("with_queue", 20)):
         turn = found[name]
         assert (turn["running"], turn["waiting"], turn["turns"]) == (8, waiting, 50)
         assert 0 < turn["p50_ms"] <= turn["p99_ms"] <= turn["worst_ms"]
@@ -40,7 +38,7 @@ def test_a_turn_of_the_loop_is_measured_with_and_without_a_queue(
     assert "scheduling pass of 8 sequences" in run.output
 
 
-def test_the_link_alone_costs_both_sides_something(bench: BenchCommand) -> None:
+def test_ipc_reports_the_cost_of_both_sides(bench: BenchCommand) -> None:
     run = bench("ipc", "--concurrency", "3")
     assert run.status == 0, run.errors
     (cost,) = run.report["sections"]["ipc"]
@@ -51,7 +49,7 @@ def test_the_link_alone_costs_both_sides_something(bench: BenchCommand) -> None:
     assert "frontend CPU" in run.output
 
 
-def test_masks_are_measured_over_the_models_vocabulary_and_a_large_one(
+def test_mask_cost_is_measured_over_the_model_vocabulary_and_a_large_one(
     bench: BenchCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("LARGE_VOCAB_SIZE", 6000), ("NUM_ROWS", 2), ("NUM_SAMPLINGS", 2)):

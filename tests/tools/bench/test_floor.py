@@ -14,13 +14,13 @@ def stream(*event_times_s: float, tokens_per_event: int = 1) -> ObservedRequest:
     return ObservedRequest(0.0, list(event_times_s), event_times_s[-1], 4, tokens, Outcome.COMPLETED)
 
 
-def test_a_step_is_the_gap_between_tokens_while_all_decode() -> None:
-    # The second prefills until 3.0, which the first one's gaps before that show; the first ends at 6.0.
+def test_step_is_the_gap_between_tokens_while_all_decode() -> None:
+    # The second request prefills until 3.0, which slows the first one down; the first ends at 6.0.
     records = [stream(0.0, 1.0, 3.0, 4.0, 5.0, 6.0), stream(3.0, 4.0, 5.0, 6.0, 9.0)]
     assert decode_step_s(records) == pytest.approx(1.0)
 
 
-def test_an_event_of_two_tokens_took_two_steps() -> None:
+def test_event_of_two_tokens_counts_as_two_steps() -> None:
     assert decode_step_s([stream(0.0, 1.0, 2.0, tokens_per_event=2)]) == pytest.approx(0.5)
 
 
@@ -29,18 +29,18 @@ def test_streams_that_never_decoded_together_are_refused() -> None:
         decode_step_s([stream(0.0, 1.0), stream(2.0, 3.0)])
 
 
-def test_a_failed_request_is_no_measurement() -> None:
+def test_failed_request_ends_the_measurement() -> None:
     with pytest.raises(BenchError, match="boom"):
         decode_step_s([ObservedRequest(0.0, error="boom")])
 
 
-def test_the_ratio_is_to_the_bare_work() -> None:
+def test_ratio_compares_the_engine_with_the_bare_work() -> None:
     step = EngineStep(BareStep(4, linear_ms=3.0, attention_ms=1.0, bare_ms=4.0, step_ms=5.0), engine_ms=6.0)
     assert step.ratio == 1.5
     assert step.aim().reached
 
 
-def test_the_bare_work_of_the_demo_model_is_products_and_attention() -> None:
+def test_bare_work_of_the_demo_model_is_linears_and_attention() -> None:
     small, large = measure_floor(BackendOptions(gpu="none"), (1, 3), context_tokens=40, num_steps=2)
     assert (small.batch_size, large.batch_size) == (1, 3)
     for step in (small, large):

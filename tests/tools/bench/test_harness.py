@@ -17,7 +17,7 @@ from penstock.tools.bench.harness.processes import descendants, process_use, run
 from penstock.tools.bench.harness.report import BenchReport, check_can_write
 
 
-def test_a_benchmark_that_is_killed_leaves_no_server() -> None:
+def test_killed_benchmark_leaves_no_server() -> None:
     with tempfile.TemporaryDirectory() as directory:  # a short one, for there will be a socket in it
         _check_killed_benchmark(Path(directory))
 
@@ -34,7 +34,7 @@ def _check_killed_benchmark(tmp_path: Path) -> None:
     os.close(server)
 
 
-def test_the_place_of_a_report_is_asked_for_and_left_as_it_was(tmp_path: Path) -> None:
+def test_check_can_write_changes_nothing(tmp_path: Path) -> None:
     new, old = tmp_path / "new.json", tmp_path / "old.json"
     old.write_text("kept")
     for path in (new, old):
@@ -43,13 +43,13 @@ def test_the_place_of_a_report_is_asked_for_and_left_as_it_was(tmp_path: Path) -
     assert old.read_text() == "kept"
 
 
-def test_a_report_can_be_read_back(tmp_path: Path) -> None:
+def test_report_can_be_read_back(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     BenchReport(["penstock", "bench"]).write_json(path)
     assert msgspec.json.decode(path.read_bytes())["command"] == ["penstock", "bench"]
 
 
-def test_a_process_is_found_with_what_it_uses() -> None:
+def test_process_is_found_with_its_cpu_time_and_memory() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     try:
         assert child.pid in descendants(os.getpid())

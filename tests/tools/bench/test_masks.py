@@ -1,4 +1,4 @@
-"""What the figures of masks and of workers are held against, and the tokenizer that is made for them."""
+"""The aims of mask-cost, and its synthetic tokenizer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from penstock.backend.main import DEMO_MODEL_DIR
 from penstock.tools.bench.components.mask_cost import BenchVocabulary, MaskCost, RowCost, mask_aims, measure_masks
 from penstock.tools.bench.components.synthetic_tokenizer import END, write_tokenizer
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.serving.workers_scaling import MIN_CORES, Scaling, WorkersRun, scaling_aims
 from penstock.tools.main import app
 
 VOCAB_SIZE = 3000
 TEXT = 'plain words, "quoted" – und Größe, 水 и слова\n\t12345'
 
 
-def test_a_made_up_tokenizer_has_so_many_tokens_and_spells_every_text(tmp_path: Path) -> None:
+def test_synthetic_tokenizer_has_the_asked_size_and_encodes_every_text(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     end_id = write_tokenizer(path, VOCAB_SIZE, seed=1)
     tokenizer = Tokenizer.from_file(str(path))
@@ -31,14 +30,14 @@ def test_a_made_up_tokenizer_has_so_many_tokens_and_spells_every_text(tmp_path: 
     assert tokenizer.decode(tokens) == TEXT
 
 
-def test_the_same_seed_makes_the_same_tokenizer(tmp_path: Path) -> None:
+def test_same_seed_writes_the_same_tokenizer(tmp_path: Path) -> None:
     first, again, other = (tmp_path / name for name in "abc")
     for path, seed in ((first, 1), (again, 1), (other, 2)):
         write_tokenizer(path, VOCAB_SIZE, seed)
     assert first.read_bytes() == again.read_bytes() != other.read_bytes()
 
 
-def test_the_dearest_grammar_of_a_vocabulary_is_held_against_the_aim_with_its_application() -> None:
+def test_aim_takes_the_slowest_grammar_of_a_vocabulary_with_its_application() -> None:
     def cost(vocab_size: int, cold_us: float, warm_us: float, applied_us: float) -> MaskCost:
         first, cold, warm, advance, applied = (RowCost(us, us, us) for us in (1, cold_us, warm_us, 1, applied_us))
         return MaskCost(vocab_size, "regex", 1, 1.0, first, cold, warm, advance, applied)
@@ -49,7 +48,7 @@ def test_the_dearest_grammar_of_a_vocabulary_is_held_against_the_aim_with_its_ap
     assert "99 tokens, warm" in aims[3].name
 
 
-def test_grammars_that_a_vocabulary_cannot_answer_are_told(tmp_path: Path) -> None:
+def test_vocabulary_that_cannot_match_a_grammar_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     write_tokenizer(path, VOCAB_SIZE, seed=1)
     path.write_bytes(path.read_bytes().replace(b'"{":', b'"}}}}":'))
@@ -57,23 +56,10 @@ def test_grammars_that_a_vocabulary_cannot_answer_are_told(tmp_path: Path) -> No
         measure_masks(BenchVocabulary(path, VOCAB_SIZE, (VOCAB_SIZE - 1,)), 1, 0)
 
 
-def test_a_model_without_a_tokenizer_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_without_a_tokenizer_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(DEMO_MODEL_DIR / "config.json", tmp_path)
     with pytest.raises(SystemExit) as exited:
         app(["bench", "mask-cost", "--forward-pass", "fake", "--model", str(tmp_path)])
     assert exited.value.code == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("penstock bench")]
     assert f"{tmp_path} has no tokenizer.json" in line
-
-
-def test_workers_are_held_against_the_aim_only_where_there_are_cores_for_them() -> None:
-    def run(workers: int, duration_s: float, cpu_s: float) -> WorkersRun:
-        return WorkersRun(workers, duration_s, 1000, 500, [0.0, cpu_s], 1.0, 1.0)
-
-    one = [run(1, 2.0, 2.0), run(1, 2.0, 2.0), run(1, 2.0, 2.0)]
-    two = [run(2, 1.0, 4.0), run(2, 1.6, 2.0), run(2, 1.25, 2.5)]
-    scaling = Scaling.of("streams", one, two)
-    assert (scaling.tokens_per_s_ratio, scaling.tokens_per_cpu_s_ratio) == (1.6, 0.8)
-    assert scaling_aims([scaling], MIN_CORES - 1) == []
-    (aim,) = scaling_aims([scaling], MIN_CORES)
-    assert (aim.value, aim.limit, aim.reached) == (1.6, 1.8, False)

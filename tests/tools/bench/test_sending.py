@@ -1,4 +1,4 @@
-"""The generator against a small server whose every write the test decides."""
+"""The load generator against a small server whose every write the test controls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def whole(status: int, body: bytes, content_type: str = "application/json") -> b
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """Request line and body."""
+    """Return the request line and the body."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = 0
     for line in head.lower().split(b"\r\n"):
@@ -57,7 +57,7 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[Target]:
-    """handler answers each POST; GETs are answered as a Penstock server would."""
+    """handler answers each POST; GET is answered as by a Penstock server."""
     gone: list[asyncio.Task[None]] = []
 
     async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -94,7 +94,7 @@ def streams(*events: bytes) -> Handler:
     return handler
 
 
-async def test_events_are_stamped_when_they_arrive() -> None:
+async def test_events_get_their_time_stamp_when_they_arrive() -> None:
     arrived_s: list[float] = []
     next_event = asyncio.Event()
     sent = asyncio.Semaphore(0)
@@ -102,7 +102,7 @@ async def test_events_are_stamped_when_they_arrive() -> None:
     async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
         writer.write(STREAM_HEAD)
         for text in "abc":
-            # The clock is read between the moment the last event was seen and this one's departure.
+            # The clock is read after the last event arrived and before this one is sent.
             arrived_s.append(asyncio.get_running_loop().time())
             writer.write(chunk(token(text)))
             sent.release()
@@ -115,7 +115,7 @@ async def test_events_are_stamped_when_they_arrive() -> None:
         for count in (1, 2, 3):
             await sent.acquire()
             assert len(arrived_s) == count
-            for _ in range(20):  # the event has crossed the loopback interface and is seen
+            for _ in range(20):  # the event crosses the loopback interface
                 await asyncio.sleep(0)
             next_event.set()
         record = await task
@@ -136,7 +136,7 @@ async def test_events_may_be_cut_anywhere(separator: bytes) -> None:
     assert len(record.event_times_s) == 2
 
 
-async def test_events_without_text_are_no_tokens() -> None:
+async def test_events_without_text_do_not_count_as_tokens() -> None:
     chat_role = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
     chat_text = b'data: {"choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
     async with serving(streams(b": keep-alive\n\n", chat_role, chat_text, token(""), DONE)) as target:
@@ -153,7 +153,7 @@ async def test_events_without_text_are_no_tokens() -> None:
         ((b"data: nonsense\n\n", DONE), "nonsense"),
     ],
 )
-async def test_a_stream_that_does_not_end_well_is_a_failure(events: tuple[bytes, ...], reason: str) -> None:
+async def test_stream_that_ends_badly_fails(events: tuple[bytes, ...], reason: str) -> None:
     async with serving(streams(*events)) as target:
         record = await send(target)
     assert record.outcome is Outcome.FAILED
@@ -168,7 +168,7 @@ async def test_a_stream_that_does_not_end_well_is_a_failure(events: tuple[bytes,
         (b"SSH-2.0-x\r\n", "the answer is not HTTP"),
     ],
 )
-async def test_another_answer_is_a_failure_that_says_why(answer: bytes, reason: str) -> None:
+async def test_answer_that_is_no_event_stream_fails_with_the_reason(answer: bytes, reason: str) -> None:
     async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
         writer.write(answer)
 
@@ -178,7 +178,7 @@ async def test_another_answer_is_a_failure_that_says_why(answer: bytes, reason: 
     assert reason in record.error
 
 
-async def test_a_connection_closed_early_is_a_failure() -> None:
+async def test_connection_closed_early_fails() -> None:
     async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
         writer.write(STREAM_HEAD + chunk(token("a")))
         await writer.drain()
@@ -191,7 +191,7 @@ async def test_a_connection_closed_early_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize(("after_events", "sent"), [(0, 0), (2, 2), (2, 3)])
-async def test_a_dropped_request_closes_its_connection_in_the_middle(after_events: int, sent: int) -> None:
+async def test_dropped_request_closes_its_connection_mid_stream(after_events: int, sent: int) -> None:
     noticed = asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
@@ -202,7 +202,7 @@ async def test_a_dropped_request_closes_its_connection_in_the_middle(after_event
             noticed.set()
 
     async with serving(handler) as target:
-        # Long after the last event, but for the event that comes first.
+        # The delay never ends, so only the next event can end the stream.
         delay_s = 0.0 if sent <= after_events else 1e6
         record = await send(target, Drop(after_events, delay_s))
         await noticed.wait()
@@ -210,7 +210,7 @@ async def test_a_dropped_request_closes_its_connection_in_the_middle(after_event
     assert record.output_tokens == sent
 
 
-async def test_a_cancelled_client_hangs_up() -> None:
+async def test_cancelled_client_hangs_up() -> None:
     noticed = asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
@@ -226,27 +226,27 @@ async def test_a_cancelled_client_hangs_up() -> None:
         await noticed.wait()
 
 
-async def test_running_streams_must_run() -> None:
+async def test_running_streams_raises_if_a_stream_ends() -> None:
     async with serving(streams(USAGE, DONE)) as target:
         with pytest.raises(BenchError, match="ended too soon"):
             async with running_streams(target, [ONE_TOKEN]):
                 pytest.fail("no stream runs")
 
 
-async def test_all_must_be_answered_in_full_length() -> None:
+async def test_run_all_raises_if_an_answer_is_short() -> None:
     async with serving(streams(token("a"), USAGE, DONE)) as target:
         await run_all(target, [ONE_TOKEN])
         with pytest.raises(BenchError, match="3 tokens instead of 4"):
             await run_all(target, [PlannedRequest("hello", 4)])
 
 
-async def test_a_stream_that_ends_before_its_client_would_go_still_counts_as_dropped() -> None:
+async def test_stream_that_ends_before_its_planned_drop_counts_as_dropped() -> None:
     async with serving(streams(token("a"), USAGE, DONE)) as target:
         record = await send(target, Drop(5, 0.0))
     assert record.outcome is Outcome.DROPPED
 
 
-async def test_a_closed_loop_keeps_its_clients_busy_and_reuses_their_connections() -> None:
+async def test_closed_loop_keeps_its_clients_busy_and_reuses_connections() -> None:
     running, most, ports = 0, 0, set()
 
     async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
@@ -254,7 +254,7 @@ async def test_a_closed_loop_keeps_its_clients_busy_and_reuses_their_connections
         ports.add(writer.get_extra_info("peername"))
         running += 1
         most = max(most, running)
-        for _ in range(20):  # the other clients' requests come in
+        for _ in range(20):  # the requests of the other clients arrive
             await asyncio.sleep(0)
         running -= 1
         writer.write(STREAM_HEAD + chunk(token("a") + DONE) + b"0\r\n\r\n")
@@ -265,7 +265,7 @@ async def test_a_closed_loop_keeps_its_clients_busy_and_reuses_their_connections
     assert most == len(ports) == 3
 
 
-async def test_an_open_loop_sends_when_due_whatever_still_runs() -> None:
+async def test_open_loop_sends_when_due_while_others_run() -> None:
     release = asyncio.Event()
     seen = 0
 
@@ -285,7 +285,7 @@ async def test_an_open_loop_sends_when_due_whatever_still_runs() -> None:
     assert all(record.outcome is Outcome.COMPLETED for record in records)
 
 
-async def test_a_request_asks_for_what_was_planned() -> None:
+async def test_request_body_has_the_planned_values() -> None:
     bodies: list[bytes] = []
 
     async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes) -> None:
@@ -307,7 +307,7 @@ async def test_a_request_asks_for_what_was_planned() -> None:
     }
 
 
-async def test_the_model_is_asked_for_and_checked() -> None:
+async def test_discover_finds_the_model_or_names_the_offered_ones() -> None:
     async with serving(streams(DONE)) as target:
         found = await Target.discover(target.http, "chat", None)
         assert (found.model, found.vocab_size) == ("m", 64)
@@ -315,13 +315,13 @@ async def test_the_model_is_asked_for_and_checked() -> None:
             await Target.discover(target.http, "chat", "other")
 
 
-async def test_a_server_that_is_not_there_is_named() -> None:
+async def test_failed_connection_names_the_server() -> None:
     http = HttpClient("http://127.0.0.1:1")
     with pytest.raises(ConnectionBroken, match=r"127\.0\.0\.1:1"):
         await http.connect()
 
 
-async def test_a_warm_up_of_failures_ends_the_run() -> None:
+async def test_warm_up_raises_if_every_request_fails() -> None:
     async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
         writer.write(whole(503, b"{}"))
 
@@ -331,6 +331,6 @@ async def test_a_warm_up_of_failures_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "https://x", "ftp://x", "http://"])
-def test_an_address_that_is_not_http_is_refused(url: str) -> None:
+def test_address_that_is_not_http_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="address"):
         HttpClient(url)

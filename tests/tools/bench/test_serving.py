@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_row_for_each_concurrency_with_the_machine_beside_it(bench: BenchCommand) -> None:
+def test_load_reports_a_row_for_each_concurrency_and_the_machine(bench: BenchCommand) -> None:
     lengths = ["--prompt-tokens", "4:9", "--output-tokens", "5"]
     run = bench("load", *FAKE, "--concurrency", "1,3", "--duplicates", "0.5", *lengths)
     assert run.status == 0, run.errors
@@ -27,7 +27,7 @@ def test_a_row_for_each_concurrency_with_the_machine_beside_it(bench: BenchComma
     assert "c=3" in run.output
 
 
-def test_a_storm_leaves_nothing_behind(bench: BenchCommand) -> None:
+def test_storm_leaves_nothing_behind(bench: BenchCommand) -> None:
     size = ["--requests", "60", "--concurrency", "16", "--output-tokens", "24"]
     run = bench("storm", *FAKE, "--endpoint", "chat", *size)
     assert run.status == 0, run.output + run.errors
@@ -37,14 +37,14 @@ def test_a_storm_leaves_nothing_behind(bench: BenchCommand) -> None:
     assert (aftermath["running"], aftermath["waiting"], aftermath["pages_used"]) == (0, 0, 0)
 
 
-def test_a_storm_in_which_nobody_hangs_up_is_one(bench: BenchCommand) -> None:
+def test_storm_without_drops_completes_every_request(bench: BenchCommand) -> None:
     run = bench("storm", *FAKE, "--drop", "0", "--requests", "6", "--concurrency", "3", "--output-tokens", "4")
     assert run.status == 0, run.output + run.errors
     (row,) = run.report["rows"]
     assert (row["completed"], row["dropped"]) == (6, 0)
 
 
-def test_continuous_and_static_run_the_same_requests(bench: BenchCommand) -> None:
+def test_static_compares_three_rounds_of_the_same_requests(bench: BenchCommand) -> None:
     lengths = ["--prompt-tokens", "3:9", "--output-tokens", "4:6"]
     run = bench("static", *FAKE, "--stagger-s", "0.001", *lengths)
     assert run.status == 0, run.errors
@@ -54,7 +54,7 @@ def test_continuous_and_static_run_the_same_requests(bench: BenchCommand) -> Non
     assert [aim["limit"] for aim in run.report["aims"]] == [1.0, 0.95, 4.0]
 
 
-def test_the_cost_of_a_token_is_told_for_each_process(bench: BenchCommand) -> None:
+def test_frontend_cost_is_reported_for_each_process(bench: BenchCommand) -> None:
     run = bench("frontend-cost", "--requests", "64")
     assert run.status == 0, run.errors
     cost = run.report["sections"]["frontend_cost"]
@@ -63,7 +63,7 @@ def test_the_cost_of_a_token_is_told_for_each_process(bench: BenchCommand) -> No
     assert cost["backend_cpu_us_per_token"] > 0
 
 
-def test_identical_streams_are_computed_once_while_they_run_together(bench: BenchCommand) -> None:
+def test_identical_streams_are_computed_once_while_they_overlap(bench: BenchCommand) -> None:
     run = bench("coalescing", *FAKE, "--prompt-tokens", "9", "--output-tokens", "6")
     assert run.status == 0, run.errors
     found = run.report["sections"]["coalescing"]
@@ -76,7 +76,7 @@ def test_identical_streams_are_computed_once_while_they_run_together(bench: Benc
     assert "8 identical" in run.output
 
 
-def test_a_shared_prefix_is_computed_once_though_it_ends_within_a_page(bench: BenchCommand) -> None:
+def test_shared_prefix_that_ends_within_a_page_is_computed_once(bench: BenchCommand) -> None:
     lengths = ["--prefix-tokens", "70", "--suffix-tokens", "3", "--output-tokens", "2", "--page-size", "32"]
     # A seed of its own: the server has kept pages of what other tests drew.
     run = bench("shared-prefix", *FAKE, "--requests", "5", "--seed", "7", *lengths)
@@ -87,7 +87,7 @@ def test_a_shared_prefix_is_computed_once_though_it_ends_within_a_page(bench: Be
         assert (entry["prefill_tokens"], entry["cached_tokens"]) == (found["distinct_tokens"], 4 * 70)
 
 
-def test_gaps_of_running_streams_are_measured_while_prompts_arrive(bench: BenchCommand) -> None:
+def test_interference_measures_gaps_while_prompts_arrive(bench: BenchCommand) -> None:
     sizes = ["--prompt-tokens", "4", "--long-prompt-tokens", "100", "--max-batch-tokens", "20", "--max-running", "20"]
     run = bench("interference", *FAKE, *sizes)
     assert run.status == 0, run.errors
@@ -98,7 +98,7 @@ def test_gaps_of_running_streams_are_measured_while_prompts_arrive(bench: BenchC
         assert entry["full_step_ms"] > 0
 
 
-def test_one_worker_and_two_serve_the_same_load(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_scaling_gives_both_servers_the_same_load(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = (WorkerLoad("streams", "completions", 3, 7, 1), WorkerLoad("answers", "chat", 4, 1, 1))
     monkeypatch.setattr(workers_scaling, "LOADS", loads)
     run = bench("workers-scaling", "--requests", "6", "--rounds", "1")
@@ -117,16 +117,14 @@ def test_one_worker_and_two_serve_the_same_load(bench: BenchCommand, monkeypatch
     assert ("not measurable here" in run.output) is not has_cores
 
 
-def test_a_load_that_the_server_refuses_ends_the_measurement_of_workers(
-    bench: BenchCommand, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_request_ends_workers_scaling(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_scaling, "LOADS", (WorkerLoad("too long", "completions", 3, 1 << 20, 1),))
     run = bench("workers-scaling", "--requests", "2")
     assert run.status == 1
     assert "a request failed: status 400" in run.errors
 
 
-def test_a_server_that_does_not_start_is_one_line_and_its_own_words(bench: BenchCommand, tmp_path: Path) -> None:
+def test_server_that_does_not_start_ends_the_run_with_its_reason(bench: BenchCommand, tmp_path: Path) -> None:
     run = bench("load", *FAKE, "--model", str(tmp_path / "nowhere"))
     assert run.status == 1
     assert "nowhere" in run.errors

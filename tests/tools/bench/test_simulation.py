@@ -1,4 +1,4 @@
-"""The simulated device and clients under the real loop; the loop's own time is taken for nothing, so all is exact."""
+"""The simulated device and clients under the real loop. The loop itself takes no time here, so all counts are exact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_a_request_alone_takes_one_step_a_token_and_the_wires(capacity: int) -> None:
+def test_single_request_takes_one_step_per_token_and_the_wire_time(capacity: int) -> None:
     load = run(capacity, WORKLOAD.draw(1, 0), 1)
     assert (load.steps, load.output_tokens, load.computed_tokens) == (10, 10, 49)
     assert (load.wasted_tokens, load.saved_tokens, load.idle_s) == (0, 0, 0)
@@ -38,25 +38,25 @@ def test_a_request_alone_takes_one_step_a_token_and_the_wires(capacity: int) -> 
     assert load.duration_s == pytest.approx(10 * STEP_S + 2 * WIRE_S)
 
 
-def test_what_the_loop_takes_is_the_devices_wait_without_a_plan_ahead_and_hidden_with_one(
+def test_device_waits_for_the_loop_only_without_a_plan_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter(range(0, 10**12, 250_000))
     monkeypatch.setattr("time.thread_time_ns", lambda: next(clock))
     none_ahead, one_ahead = (run(capacity, WORKLOAD.draw(4, 0), 4) for capacity in (0, 1))
-    # The engine looks at the clock twice, so a turn has three parts.
+    # The engine reads the clock twice in a turn, so a turn has three parts.
     assert none_ahead.idle_us == pytest.approx(3 * 250 * (none_ahead.steps - 1) / none_ahead.steps)
     assert one_ahead.idle_s == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("place_in_step", [0.3, 0.5])
-def test_a_plan_ahead_is_no_step_more_for_who_comes_before_it_is_due(place_in_step: float) -> None:
+def test_plan_ahead_adds_no_step_for_a_request_that_arrives_before_it_is_due(place_in_step: float) -> None:
     bursts = (Burst((8 + place_in_step) * STEP_S, WORKLOAD.draw(3, 7)),)
     firsts = [run(capacity, WORKLOAD.draw(4, 0), 4, bursts).burst_steps[0][0] for capacity in CAPACITIES]
     assert firsts == [2, 2, 2, 2]
 
 
-def test_a_plan_ahead_is_a_step_more_for_who_comes_behind_it() -> None:
+def test_plan_ahead_adds_one_step_for_a_request_that_arrives_after_it() -> None:
     bursts = (Burst((8 + 0.75) * STEP_S, WORKLOAD.draw(3, 7)),)
     firsts = [run(capacity, WORKLOAD.draw(4, 0), 4, bursts).burst_steps[0][0] for capacity in CAPACITIES]
     assert firsts == [2, 3, 3, 3]
@@ -70,7 +70,7 @@ def test_steps_of_unknown_length_are_planned_at_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_who_hangs_up_is_computed_for_in_no_step_that_begins_later(capacity: int) -> None:
+def test_client_that_hung_up_is_in_no_later_step(capacity: int) -> None:
     requests = replace(WORKLOAD, drop=0.5).draw(60, 3)
     load = run(capacity, requests, 8)
     assert 0 < load.output_tokens < 600
@@ -79,7 +79,7 @@ def test_who_hangs_up_is_computed_for_in_no_step_that_begins_later(capacity: int
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_everyone_who_stays_gets_all_tokens(capacity: int) -> None:
+def test_client_that_stays_gets_all_tokens(capacity: int) -> None:
     bursts = (Burst(0.03, WORKLOAD.draw(5, 9)), Burst(0.07, WORKLOAD.draw(5, 11)))
     load = run(capacity, WORKLOAD.draw(30, 1), 6, bursts)
     assert load.output_tokens == 40 * 10

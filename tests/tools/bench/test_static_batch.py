@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RecordingPass(FakePass):
-    """Keeps the tokens of each step by slot."""
+    """Records the tokens of each slot."""
 
     streams: dict[int, list[int]]
 
@@ -35,7 +35,7 @@ def greedy(prompt: list[int], count: int, vocab_size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("prompts", [[[5, 6, 7]], [[1, 2, 3, 4, 5, 6, 7, 8], [9], [3, 3, 3]], [[2] * 16, [7] * 17]])
-def test_a_static_batch_computes_what_its_rows_would_alone(prompts: list[list[int]]) -> None:
+def test_static_batch_computes_the_same_tokens_as_single_requests(prompts: list[list[int]]) -> None:
     forward_pass = RecordingPass.load(None, PassOptions(max_running=len(prompts)))
     assert isinstance(forward_pass, RecordingPass)
     forward_pass.streams = {}
@@ -46,7 +46,7 @@ def test_a_static_batch_computes_what_its_rows_would_alone(prompts: list[list[in
     assert 0 < timing.prefill_s < timing.total_s
 
 
-def test_the_batch_lasts_until_its_longest_answer_ends() -> None:
+def test_static_batch_lasts_until_its_longest_answer_ends() -> None:
     forward_pass = RecordingPass.load(None, PassOptions(max_running=2))
     assert isinstance(forward_pass, RecordingPass)
     forward_pass.streams = {}
@@ -55,12 +55,12 @@ def test_the_batch_lasts_until_its_longest_answer_ends() -> None:
     assert {slot: len(tokens) for slot, tokens in forward_pass.streams.items()} == {0: 7, 1: 7}
 
 
-def test_a_timing_crosses_the_pipe_whole() -> None:
+def test_timing_survives_encoding() -> None:
     timing = StaticTiming(0.25, 1.5)
     assert msgspec.json.decode(msgspec.json.encode(timing), type=StaticTiming) == timing
 
 
-def test_a_comparison_is_the_median_of_its_rounds_ratios() -> None:
+def test_comparison_is_the_median_ratio_of_its_rounds() -> None:
     rounds = [
         StaticRound(90, 100, 100, 0.1, 1.0, 0.5),
         StaticRound(99, 110, 100, 0.1, 0.8, 0.6),

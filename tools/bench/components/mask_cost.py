@@ -212,8 +212,8 @@ class _Measurement:
         """NUM_ROWS sequences with these matchers, or with copies of the compiled one, which later requests get."""
         copies: list[LLMatcher | None] = list(matchers)
         copies = copies or [self._compiler.find_compiled(case.grammar) for _ in range(NUM_ROWS)]
-        wanted = Constraints(grammar=case.grammar)
-        return [SequenceConstraints(wanted, matcher, self._stop_ids, self._vocab_size) for matcher in copies]
+        constraints = Constraints(grammar=case.grammar)
+        return [SequenceConstraints(constraints, matcher, self._stop_ids, self._vocab_size) for matcher in copies]
 
     def _answers(self, case: GrammarCase, rng: random.Random) -> list[list[int]]:
         return [self._tokenizer.greedy_tokenize(case.answer(rng)) for _ in range(NUM_ROWS)]
