@@ -1,22 +1,22 @@
-// Paged attention. Softmax runs over blocks of 64 positions and starts anew every 512, both at fixed places of the
-// sequence; what the pieces of 512 give is merged in their order. So a token's result is the same bits whatever shares
-// the batch, however the prompt was cut, wherever its pages lie, and whether one thread took its pieces or many.
+// Paged attention. Softmax runs over blocks of 64 positions and starts again every 512, both at fixed positions of the
+// sequence; the results of the pieces of 512 are merged in order. So a token's result is the same bits in any batch,
+// with any prefill chunks, in any pages, and whether one thread computed its pieces or many.
 
 #pragma once
 
-#include "block_q8.h"
+#include "softmax_block_q8.h"
 
 namespace {
 
-// Softmax on the way, of each row of queries: weighted values, the largest score, the weights' sum. A row that has seen
-// nothing has the sum 0.
-struct State {
+// The running softmax of each query row: weighted values, largest score, sum of weights. The sum is 0 until a row has
+// seen a position.
+struct SoftmaxState {
     float* acc;  // [rows][head_dim]
     float* peaks;
     float* sums;
 
     static i64 floats(i64 rows, i64 dim) { return rows * (dim + 2); }
-    State(float* memory, i64 rows, i64 dim) : acc(memory), peaks(memory + rows * dim), sums(peaks + rows) {}
+    SoftmaxState(float* memory, i64 rows, i64 dim) : acc(memory), peaks(memory + rows * dim), sums(peaks + rows) {}
 
     void clear(i64 rows, i64 dim) const {
         std::memset(acc, 0, rows * dim * sizeof(float));
@@ -26,36 +26,37 @@ struct State {
         }
     }
 
-    // Takes in what came of later positions.
-    void merge(const State& later, i64 rows, i64 dim) const {
+    // Adds the result over later positions.
+    void merge(const SoftmaxState& later, i64 rows, i64 dim) const {
         for (i64 r = 0; r < rows; ++r) {
             if (later.sums[r] == 0.0f) continue;
             const float peak = std::max(peaks[r], later.peaks[r]);
             const float mine = sums[r] == 0.0f ? 0.0f : std::exp2(peaks[r] - peak);
             const float theirs = std::exp2(later.peaks[r] - peak);
             for (i64 d = r * dim; d < (r + 1) * dim; d += 16)
-                store(acc + d, fmadd(load(later.acc + d), all(theirs), mul(load(acc + d), all(mine))));
+                store(acc + d, fmadd(load(later.acc + d), broadcast(theirs), mul(load(acc + d), broadcast(mine))));
             sums[r] = sums[r] * mine + later.sums[r] * theirs;
             peaks[r] = peak;
         }
     }
 };
 
-// Of one kv head, state's rows from first_row on: [token][query head of its group].
+// Writes the output of one kv head: state's rows from first_row on are [token][query head of the group].
 template <class T>
-void write_rows(const Engine& engine, const State& state, i64 first_row, const Tile& tile, i64 kv_head, T* out) {
+void write_rows(const Engine& engine, const SoftmaxState& state, i64 first_row, const Tile& tile, i64 kv_head, T* out) {
     const i64 dim = engine.shape.head_dim, group = engine.group();
     for (i64 r = 0; r < tile.count * group; ++r) {
-        const Floats norm = all(1.0f / state.sums[first_row + r]);
+        const Floats norm = broadcast(1.0f / state.sums[first_row + r]);
         T* target = out + ((tile.out + r / group) * engine.shape.num_heads + kv_head * group + r % group) * dim;
         for (i64 d = 0; d < dim; d += 16) store(target + d, mul(load(state.acc + (first_row + r) * dim + d), norm));
     }
 }
 
-// The state of item's queries over positions [first, end) that they may see.
+// Adds to `state` the softmax of the item's queries over the positions in [first, end) that each may see.
 template <class Block>
-void attend_piece(const Engine& engine, const Attention& layer, const Item& item, i64 first, i64 end, Block& block,
-                  const typename Block::Number* queries, const float* query_scales, float* scores, const State& state) {
+void attend_piece(const Engine& engine, const Attention& layer, const WorkItem& item, i64 first, i64 end, Block& block,
+                  const typename Block::Number* queries, const float* query_scales, float* scores,
+                  const SoftmaxState& state) {
     const Tile& tile = item.tile;
     const i64 dim = engine.shape.head_dim, group = engine.group(), rows = tile.count * group;
     for (; first < end; first += kBlock) {
@@ -68,20 +69,22 @@ void attend_piece(const Engine& engine, const Attention& layer, const Item& item
                 const i64 from = layer.window ? std::max<i64>(0, position - layer.window + 1 - first) : 0;
                 const i64 to = std::min<i64>(kBlock, position + 1 - first);
                 if (from >= to) {
-                    block.ignore(r);
+                    block.skip_row(r);
                     continue;
                 }
-                const float factor = block.soften(r, scores, from, to, query_scales[i], state.peaks[i], state.sums[i]);
+                const float factor =
+                    block.update_softmax(r, scores, from, to, query_scales[i], state.peaks[i], state.sums[i]);
                 if (factor == 1.0f) continue;
-                for (i64 d = r * dim; d < (r + 1) * dim; d += 16) store(acc + d, mul(load(acc + d), all(factor)));
+                for (i64 d = r * dim; d < (r + 1) * dim; d += 16) store(acc + d, mul(load(acc + d), broadcast(factor)));
             }
-            block.mix(acc);
+            block.add_values(acc);
         }
     }
 }
 
 template <class T, class Block>
-void attend(Engine& engine, const T* qkv, const Attention& layer, const Item& item, T* out, std::vector<float>& memory) {
+void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem& item, T* out,
+            std::vector<float>& memory) {
     const Shape& shape = engine.shape;
     const Tile& tile = item.tile;
     const i64 dim = shape.head_dim, group = engine.group(), heads = item.last_head - item.head;
@@ -91,22 +94,22 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const Item& it
     auto* queries = scratch.take<typename Block::Number>(all_rows * dim);
     float* query_scales = scratch.take<float>(all_rows);
     float* scores = scratch.take<float>(rows * kBlock);
-    const i64 floats = State::floats(all_rows, dim);
-    const State later(scratch.take<float>(floats), all_rows, dim);
+    const i64 floats = SoftmaxState::floats(all_rows, dim);
+    const SoftmaxState later(scratch.take<float>(floats), all_rows, dim);
     float* result = item.partial < 0 ? scratch.take<float>(floats) : engine.partials.data() + item.partial * floats;
-    const State state(result, all_rows, dim);
+    const SoftmaxState state(result, all_rows, dim);
 
     for (i64 i = 0; i < all_rows; ++i) {
         const i64 token = tile.token + i % rows / group, head = (item.head + i / rows) * group + i % group;
         const T* q = qkv + (token * (shape.num_heads + 2 * shape.num_kv_heads) + head) * dim;
-        query_scales[i] = block.take_query(q, queries + i * dim) * (kLog2E / std::sqrt(float(dim)));
+        query_scales[i] = block.load_query(q, queries + i * dim) * (kLog2E / std::sqrt(float(dim)));
     }
     const i64 end = tile.position + tile.count;
     const i64 start = layer.window ? std::max<i64>(0, tile.position - layer.window + 1) : 0;
     const i64 first_piece = item.partial < 0 ? start / kPiece : item.piece;
     const i64 last_piece = item.partial < 0 ? (end - 1) / kPiece : item.piece;
     for (i64 piece = first_piece; piece <= last_piece; ++piece) {
-        const State& target = piece == first_piece ? state : later;
+        const SoftmaxState& target = piece == first_piece ? state : later;
         target.clear(all_rows, dim);
         attend_piece(engine, layer, item, std::max(start / kBlock * kBlock, piece * kPiece),
                      std::min(end, (piece + 1) * kPiece), block, queries, query_scales, scores, target);
@@ -116,7 +119,7 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const Item& it
     for (i64 h = 0; h < heads; ++h) write_rows(engine, state, h * rows, tile, item.head + h, out);
 }
 
-// Floats that one thread needs for any item of attend: of all its rows, of the rows of one head, of a block.
+// Scratch floats that one thread needs for any work item: for all its rows, for the rows of one head, for a block.
 inline i64 scratch_floats(const Engine& engine) {
     const i64 dim = engine.shape.head_dim, rows = std::max(engine.tile_rows(), engine.shape.num_heads);
     return rows * (2 * (dim + 2) + dim + 1) + rows * (2 * kBlock + dim + dim / kQ8Block) + 4 * kBlock * dim + 16 * 16;
@@ -128,13 +131,13 @@ void run_attention(Engine& engine, const T* qkv, const Attention& layer, bool la
     engine.pool.run(i64(work.items.size()), [&](i64 chunk, int thread) {
         attend<T, Block>(engine, qkv, layer, work.items[chunk], out, engine.scratch[thread]);
     });
-    const i64 rows = engine.group(), dim = engine.shape.head_dim, floats = State::floats(rows, dim);
+    const i64 rows = engine.group(), dim = engine.shape.head_dim, floats = SoftmaxState::floats(rows, dim);
     engine.pool.run(i64(work.merges.size()), [&](i64 chunk, int) {
         const Merge& merge = work.merges[chunk];
         float* pieces = engine.partials.data() + merge.partial * floats;
-        const State state(pieces, rows, dim);
+        const SoftmaxState state(pieces, rows, dim);
         for (i64 piece = 1; piece < merge.num_pieces; ++piece)
-            state.merge(State(pieces + piece * floats, rows, dim), rows, dim);
+            state.merge(SoftmaxState(pieces + piece * floats, rows, dim), rows, dim);
         write_rows(engine, state, 0, merge.tile, merge.head, out);
     });
 }

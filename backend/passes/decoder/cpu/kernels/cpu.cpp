@@ -1,23 +1,23 @@
-// The decoder's operations for one x86-64 machine with AVX-512 or AVX2: plain C functions, called through ctypes by
-// native_ops.py. One translation unit; each header has one purpose:
+// The decoder's operations for x86-64 with AVX-512 or AVX2: plain C functions that native_ops.py calls through ctypes.
+// One translation unit. Each header includes the one above it:
 //
-//   vectors.h    sixteen numbers at a time, on either kind of machine
-//   pool.h       the threads
-//   engine.h     what the operations share
-//   products.h   the micro-kernel, linear layers
-//   rows.h       embedding, norms, rotary embedding
-//   cache.h      the paged cache
-//   block.h      one softmax block of attention, block_q8.h the same over a q8_0 cache
-//   attention.h  attention
-//   step.h       how a step's work is shared out
+//   vectors.h           SIMD: sixteen numbers at a time, with AVX-512 or AVX2
+//   thread_pool.h       the threads
+//   engine.h            state shared by the operations
+//   linear.h            the matrix micro-kernel and the linear layers
+//   row_ops.h           embedding, norms, rotary embedding
+//   paged_cache.h       the layout of the paged KV cache
+//   softmax_block.h     one softmax block of attention; softmax_block_q8.h the same over a q8_0 cache
+//   attention.h         attention
+//   step_plan.h         how the threads divide a step's attention
 
-#include "step.h"
+#include "step_plan.h"
 
 namespace {
 
 Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
-// body(T{}), T the type of activations and weights.
+// Calls body(T{}), where T is the type of activations and weights.
 template <class F> void with_activations(const Engine& engine, const F& body) {
     if (engine.shape.act_bf16) body(bf16{});
     else body(float{});
@@ -108,7 +108,7 @@ void ps_attention(void* engine, const void* qkv, const Attention* layer, i64 las
     });
 }
 
-// The residual rows of the last tokens of the logit rows.
+// Copies the residual of each logit row's last token.
 void ps_take_last(void* engine, const float* residual, float* out) {
     Engine& e = as_engine(engine);
     const i64 hidden = e.shape.hidden;

@@ -1,8 +1,8 @@
-// Sixteen numbers at a time, whatever the machine calls them, and the functions that are made of nothing else.
+// SIMD, sixteen numbers at a time: chooses the vector layer for the machine, and builds functions from it.
 //
-// A vector layer defines Floats (16 fp32), Ints (16 int32, or 32 int16 in pairs) and Mask (of 16), how many rows and
-// vectors a micro-kernel may hold in registers (kMaxRows, max_vectors), and functions on them. Every layer computes the
-// same formulas; their bits may differ between machines, never on one.
+// A vector layer defines Floats (16 fp32), Ints (16 int32, or 32 int16 in pairs), Mask (16 lanes), functions on them,
+// and how many rows and vectors fit a micro-kernel's registers (kMaxRows, max_vectors). All layers compute the same
+// formulas; results may differ in bits from machine to machine, but not on one.
 
 #pragma once
 
@@ -21,7 +21,7 @@ using i64 = std::int64_t;
 using bf16 = std::uint16_t;
 using Half = std::uint16_t;  // IEEE binary16
 
-// The numbers that one 32-bit lane of a product takes: a pair of bf16, or one fp32.
+// How many numbers one 32-bit lane of a product holds: a pair of bf16, or one fp32.
 template <class T> constexpr int kLane = std::is_same_v<T, float> ? 1 : 2;
 
 inline float to_float(float x) { return x; }
@@ -46,8 +46,8 @@ inline Half to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _
 
 namespace {
 
-// The first count numbers only; the rest of a vector that was loaded is 0. Partial accesses cost some CPUs far more than
-// whole ones.
+// Loads or stores only the first count numbers; the rest of a loaded vector is 0. Whole accesses avoid masks, which are
+// far slower on some CPUs.
 template <class T> inline Floats load(const T* p, i64 count) { return count >= 16 ? load(p) : load_part(p, count); }
 template <class T> inline void store(T* p, Floats x, i64 count) {
     if (count >= 16) store(p, x);
@@ -60,38 +60,38 @@ constexpr float kLog2E = 1.44269504088896340736f;
 inline Floats exp2_negative(Floats x) {
     const Floats whole = round_to_even(x);
     const Floats part = sub(x, whole);
-    Floats y = all(1.535336188319500e-4f);
-    y = fmadd(y, part, all(1.339887440266574e-3f));
-    y = fmadd(y, part, all(9.618437357674640e-3f));
-    y = fmadd(y, part, all(5.550332471162809e-2f));
-    y = fmadd(y, part, all(2.402264791363012e-1f));
-    y = fmadd(y, part, all(6.931472028550421e-1f));
-    y = fmadd(y, part, all(1.0f));
-    return select(is_below(x, all(-126.0f)), all(0.0f), times_power_of_two(y, whole));
+    Floats y = broadcast(1.535336188319500e-4f);
+    y = fmadd(y, part, broadcast(1.339887440266574e-3f));
+    y = fmadd(y, part, broadcast(9.618437357674640e-3f));
+    y = fmadd(y, part, broadcast(5.550332471162809e-2f));
+    y = fmadd(y, part, broadcast(2.402264791363012e-1f));
+    y = fmadd(y, part, broadcast(6.931472028550421e-1f));
+    y = fmadd(y, part, broadcast(1.0f));
+    return select(less_than(x, broadcast(-126.0f)), broadcast(0.0f), times_power_of_two(y, whole));
 }
 
-// gate × sigmoid(gate) × up; the exponent's argument is kept in range, where the quotient is already 0 or gate.
+// gate × sigmoid(gate) × up.
 inline Floats silu_mul(Floats gate, Floats up) {
-    const Floats one = all(1.0f);
-    const Floats e = exp2_negative(mul(abs(gate), all(-kLog2E)));
+    const Floats one = broadcast(1.0f);
+    const Floats e = exp2_negative(mul(abs(gate), broadcast(-kLog2E)));
     // sigmoid(|g|) = 1 / (1 + e), sigmoid(-|g|) = e / (1 + e): no overflow either way.
-    const Floats sigmoid = div(select(is_below(gate, all(0.0f)), e, one), add(one, e));
+    const Floats sigmoid = div(select(less_than(gate, broadcast(0.0f)), e, one), add(one, e));
     return mul(mul(gate, sigmoid), up);
 }
 
-// The largest absolute value, by what max_bits found; NaN where a number is not finite.
-inline float magnitude(Ints top) {
+// The largest absolute value from the result of max_bits; NaN if a number is not finite.
+inline float largest_magnitude(Ints top) {
     const std::int32_t bits = largest(top);
     float size;
     std::memcpy(&size, &bits, 4);
     return size < std::numeric_limits<float>::infinity() ? size : std::numeric_limits<float>::quiet_NaN();
 }
 
-// Of x[0 … n), n a multiple of 16.
-template <class T> float magnitude(const T* x, i64 n) {
+// The same of x[0 … n); n is a multiple of 16.
+template <class T> float largest_magnitude(const T* x, i64 n) {
     Ints top = zero_ints();
     for (i64 k = 0; k < n; k += 16) top = max_bits(top, load(x + k));
-    return magnitude(top);
+    return largest_magnitude(top);
 }
 
 }  // namespace

@@ -14,11 +14,11 @@ struct Mask {
     __m256 lo, hi;
 };
 
-// Of 16 registers, 3 rows × 2 vectors of accumulators take 12.
+// 3 rows × 2 vectors of accumulators take 12 of the 16 registers.
 constexpr int kMaxRows = 3;
 constexpr int max_vectors(int rows) { return rows == 1 ? 4 : 2; }
 
-inline Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
@@ -46,7 +46,7 @@ inline __m256 power_of_two(__m256 whole) {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
 }
-// whole from -126 to 127.
+// whole is from -126 to 127.
 inline Floats times_power_of_two(Floats x, Floats whole) {
     return {_mm256_mul_ps(x.lo, power_of_two(whole.lo)), _mm256_mul_ps(x.hi, power_of_two(whole.hi))};
 }
@@ -63,7 +63,7 @@ inline float largest(Floats x) {
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
-inline Mask is_below(Floats a, Floats b) {
+inline Mask less_than(Floats a, Floats b) {
     return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
 }
 inline __m256 lanes_between(__m256i lanes, i64 from, i64 to) {
@@ -115,7 +115,7 @@ template <class T> inline void store_part(T* p, Floats x, i64 count) {
     std::memcpy(p, part, count * sizeof(T));
 }
 
-// To the nearest integers, ties to even, saturated.
+// Rounds to the nearest integers, ties to even; saturates.
 inline __m256i to_shorts(Floats x) {
     const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
     return _mm256_permute4x64_epi64(packed, 0xd8);
@@ -129,18 +129,18 @@ inline void store_bytes(std::int8_t* p, Floats x) {
                      _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1)));
 }
 
-// acc + a × b of one 32-bit lane: a broadcast, b a vector of lanes.
-inline Floats multiply_add(Floats acc, const float* a, Floats b) { return fmadd(all(*a), b, acc); }
+// acc + a × b, where a is one 32-bit lane, broadcast, and b a vector of lanes.
+inline Floats multiply_add(Floats acc, const float* a, Floats b) { return fmadd(broadcast(*a), b, acc); }
 inline __m256 low_of(__m256 pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16)); }
 inline __m256 high_of(__m256 pairs) {
     return _mm256_and_ps(pairs, _mm256_castsi256_ps(_mm256_set1_epi32(std::int32_t(0xffff0000))));
 }
 inline Floats multiply_add(Floats acc, const bf16* a, Floats b) {
-    acc = fmadd(all(to_float(a[0])), {low_of(b.lo), low_of(b.hi)}, acc);
-    return fmadd(all(to_float(a[1])), {high_of(b.lo), high_of(b.hi)}, acc);
+    acc = fmadd(broadcast(to_float(a[0])), {low_of(b.lo), low_of(b.hi)}, acc);
+    return fmadd(broadcast(to_float(a[1])), {high_of(b.lo), high_of(b.hi)}, acc);
 }
 
-// The absolute values' bits, which order finite numbers, infinity and NaN as integers.
+// The maximum of the absolute values' bits: as integers they order finite numbers, infinity and NaN.
 inline Ints max_bits(Ints top, Floats x) {
     const Floats size = abs(x);
     return {_mm256_max_epi32(top.lo, _mm256_castps_si256(size.lo)),
@@ -155,7 +155,7 @@ inline std::int32_t largest(Ints x) {
 
 inline Ints zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
-// 16 pairs of int8 as int16.
+// Loads 16 pairs of int8 as int16.
 inline Ints load_pairs(const std::int8_t* p) {
     const __m128i* sixteen = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtepi8_epi16(_mm_loadu_si128(sixteen)), _mm256_cvtepi8_epi16(_mm_loadu_si128(sixteen + 1))};

@@ -1,4 +1,4 @@
-// The vector layer for AVX-512 (F, BW, VL), with BF16 and VNNI where the machine has them. Included by vectors.h.
+// The vector layer for AVX-512 (F, BW, VL); uses BF16 and VNNI if the machine has them. Included by vectors.h.
 
 #pragma once
 
@@ -12,7 +12,7 @@ using Mask = __mmask16;
 constexpr int kMaxRows = 6;
 constexpr int max_vectors(int /*rows*/) { return 4; }
 
-inline Floats all(float x) { return _mm512_set1_ps(x); }
+inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
@@ -29,7 +29,7 @@ inline Floats times_power_of_two(Floats x, Floats whole) { return _mm512_scalef_
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
 
-inline Mask is_below(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline Mask less_than(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline Mask first_lanes(i64 count) { return count >= 16 ? 0xffff : Mask((1u << count) - 1); }
 inline Mask lanes_between(i64 from, i64 to) {
     return Mask(first_lanes(std::clamp<i64>(to, 0, 16)) & ~first_lanes(std::clamp<i64>(from, 0, 16)));
@@ -64,7 +64,7 @@ inline void store_part(bf16* p, Floats x, i64 count) {
     _mm256_mask_storeu_epi16(p, first_lanes(count), round_to_bf16(x));
 }
 
-// To the nearest integers, ties to even, saturated.
+// Rounds to the nearest integers, ties to even; saturates.
 inline void store_shorts(std::int16_t* p, Floats x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
 }
@@ -72,8 +72,8 @@ inline void store_bytes(std::int8_t* p, Floats x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
-// acc + a × b of one 32-bit lane: a broadcast, b a vector of lanes.
-inline Floats multiply_add(Floats acc, const float* a, Floats b) { return fmadd(all(*a), b, acc); }
+// acc + a × b, where a is one 32-bit lane, broadcast, and b a vector of lanes.
+inline Floats multiply_add(Floats acc, const float* a, Floats b) { return fmadd(broadcast(*a), b, acc); }
 inline Floats multiply_add(Floats acc, const bf16* a, Floats b) {
     std::int32_t pair;
     std::memcpy(&pair, a, 4);
@@ -81,19 +81,19 @@ inline Floats multiply_add(Floats acc, const bf16* a, Floats b) {
     return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_castps_si512(b));
 #else
     const Ints bits = _mm512_castps_si512(b);
-    acc = fmadd(all(to_float(bf16(pair))), _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), acc);
-    return fmadd(all(to_float(bf16(std::uint32_t(pair) >> 16))),
+    acc = fmadd(broadcast(to_float(bf16(pair))), _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), acc);
+    return fmadd(broadcast(to_float(bf16(std::uint32_t(pair) >> 16))),
                  _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(std::int32_t(0xffff0000)))), acc);
 #endif
 }
 
-// The absolute values' bits, which order finite numbers, infinity and NaN as integers.
+// The maximum of the absolute values' bits: as integers they order finite numbers, infinity and NaN.
 inline Ints max_bits(Ints top, Floats x) { return _mm512_max_epi32(top, _mm512_castps_si512(abs(x))); }
 inline std::int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
 
 inline Ints zero_ints() { return _mm512_setzero_si512(); }
 inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
-// 16 pairs of int8 as int16.
+// Loads 16 pairs of int8 as int16.
 inline Ints load_pairs(const std::int8_t* p) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }

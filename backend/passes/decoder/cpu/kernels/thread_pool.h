@@ -1,4 +1,4 @@
-// The threads that share a step's work.
+// The threads that divide a step's work.
 
 #pragma once
 
@@ -20,19 +20,19 @@
 
 namespace {
 
-// Workers beside the calling thread. Chunks are claimed one by one, so a worker that the system has taken off its core
-// holds up one chunk and not a fixed share; a worker spins for spin_ns after its last job and then sleeps in the kernel.
-class Pool {
+// The calling thread and its workers. Threads claim chunks one by one, so a thread that loses its core delays one chunk
+// and not a fixed share of the job. After a job a worker spins for spin_ns and then sleeps on a futex.
+class ThreadPool {
   public:
-    Pool(int num_threads, i64 spin_ns) : num_threads_(num_threads), spin_ns_(spin_ns) {
+    ThreadPool(int num_threads, i64 spin_ns) : num_threads_(num_threads), spin_ns_(spin_ns) {
         sigset_t all, before;
         sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the process's own threads
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // workers inherit it: Python's threads handle the signals
         for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    ~Pool() {
+    ~ThreadPool() {
         stop_.store(true);
         publish(0);
         for (auto& worker : workers_) worker.join();
@@ -40,7 +40,7 @@ class Pool {
 
     int num_threads() const { return num_threads_; }
 
-    // body(chunk, thread) for every chunk in [0, num_chunks), the highest first. Returns when all are done.
+    // Calls body(chunk, thread) for every chunk in [0, num_chunks), the highest first. Returns when all are done.
     template <class F> void run(i64 num_chunks, const F& body) {
         if (num_chunks <= 1 || num_threads_ == 1) {
             for (i64 chunk = num_chunks - 1; chunk >= 0; --chunk) body(chunk, 0);
@@ -61,8 +61,8 @@ class Pool {
   private:
     using Call = void (*)(const void*, i64, int);
 
-    // A ticket is epoch << 32 | unclaimed chunks. Whoever takes a chunk of epoch e knows that job e is not over, and
-    // so that call_ and context_, read since e was seen, are job e's.
+    // A ticket is epoch << 32 | unclaimed chunks. A thread that claims a chunk of epoch e knows that job e is not over,
+    // so call_ and context_, which it read after it saw e, belong to job e.
     std::uint32_t publish(std::uint32_t num_chunks) {
         const std::uint32_t epoch = std::uint32_t(ticket_.load(std::memory_order_relaxed) >> 32) + 1;
         ticket_.store(std::uint64_t(epoch) << 32 | num_chunks, std::memory_order_seq_cst);

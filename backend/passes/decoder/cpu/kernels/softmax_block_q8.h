@@ -1,26 +1,26 @@
-// A softmax block over a q8_0 cache. Queries and weights become int16, so that all products are of integers, whose sums
-// are exact; each sum is scaled once for 32 dimensions or 64 positions. A query's scale is that of its largest number, a
-// block's weights have one for 32 dimensions, of the largest weight times the largest value scale. Reads half the bytes
-// of bf16 and never writes a wide copy of them.
+// A softmax block over a q8_0 cache. Queries and weights become int16, so all products are integer products with exact
+// sums. Each sum is scaled once per 32 dimensions (scores) or 64 positions (values). A query's scale comes from its
+// largest number. A block's weights have one scale per 32 dimensions: the largest weight times the largest value scale.
+// This reads half the bytes of bf16 and never writes the cache out in a wider type.
 
 #pragma once
 
-#include "block.h"
+#include "softmax_block.h"
 
 namespace {
 
 constexpr float kShortMax = 32767.0f;
 
-// What numbers up to top are multiplied by to become int16. What is all smaller than 1e-30 counts as 0.
-inline Floats to_short_range(float top) { return all(top >= 1e-30f ? kShortMax / top : 0.0f); }
+// The factor that turns numbers of at most top into int16; 0 if top is below 1e-30.
+inline Floats to_short_range(float top) { return broadcast(top >= 1e-30f ? kShortMax / top : 0.0f); }
 
-// Rows of pairs that follow each other; the next run goes on where the last one's factors ended.
+// Consecutive rows of pairs. The next run continues with the factors after this run's.
 struct Run {
     const Q8* pairs;
     i64 steps;
 };
 
-// finish(r, v, sums) with a[R][2 × steps of all runs] × pairs[steps][16 V pairs]; no sum may reach 2^31.
+// Calls finish(r, v, sums) with a[R][2 × steps of all runs] × pairs[steps][16 V pairs]; no sum may reach 2^31.
 template <int R, int V, class F>
 void pair_product(const std::int16_t* a, i64 lda, const Run* runs, i64 num_runs, i64 ldb, const F& finish) {
     Ints acc[R][V];
@@ -44,7 +44,7 @@ void pair_product(const std::int16_t* a, i64 lda, const Run* runs, i64 num_runs,
         for (int v = 0; v < V; ++v) finish(r, v, to_floats(acc[r][v]));
 }
 
-class Q8Block {  // as FloatBlock
+class Q8Block {  // see FloatBlock
   public:
     using Number = std::int16_t;
 
@@ -54,8 +54,8 @@ class Q8Block {  // as FloatBlock
           weight_scales_(scratch.take<float>(rows * parts_)),
           value_scales_(scratch.take<float>(parts_ * kBlock)), top_scales_(scratch.take<float>(parts_)) {}
 
-    template <class T> float take_query(const T* q, std::int16_t* query) const {
-        const float top = magnitude(q, dim_);
+    template <class T> float load_query(const T* q, std::int16_t* query) const {
+        const float top = largest_magnitude(q, dim_);
         const Floats factor = to_short_range(top);
         for (i64 d = 0; d < dim_; d += 16) store_shorts(query + d, mul(load(q + d), factor));
         return top / kShortMax;
@@ -68,57 +68,57 @@ class Q8Block {  // as FloatBlock
             score_segment(found_[i], queries, scores + at);
             widen_value_scales(found_[i], at);
         }
-        for (i64 b = 0; b < parts_; ++b) top_scales_[b] = top_of(value_scales_ + b * kBlock, kBlock);
+        for (i64 b = 0; b < parts_; ++b) top_scales_[b] = largest_of(value_scales_ + b * kBlock, kBlock);
     }
 
-    float soften(i64 r, float* scores, i64 from, i64 to, float scale, float& peak, float& sum) {
+    float update_softmax(i64 r, float* scores, i64 from, i64 to, float scale, float& peak, float& sum) {
         float* weights = scores + r * kBlock;
-        const Softened softened = ::soften(weights, from, to, scale, peak, sum, weights);
-        const float to_one = softened.top < 1e-20f ? 0.0f : 1.0f / softened.top;
+        const SoftmaxUpdate update = ::update_softmax(weights, from, to, scale, peak, sum, weights);
+        const float to_one = update.top < 1e-20f ? 0.0f : 1.0f / update.top;
         for (i64 b = 0; b < parts_; ++b) {
-            // Which positions the tile's other queries see must not matter: the scale is that of those up to `to`.
+            // The scale covers positions below `to` only, so that it does not depend on the tile's other queries.
             const float* scales = value_scales_ + b * kBlock;
-            const float top_scale = to == kBlock ? top_scales_[b] : top_of(scales, to);
-            const Floats range = mul(to_short_range(top_scale), all(to_one));
+            const float top_scale = to == kBlock ? top_scales_[b] : largest_of(scales, to);
+            const Floats range = mul(to_short_range(top_scale), broadcast(to_one));
             std::int16_t* shorts = weights_ + (r * parts_ + b) * kBlock;
             for (i64 i = 0; i < kBlock; i += 16)
                 store_shorts(shorts + i, mul(mul(load(weights + i), load(scales + i)), range));
-            weight_scales_[r * parts_ + b] = top_scale * softened.top * (1.0f / kShortMax);
+            weight_scales_[r * parts_ + b] = top_scale * update.top * (1.0f / kShortMax);
         }
-        return softened.factor;
+        return update.factor;
     }
 
-    void ignore(i64 r) {
+    void skip_row(i64 r) {
         std::memset(weights_ + r * parts_ * kBlock, 0, parts_ * kBlock * sizeof(std::int16_t));
         std::memset(weight_scales_ + r * parts_, 0, parts_ * sizeof(float));
     }
 
-    void mix(float* acc) const {
+    void add_values(float* acc) const {
         const i64 num_runs = (count_ + segment_ - 1) / segment_;
         for (i64 b = 0; b < parts_; ++b)
-            by_rows(rows_, [&](i64 row, auto num_rows) {
+            for_row_tiles(rows_, [&](i64 row, auto num_rows) {
                 constexpr int R = decltype(num_rows)::value;
                 constexpr int most = std::min(2, max_vectors(R));
-                by_columns<R, most>(b * kQ8Block, (b + 1) * kQ8Block, [&](i64 column, auto num_vectors) {
+                for_column_tiles<R, most>(b * kQ8Block, (b + 1) * kQ8Block, [&](i64 column, auto num_vectors) {
                     constexpr int V = decltype(num_vectors)::value;
                     Run runs[kBlock / 16];
                     for (i64 i = 0; i < num_runs; ++i)
                         runs[i] = {found_[i].values + column * 2, (std::min(segment_, count_ - i * segment_) + 1) / 2};
                     const auto finish = [&](int r, int v, Floats sums) {
                         float* target = acc + (row + r) * dim_ + column + 16 * v;
-                        store(target, fmadd(sums, all(weight_scales_[(row + r) * parts_ + b]), load(target)));
+                        store(target, fmadd(sums, broadcast(weight_scales_[(row + r) * parts_ + b]), load(target)));
                     };
-                    pair_product<R, V>(weights_ + (row * parts_ + b) * kBlock, parts_ * kBlock, runs, num_runs, dim_ * 2,
-                                       finish);
+                    pair_product<R, V>(weights_ + (row * parts_ + b) * kBlock, parts_ * kBlock, runs, num_runs,
+                                       dim_ * 2, finish);
                 });
             });
     }
 
   private:
     void score_segment(const Segment<Q8>& segment, const std::int16_t* queries, float* scores) const {
-        by_rows(rows_, [&](i64 row, auto num_rows) {
+        for_row_tiles(rows_, [&](i64 row, auto num_rows) {
             constexpr int R = decltype(num_rows)::value;
-            by_columns<R>(0, segment_, [&](i64 column, auto num_vectors) {
+            for_column_tiles<R>(0, segment_, [&](i64 column, auto num_vectors) {
                 constexpr int V = decltype(num_vectors)::value;
                 for (i64 b = 0; b < parts_; ++b) {
                     const Run run{segment.keys + b * (kQ8Block / 2) * segment.key_stride + column * 2, kQ8Block / 2};
@@ -134,31 +134,31 @@ class Q8Block {  // as FloatBlock
         });
     }
 
-    static float top_of(const float* scales, i64 count) {
+    static float largest_of(const float* scales, i64 count) {
         Ints top = zero_ints();
         for (i64 i = 0; i < count; i += 16)
-            top = max_bits(top, select(lanes_between(0, count - i), load(scales + i), all(0.0f)));
-        return magnitude(top);
+            top = max_bits(top, select(lanes_between(0, count - i), load(scales + i), broadcast(0.0f)));
+        return largest_magnitude(top);
     }
 
-    // Those of places that no token was written to become 0.
+    // Scales of positions without a token become 0.
     void widen_value_scales(const Segment<Q8>& segment, i64 at) {
         for (i64 b = 0; b < parts_; ++b)
             for (i64 i = 0; i < segment_; i += 16) {
                 const Floats scales = load_halves(segment.value_scales + b * segment.scale_stride + i);
                 store(value_scales_ + b * kBlock + at + i,
-                      select(lanes_between(0, count_ - at - i), scales, all(0.0f)));
+                      select(lanes_between(0, count_ - at - i), scales, broadcast(0.0f)));
             }
         for (i64 i = at + segment_; i < kBlock && at + segment_ >= count_; i += 16)
-            for (i64 b = 0; b < parts_; ++b) store(value_scales_ + b * kBlock + i, all(0.0f));
+            for (i64 b = 0; b < parts_; ++b) store(value_scales_ + b * kBlock + i, broadcast(0.0f));
     }
 
-    const Finder<Q8> finder_;
+    const SegmentFinder<Q8> finder_;
     const i64 dim_, segment_, rows_, parts_;
     i64 count_ = 0;
     std::int16_t* weights_;  // [rows][head_dim / 32][kBlock]
     float* weight_scales_;   // [rows][head_dim / 32]
-    float* value_scales_;    // [head_dim / 32][kBlock], and the largest of each
+    float* value_scales_;    // [head_dim / 32][kBlock]; top_scales_ has the largest of each 32 dimensions
     float* top_scales_;
     Segment<Q8> found_[kBlock / 16];
 };

@@ -1,18 +1,18 @@
-// The paged cache: its layouts, and how a token's key and value get there.
+// The paged KV cache: its layouts, and how a token's key and value are written.
 //
-// [page][kv head][keys | values], so that decoding, which goes through a page head by head, reads it from one end to the
-// other: memory gives streams of 32 KB twice the bytes that it gives pieces of 4 KB.
+// [page][kv head][keys | values]: decode reads a page head by head, so it reads the page from start to end. Streams of
+// 32 KB get twice the memory bandwidth of pieces of 4 KB.
 //
 //   keys     [head_dim / lane][page_size][lane]
 //   values   [page_size / lane][head_dim][lane]
 //
-// Pages whose size is no multiple of 16 hold both as [page_size][head_dim]. In q8_0 numbers are int8 in pairs, and
-// [keys | values] is followed by [key scales | value scales], binary16 [head_dim / 32][page_size] each, whatever the
-// page's size.
+// If the page size is not a multiple of 16, both are [page_size][head_dim]. In q8_0 numbers are int8 in pairs, and
+// [keys | values] is followed by [key scales | value scales], binary16 [head_dim / 32][page_size] each, for any page
+// size.
 
 #pragma once
 
-#include "rows.h"
+#include "row_ops.h"
 
 namespace {
 
@@ -28,7 +28,7 @@ template <> constexpr int kLane<Q8> = 2;
 template <class C> struct HeadPage {
     C* keys;
     C* values;
-    Half* key_scales;  // of Q8 only, and so value_scales
+    Half* key_scales;  // used by Q8 only, as value_scales
     Half* value_scales;
 
     HeadPage(const Shape& shape, void* cache, i64 page, i64 kv_head) {
@@ -43,12 +43,12 @@ template <class C> struct HeadPage {
     }
 };
 
-// GGML's q8_0: d = largest |x| / 127, x / d to the nearest integer, ties away from zero; d is kept as binary16. A block
-// with a number that is not finite gets the scale NaN. dim: a multiple of 32.
+// As GGML's q8_0: d = largest |x| / 127; numbers are x / d rounded to the nearest integer, ties away from zero; the
+// scale is d rounded to binary16. A block with a value that is not finite gets the scale NaN. dim: a multiple of 32.
 template <class T> void quantise(const T* x, i64 dim, Q8* numbers, Half* scales) {
     for (i64 d = 0; d < dim; d += kQ8Block) {
-        const float scale = magnitude(x + d, kQ8Block) / kQ8Max;
-        const Floats inverse = all(scale >= std::numeric_limits<float>::min() ? 1.0f / scale : 0.0f);
+        const float scale = largest_magnitude(x + d, kQ8Block) / kQ8Max;
+        const Floats inverse = broadcast(scale >= std::numeric_limits<float>::min() ? 1.0f / scale : 0.0f);
         scales[d / kQ8Block] = to_half(scale);
         for (i64 i = d; i < d + kQ8Block; i += 16) {
             const Floats y = mul(load(x + i), inverse), whole = truncate(y), rest = sub(y, whole);
@@ -57,7 +57,7 @@ template <class T> void quantise(const T* x, i64 dim, Q8* numbers, Half* scales)
     }
 }
 
-// x as numbers of the cache.
+// Converts x to the cache's type.
 template <class T, class C> void convert(const T* x, i64 dim, C* numbers, Half* scales) {
     if constexpr (std::is_same_v<C, Q8>) {
         quantise(x, dim, numbers, scales);
@@ -69,7 +69,7 @@ template <class T, class C> void convert(const T* x, i64 dim, C* numbers, Half* 
 template <class T, class C>
 void store_token(const Engine& engine, const T* key, const T* value, i64 slot, i64 kv_head, void* cache) {
     const Shape& shape = engine.shape;
-    const i64 dim = shape.head_dim, size = shape.page_size, place = slot % size;
+    const i64 dim = shape.head_dim, size = shape.page_size, offset = slot % size;
     const HeadPage<C> page(shape, cache, slot / size, kv_head);
     C k[kMaxHeadDim], v[kMaxHeadDim];
     Half k_scales[kMaxHeadDim / kQ8Block], v_scales[kMaxHeadDim / kQ8Block];
@@ -77,19 +77,19 @@ void store_token(const Engine& engine, const T* key, const T* value, i64 slot, i
     convert(value, dim, v, v_scales);
     if constexpr (std::is_same_v<C, Q8>) {
         for (i64 b = 0; b < dim / kQ8Block; ++b) {
-            page.key_scales[b * size + place] = k_scales[b];
-            page.value_scales[b * size + place] = v_scales[b];
+            page.key_scales[b * size + offset] = k_scales[b];
+            page.value_scales[b * size + offset] = v_scales[b];
         }
     }
     if (!engine.in_place()) {
-        std::memcpy(page.keys + place * dim, k, dim * sizeof(C));
-        std::memcpy(page.values + place * dim, v, dim * sizeof(C));
+        std::memcpy(page.keys + offset * dim, k, dim * sizeof(C));
+        std::memcpy(page.values + offset * dim, v, dim * sizeof(C));
         return;
     }
     constexpr int lane = kLane<C>;
-    for (i64 d = 0; d < dim; d += lane) std::memcpy(page.keys + (d * size + place * lane), k + d, lane * sizeof(C));
-    C* v_place = page.values + (place / lane) * dim * lane + place % lane;
-    for (i64 d = 0; d < dim; ++d) v_place[d * lane] = v[d];
+    for (i64 d = 0; d < dim; d += lane) std::memcpy(page.keys + (d * size + offset * lane), k + d, lane * sizeof(C));
+    C* v_start = page.values + (offset / lane) * dim * lane + offset % lane;
+    for (i64 d = 0; d < dim; ++d) v_start[d * lane] = v[d];
 }
 
 template <class T, class C>
@@ -104,7 +104,7 @@ void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer, const 
             for (i64 h = 0; h < kv_heads; ++h) {
                 T* key = row + (heads + h) * dim;
                 norm_and_rotate(shape, key, layer.k_norm, cos_sin);
-                store_token<T, C>(engine, key, key + kv_heads * dim, engine.step.slots[t], h, layer.cache);
+                store_token<T, C>(engine, key, key + kv_heads * dim, engine.step.slot_mapping[t], h, layer.cache);
             }
         }
     });

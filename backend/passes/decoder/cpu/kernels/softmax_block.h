@@ -1,23 +1,23 @@
-// One softmax block of 64 key positions, for the queries of one kv head: scores, their softening, and the mixing of
-// values, where cache and queries are floats. Never reads a place that no token was written to, or multiplies it by 0:
-// it may hold anything, NaN too.
+// One softmax block of 64 key positions for the queries of one kv head: scores, softmax and the weighted sum of values,
+// for a cache of floats. Positions without a token may hold anything, NaN too: they are not read at all, not even to be
+// multiplied by 0.
 
 #pragma once
 
-#include "cache.h"
+#include "paged_cache.h"
 
 namespace {
 
-// The part of a block that one page holds, as the micro-kernels want it.
+// The part of a block within one page, in the micro-kernels' layout.
 template <class C> struct Segment {
     const C* keys;             // [head_dim / lane][…][lane], steps of key_stride numbers
     const C* values;           // [positions / lane][head_dim][lane]
-    const Half* key_scales;    // of Q8 only: [head_dim / 32][…], scale_stride apart; and so value_scales
+    const Half* key_scales;    // used by Q8 only: [head_dim / 32][…], scale_stride apart, as value_scales
     const Half* value_scales;
     i64 key_stride, scale_stride;
 };
 
-// Memory for one thread's work on one item, handed out piece by piece.
+// One thread's memory for one work item, handed out piece by piece.
 class Scratch {
   public:
     explicit Scratch(std::vector<float>& memory) : next_(memory.data()) {}
@@ -31,10 +31,10 @@ class Scratch {
     float* next_;
 };
 
-// Where a block's positions are found: in their pages, or gathered from pages that hold them in another order.
-template <class C> class Finder {
+// Finds a block's positions in their pages. Pages of another layout are first gathered into the micro-kernels' layout.
+template <class C> class SegmentFinder {
   public:
-    Finder(const Engine& engine, void* cache, i64 row, Scratch& scratch)
+    SegmentFinder(const Engine& engine, void* cache, i64 row, Scratch& scratch)
         : engine_(engine), cache_(cache), pages_(engine.step.page_table + row * engine.step.page_table_width) {
         if (engine.in_place()) return;
         const i64 dim = engine.shape.head_dim;
@@ -51,21 +51,21 @@ template <class C> class Finder {
         constexpr int lane = kLane<C>;
         if (engine_.in_place()) {
             const HeadPage<C> page(shape, cache_, pages_[first / size], kv_head);
-            const i64 place = first % size;
-            return {page.keys + place * lane, page.values + place * dim, page.key_scales + place,
-                    page.value_scales + place, size * lane,           size};
+            const i64 offset = first % size;
+            return {page.keys + offset * lane, page.values + offset * dim, page.key_scales + offset,
+                    page.value_scales + offset, size * lane,           size};
         }
         for (i64 i = 0; i < count; ++i) {
             const HeadPage<C> page(shape, cache_, pages_[(first + i) / size], kv_head);
-            const i64 place = (first + i) % size;
+            const i64 offset = (first + i) % size;
             for (i64 d = 0; d < dim; ++d) {
-                keys_[(d / lane * kBlock + i) * lane + d % lane] = page.keys[place * dim + d];
-                values_[(i / lane * dim + d) * lane + i % lane] = page.values[place * dim + d];
+                keys_[(d / lane * kBlock + i) * lane + d % lane] = page.keys[offset * dim + d];
+                values_[(i / lane * dim + d) * lane + i % lane] = page.values[offset * dim + d];
             }
             if constexpr (std::is_same_v<C, Q8>) {
                 for (i64 b = 0; b < dim / kQ8Block; ++b) {
-                    key_scales_[b * kBlock + i] = page.key_scales[b * size + place];
-                    value_scales_[b * kBlock + i] = page.value_scales[b * size + place];
+                    key_scales_[b * kBlock + i] = page.key_scales[b * size + offset];
+                    value_scales_[b * kBlock + i] = page.value_scales[b * size + offset];
                 }
             }
         }
@@ -82,37 +82,38 @@ template <class C> class Finder {
     Half* value_scales_ = nullptr;
 };
 
-struct Softened {
-    float factor;  // for what was accumulated before
+struct SoftmaxUpdate {
+    float factor;  // for the sums over earlier blocks
     float top;     // about the largest weight of this block
 };
 
-// One block's share of a query's softmax over positions [from, to) of it: scores become weights, maximum and sum are
-// carried on. At least one position is seen.
+// Adds positions [from, to) of a block to a query's softmax: turns scores into weights, updates peak and sum. The range
+// is not empty.
 template <class W>
-Softened soften(const float* scores, i64 from, i64 to, float scale, float& peak, float& sum, W* weights) {
-    const Floats hidden = all(-std::numeric_limits<float>::infinity());
+SoftmaxUpdate update_softmax(const float* scores, i64 from, i64 to, float scale, float& peak, float& sum, W* weights) {
+    const Floats hidden = broadcast(-std::numeric_limits<float>::infinity());
     Floats scaled[kBlock / 16];
     Floats top = hidden;
     for (i64 v = 0; v < kBlock / 16; ++v) {
-        scaled[v] = select(lanes_between(from - v * 16, to - v * 16), mul(load(scores + v * 16), all(scale)), hidden);
+        const Floats all_scores = mul(load(scores + v * 16), broadcast(scale));
+        scaled[v] = select(lanes_between(from - v * 16, to - v * 16), all_scores, hidden);
         top = max(top, scaled[v]);
     }
     const float block_peak = largest(top), new_peak = std::max(peak, block_peak);
-    Floats total = all(0.0f);
+    Floats total = broadcast(0.0f);
     for (i64 v = 0; v < kBlock / 16; ++v) {
-        const Floats weight = exp2_negative(sub(scaled[v], all(new_peak)));
+        const Floats weight = exp2_negative(sub(scaled[v], broadcast(new_peak)));
         total = add(total, weight);
         store(weights + v * 16, weight);
     }
-    const Softened softened{peak == new_peak ? 1.0f : std::exp2(peak - new_peak),
+    const SoftmaxUpdate update{peak == new_peak ? 1.0f : std::exp2(peak - new_peak),
                             block_peak == new_peak ? 1.0f : std::exp2(block_peak - new_peak)};
-    sum = sum * softened.factor + ::sum(total);
+    sum = sum * update.factor + ::sum(total);
     peak = new_peak;
-    return softened;
+    return update;
 }
 
-// Queries and weights are rounded to C, which is what multiplies.
+// Queries and weights are rounded to C, the type of both factors.
 template <class C> class FloatBlock {
   public:
     using Number = C;
@@ -121,13 +122,13 @@ template <class C> class FloatBlock {
         : finder_(engine, layer.cache, row, scratch), dim_(engine.shape.head_dim), segment_(engine.segment()),
           rows_(rows), weights_(scratch.take<C>(rows * kBlock)), pair_(scratch.take<C>(dim_ * kLane<C>)) {}
 
-    // Returns what the scores of this query are to be multiplied by.
-    template <class T> float take_query(const T* q, C* query) const {
+    // Returns the factor for this query's scores.
+    template <class T> float load_query(const T* q, C* query) const {
         for (i64 d = 0; d < dim_; d += 16) store(query + d, load(q + d));
         return 1.0f;
     }
 
-    // scores [rows][kBlock] of positions [first, end).
+    // Computes scores [rows][kBlock] of positions [first, end).
     void score(i64 kv_head, i64 first, i64 end, const C* queries, float* scores) {
         count_ = end - first;
         for (i64 at = 0, i = 0; at < count_; at += segment_, ++i) {
@@ -137,15 +138,15 @@ template <class C> class FloatBlock {
         }
     }
 
-    // Returns the factor for what was accumulated before.
-    float soften(i64 r, float* scores, i64 from, i64 to, float scale, float& peak, float& sum) {
-        return ::soften(scores + r * kBlock, from, to, scale, peak, sum, weights_ + r * kBlock).factor;
+    // Returns the factor for the sums over earlier blocks.
+    float update_softmax(i64 r, float* scores, i64 from, i64 to, float scale, float& peak, float& sum) {
+        return ::update_softmax(scores + r * kBlock, from, to, scale, peak, sum, weights_ + r * kBlock).factor;
     }
 
-    void ignore(i64 r) { std::memset(weights_ + r * kBlock, 0, kBlock * sizeof(C)); }
+    void skip_row(i64 r) { std::memset(weights_ + r * kBlock, 0, kBlock * sizeof(C)); }
 
     // acc [rows][head_dim] += weights × values
-    void mix(float* acc) {
+    void add_values(float* acc) {
         constexpr int lane = kLane<C>;
         for (i64 at = 0, i = 0; at < count_; at += segment_, ++i) {
             const i64 count = std::min(segment_, count_ - at), whole = count / lane;
@@ -153,7 +154,7 @@ template <class C> class FloatBlock {
             const C* values = found_[i].values;
             product(rows_, dim_, weights, kBlock, values, dim_ * lane, whole, acc, dim_, true);
             if (count % lane == 0) continue;
-            for (i64 d = 0; d < dim_; ++d) {  // the last pair's second position is not written yet
+            for (i64 d = 0; d < dim_; ++d) {  // the last pair's second position has no token
                 pair_[d * lane] = values[(whole * dim_ + d) * lane];
                 pair_[d * lane + 1] = 0;
             }
@@ -162,7 +163,7 @@ template <class C> class FloatBlock {
     }
 
   private:
-    const Finder<C> finder_;
+    const SegmentFinder<C> finder_;
     const i64 dim_, segment_, rows_;
     i64 count_ = 0;
     C* weights_;

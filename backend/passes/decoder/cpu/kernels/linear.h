@@ -1,8 +1,8 @@
-// The micro-kernel that does all multiplying of floats, and the linear layers.
+// The micro-kernel of all float matrix products, and the linear layers.
 //
-// Each output is a chain of its own over k in one fixed order, so a row's result is the same bits in any company.
+// Each output is summed over k by itself and in a fixed order, so a row's result is the same bits in any batch.
 //
-//   packed weight  [panel of 64 outputs][in / lane][64][lane], outputs padded with zeros to whole panels
+//   packed weight  [panel of 64 outputs][inputs / lane][64][lane]; zeros fill the last panel
 
 #pragma once
 
@@ -11,20 +11,20 @@
 namespace {
 
 constexpr int kPanel = 64;         // outputs of a packed panel: 4 vectors
-constexpr int kPanelRows = 96;     // rows of a product that go through a panel together
-constexpr int kPanelSteps = 1024;  // steps of a panel that stay in the second-level cache meanwhile
+constexpr int kPanelRows = 96;     // rows that are multiplied with a panel together
+constexpr int kPanelSteps = 1024;  // steps of a panel that stay in the L2 cache meanwhile
 
 template <int N> using Count = std::integral_constant<int, N>;
 
-// body(Count<n>), n from 1 to Max.
+// Calls body(Count<n>), n from 1 to Max.
 template <int Max, class F> inline void with_count(i64 n, const F& body) {
     if constexpr (Max > 1)
         if (n < Max) return with_count<Max - 1>(n, body);
     body(Count<Max>{});
 }
 
-// body(first_row, Count<n>) for tiles of n ≤ kMaxRows rows, as even as may be.
-template <class F> inline void by_rows(i64 rows, const F& body) {
+// Calls body(first_row, Count<n>) for tiles of n ≤ kMaxRows rows, of sizes as equal as possible.
+template <class F> inline void for_row_tiles(i64 rows, const F& body) {
     const i64 tiles = (rows + kMaxRows - 1) / kMaxRows;
     for (i64 tile = 0, row = 0; tile < tiles; ++tile) {
         const i64 count = (rows - row + tiles - tile - 1) / (tiles - tile);
@@ -33,11 +33,12 @@ template <class F> inline void by_rows(i64 rows, const F& body) {
     }
 }
 
-// body(first_column, Count<v>) for tiles of 16 v columns, the widest that R rows allow first. columns: a multiple of 16.
-template <int R, int V = max_vectors(R), class F> inline void by_columns(i64 first, i64 columns, const F& body) {
+// Calls body(first_column, Count<v>) for tiles of 16 v columns, first the widest that R rows allow. columns: a multiple
+// of 16.
+template <int R, int V = max_vectors(R), class F> inline void for_column_tiles(i64 first, i64 columns, const F& body) {
     for (; first + 16 * V <= columns; first += 16 * V) body(first, Count<V>{});
     if constexpr (V > 1)
-        if (first < columns) by_columns<R, V / 2>(first, columns, body);
+        if (first < columns) for_column_tiles<R, V / 2>(first, columns, body);
 }
 
 // c[R][16 V] (+)= a[R][steps × lane] × b[steps][16 V × lane]; lda and ldb in elements, ldc in floats.
@@ -47,7 +48,7 @@ void tile_product(const T* a, i64 lda, const T* b, i64 ldb, i64 steps, float* c,
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) acc[r][v] = add ? load(c + r * ldc + 16 * v) : all(0.0f);
+        for (int v = 0; v < V; ++v) acc[r][v] = add ? load(c + r * ldc + 16 * v) : broadcast(0.0f);
     for (i64 k = 0; k < steps; ++k) {
         Floats w[V];
 #pragma GCC unroll 8
@@ -63,12 +64,12 @@ void tile_product(const T* a, i64 lda, const T* b, i64 ldb, i64 steps, float* c,
         for (int v = 0; v < V; ++v) store(c + r * ldc + 16 * v, acc[r][v]);
 }
 
-// Any number of rows and any multiple of 16 columns.
+// The same for any number of rows and any multiple of 16 columns.
 template <class T>
 void product(i64 rows, i64 columns, const T* a, i64 lda, const T* b, i64 ldb, i64 steps, float* c, i64 ldc, bool add) {
-    by_rows(rows, [&](i64 row, auto num_rows) {
+    for_row_tiles(rows, [&](i64 row, auto num_rows) {
         constexpr int R = decltype(num_rows)::value;
-        by_columns<R>(0, columns, [&](i64 column, auto num_vectors) {
+        for_column_tiles<R>(0, columns, [&](i64 column, auto num_vectors) {
             constexpr int V = decltype(num_vectors)::value;
             tile_product<R, V>(a + row * lda, lda, b + column * kLane<T>, ldb, steps, c + row * ldc + column, ldc, add);
         });
@@ -111,12 +112,12 @@ template <class T> void run_linear(Engine& engine, const Linear& linear, i64 out
     const i64 width = output == kGated ? kPanel / 2 : kPanel;
     const i64 panels = (linear.outputs + width - 1) / width;
     const i64 steps = linear.inputs / kLane<T>;
-    const i64 enough = (engine.pool.num_threads() * 4 + panels - 1) / panels;  // row blocks to keep every thread busy
+    const i64 enough = (engine.pool.num_threads() * 4 + panels - 1) / panels;  // row blocks that keep every thread busy
     const i64 row_blocks =
         std::max((rows + kPanelRows - 1) / kPanelRows, std::clamp<i64>(enough, 1, (rows + 47) / 48));
     const T* packed = static_cast<const T*>(linear.packed);
     engine.pool.run(panels * row_blocks, [&](i64 chunk, int) {
-        // Panels in rising order, chunks come in falling order. No prefetch: the memory's own is faster than any of ours.
+        // Ascending panels, as chunks come in descending order. No prefetch instructions: the hardware's own is faster.
         const i64 panel = panels - 1 - chunk / row_blocks, row_block = chunk % row_blocks;
         const i64 begin = rows * row_block / row_blocks, end = rows * (row_block + 1) / row_blocks;
         const T* weights = packed + panel * linear.inputs * kPanel;

@@ -1,11 +1,11 @@
-// What is done to each row for itself: embedding, norms, rotary embedding.
+// Operations on single rows: embedding, norms, rotary embedding.
 
 #pragma once
 
 #include <cmath>
 #include <limits>
 
-#include "products.h"
+#include "linear.h"
 
 namespace {
 
@@ -28,7 +28,7 @@ template <class T> void run_embed(Engine& engine, const T* table, bool packed, c
 
 // 1 / sqrt(mean(x²) + eps)
 template <class T> float inverse_rms(const T* x, i64 n, float eps) {
-    Floats squares = all(0.0f);
+    Floats squares = broadcast(0.0f);
     for (i64 k = 0; k < n; k += 16) {
         const Floats v = load(x + k, n - k);
         squares = fmadd(v, v, squares);
@@ -41,7 +41,7 @@ template <class T> void run_rms_norm(Engine& engine, const float* residual, cons
     engine.split(rows, std::max<i64>(1, 32768 / hidden), [&](i64 first, i64 last, int) {
         for (i64 r = first; r < last; ++r) {
             const float* x = residual + r * hidden;
-            const Floats scale = all(inverse_rms(x, hidden, engine.shape.eps));
+            const Floats scale = broadcast(inverse_rms(x, hidden, engine.shape.eps));
             for (i64 k = 0; k < hidden; k += 16)
                 store(out + r * hidden + k, mul(mul(load(x + k, hidden - k), scale), load(weight + k, hidden - k)),
                       hidden - k);
@@ -51,7 +51,7 @@ template <class T> void run_rms_norm(Engine& engine, const float* residual, cons
 
 template <class T> void norm_and_rotate(const Shape& shape, T* head, const float* norm, const float* cos_sin) {
     if (norm) {
-        const Floats scale = all(inverse_rms(head, shape.head_dim, shape.eps));
+        const Floats scale = broadcast(inverse_rms(head, shape.head_dim, shape.eps));
         for (i64 d = 0; d < shape.head_dim; d += 16) store(head + d, mul(mul(load(head + d), scale), load(norm + d)));
     }
     if (!cos_sin) return;

@@ -1,4 +1,4 @@
-// A step's rows, cut into what threads take on.
+// Cuts a step's rows into work items for the threads.
 
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace {
 
-// Nobody takes on more than a share of about a quarter of what one thread has to do: a single token's heads go together
-// if that is less, else one by one, else piece by piece. Cheapest first: the pool takes the last chunk first.
-inline Work share_out(const Engine& engine, const std::vector<Tile>& tiles, i64& num_partials) {
+// The limit of a single token's work item is a quarter of one thread's share of the step: all its kv heads if they fit,
+// else one head, else one piece of one head. Sorted by cost, cheapest first: the pool runs the last chunk first.
+inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64& num_partials) {
     const i64 kv_heads = engine.shape.num_kv_heads;
     const auto cost_of_head = [](const Tile& tile) { return tile.count * (tile.position + tile.count); };
     i64 total = 0;
@@ -28,14 +28,16 @@ inline Work share_out(const Engine& engine, const std::vector<Tile>& tiles, i64&
                 continue;
             }
             work.merges.push_back({tile, h, num_pieces, num_partials});
-            for (i64 piece = 0; piece < num_pieces; ++piece) work.items.push_back({tile, h, h + 1, piece, num_partials++});
+            for (i64 piece = 0; piece < num_pieces; ++piece)
+                work.items.push_back({tile, h, h + 1, piece, num_partials++});
         }
     }
-    const auto cost = [&](const Item& item) {
+    const auto cost = [&](const WorkItem& item) {
         if (item.partial >= 0) return std::min<i64>(kPiece, item.tile.position + 1 - item.piece * kPiece);
         return cost_of_head(item.tile) * (item.last_head - item.head);
     };
-    std::stable_sort(work.items.begin(), work.items.end(), [&](const Item& a, const Item& b) { return cost(a) < cost(b); });
+    const auto is_cheaper = [&](const WorkItem& a, const WorkItem& b) { return cost(a) < cost(b); };
+    std::stable_sort(work.items.begin(), work.items.end(), is_cheaper);
     return work;
 }
 
@@ -48,7 +50,7 @@ inline void plan_step(Engine& engine, const std::int32_t* starts, const std::int
     step.page_table_width = table_width;
     step.num_tokens = starts[num_rows];
     step.positions.resize(step.num_tokens);
-    step.slots.resize(step.num_tokens);
+    step.slot_mapping.resize(step.num_tokens);
     step.last_tokens.clear();
     std::vector<Tile> tiles, last_tiles;
     for (i64 row = 0; row < num_rows; ++row) {
@@ -56,7 +58,8 @@ inline void plan_step(Engine& engine, const std::int32_t* starts, const std::int
         for (i64 i = 0; i < length; ++i) {
             const i64 position = contexts[row] + i;
             step.positions[starts[row] + i] = std::int32_t(position);
-            step.slots[starts[row] + i] = page_table[row * table_width + position / size] * size + position % size;
+            const i64 page = page_table[row * table_width + position / size];
+            step.slot_mapping[starts[row] + i] = page * size + position % size;
         }
         for (i64 i = 0; i < length; i += tile_tokens) {
             const i64 token = starts[row] + i;
@@ -69,9 +72,9 @@ inline void plan_step(Engine& engine, const std::int32_t* starts, const std::int
         last_tiles.push_back({row, token, 1, step.positions[token], i});
     }
     i64 num_partials = 0, num_last_partials = 0;
-    step.work = share_out(engine, tiles, num_partials);
-    step.last_work = share_out(engine, last_tiles, num_last_partials);
-    const i64 floats = State::floats(engine.group(), engine.shape.head_dim);
+    step.work = split_work(engine, tiles, num_partials);
+    step.last_work = split_work(engine, last_tiles, num_last_partials);
+    const i64 floats = SoftmaxState::floats(engine.group(), engine.shape.head_dim);
     engine.partials.resize(std::max({i64(engine.partials.size()), num_partials * floats, num_last_partials * floats}));
 }
 
