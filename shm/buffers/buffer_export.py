@@ -1,8 +1,8 @@
-"""The backend's side of shared buffers: who has which memory, and which of it is lent to the backend at this moment.
+"""The backend's side of shared buffers: which client has which memory, and what is lent to the backend now.
 
-A client's buffers are made as it arrives, all of one size and kind, and belong to it alone. Each is the client's but
-for the time between its `BufferRef` and our `BufferReturn`. They go with the client: when it has said that it has
-closed them, or its process is gone; the end of its connection alone says neither.
+The backend allocates a client's buffers when it connects, all of one size and kind, for this client alone. A buffer
+belongs to the client except between its `BufferRef` and our `BufferReturn`. The memory is freed when the client has
+reported that it closed it, or when its process is gone. The end of its connection alone is neither.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _GRANULE_BYTES = {BufferKind.HOST: 4096, BufferKind.CUDA: BLOCK_BYTES}
 
 
 class BufferRequestRefused(Exception):
-    """A client's buffer_request for buffers cannot be granted. The message is for the client, in one sentence."""
+    """The requested buffers cannot be granted. The message is one sentence for the client."""
 
 
 class LoanError(ValueError):
-    """A `BufferRef` that lends nothing: not the client's to lend now, or not of this content or size."""
+    """An invalid `BufferRef`: the client cannot lend this buffer now, or the content or size is wrong."""
 
 
 class Loan:
-    """One buffer while it is the backend's. `write` and reading of rows may come from another thread than the end."""
+    """One buffer while it is lent. `write` and the reading of rows may run in another thread than `end`."""
 
     def __init__(self, memory: ExportedHostMemory | ExportedDeviceMemory, ref: BufferRef, spec: ContentSpec) -> None:
         self._memory = memory
@@ -47,17 +47,17 @@ class Loan:
         self.holds_hidden_states = ref.content is BufferContent.HIDDEN_STATES
         self.is_on_device = isinstance(memory, ExportedDeviceMemory)
         self.device_reads = memory.device_reads
-        """`copy_rows` is possible."""
+        """The device can read it in place: `copy_rows` works."""
         self.row_bytes = spec.row_bytes
 
     def needs_row(self, row: int) -> bool:
-        """Whether a `write` of this row would be more than dropped, as far as is known now."""
+        """Whether `write` would accept this row. Another thread may end the loan meanwhile."""
         return self._is_open and row <= self._num_written and row < self._ref.num_rows
 
     def write(self, row: int, source: memoryview | DeviceRow) -> None:
-        """Row after row, from 0; rows beyond the loan, and all after its end, are dropped. Repeating a row is allowed.
+        """Write rows in order, from 0. Rows beyond the loan or after its end are dropped; a row may be repeated.
 
-        source is row_bytes of host memory, or a place on the device where the buffer is on it. Raises DeviceError.
+        source is row_bytes of host memory, or for a buffer on the device, device memory. Raises DeviceError.
         """
         with self._lock:
             if self.needs_row(row):
@@ -65,16 +65,16 @@ class Loan:
                 self._num_written = max(self._num_written, row + 1)
 
     def check_written(self) -> None:
-        """Raises LoanError where the client has not written what it lends, or the device fails."""
+        """Raises LoanError if the client's write is not complete, or the device fails."""
         try:
             is_written = self._memory.is_written(self._ref.index)
         except DeviceError as error:
             raise LoanError(str(error)) from None
         if not is_written:
-            raise LoanError(f"index is {self._ref.index}; this buffer was lent before it was written")
+            raise LoanError(f"index is {self._ref.index}; the client lent this buffer before its write was complete")
 
     def read(self) -> bytes:
-        """A copy of all that the client has written. Raises LoanError where it has not, or the device fails."""
+        """A copy of all lent rows. Raises LoanError like `check_written`."""
         self.check_written()
         try:
             return self._memory.read(self._ref.index, 0, self._ref.num_rows * self.row_bytes)
@@ -82,29 +82,29 @@ class Loan:
             raise LoanError(str(error)) from None
 
     def read_rows(self, first: int, num_rows: int) -> bytes:
-        """A copy of some rows of a buffer on the host; zeroes after the end."""
+        """A copy of some rows of a buffer on the host; zeroes after `end`."""
         offset_bytes, num_bytes = self._place_of(first, num_rows)
         with self._lock:
             if self._is_open:
                 return self._memory.read(self._ref.index, offset_bytes, num_bytes)
         return bytes(num_bytes)
 
-    def copy_rows(self, first: int, num_rows: int, there: DeviceRow) -> None:
-        """Puts a copy of some rows behind the work of there.stream; nothing after the end. Raises DeviceError."""
+    def copy_rows(self, first: int, num_rows: int, destination: DeviceRow) -> None:
+        """Enqueue a copy of some rows on destination.stream; nothing after `end`. Raises DeviceError."""
         offset_bytes, num_bytes = self._place_of(first, num_rows)
-        # Within the lock, so that the buffer's event, and freeing its memory, come behind the copy.
+        # In the lock: the buffer's event, and freeing its memory, must come after the copy.
         with self._lock:
             if self._is_open:
-                self._memory.copy(self._ref.index, offset_bytes, num_bytes, there)
+                self._memory.copy(self._ref.index, offset_bytes, num_bytes, destination)
 
     def _place_of(self, first: int, num_rows: int) -> tuple[int, int]:
-        """Its offset and length in bytes."""
+        """(offset, length) in bytes."""
         if not 0 <= first <= first + num_rows <= self._ref.num_rows:
-            raise ValueError(f"rows {first} to {first + num_rows} are wanted; {self._ref.num_rows} are lent")
+            raise ValueError(f"rows {first} to {first + num_rows} are requested; {self._ref.num_rows} are lent")
         return first * self.row_bytes, num_rows * self.row_bytes
 
     def end(self) -> BufferReturn:
-        """Nothing is written or read from now on. What the device was told to do comes before the buffer's event."""
+        """Stop all writing and reading. Work that is enqueued on the device comes before the buffer's event."""
         with self._lock:
             self._is_open = False
         return BufferReturn(self._ref.index, self._ref.generation, self._num_written)
@@ -118,15 +118,15 @@ class ExportedBuffers:
         self.grant = grant
         self._pidfd = pidfd
         self.is_closed = False
-        """The client has said that it has closed them."""
-        self._loans: dict[int, Loan] = {}  # by the index of their buffer
+        """The client has reported that it closed them."""
+        self._loans: dict[int, Loan] = {}  # by buffer index
         self._last_generations = [-1] * grant.num_buffers
         self.num_lent = 0
         self.num_returned = 0
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What rides along with the welcome."""
+        """Sent with the welcome."""
         return (self._memory.fd,) if isinstance(self._memory, ExportedHostMemory) else ()
 
     @property
@@ -134,23 +134,25 @@ class ExportedBuffers:
         return self.grant.num_buffers * self.grant.num_bytes
 
     def close_fds(self) -> None:
-        """The client has received them, or never will."""
+        """The client has received the fds, or never will."""
         if isinstance(self._memory, ExportedHostMemory):
             self._memory.close_fd()
 
     def borrow(self, ref: BufferRef, *, to_backend: bool) -> Loan:
-        """The buffer is ours until `give_back`. Raises LoanError naming field, value and limit."""
+        """Take the buffer until `give_back`. Raises LoanError with field, value and limit."""
         spec = self.grant.spec_of(ref.content)
         if spec is None or ref.content.to_backend is not to_backend:
-            raise LoanError(f"content is {ref.content.name}; this is not offered here")
+            raise LoanError(f"content is {ref.content.name}; the backend does not offer it in this direction")
         if ref.index >= self.grant.num_buffers:
             raise LoanError(f"index is {ref.index}; there are {self.grant.num_buffers} buffers")
         if ref.num_rows * spec.row_bytes > self.grant.num_bytes:
-            raise LoanError(f"num_rows is {ref.num_rows}; a buffer holds {self.grant.num_bytes // spec.row_bytes}")
+            raise LoanError(f"num_rows is {ref.num_rows}; a buffer holds {self.grant.num_bytes // spec.row_bytes} rows")
         if ref.index in self._loans:
             raise LoanError(f"index is {ref.index}; this buffer is lent already")
         if ref.generation <= self._last_generations[ref.index]:
-            raise LoanError(f"generation is {ref.generation}; that was used before")
+            raise LoanError(
+                f"generation is {ref.generation}; it must be above {self._last_generations[ref.index]}, the last one"
+            )
         loan = Loan(self._memory, ref, spec)
         self._loans[ref.index] = loan
         self._last_generations[ref.index] = ref.generation
@@ -158,37 +160,39 @@ class ExportedBuffers:
         return loan
 
     def give_back(self, loan: Loan) -> BufferReturn:
-        """To be called once for each loan."""
+        """Call once per loan."""
         returned = loan.end()
         del self._loans[returned.index]
         self.num_returned += 1
         return returned
 
     def end_loans(self) -> None:
-        """Nothing is written from now on: the client is gone."""
+        """The client is gone: end all its loans."""
         for loan in list(self._loans.values()):
             self.give_back(loan)
 
     @property
     def is_abandoned(self) -> bool:
-        """The client's process is gone, and its mappings with it."""
+        """The client's process has ended, and its mappings with it."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
     @property
     def can_be_freed(self) -> bool:
-        """By neither side anything is done with them any more. Does not block."""
+        """Neither side uses them any more. Does not block."""
         return (self.is_closed or self.is_abandoned) and not self._memory.is_awaited
 
     def free(self) -> None:
-        """To be called once; nobody has the memory open any more, nor reads it."""
+        """Call once, when `can_be_freed`."""
         os.close(self._pidfd)
         self._memory.free()
 
     def abandon(self) -> None:
-        """To be called instead, as this process ends. What others may have open on the device goes with the process;
-        memory on the host stays with who has it mapped."""
+        """Call instead of `free` when this process ends.
+
+        Device memory that a client may have open is freed with this process. Host memory stays while it is mapped.
+        """
         if isinstance(self._memory, ExportedHostMemory) and not self._memory.is_awaited:
             self.free()
         else:
@@ -197,7 +201,7 @@ class ExportedBuffers:
 
 
 class BufferExporter:
-    """Makes clients' buffers within one budget and takes them back. For one thread."""
+    """Allocates clients' buffers within one budget, and frees them. For one thread."""
 
     def __init__(
         self,
@@ -206,13 +210,13 @@ class BufferExporter:
         budget_bytes: int,
         device: DeviceApi | None = None,
     ) -> None:
-        """kinds in order of preference; CUDA needs a device, which reads buffers on the host in place if it can."""
+        """kinds in order of preference; CUDA needs a device. The device reads host buffers in place if it can."""
         if BufferKind.CUDA in kinds and device is None:
             raise ValueError("buffers on the device need a device")
         self._kinds = kinds
         self._contents = contents
         self._budget_bytes = budget_bytes
-        self._orphans: list[ExportedBuffers] = []  # of clients that left, until they can be freed
+        self._orphans: list[ExportedBuffers] = []  # of clients that have left, until `can_be_freed`
         self.device = device
         self._page_locks = device is not None
         self.held_bytes = 0
@@ -233,18 +237,18 @@ class BufferExporter:
         left_bytes = self._budget_bytes - self.held_bytes
         if buffer_request.num_buffers * num_bytes > left_bytes:
             raise BufferRequestRefused(
-                f"{buffer_request.num_buffers} shared buffers of {num_bytes} bytes are wanted; "
-                f"{left_bytes} of {self._budget_bytes} bytes are left"
+                f"the client asks for {buffer_request.num_buffers} shared buffers of {num_bytes} bytes; "
+                f"{left_bytes} of {self._budget_bytes} bytes are free: ask for less, or raise --shared-buffer-budget"
             )
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            raise BufferRequestRefused(f"the client's process cannot be watched: {error.strerror}") from None
+            raise BufferRequestRefused(f"the backend cannot watch the client's process: {error.strerror}") from None
         try:
             buffers = self._make(kind, buffer_request.num_buffers, num_bytes, pidfd)
         except (OSError, DeviceError) as error:
             os.close(pidfd)
-            _log.warning("a client (pid %d) gets no shared buffers: %s", pid, error)
+            _log.warning("refused shared buffers for the client with pid %d: %s", pid, error)
             raise BufferRequestRefused("the backend has no memory for more shared buffers") from None
         self.held_bytes += buffers.num_bytes
         return buffers
@@ -266,18 +270,20 @@ class BufferExporter:
             memory.page_lock(self.device)
         except DeviceError as error:
             self._page_locks = False
-            _log.info("shared buffers on the host are not page-locked, and so copied there before use: %s", error)
+            _log.info("cannot page-lock shared buffers on the host: %s; the GPU gets copies of embeddings", error)
 
     def release_client(self, buffers: ExportedBuffers, *, has_closed: bool) -> None:
-        """The client has left. Its memory goes once it has said that it has closed it, or its process is gone; and
-        once the device has read what it was told to, for which nobody waits here: a device may hang."""
+        """The client has left. Free its memory once it can be freed.
+
+        The device must first finish the enqueued copies. Nothing waits for them here: a device may hang.
+        """
         buffers.end_loans()
         buffers.is_closed = has_closed
         self._orphans.append(buffers)
         self.reap()
 
     def reap(self) -> None:
-        """Frees what it can by now of those who left; to be called now and then."""
+        """Free what can be freed of clients that left. Call it regularly."""
         for buffers in [orphan for orphan in self._orphans if orphan.can_be_freed]:
             self._orphans.remove(buffers)
             self._free(buffers)
@@ -287,7 +293,7 @@ class BufferExporter:
         buffers.free()
 
     def close(self) -> None:
-        """All clients have left. What some of them may have open goes with this process."""
+        """Call when all clients have left. Memory that some may have open is freed with this process."""
         self.reap()
         for buffers in self._orphans:
             self.held_bytes -= buffers.num_bytes

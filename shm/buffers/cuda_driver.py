@@ -1,7 +1,7 @@
-"""`DeviceApi` on a real GPU: the driver's own library by ctypes. No package and no CUDA runtime is needed.
+"""`DeviceApi` on a real GPU, through the driver's own library and ctypes. It needs no package and no CUDA runtime.
 
-torch and cupy use the primary context of a device; so do we, so that their pointers and streams are ours. The library
-is loaded with the first device: importing this costs nothing where there is none. Signatures: cuda.h, CUDA 12 and 13.
+It uses the device's primary context, as torch and cupy do, so their pointers and streams are valid here. The library is
+loaded with the first device, so importing this module needs no driver. Signatures: cuda.h, CUDA 12 and 13.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOST_ALLOC_DEVICE_MAP = 2
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle and CUipcEventHandle, which travel by value."""
+    """CUipcMemHandle and CUipcEventHandle, which are passed by value."""
 
     _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
 
@@ -74,7 +74,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class _Driver:
-    """The library, with each call's status turned into DeviceError."""
+    """The library. A call that fails raises DeviceError."""
 
     def __init__(self, library: str) -> None:
         try:
@@ -100,22 +100,22 @@ class _Driver:
 
 
 class DriverDevice:
-    """See `DeviceApi`. Keeps the device's primary context until the process ends."""
+    """See `DeviceApi`. Retains the device's primary context until the process ends."""
 
     def __init__(self, ordinal: int, library: str = _LIBRARY) -> None:
-        """The device of this ordinal among those visible to the process."""
+        """ordinal counts the devices that the process sees."""
         self._driver = _Driver(library)
         count = c_int()
         self._driver.call("cuDeviceGetCount", ctypes.byref(count))
         if not 0 <= ordinal < count.value:
-            raise DeviceError(f"device {ordinal} of {count.value}")
+            raise DeviceError(f"device {ordinal}; this process sees {count.value} devices")
         device, uuid = _DEVICE(), _Uuid()
         self._driver.call("cuDeviceGet", ctypes.byref(device), ordinal)
         self._driver.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
         self._uuid = bytes(uuid.bytes)
         self._context = _CONTEXT()
         self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
-        # Reads and fills run here: on the default stream they would wait for the step that runs.
+        # Reads and fills run on this stream: on the default stream they would wait for the running step.
         self._stream = _STREAM()
         self._call("cuStreamCreate", ctypes.byref(self._stream), _STREAM_NON_BLOCKING)
 
@@ -125,7 +125,7 @@ class DriverDevice:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """This device's context is the calling thread's."""
+        """Make this device's context current in the calling thread."""
         self._driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -218,14 +218,17 @@ class DriverDevice:
         return data.raw
 
     def allocate_host(self, num_bytes: int) -> int:
-        """Page-locked memory of the host, for reading and writing on both sides. Its address is the device's pointer
-        too: with unified addressing that is so for what is allocated, and not always for what is registered."""
+        """Page-locked host memory that host and device read and write.
+
+        Its address is also the device's pointer. Unified addressing guarantees that for allocated memory, and not for
+        registered memory.
+        """
         address = c_void_p()
         self._call("cuMemHostAlloc", ctypes.byref(address), num_bytes, _HOST_ALLOC_DEVICE_MAP)
         return address.value or 0
 
     def free_host(self, address: int) -> None:
-        """Of `allocate_host`."""
+        """Free what `allocate_host` returned."""
         self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
@@ -242,7 +245,7 @@ def _handle(data: bytes) -> _Handle:
 
 
 def open_device(uuid: bytes, library: str = _LIBRARY) -> DriverDevice:
-    """The device with this UUID, wherever it stands among this process's. Raises DeviceError."""
+    """The device with this UUID, at any ordinal. Raises DeviceError."""
     driver = _Driver(library)
     count = c_int()
     driver.call("cuDeviceGetCount", ctypes.byref(count))
@@ -252,4 +255,4 @@ def open_device(uuid: bytes, library: str = _LIBRARY) -> DriverDevice:
         driver.call("cuDeviceGetUuid_v2", ctypes.byref(found), device)
         if bytes(found.bytes) == uuid:
             return DriverDevice(ordinal, library)
-    raise DeviceError(f"the backend's GPU is none of the {count.value} that this process sees")
+    raise DeviceError(f"this process does not see the backend's GPU; it sees {count.value} others")

@@ -1,9 +1,9 @@
 """Device memory that one process owns and another has open: CUDA IPC, behind `DeviceApi`.
 
-The backend allocates and the client opens; nothing is ever opened that a client names. Each buffer is an allocation of
-its own, for a handle opens all of an allocation, and of whole blocks of 2 MiB, from which the driver would otherwise
-serve several allocations. An allocation is exported to one client, once, and freed when that client has closed it or
-its process is gone. Each has an event that whoever touched it last records.
+The backend allocates and the client opens; the backend opens nothing that a client names. Each buffer is its own
+allocation, because a handle opens a whole allocation. It is a multiple of 2 MiB, because the driver serves several
+smaller allocations from one such block. An allocation is exported to one client, once, and freed when that client has
+closed it or its process is gone. Each has an event, recorded by the side that used it last.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ class ExportedDeviceMemory:
 
     device_reads = True
     is_awaited = False
-    """Freeing waits for all that the device does, whatever that is."""
+    """`free` waits for all of the device's work in any case."""
 
     def __init__(self, device: DeviceApi, num_buffers: int, num_bytes: int) -> None:
-        """num_bytes of each, a multiple of BLOCK_BYTES. Raises DeviceError, having freed what it had."""
+        """num_bytes per buffer, a multiple of BLOCK_BYTES. Raises DeviceError, after freeing what it had."""
         if num_bytes % BLOCK_BYTES:
-            raise ValueError(f"buffers of {num_bytes} bytes; only multiples of {BLOCK_BYTES} share nothing else")
+            raise ValueError(
+                f"buffers of {num_bytes} bytes; only multiples of {BLOCK_BYTES} share no block with other allocations"
+            )
         self._device = device
         self._pointers: list[int] = []
         self._events: list[int] = []
@@ -48,46 +50,51 @@ class ExportedDeviceMemory:
             acquired.pop_all()
 
     def is_written(self, index: int) -> bool:
-        """Whether the client's work that fills it is done; the backend never waits for that. Raises DeviceError."""
+        """Whether the client's write is complete; the backend never waits for it. Raises DeviceError."""
         return self._device.has_passed(self._events[index])
 
     def read(self, index: int, offset_bytes: int, num_bytes: int) -> bytes:
-        """What the client has written. Raises DeviceError."""
+        """A copy of what the client wrote. Raises DeviceError."""
         return self._device.read(self._pointers[index] + offset_bytes, num_bytes)
 
-    def copy(self, index: int, offset_bytes: int, num_bytes: int, there: DeviceRow) -> None:
-        """Puts a copy of what the client has written behind the work of there.stream, and the buffer's event behind the
-        copy. Raises DeviceError."""
-        self._device.copy(there.pointer, self._pointers[index] + offset_bytes, num_bytes, there.stream)
-        self._device.record(self._events[index], there.stream)
+    def copy(self, index: int, offset_bytes: int, num_bytes: int, destination: DeviceRow) -> None:
+        """Enqueue a copy out of the buffer on destination.stream, and the buffer's event after it.
+
+        Raises DeviceError.
+        """
+        self._device.copy(destination.pointer, self._pointers[index] + offset_bytes, num_bytes, destination.stream)
+        self._device.record(self._events[index], destination.stream)
 
     def write(self, index: int, offset_bytes: int, num_bytes: int, source: memoryview | DeviceRow) -> None:
-        """Puts a copy behind the work of source.stream, and the buffer's event behind the copy."""
+        """Enqueue a copy into the buffer on source.stream, and the buffer's event after it. Raises DeviceError."""
         if not isinstance(source, DeviceRow):
-            raise TypeError("a buffer on the device is filled from the device")
+            raise TypeError("a buffer on the device takes device memory")
         self._device.copy(self._pointers[index] + offset_bytes, source.pointer, num_bytes, source.stream)
         self._device.record(self._events[index], source.stream)
 
     def free(self) -> None:
-        """To be called once nobody has it open, and no copy into it is under way: freeing waits for the device."""
+        """Call when no client has it open and no copy into it runs: freeing waits for the device."""
         for pointer, event in zip(self._pointers, self._events, strict=True):
             try:
                 self._device.destroy_event(event)
                 self._device.free(pointer)
             except DeviceError as error:
-                # The driver frees it with this process, at the latest.
-                _log.error("a shared buffer is not freed: %s", error)
+                # The driver frees it at the latest when this process ends.
+                _log.error("cannot free a shared buffer on the GPU: %s; it stays until the backend ends", error)
         self._pointers.clear()
         self._events.clear()
 
 
 class ImportedDeviceMemory:
-    """The client's side: each allocation is opened once and closed once."""
+    """The client's side. Each allocation is opened once and closed once."""
 
     def __init__(self, grant: BufferGrant, open_device: OpenDevice) -> None:
-        """Raises DeviceError, having closed what it had opened, for handles that open nothing of the promised size."""
+        """Raises DeviceError, after closing what it opened, if a handle is invalid or its allocation too small."""
         if not len(grant.memory_handles) == len(grant.event_handles) == grant.num_buffers:
-            raise DeviceError(f"{len(grant.memory_handles)} handles for {grant.num_buffers} buffers")
+            raise DeviceError(
+                f"{len(grant.memory_handles)} memory and {len(grant.event_handles)} event handles for "
+                f"{grant.num_buffers} buffers"
+            )
         if len(grant.device_uuid) != UUID_BYTES:
             raise DeviceError(f"a device's UUID of {len(grant.device_uuid)} bytes, expected {UUID_BYTES}")
         self.device: DeviceApi = open_device(grant.device_uuid)
@@ -99,7 +106,7 @@ class ImportedDeviceMemory:
                 pointer, num_bytes = self.device.open_memory(memory_handle)
                 opened.callback(self.device.close_memory, pointer)
                 if num_bytes < grant.num_bytes:
-                    raise DeviceError(f"an allocation of {num_bytes} bytes, {grant.num_bytes} were promised")
+                    raise DeviceError(f"an allocation of {num_bytes} bytes; the grant says {grant.num_bytes}")
                 self.pointers.append(pointer)
                 self.events.append(self.device.open_event(event_handle))
                 opened.callback(self.device.destroy_event, self.events[-1])
@@ -110,7 +117,7 @@ class ImportedDeviceMemory:
         return not any(self._is_open)
 
     def close(self, index: int) -> None:
-        """Of one buffer; idempotent. Raises DeviceError."""
+        """Close one buffer. Idempotent. Raises DeviceError."""
         if self._is_open[index]:
             self.device.destroy_event(self.events[index])
             self.device.close_memory(self.pointers[index])

@@ -1,4 +1,4 @@
-"""The GPU operations that shared buffers need. `cuda_driver` implements them; tests use a fake without a GPU."""
+"""The GPU operations that shared buffers need. `cuda_driver` implements them; tests use a fake device."""
 
 from __future__ import annotations
 
@@ -9,42 +9,44 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HANDLE_BYTES = 64
-"""Of a handle of memory or of an event."""
+"""Size of a handle of memory or of an event."""
 UUID_BYTES = 16
 
 
 class DeviceError(Exception):
-    """The device refused a call, or is none that can do this. The message is one line that names the call."""
+    """The device refused a call or cannot do it. The message is one line that names the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """Values on the device, as they are once the work that its stream holds now is done; or a place for some."""
+    """Device memory to read once the work enqueued on stream is done, or to write after it."""
 
     pointer: int
     stream: int
 
 
 class DeviceApi(Protocol):
-    """One GPU as one process sees it. Pointers, events and streams are the driver's, as integers; stream 0 is the
-    default one. Calls may come from any thread, and each may raise DeviceError.
+    """One GPU as one process sees it.
+
+    Pointers, events and streams are the driver's, as integers; stream 0 is the default stream. Any thread may call, and
+    every call may raise DeviceError.
     """
 
     @property
     def uuid(self) -> bytes:
-        """The GPU's, of UUID_BYTES: ordinals differ between processes."""
+        """The GPU's identity, UUID_BYTES long; ordinals differ between processes."""
         ...
 
     def allocate(self, num_bytes: int) -> int:
-        """An allocation of zeroes, its own and no part of another. Not to be called within a step: the device waits."""
+        """An allocation of zeroes that is not part of another. Do not call it within a step: the device waits."""
         ...
 
     def free(self, pointer: int) -> None:
-        """No other process may have it open."""
+        """No other process may have the allocation open."""
         ...
 
     def export_memory(self, pointer: int) -> bytes:
-        """The handle of an allocation; it opens all of it."""
+        """A handle that opens the whole allocation."""
         ...
 
     def open_memory(self, handle: bytes) -> tuple[int, int]:
@@ -54,11 +56,11 @@ class DeviceApi(Protocol):
     def close_memory(self, pointer: int) -> None: ...
 
     def create_event(self) -> int:
-        """One that other processes can open; it has passed until it is recorded."""
+        """An event that other processes can open. It counts as passed until it is recorded."""
         ...
 
     def destroy_event(self, event: int) -> None:
-        """Of this process's own or opened ones."""
+        """Destroy a created event, or close an opened one."""
         ...
 
     def export_event(self, event: int) -> bytes: ...
@@ -66,33 +68,33 @@ class DeviceApi(Protocol):
     def open_event(self, handle: bytes) -> int: ...
 
     def record(self, event: int, stream: int) -> None:
-        """The event passes once the work that stream holds now is done."""
+        """The event passes when the work that is now on stream is done."""
         ...
 
     def has_passed(self, event: int) -> bool: ...
 
     def wait(self, event: int, stream: int) -> None:
-        """What is put into stream from now on runs once the event has passed. Does not block."""
+        """Later work on stream runs after the event has passed. Does not block."""
         ...
 
     def synchronize(self, event: int) -> None:
-        """Blocks until the event has passed."""
+        """Block until the event has passed."""
         ...
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        """From device memory to device memory, behind what stream holds. Does not block."""
+        """Enqueue a copy from device to device memory on stream. Does not block."""
         ...
 
     def copy_from_host(self, destination: int, address: int, num_bytes: int, stream: int) -> None:
-        """From memory that `register_host` was given to device memory, behind what stream holds. Does not block."""
+        """Enqueue a copy from registered host memory (`register_host`) on stream. Does not block."""
         ...
 
     def read(self, pointer: int, num_bytes: int) -> bytes:
-        """Copies to the host and waits for that, beside whatever else the device does."""
+        """Copy to the host and wait, without waiting for other work of the device."""
         ...
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Page-locks host memory, mapped here for reading and writing, so that the device can read it in place."""
+        """Page-lock host memory that is mapped read-write here, so the device can read it in place."""
         ...
 
     def unregister_host(self, address: int) -> None: ...
@@ -100,4 +102,4 @@ class DeviceApi(Protocol):
 
 if TYPE_CHECKING:
     OpenDevice = Callable[[bytes], DeviceApi]
-    """From a UUID to the device in this process. Raises DeviceError where it cannot be used here."""
+    """UUID → the device in this process. Raises DeviceError if this process cannot use it."""

@@ -1,4 +1,4 @@
-"""Host memory that backend and client share: buffers in a memfd, which a GPU reads in place where it can."""
+"""Host memory that backend and client share: buffers in a memfd. A GPU reads it in place if it can."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger("penstock.buffers")
 
 
 class ExportedHostMemory:
-    """The backend's side of one client's buffers, back to back; the kernel frees them with the last who has them."""
+    """The backend's side of one client's buffers, back to back. The kernel frees them with the last mapping."""
 
     def __init__(self, num_buffers: int, num_bytes: int) -> None:
-        """Zeroes, num_bytes of each. The fd is open until `close_fd`. Raises OSError: no memory, no fds."""
+        """Zeroes, num_bytes per buffer. The fd is open until `close_fd`. Raises OSError: no memory or no fds."""
         self._num_bytes = num_bytes
         self.fd = region.create("penstock-buffers", num_buffers * num_bytes)
         try:
@@ -34,7 +34,7 @@ class ExportedHostMemory:
         self._lock: PageLock | None = None
 
     def page_lock(self, device: DeviceApi) -> None:
-        """From now on the device reads the buffers in place. Raises DeviceError: it will not."""
+        """Let the device read the buffers in place. Raises DeviceError if it cannot."""
         self._lock = PageLock(device, self._mapping)
 
     @property
@@ -43,7 +43,7 @@ class ExportedHostMemory:
 
     @property
     def is_awaited(self) -> bool:
-        """A copy that was put into a stream is not done: `free` would wait for it."""
+        """An enqueued copy is not done: `free` would wait for it."""
         return self._lock is not None and self._lock.is_awaited
 
     def close_fd(self) -> None:
@@ -52,28 +52,28 @@ class ExportedHostMemory:
             os.close(self.fd)
             self.fd = -1
 
-    def is_written(self, index: int) -> bool:  # noqa: ARG002 - who lends it wrote it before
+    def is_written(self, index: int) -> bool:  # noqa: ARG002 - the client wrote it before it lent it
         return True
 
     def read(self, index: int, offset_bytes: int, num_bytes: int) -> bytes:
-        """Copies out: what the client may still change is never looked at twice."""
+        """A copy: the client can still change the buffer, so it is read only once."""
         start = index * self._num_bytes + offset_bytes
         return self._mapping[start : start + num_bytes]
 
     def write(self, index: int, offset_bytes: int, num_bytes: int, source: memoryview | DeviceRow) -> None:
         if not isinstance(source, memoryview) or source.nbytes != num_bytes:
-            raise TypeError(f"a buffer on the host is filled with {num_bytes} bytes of the host")
+            raise TypeError(f"a buffer on the host takes {num_bytes} bytes of host memory")
         start = index * self._num_bytes + offset_bytes
         self._mapping[start : start + num_bytes] = source.cast("B")
 
-    def copy(self, index: int, offset_bytes: int, num_bytes: int, there: DeviceRow) -> None:
-        """Puts a copy of what the client has written behind the work of there.stream. Raises DeviceError."""
+    def copy(self, index: int, offset_bytes: int, num_bytes: int, destination: DeviceRow) -> None:
+        """Enqueue a copy to the device on destination.stream. Raises DeviceError."""
         if self._lock is None:
-            raise TypeError("a buffer on the host that is not page-locked cannot be read by the device")
-        self._lock.copy(index * self._num_bytes + offset_bytes, num_bytes, there)
+            raise TypeError("the device cannot read a buffer on the host that is not page-locked")
+        self._lock.copy(index * self._num_bytes + offset_bytes, num_bytes, destination)
 
     def free(self) -> None:
-        """To be called once no copy is put into a stream any more: waits for those that were."""
+        """Call when no more copies are enqueued. Waits for those that were."""
         self.close_fd()
         if self._lock is not None:
             self._lock.close()
@@ -101,11 +101,11 @@ class _PyBuffer(ctypes.Structure):
 class PageLock:
     """A mapping that a device reads in place, from `__init__` to `close`.
 
-    It holds the mapping's buffer, so that unmapping it before it is unlocked raises instead of happening.
+    It holds the mapping's buffer: closing the mapping while it is locked raises instead of unmapping it.
     """
 
     def __init__(self, device: DeviceApi, mapping: mmap.mmap) -> None:
-        """Raises DeviceError: the device refuses."""
+        """Raises DeviceError if the device refuses."""
         self._device = device
         self._buffer = _PyBuffer()
         ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapping), ctypes.byref(self._buffer), 0)
@@ -120,28 +120,30 @@ class PageLock:
             ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))
             raise
 
-    def copy(self, offset_bytes: int, num_bytes: int, there: DeviceRow) -> None:
-        """Behind the work of there.stream; does not block. Raises DeviceError, and ValueError for what is not there."""
+    def copy(self, offset_bytes: int, num_bytes: int, destination: DeviceRow) -> None:
+        """Enqueue a copy on destination.stream; does not block. Raises DeviceError, and ValueError outside the mapping."""
         if not 0 <= offset_bytes <= offset_bytes + num_bytes <= self._buffer.len:
-            raise ValueError(f"{num_bytes} bytes at {offset_bytes} are wanted; there are {self._buffer.len}")
-        self._device.copy_from_host(there.pointer, self._buffer.buf + offset_bytes, num_bytes, there.stream)
-        self._device.record(self._last_copy, there.stream)
+            raise ValueError(
+                f"{num_bytes} bytes at offset {offset_bytes} are requested; the mapping has {self._buffer.len}"
+            )
+        self._device.copy_from_host(destination.pointer, self._buffer.buf + offset_bytes, num_bytes, destination.stream)
+        self._device.record(self._last_copy, destination.stream)
 
     @property
     def is_awaited(self) -> bool:
-        """The last copy is not done, as far as the device tells."""
+        """The last copy is not done. False if the device fails."""
         try:
             return not self._device.has_passed(self._last_copy)
         except DeviceError:
             return False
 
     def close(self) -> None:
-        """To be called once, before the mapping is closed. Waits for the last copy."""
+        """Call once, before the mapping is closed. Waits for the last copy."""
         try:
             self._device.synchronize(self._last_copy)
             self._device.destroy_event(self._last_copy)
             self._device.unregister_host(self._buffer.buf)
         except DeviceError as error:
-            _log.error("shared memory stays page-locked: %s", error)
+            _log.error("cannot unlock the pages of %d bytes of shared memory: %s", self._buffer.len, error)
         finally:
             ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))

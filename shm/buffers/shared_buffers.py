@@ -1,4 +1,4 @@
-"""The client's side of shared buffers: take one, lend it with a request, read it when it has come back, release it."""
+"""The client's side of shared buffers: take one, lend it with a request, read it when it returns, release it."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ if TYPE_CHECKING:
 
 
 class BuffersExhausted(Exception):
-    """None is free at this moment."""
+    """No shared buffer is free now."""
 
 
 class BufferGone(Exception):
-    """The buffer is not the caller's to touch: lent, released, or gone with the connection that it came with."""
+    """The caller cannot access the buffer: it is lent, released, or its connection has ended."""
 
 
 class _State(enum.Enum):
     FREE = enum.auto()
     HELD = enum.auto()
-    """By the caller of `take`."""
+    """The caller of `take` has it."""
     LENT = enum.auto()
-    """To the backend, by a request."""
+    """A request has lent it to the backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSlice:
-    """What a request is to do with a buffer: the first num_rows rows of this content, from it or into it."""
+    """How a request uses a buffer: the first num_rows rows, with this content, in or out."""
 
     buffer: SharedBuffer
     content: BufferContent
     num_rows: int
     stream: int = 0
-    """Of a buffer on the device: the stream on which the caller has written or read it. Lending waits for it."""
+    """For a buffer on the device: the stream on which the caller used it. Lending waits for that stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """Rows on the device, to be given to torch.as_tensor or cupy.asarray; not to be used after `release`."""
+    """Device memory for torch.as_tensor or cupy.asarray. Do not use it after `release`."""
 
     __cuda_array_interface__: dict[str, Any]
 
 
 class SharedBuffer:
-    """One buffer of `num_bytes`. Its content is to be touched by one side at a time, and only while it is held."""
+    """One buffer of `num_bytes`. Only one side at a time may touch it: the caller from `take` until it is lent."""
 
     __slots__ = ("_generation", "_owner", "_state", "_to_release", "index", "num_bytes", "num_rows", "spec")
 
@@ -66,16 +66,16 @@ class SharedBuffer:
         self.index = index
         self.num_bytes = num_bytes
         self.num_rows = 0
-        """That the backend wrote when it was last lent."""
+        """Rows that the backend wrote in the last loan."""
         self.spec: ContentSpec | None = None
-        """Of these rows."""
+        """The form of these rows."""
 
     @property
     def kind(self) -> BufferKind:
         return self._owner.grant.kind
 
     def view(self) -> memoryview:
-        """All of a buffer on the host, to be written. Raises BufferGone."""
+        """All bytes of a buffer on the host, writable. Raises BufferGone."""
         return self._owner.host_view(self, self.num_bytes)
 
     def rows(self) -> memoryview[float] | memoryview[int]:
@@ -84,42 +84,42 @@ class SharedBuffer:
         Raises BufferGone.
         """
         spec = self._written()
-        # A memoryview cannot be cast to a shape without rows, so cast at least one: a buffer that was lent has room.
+        # A memoryview cannot be cast to a shape with 0 rows. A buffer that was lent holds at least one row.
         view = self._owner.host_view(self, max(1, self.num_rows) * spec.row_bytes).toreadonly()
         shape = [max(1, self.num_rows), spec.num_values]
         return view.cast("f" if spec.dtype == "<f4" else "i", shape)[: self.num_rows]
 
     def device_rows(self, stream: int = 0) -> DeviceArray:
-        """What the backend wrote, [num_rows, num_values], for work put into stream from now on. Raises BufferGone."""
+        """What the backend wrote, [num_rows, num_values], for later work on stream. Raises BufferGone, DeviceError."""
         spec = self._written()
         return self._owner.device_array(self, (self.num_rows, spec.num_values), spec.dtype, stream)
 
     def device_view(self, stream: int = 0) -> DeviceArray:
-        """All of a buffer on the device as bytes, to be written by what stream is given from now on."""
+        """All bytes of a buffer on the device, for later work on stream to write. Raises BufferGone, DeviceError."""
         return self._owner.device_array(self, (self.num_bytes,), "|u1", stream)
 
     def release(self, stream: int = 0) -> None:
-        """Idempotent. While it is lent it is released as it comes back. stream is where it was last used."""
+        """Idempotent. A lent buffer is released when it returns. stream is where the caller last used it."""
         self._owner.release(self, stream)
 
     def _written(self) -> ContentSpec:
         if self.spec is None:
-            raise BufferGone(f"buffer {self.index} has been lent to no request yet")
+            raise BufferGone(f"buffer {self.index} has no rows: it was not lent with a request yet")
         return self.spec
 
 
 class SharedBuffers:
-    """The buffers that came with one connection. For one thread, the client's."""
+    """The buffers of one connection. For one thread, the client's."""
 
     def __init__(self, grant: BufferGrant, fds: tuple[int, ...], open_device: OpenDevice | None) -> None:
-        """The fds stay the caller's. Raises RegionError, and DeviceError for what cannot be opened here."""
+        """The fds stay the caller's. Raises RegionError, and DeviceError for memory that cannot be opened here."""
         self.grant = grant
         self._mapping: mmap.mmap | None = None
         self._device_memory: ImportedDeviceMemory | None = None
         if grant.kind is BufferKind.HOST:
             self._mapping = region.attach(fds[0], grant.num_buffers * grant.num_bytes, writable=True)
         elif open_device is None:
-            raise region.RegionError("buffers on a device for a client that cannot open one")
+            raise region.RegionError("the backend grants buffers on a GPU; this client cannot open one")
         else:
             self._device_memory = ImportedDeviceMemory(grant, open_device)
         self._buffers = [SharedBuffer(self, index, grant.num_bytes) for index in range(grant.num_buffers)]
@@ -133,15 +133,15 @@ class SharedBuffers:
 
     @property
     def is_closed(self) -> bool:
-        """Nothing on the device is open any more."""
+        """No device memory is open any more."""
         return not self._is_connected and (self._device_memory is None or self._device_memory.is_closed)
 
-    # The caller's
+    # For the user of the client
 
     def take(self) -> SharedBuffer:
-        """A free buffer, the caller's until `release`. Raises BuffersExhausted, BufferGone."""
+        """A free buffer; it is the caller's until `release`. Raises BuffersExhausted, BufferGone."""
         if not self._is_connected:
-            raise BufferGone("the connection that the buffers came with has ended")
+            raise BufferGone("the connection of the shared buffers has ended")
         for buffer in self._buffers:
             if buffer._state is _State.FREE:
                 buffer._state = _State.HELD
@@ -153,7 +153,7 @@ class SharedBuffers:
     def host_view(self, buffer: SharedBuffer, num_bytes: int) -> memoryview:
         self._check_held(buffer)
         if self._mapping is None:
-            raise BufferGone(f"buffer {buffer.index} lies on the device")
+            raise BufferGone(f"buffer {buffer.index} is on the device; use device_rows and device_view")
         start = buffer.index * self.grant.num_bytes
         return memoryview(self._mapping)[start : start + num_bytes]
 
@@ -161,9 +161,9 @@ class SharedBuffers:
         self._check_held(buffer)
         memory = self._device_memory
         if memory is None:
-            raise BufferGone(f"buffer {buffer.index} lies on the host")
+            raise BufferGone(f"buffer {buffer.index} is on the host; use rows and view")
         memory.device.wait(memory.events[buffer.index], stream)
-        # In this interface 1 is the default stream: numba's "CUDA Array Interface (Version 3)".
+        # 1 is the default stream here: numba's "CUDA Array Interface (Version 3)".
         interface = {
             "shape": shape,
             "typestr": dtype,
@@ -176,7 +176,7 @@ class SharedBuffers:
 
     def _check_held(self, buffer: SharedBuffer) -> None:
         if not self._is_connected:
-            raise BufferGone("the connection that the buffer came with has ended")
+            raise BufferGone("the connection of the shared buffer has ended")
         if buffer._state is not _State.HELD:
             raise BufferGone(f"buffer {buffer.index} is {buffer._state.name.lower()}")
 
@@ -185,7 +185,7 @@ class SharedBuffers:
             buffer._to_release = True
         elif buffer._state is _State.HELD:
             if (memory := self._device_memory) is not None and self._is_connected:
-                # Its next caller waits for this event: for the backend's work too, if nobody has waited for that yet.
+                # The buffer's next user waits for this event, and so also for the backend's work on it.
                 memory.device.wait(memory.events[buffer.index], stream)
                 memory.device.record(memory.events[buffer.index], stream)
             self._free(buffer)
@@ -195,16 +195,16 @@ class SharedBuffers:
         if self._device_memory is not None and not self._is_connected:
             self._device_memory.close(buffer.index)
 
-    # The client's
+    # For the client
 
     def lend_with(self, submit: Submit, prompt: object, output: BufferSlice | None) -> Submit:
-        """The submission with these buffers, which are the backend's now; a prompt that is no slice stays aside.
+        """Lend the buffers and return the submission that names them. A prompt that is not a slice is ignored.
 
-        Raises ValueError naming field, value and limit, BufferGone, DeviceError; then none is lent.
+        Raises ValueError with field, value and limit, BufferGone, and DeviceError; then nothing is lent.
         """
         source = prompt if isinstance(prompt, BufferSlice) else None
         if source is not None and output is not None and source.buffer is output.buffer:
-            raise ValueError(f"output.buffer is {output.buffer.index}, the prompt's; a buffer can be lent once")
+            raise ValueError(f"output.buffer is {output.buffer.index}, the prompt's buffer; a buffer can be lent once")
         for part in (source, output):
             if part is not None:
                 self._check(part, to_backend=part is source)
@@ -220,7 +220,7 @@ class SharedBuffers:
     def _check(self, part: BufferSlice, *, to_backend: bool) -> None:
         field = "token_ids" if to_backend else "output"
         if part.buffer._owner is not self:
-            raise BufferGone("the connection that the buffer came with has ended")
+            raise BufferGone("the connection of the shared buffer has ended")
         self._check_held(part.buffer)
         spec = self.grant.spec_of(part.content)
         if spec is None or part.content.to_backend is not to_backend:
@@ -231,8 +231,10 @@ class SharedBuffers:
             raise ValueError(f"{field}.num_rows is {part.num_rows}; the buffer holds 1 to {limit} rows")
 
     def _settle(self, part: BufferSlice) -> None:
-        """Waits until the device has done what the caller told it to do with the buffer: the backend never waits for a
-        client. Raises DeviceError."""
+        """Wait for the caller's work with the buffer on the device: the backend never waits for a client.
+
+        Raises DeviceError.
+        """
         if (memory := self._device_memory) is not None:
             memory.device.record(memory.events[part.buffer.index], part.stream)
             memory.device.synchronize(memory.events[part.buffer.index])
@@ -246,12 +248,14 @@ class SharedBuffers:
         return BufferRef(buffer.index, buffer._generation, part.content, part.num_rows)
 
     def take_back(self, index: int, generation: int, num_rows: int = 0) -> None:
-        """A loan has ended, or was never sent. Raises ValueError for one that is not out."""
+        """A loan has ended, or was never sent. Raises ValueError if there is no such loan."""
         buffer = self._buffers[index] if index < len(self._buffers) else None
         if buffer is None or buffer._state is not _State.LENT or buffer._generation != generation:
-            raise ValueError(f"loan {generation} of shared buffer {index} is returned, but not out")
+            raise ValueError(f"the backend returns loan {generation} of shared buffer {index}, which is not lent")
         if buffer.spec is None or num_rows * buffer.spec.row_bytes > buffer.num_bytes:
-            raise ValueError(f"{num_rows} rows are returned in shared buffer {index} of {buffer.num_bytes} bytes")
+            raise ValueError(
+                f"the backend returns {num_rows} rows in shared buffer {index} of {buffer.num_bytes} bytes"
+            )
         self.num_returned += 1
         buffer.num_rows = num_rows
         buffer._state = _State.HELD
@@ -259,13 +263,16 @@ class SharedBuffers:
             self._free(buffer)
 
     def accept(self, returned: tuple[BufferReturn, ...]) -> None:
-        """Raises ValueError for a loan that is not out."""
+        """Raises ValueError for a return without a loan."""
         for item in returned:
             self.take_back(item.index, item.generation, item.num_rows)
 
     def close(self) -> None:
-        """The connection has ended. Idempotent. What the caller still holds on the device is closed as it is released,
-        for work that uses it may be under way; memory on the host stays as long as it is viewed. Raises DeviceError."""
+        """The connection has ended. Idempotent.
+
+        Device memory that the caller holds is closed on release, because its work may still use it. Host memory stays
+        mapped while a view exists. Raises DeviceError.
+        """
         self._is_connected = False
         self._mapping = None
         if self._device_memory is not None:

@@ -1,4 +1,4 @@
-"""A frontend's resources for one connection to one backend, from the handshake until either side ends it."""
+"""A client's resources for one connection to one backend, from the handshake to the end of either side."""
 
 from __future__ import annotations
 
@@ -28,24 +28,27 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Owns the control socket, the arena, both boards' mappings, buffers and the link; `close` gives all back."""
+    """Owns the control socket, the arena, both boards' mappings, buffers and the link; `close` frees all of them."""
 
     def __init__(self, invitation: Invitation, ledger: Ledger, open_device: OpenDevice | None = None) -> None:
-        """Takes the invitation over. Raises OSError, RegionError when what came with it is no region of ours, and
-        DeviceError for shared buffers that cannot be opened here."""
+        """Takes ownership of the invitation.
+
+        Raises OSError, RegionError for an fd that is not a region of ours, and DeviceError for shared buffers that
+        cannot be opened here.
+        """
         welcome = invitation.welcome
         self.model = welcome.model
         self.epoch = welcome.epoch
         self._control = invitation.control
         self._ledger = ledger
-        self._refs: dict[int, ArenaRef] = {}  # request id → the slot that its unread tokens hold
+        self._refs: dict[int, ArenaRef] = {}  # request id → the slot of its tokens, until the backend has copied them
         self._credit_batch = max(1, welcome.credit // 4)
         self._credits_owed = 0
         self.buffers: SharedBuffers | None = None
         with ExitStack() as fds, ExitStack() as opened:
             fds.callback(invitation.close_fds)
             opened.callback(self._control.close)
-            opened.callback(self._say_farewell)
+            opened.callback(self._report_buffers_closed)
             self._arena = Arena(invitation.arena_fd, welcome.arena_slots, welcome.arena_slot_bytes, welcome.epoch)
             opened.callback(self._arena.close)
             self.backend_board = BackendBoard.attach(invitation.backend_board_fd)
@@ -80,17 +83,15 @@ class Session:
 
     @property
     def credits_owed(self) -> int:
-        """StepOutputs received for which no credit has been returned yet."""
+        """StepOutputs whose credit is not returned yet."""
         return self._credits_owed
 
     def can_carry(self, num_tokens: int) -> bool:
-        """Whether so many tokens can be sent to this backend at all."""
+        """Whether this many tokens fit a message or a slot of the arena."""
         return num_tokens <= max(MAX_INLINE_PROMPT_TOKENS, self._arena.capacity_bytes // 4)
 
     def send_submit(self, submit: Submit, tokens: array[int], timeout_ms: int) -> bool:
-        """Sends submit with these tokens (int32), inline or through the arena, and with what is left of its time.
-
-        False when it cannot at present.
+        """Send submit with these tokens (int32), inline or through the arena. False while the link is full.
 
         Raises ArenaFull until the backend has copied an earlier long prompt.
         """
@@ -106,36 +107,36 @@ class Session:
         return True
 
     def send_with_buffer(self, submit: Submit, timeout_ms: int) -> bool:
-        """As `send_submit`, for tokens that lie in a shared buffer."""
+        """Like `send_submit`, for tokens in a shared buffer."""
         return self._link.send(msgspec.structs.replace(submit, timeout_ms=timeout_ms))
 
     def send_cancel(self, request_id: int) -> bool:
         return self._link.send(Cancel(request_id, time.monotonic_ns()))
 
     def receive(self) -> list[StepOutputs]:
-        """All that is there; each is to be handled before `return_credits`. Raises LinkBroken."""
+        """All messages that have arrived. Handle them before `return_credits`. Raises LinkBroken."""
         outputs = self._link.drain()
         self._credits_owed += len(outputs)
         return outputs
 
     def free_slot(self, request_id: int) -> None:
-        """The backend has spoken of this request, so it has copied its tokens: the slot is ours again."""
+        """Free the request's slot, if it has one: the backend has answered, so it has copied the tokens."""
         ref = self._refs.pop(request_id, None)
         if ref is not None and self._arena.free(ref):
             self._ledger.release("slot", (self.epoch, ref.slot))
 
     @property
     def holds_slots(self) -> bool:
-        """Whether `free_slot` has anything to free."""
+        """At least one slot waits for `free_slot`."""
         return bool(self._refs)
 
     def return_credits(self) -> None:
-        """A quarter of the window at a time, so that the backend never runs dry and few messages are spent on it."""
+        """Return a quarter of the window at a time: the backend never runs out, and few messages are needed."""
         if self._credits_owed >= self._credit_batch and self._link.send(Credit(self._credits_owed)):
             self._credits_owed = 0
 
     def control_ended(self) -> bool:
-        """To be asked when the control socket is readable. Nothing is ever said there, so anything is the end."""
+        """Call when the control socket is readable. Nothing is ever sent there, so anything means the end."""
         try:
             self._control.recv(1)
         except BlockingIOError:
@@ -144,14 +145,14 @@ class Session:
             return True
         return True
 
-    def _say_farewell(self) -> None:
-        """Frees our device memory in the backend, though this process lives on; not while some of it is still open."""
+    def _report_buffers_closed(self) -> None:
+        """Let the backend free its device memory although this process goes on; not while some of it is open here."""
         if self.buffers is None or self.buffers.is_closed:
-            with contextlib.suppress(OSError):  # the backend may have gone before
+            with contextlib.suppress(OSError):  # the backend may have gone
                 self._control.send(encode(BuffersClosed()))
 
     def close(self) -> None:
-        """To be called once. The backend learns of it at once."""
+        """Call once. The backend notices at once."""
         self._opened.close()
         self._ledger.release_owner(self.epoch)
         self._ledger.release("session", self.epoch)

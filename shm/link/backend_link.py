@@ -1,16 +1,10 @@
-"""The messages' way between the processes. The only module that imports zmq.
-
-A frontend has a DEALER, the backend one ROUTER beside its rendezvous socket. Neither side ever blocks. What is in
-flight to a frontend is bounded by credits: one StepOutputs takes one, and a frontend that returns none for
-`stall_limit_s` while output waits for it is taken for dead. High-water marks stand above the credit and are never met.
-"""
+"""The backend's end of the link: receives requests of all frontends, sends each its StepOutputs."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import secrets
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -18,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from penstock.shm.buffers.buffer_export import BufferRequestRefused, LoanError
-from penstock.shm.link.connected_frontend import ConnectedFrontend
+from penstock.shm.buffers.buffer_export import LoanError
 from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Submission
+from penstock.shm.link.frontend_table import FrontendTable
 from penstock.shm.link.rendezvous import Rendezvous, private_umask
 from penstock.shm.link.zmq_sockets import HANDSHAKE_TIMEOUT_S, MAX_REQUESTS_IN_FLIGHT, new_socket, receive
 from penstock.shm.memory.arena import DescriptorError
-from penstock.shm.memory.board import FrontendTotals
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import (
     MAX_TO_BACKEND_BYTES,
@@ -35,10 +28,8 @@ from penstock.shm.messages import (
     Failure,
     FailureCode,
     Finish,
-    ModelCard,
     Started,
     Submit,
-    Welcome,
     WireError,
     decode_to_backend,
     encode,
@@ -47,44 +38,49 @@ from penstock.shm.messages import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.shm.buffers.buffer_export import BufferExporter, ExportedBuffers
-    from penstock.shm.link.rendezvous import ControlConnection
+    from penstock.shm.buffers.buffer_export import BufferExporter
+    from penstock.shm.link.connected_frontend import ConnectedFrontend
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
+    from penstock.shm.messages import ModelCard
 
 _log = logging.getLogger("penstock.link")
 
 MAX_FAULTS = 3
-"""Bad messages or descriptors after which a frontend is not listened to any more."""
+"""Bad messages or descriptors after which a frontend is disconnected."""
 _MAX_MESSAGES_PER_TURN = 4096
 _LAST_WORDS_MS = 1000
-"""How long a closing backend waits for what it has sent to reach its frontends."""
+"""Time that a closing backend gives its last messages to reach the frontends."""
 _RETRY_S = 0.02
-_TOTALS_EVERY_S = 0.25
+"""Until the next attempt after ZeroMQ refused a message."""
 
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Only grow."""
+    """They only grow."""
 
     messages_in: int = 0
     messages_out: int = 0
     events_out: int = 0
     strangers: int = 0
-    """Messages whose sender is no frontend of this backend, or none any more."""
+    """Messages whose sender is not, or no longer, a frontend of this backend."""
     faults: int = 0
-    """Messages and descriptors that were malformed, and so dropped or rejected."""
+    """Malformed messages and descriptors, which were dropped or rejected."""
     blocked_sends: int = 0
-    """Sends that zmq refused although there was credit: a bug of ours."""
+    """Sends that ZeroMQ refused although there was credit: a bug of ours."""
     unreachable: int = 0
     """Sends to frontends whose connection had ended before their death was noticed."""
     stalled: int = 0
-    """Frontends given up because their credit was spent for too long."""
+    """Frontends disconnected because they returned no credit in time."""
     expelled: int = 0
-    """Frontends given up because of their faults."""
+    """Frontends disconnected because of their faults."""
 
 
 class BackendLink:
-    """The backend's end: one turn of its loop is `wait`, `receive`, work and `push`, `flush`. For one thread."""
+    """One turn of the backend's loop is `wait`, `receive`, work with `push`, `flush`. For one thread; never blocks
+    outside `wait`.
+
+    A frontend that returns no credit for stall_limit_s while output waits for it is treated as dead.
+    """
 
     def __init__(
         self,
@@ -97,26 +93,23 @@ class BackendLink:
         stall_limit_s: float = 5.0,
         exporter: BufferExporter | None = None,
     ) -> None:
-        """The board stays the caller's; the exporter is closed with the link. Raises rendezvous.CannotListen."""
+        """The board stays the caller's; the link closes the exporter. Raises rendezvous.CannotListen."""
         self._exporter = exporter
         self._stall_limit_s = stall_limit_s
-        self._card = card
-        self._board = board
-        self._totals = FrontendTotals()
-        self._totals_due_s = 0.0
         self._credit = credit
-        self._frontends: dict[int, ConnectedFrontend] = {}
-        self._by_identity: dict[bytes, ConnectedFrontend] = {}
-        self._pending: dict[int, ConnectedFrontend] = {}  # those with columns that are not empty
+        self._pending: dict[int, ConnectedFrontend] = {}  # those with unsent events, by epoch
         self._events: deque[LinkEvent] = deque()
         self._wake_fd = -1
-        self._next_epoch = secrets.randbits(62)
         self.counters = LinkCounters()
         self.ledger = Ledger()
         self._rendezvous = Rendezvous(
             socket_path, max_connections=max_frontends, handshake_timeout_s=HANDSHAKE_TIMEOUT_S
         )
         self._message_path = socket_path.with_name(socket_path.name + ".zmq")
+        self._table = FrontendTable(
+            self._rendezvous, self._message_path, card, board, self.ledger, credit=credit, exporter=exporter
+        )
+        self._frontends = self._table.by_epoch
         self._context = zmq.Context()
         self._socket = new_socket(
             self._context,
@@ -141,11 +134,11 @@ class BackendLink:
 
     @property
     def frontends(self) -> dict[int, FrontendBoard]:
-        """The boards of the frontends that live, by epoch; to be read only."""
+        """The boards of the connected frontends, by epoch. Read only."""
         return {epoch: frontend.board for epoch, frontend in self._frontends.items()}
 
     def balance(self) -> dict[str, int]:
-        """What is held at this moment: frontends, open requests, and events that wait for credit."""
+        """What is held now: frontends, open requests, buffer memory, and events that wait for credit."""
         held = self.ledger.balance()
         held["request"] = sum(len(frontend.open_requests) for frontend in self._frontends.values())
         if self._exporter is not None:
@@ -156,9 +149,9 @@ class BackendLink:
     # Waiting
 
     def wait(self, timeout_s: float | None, wake_fd: int) -> None:
-        """Sleeps until `receive` has something to do, wake_fd is readable, or time is up.
+        """Sleep until `receive` has something to do, wake_fd is readable, or timeout_s has passed.
 
-        wake_fd is an eventfd of the caller's, who also reads it; it must live as long as this link.
+        wake_fd is an eventfd of the caller, who also reads it. It must stay open as long as this link.
         """
         if self._events:
             return
@@ -173,7 +166,7 @@ class BackendLink:
         self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
 
     def _due_s(self) -> float | None:
-        """The monotonic time at which a turn is due even if nothing happens."""
+        """Monotonic time at which the next turn is due even if nothing arrives."""
         times = [] if (handshake_s := self._rendezvous.deadline_s()) is None else [handshake_s]
         for frontend in self._pending.values():
             if frontend.waiting_since_s is not None:
@@ -185,14 +178,15 @@ class BackendLink:
     # Receiving
 
     def receive(self) -> list[LinkEvent]:
-        """All that has happened, in order; never blocks. Answers by itself what is malformed.
+        """All events since the last call, in order. Answers malformed messages by itself.
 
-        Several times a second it also adds up the frontends' boards on the backend's.
+        A few times a second it also adds up the frontends' boards on the backend's.
         """
         self._receive_messages()
-        self._meet()
-        self._give_up_stalled()
-        self._show_totals()
+        for frontend in self._table.turn():
+            self._disconnect(frontend)
+        self._disconnect_stalled()
+        self._table.show_totals()
         events = list(self._events)
         self._events.clear()
         return events
@@ -203,13 +197,13 @@ class BackendLink:
             if parts is None:
                 return
             self.counters.messages_in += 1
-            frontend = self._by_identity.get(parts[0])
+            frontend = self._table.by_identity.get(parts[0])
             if frontend is None:
                 self.counters.strangers += 1
                 continue
             try:
                 if len(parts) != 2:
-                    raise WireError(f"a message of {len(parts)} parts")
+                    raise WireError(f"a message of {len(parts)} parts, expected 2")
                 self._take(frontend, decode_to_backend(parts[1]))
             except WireError:
                 self._fault(frontend)
@@ -224,7 +218,7 @@ class BackendLink:
                     self._events.append(Cancellation(frontend.epoch, request_id, noticed_ns))
             case Credit(count=count):
                 if frontend.credit + count > self._credit:
-                    raise WireError(f"{count} credits returned, {self._credit - frontend.credit} were out")
+                    raise WireError(f"{count} credits returned; {self._credit - frontend.credit} were outstanding")
                 frontend.credit += count
                 if frontend.epoch in self._pending and frontend.is_due:
                     self._flush_one(frontend)
@@ -238,13 +232,19 @@ class BackendLink:
             embeddings = frontend.borrow_embeddings(submit)
             tokens = frontend.copy_tokens(submit) if embeddings is None else b""
         except (DescriptorError, LoanError, WireError) as error:
-            _log.warning("frontend %d (pid %d): %s", frontend.epoch, frontend.connection.pid, error)
+            _log.warning(
+                "rejected request %d of frontend %d (pid %d): %s",
+                submit.request_id,
+                frontend.epoch,
+                frontend.connection.pid,
+                error,
+            )
             failure = Failure(submit.request_id, FailureCode.BAD_DESCRIPTOR)
             self.push(frontend.epoch, submit.request_id, NO_TOKEN, Finish.REJECTED, failure=failure)
             self._fault(frontend)
             return
         if embeddings is None and not isinstance(submit.tokens, bytes):
-            # Copied: its slot or buffer may be used again, however long the request has to wait.
+            # Say that it is copied: its slot or buffer is free again, however long the request waits.
             self.push(frontend.epoch, submit.request_id, NO_TOKEN)
         self._events.append(Submission(frontend.epoch, submit, tokens, output, embeddings))
 
@@ -258,97 +258,36 @@ class BackendLink:
         frontend.num_faults += 1
         if frontend.num_faults == MAX_FAULTS:
             self.counters.expelled += 1
-            _log.warning("frontend %d (pid %d) is expelled for its faults", frontend.epoch, frontend.connection.pid)
-            self._bury(frontend)
+            _log.warning(
+                "disconnecting frontend %d (pid %d): it sent %d malformed messages",
+                frontend.epoch,
+                frontend.connection.pid,
+                MAX_FAULTS,
+            )
+            self._disconnect(frontend)
 
-    # Births and deaths
+    # The end of frontends
 
-    def _meet(self) -> None:
-        arrived, died = self._rendezvous.turn()
-        for connection in arrived:
-            self._welcome(connection)
-        for connection in died:
-            for frontend in [f for f in self._frontends.values() if f.connection is connection]:
-                self._bury(frontend)
-        if self._exporter is not None:
-            self._exporter.reap()
-
-    def _welcome(self, connection: ControlConnection) -> None:
-        epoch = self._next_epoch
-        self._next_epoch += 1
-        try:
-            buffers = self._export_buffers(connection)
-        except BufferRequestRefused as refusal:
-            self._rendezvous.refuse(connection, str(refusal))
-            return
-        try:
-            frontend = ConnectedFrontend(epoch, connection, self._card.max_context_tokens, self._credit, buffers)
-        except OSError as error:
-            self._take_back_buffers(buffers, has_closed=True)
-            # No memory or fds for one more: it may come again, and those that are here stay.
-            _log.warning("a frontend (pid %d) was turned away: %s", connection.pid, error)
-            self._rendezvous.refuse(connection, "the backend has no memory or file descriptors for another frontend")
-            return
-        self._frontends[epoch] = self._by_identity[frontend.identity] = frontend
-        self.ledger.acquire("frontend", epoch, connection.pid)
-        welcome = Welcome(
-            epoch=epoch,
-            identity=frontend.identity,
-            endpoint=f"ipc://{self._message_path}",
-            backend_pid=os.getpid(),
-            arena_slots=frontend.arena_slots,
-            arena_slot_bytes=frontend.arena_slot_bytes,
-            credit=self._credit,
-            model=self._card,
-            buffers=buffers.grant if buffers is not None else None,
-        )
-        fds = (frontend.arena_fd, self._board.fd, frontend.board_fd, *(buffers.fds if buffers is not None else ()))
-        if self._rendezvous.welcome(connection, welcome, fds):
-            frontend.close_fds()
-        else:
-            self._bury(frontend)
-
-    def _export_buffers(self, connection: ControlConnection) -> ExportedBuffers | None:
-        """Raises BufferRequestRefused."""
-        buffer_request = connection.hello.buffers if connection.hello is not None else None
-        if buffer_request is None:
-            return None
-        if self._exporter is None:
-            raise BufferRequestRefused("this backend shares no buffers")
-        return self._exporter.export(buffer_request, connection.pid)
-
-    def _take_back_buffers(self, buffers: ExportedBuffers | None, *, has_closed: bool) -> None:
-        if buffers is not None and self._exporter is not None:
-            self._exporter.release_client(buffers, has_closed=has_closed)
-
-    def _bury(self, frontend: ConnectedFrontend) -> None:
-        """Exactly once per frontend: it is found in the tables by every caller."""
-        del self._frontends[frontend.epoch]
-        del self._by_identity[frontend.identity]
+    def _disconnect(self, frontend: ConnectedFrontend) -> None:
+        """Exactly once per frontend: every caller finds it in the table."""
         self._pending.pop(frontend.epoch, None)
-        self._rendezvous.drop(frontend.connection)
-        self._take_back_buffers(frontend.buffers, has_closed=frontend.connection.has_closed_buffers)
-        self._totals.retire(frontend.board)
-        frontend.close()
-        self.ledger.release("frontend", frontend.epoch)
+        self._table.remove(frontend)
         self._events.append(FrontendDeath(frontend.epoch))
 
-    def _give_up_stalled(self) -> None:
+    def _disconnect_stalled(self) -> None:
         if not self._pending:
             return
         now_s = time.monotonic()
         for frontend in list(self._pending.values()):
             if frontend.waiting_since_s is not None and now_s - frontend.waiting_since_s >= self._stall_limit_s:
                 self.counters.stalled += 1
-                _log.warning("frontend %d (pid %d) takes no output", frontend.epoch, frontend.connection.pid)
-                self._bury(frontend)
-
-    def _show_totals(self) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._totals_due_s:
-            self._totals_due_s = now_s + _TOTALS_EVERY_S
-            sums = self._totals.sums(frontend.board for frontend in self._frontends.values())
-            self._board.show_totals(len(self._frontends), sums)
+                _log.warning(
+                    "disconnecting frontend %d (pid %d): it took no output for %g s",
+                    frontend.epoch,
+                    frontend.connection.pid,
+                    self._stall_limit_s,
+                )
+                self._disconnect(frontend)
 
     # Sending
 
@@ -362,10 +301,10 @@ class BackendLink:
         failure: Failure | None = None,
         logprobs: EventLogprobs | None = None,
     ) -> None:
-        """Adds an event to what the next `flush` sends. Does nothing for a request that is not open (any more).
+        """Add an event to what the next `flush` sends. Does nothing for a request that is not open.
 
-        A finish other than NONE closes the request. token_id is NO_TOKEN for an end without a token. Where logprobs
-        name the event they belong to is filled in.
+        A finish other than NONE closes the request. token_id is NO_TOKEN for an end without a token. logprobs.event is
+        ignored; the link sets it.
         """
         target = self._frontends.get(frontend)
         if target is None or request_id not in target.open_requests:
@@ -376,14 +315,14 @@ class BackendLink:
         target.add(request_id, token_id, finish, started, failure, logprobs)
 
     def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
-        """Of a token of the prompt, whose index is the entry's event. Of no effect for a request that is not open."""
+        """Add an entry for the prompt token at index entry.event. Does nothing for a request that is not open."""
         target = self._frontends.get(frontend)
         if target is not None and request_id in target.open_requests:
             self._pending[frontend] = target
             target.add_prompt_logprobs(request_id, entry)
 
     def push_tokens(self, frontend: int, request_ids: list[int], token_ids: list[int]) -> None:
-        """`push` of one token for each of several requests of a frontend, none of which it starts or ends."""
+        """`push` one token for each of several requests of a frontend; no token starts or ends its request."""
         target = self._frontends.get(frontend)
         if target is None:
             return
@@ -395,14 +334,16 @@ class BackendLink:
         target.add_tokens(request_ids, token_ids)
 
     def note_preemption(self, frontend: int, request_id: int) -> None:
-        """The request was set back because pages were short; its frontend learns of it with the next events."""
+        """The request was preempted because KV pages were short. Its frontend learns it with the next events."""
         target = self._frontends.get(frontend)
         if target is not None and request_id in target.open_requests:
             target.add_preemption(request_id)
 
     def flush(self) -> None:
-        """Sends what credit allows, one message per frontend and step; keeps the rest in order. Never blocks. What
-        nobody waits for stays for a moment."""
+        """Send what credit allows, one message per frontend and step, and keep the rest in order.
+
+        Events of requests with batch_delivery may be held for a moment.
+        """
         for frontend in list(self._pending.values()):
             if frontend.is_due:
                 self._flush_one(frontend)
@@ -435,11 +376,11 @@ class BackendLink:
         return True
 
     def close(self) -> None:
-        """Gives what was flushed a moment to arrive; then every frontend learns of the end by its control socket."""
+        """Give flushed messages a moment to arrive, then close every frontend's control socket."""
         self._socket.close(linger=_LAST_WORDS_MS)
         self._context.term()
         for frontend in list(self._frontends.values()):
-            self._bury(frontend)
+            self._disconnect(frontend)
         if self._exporter is not None:
             self._exporter.close()
         self._events.clear()

@@ -1,4 +1,4 @@
-"""One frontend as the backend sees it: its memory, its credit, its open requests, and the events it is owed."""
+"""One frontend as the backend sees it: its memory, its credit, its open requests, and its unsent events."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
 _MAX_HOLD_S = 0.25
-"""What nobody waits for is kept this long: by then the engine's next turn sends it."""
+"""Events of requests with batch_delivery are held this long; the engine's next turn after that sends them."""
 MAX_LOGPROBS_PER_MESSAGE = 1 << 13
-"""Of the prompts' and the others together. At most 20 likeliest tokens each, 14 bytes apiece: with the events they stay
-under a message's limit."""
+"""Entries of prompts and of generated tokens together. Each has at most 20 top tokens of 14 bytes, so with the events
+they stay below a message's limit."""
 
 
 class ConnectedFrontend:
-    """Lives from the welcome to the death. Private to the backend: nothing in it can be reached by the frontend."""
+    """Exists from the welcome to the death. Only the backend can reach its fields."""
 
     def __init__(
         self,
@@ -52,29 +52,29 @@ class ConnectedFrontend:
         credit: int,
         buffers: ExportedBuffers | None = None,
     ) -> None:
-        """Makes the frontend's memory, whose fds stay open until `close_fds`. Raises OSError: no memory, no fds.
+        """Make the frontend's memory; its fds stay open until `close_fds`. The shared buffers stay the caller's.
 
-        The shared buffers stay the caller's.
+        Raises OSError: no memory or no fds.
         """
         self.epoch = epoch
         self.identity = secrets.token_bytes(16)
         self.connection = connection
         self.credit = credit
-        """StepOutputs that may still be sent before some are acknowledged."""
+        """StepOutputs that may still be sent before the frontend returns credit."""
         self.num_faults = 0
         self.waiting_since_s: float | None = None
-        """Monotonic time since when output has been waiting although nothing of it could be sent."""
+        """Monotonic time since which output waits and nothing could be sent."""
         self.open_requests: set[int] = set()
-        self._in_bundles: set[int] = set()
-        """Those of them whose tokens may wait for one another."""
+        self._batched: set[int] = set()
+        """Open requests with batch_delivery."""
         self._is_urgent = False
-        """Somebody waits for some of the events not sent yet."""
+        """At least one unsent event must not be held."""
         self._held_since_s: float | None = None
-        """Since when there are any for which nobody does."""
+        """Monotonic time of the oldest held event."""
         self.buffers = buffers
-        self._loans: defaultdict[int, list[Loan]] = defaultdict(list)  # by request, until its end
+        self._loans: defaultdict[int, list[Loan]] = defaultdict(list)  # by request id, until its end
         self._next_sequence = 0
-        # The columns of the events not sent yet.
+        # The columns of the unsent events.
         self._request_ids = array("Q")
         self._token_ids = array("i")
         self._finishes = bytearray()
@@ -82,7 +82,7 @@ class ConnectedFrontend:
         self._failures: list[Failure] = []
         self._preempted: list[int] = []
         self._logprobs: deque[tuple[int, EventLogprobs]] = deque()
-        """With the number of their event since the beginning."""
+        """(number of the event since the connection began, entry)."""
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._num_sent = 0
         """Events in messages that have been sent."""
@@ -101,7 +101,7 @@ class ConnectedFrontend:
             self._mappings = mappings.pop_all()
 
     def close_fds(self) -> None:
-        """The frontend has received them, or never will; the mappings stay."""
+        """The frontend has received them, or never will. The mappings stay."""
         self._fds.close()
         if self.buffers is not None:
             self.buffers.close_fds()
@@ -111,7 +111,7 @@ class ConnectedFrontend:
         self._mappings.close()
 
     def copy_tokens(self, submit: Submit) -> bytes:
-        """The submission's tokens, checked to be whole and at least a prompt.
+        """The submission's tokens: whole, and at least the prompt.
 
         Raises DescriptorError, WireError, and LoanError for a shared buffer that does not hold them.
         """
@@ -127,30 +127,32 @@ class ConnectedFrontend:
             case bytes() as tokens:
                 pass
         if len(tokens) % 4 or len(tokens) < 4 * submit.num_prompt_tokens:
-            raise WireError(f"{len(tokens)} bytes for at least {submit.num_prompt_tokens} tokens")
+            raise WireError(
+                f"{len(tokens)} bytes of tokens; a prompt of {submit.num_prompt_tokens} tokens needs 4 each"
+            )
         if submit.output is not None and len(tokens) > 4 * submit.num_prompt_tokens:
-            raise WireError("an output for a request that goes on where another ended")
+            raise WireError("an output buffer for a resubmitted request")
         return tokens
 
     def borrow_output(self, submit: Submit) -> Loan | None:
-        """What the request's output is to be written to, until `end`. Raises LoanError, WireError."""
+        """Where to write the request's output, until `end`. Raises LoanError, WireError."""
         if submit.output is None:
             return None
         if submit.may_share:
-            raise WireError("an output for a request that may join another")
+            raise WireError("an output buffer for a request with may_share")
         return self._borrow(submit, submit.output, to_backend=False)
 
     def borrow_embeddings(self, submit: Submit) -> Loan | None:
-        """The request's prompt until `end`, where that is no tokens. Raises LoanError, WireError."""
+        """The request's prompt, if it is embeddings, until `end`. Raises LoanError, WireError."""
         ref = submit.tokens
         if not isinstance(ref, BufferRef) or ref.content is not BufferContent.PROMPT_EMBEDDINGS:
             return None
         if submit.may_share:
-            raise WireError("embeddings of a request that may join another")
+            raise WireError("prompt embeddings for a request with may_share")
         if submit.num_prompt_logprobs >= 0:
-            raise WireError("embeddings of a request that wants its prompt's log probabilities")
+            raise WireError("log probabilities of a prompt of embeddings")
         if ref.num_rows != submit.num_prompt_tokens:
-            raise WireError(f"{ref.num_rows} embeddings for {submit.num_prompt_tokens} tokens")
+            raise WireError(f"{ref.num_rows} embeddings for a prompt of {submit.num_prompt_tokens} tokens")
         loan = self._borrow(submit, ref, to_backend=True)
         loan.check_written()
         return loan
@@ -161,37 +163,36 @@ class ConnectedFrontend:
         return loan
 
     def open(self, submit: Submit) -> None:
-        """A request that is not open."""
         self.open_requests.add(submit.request_id)
         if submit.batch_delivery:
-            self._in_bundles.add(submit.request_id)
+            self._batched.add(submit.request_id)
 
     def end(self, request_id: int) -> None:
-        """The request is over, whatever has become of it: the buffers that it had go back."""
+        """The request is over, for whatever reason. Its buffers go back to the client."""
         self.open_requests.remove(request_id)
-        self._in_bundles.discard(request_id)
+        self._batched.discard(request_id)
         for loan in self._loans.pop(request_id, ()):
             self._returned.append(self._own_buffers().give_back(loan))
             self._is_urgent = True
 
     def _own_buffers(self) -> ExportedBuffers:
         if self.buffers is None:
-            raise LoanError("a shared buffer of a client that has none")
+            raise LoanError("a shared buffer from a client that has none")
         return self.buffers
 
     @property
     def num_unsent(self) -> int:
-        """Events, log probabilities of prompts and returned buffers not sent yet."""
+        """Unsent events, log probabilities of prompts and returned buffers."""
         return len(self._finishes) + len(self._prompt_logprobs) + len(self._returned)
 
     @property
     def is_due(self) -> bool:
-        """What is not sent yet is waited for, or has waited long enough."""
+        """The unsent events include an urgent one, or have been held long enough."""
         held_s = 0.0 if self._held_since_s is None else time.monotonic() - self._held_since_s
         return self._is_urgent or held_s >= _MAX_HOLD_S
 
     def _hold(self) -> None:
-        """An event was added that may wait."""
+        """An event was added that may be held."""
         if self._held_since_s is None:
             self._held_since_s = time.monotonic()
 
@@ -204,7 +205,7 @@ class ConnectedFrontend:
         failure: Failure | None,
         logprobs: EventLogprobs | None,
     ) -> None:
-        if finish or started or failure or token_id < 0 or request_id not in self._in_bundles:
+        if finish or started or failure or token_id < 0 or request_id not in self._batched:
             self._is_urgent = True
         else:
             self._hold()
@@ -223,8 +224,8 @@ class ConnectedFrontend:
         self._prompt_logprobs.append(PromptLogprobs(request_id, (entry,)))
 
     def add_tokens(self, request_ids: list[int], token_ids: list[int]) -> None:
-        """Events of a token each that neither start nor end their request."""
-        if self._in_bundles.issuperset(request_ids):
+        """One event per token; none starts or ends its request."""
+        if self._batched.issuperset(request_ids):
             self._hold()
         else:
             self._is_urgent = True
@@ -233,13 +234,13 @@ class ConnectedFrontend:
         self._finishes += bytes(len(token_ids))
 
     def add_preemption(self, request_id: int) -> None:
-        """Rides with the next events."""
+        """It is sent with the next events."""
         self._preempted.append(request_id)
 
     def next_outputs(self) -> StepOutputs:
-        """The first of the unsent events, as many as one message takes; they stay until `sent`.
+        """The first unsent events, as many as fit one message; they stay until `sent`.
 
-        A Started or a Failure may travel ahead of its event when there are more events than that, never behind it.
+        If more are left, a Started or a Failure may travel before its event, but never after it.
         """
         count = self._num_next()
         return StepOutputs(
@@ -250,7 +251,7 @@ class ConnectedFrontend:
             started=tuple(self._started[:MAX_EVENTS_PER_MESSAGE]),
             failures=tuple(self._failures[:MAX_EVENTS_PER_MESSAGE]),
             preempted=tuple(self._preempted[:MAX_EVENTS_PER_MESSAGE]),
-            returned=tuple(self._returned),  # no more than there are buffers
+            returned=tuple(self._returned),  # at most one per buffer
             logprobs=tuple(
                 msgspec.structs.replace(logprobs, event=number - self._num_sent)
                 for number, logprobs in self._logprobs
@@ -260,7 +261,7 @@ class ConnectedFrontend:
         )
 
     def _num_next(self) -> int:
-        """Events of the next message: log probabilities are long, few of them fill it. Those of prompts go first."""
+        """Number of events in the next message. Log probabilities limit it; those of prompts go first."""
         num_left = MAX_LOGPROBS_PER_MESSAGE - len(self._prompt_logprobs)
         if num_left <= 0:
             return 0
@@ -270,19 +271,19 @@ class ConnectedFrontend:
         return count
 
     def sent(self) -> None:
-        """What `next_outputs` returned is on its way."""
+        """What `next_outputs` returned is sent."""
         self._next_sequence += 1
         self.credit -= 1
         self.waiting_since_s = None
         self._returned.clear()
-        count = self._num_next()  # before what it depends on has gone
+        count = self._num_next()  # before its inputs change
         self._num_sent += count
         while self._logprobs and self._logprobs[0][0] < self._num_sent:
             self._logprobs.popleft()
         for column in (self._request_ids, self._token_ids, self._finishes):
             del column[:count]
         del self._prompt_logprobs[:MAX_LOGPROBS_PER_MESSAGE]
-        for told in (self._started, self._failures, self._preempted):
-            del told[:MAX_EVENTS_PER_MESSAGE]
+        for notes in (self._started, self._failures, self._preempted):
+            del notes[:MAX_EVENTS_PER_MESSAGE]
         if not self.num_unsent:
             self._is_urgent, self._held_since_s = False, None

@@ -1,4 +1,4 @@
-"""What the backend's link reports to the engine."""
+"""Events that the backend's link reports to the engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request as it came from a frontend, copied and whole; token values and the model's limits are still unchecked.
+    """A request from a frontend, copied and complete; token values and the model's limits are not checked yet.
 
-    tokens is packed int32, at least num_prompt_tokens of them, or nothing where the prompt is embeddings;
-    submit.tokens has served its time. No other open request has this (frontend, request_id).
+    tokens are packed int32, at least num_prompt_tokens of them, or empty if the prompt is embeddings. Use them instead
+    of submit.tokens. No other open request has this (frontend, request_id).
     """
 
     __match_args__: ClassVar[tuple[str, ...]] = ("frontend", "request_id", "tokens")
@@ -24,9 +24,9 @@ class Submission:
     submit: Submit
     tokens: bytes
     output: Loan | None = None
-    """What `submit.output` asks for is written to this; the link ends the loan with the request."""
+    """Receives what `submit.output` asks for; the link ends the loan with the request."""
     embeddings: Loan | None = None
-    """num_prompt_tokens rows that are the prompt; the link ends the loan with the request."""
+    """The prompt as num_prompt_tokens rows; the link ends the loan with the request."""
 
     @property
     def request_id(self) -> int:
@@ -35,9 +35,9 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """The listener of an open request has gone. The request is closed already: pushes to it do nothing.
+    """The client of an open request has gone. The request is closed already: pushes to it do nothing.
 
-    noticed_ns is when its frontend noticed, CLOCK_MONOTONIC; 0 where that is unknown.
+    noticed_ns is when its frontend noticed, in CLOCK_MONOTONIC; 0 if unknown.
     """
 
     frontend: int
@@ -47,7 +47,7 @@ class Cancellation:
 
 @dataclass(frozen=True, slots=True)
 class FrontendDeath:
-    """The last word of a frontend. All its open requests are closed."""
+    """The last event of a frontend. All its open requests are closed."""
 
     frontend: int
 

@@ -21,14 +21,14 @@ class LinkBroken(Exception):
 
 
 class FrontendLink:
-    """The frontend's end. Watch `fd` for reading and `drain` at each wake: the fd tells of changes, not of states.
+    """Watch `fd` for reading and `drain` at each wake: the fd is edge-triggered.
 
-    Without ZMQ_IMMEDIATE, for with it a disconnection discards what has been received and not been read yet. Messages
-    that it would have kept from queueing towards a dead backend end here with the link, when the control socket ends.
+    ZMQ_IMMEDIATE is off: with it, a disconnection discards messages that are received but not read yet. Without it,
+    messages to a dead backend queue up here until the control socket ends and the link is closed.
     """
 
     def __init__(self, welcome: Welcome) -> None:
-        """Begins to connect. Raises OSError."""
+        """Begin to connect. Raises OSError."""
         self._next_sequence = 0
         with ExitStack() as opened:
             context = zmq.Context()
@@ -50,7 +50,7 @@ class FrontendLink:
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def send(self, message: Submit | Cancel | Credit) -> bool:
-        """False when it cannot be sent at present; `fd` wakes when that changes. Afterwards look at `readable`."""
+        """False while the link is full; `fd` wakes when that changes. Check `readable` afterwards."""
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -59,21 +59,21 @@ class FrontendLink:
 
     @property
     def readable(self) -> bool:
-        """To be asked after each send, which may have swallowed the fd's wake-up."""
+        """Messages are waiting. Check after each send, which can consume the fd's wake-up."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def drain(self) -> list[StepOutputs]:
-        """All messages that are there. Raises LinkBroken; the link is of no more use then."""
+        """All messages that have arrived. Raises LinkBroken; then the link is unusable."""
         outputs = []
         while (parts := receive(self._socket, _ONE_PART)) is not None:
             if len(parts) != _ONE_PART:
-                raise LinkBroken("a message of several parts")
+                raise LinkBroken(f"a message of {len(parts)} parts, expected 1")
             try:
                 output = decode_to_frontend(parts[0])
             except WireError as error:
                 raise LinkBroken(str(error)) from None
             if output.sequence != self._next_sequence:
-                raise LinkBroken(f"message {output.sequence} came where {self._next_sequence} was due")
+                raise LinkBroken(f"message {output.sequence} arrived, expected {self._next_sequence}")
             self._next_sequence += 1
             outputs.append(output)
         return outputs

@@ -29,7 +29,7 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Invitation:
-    """What the backend answered a Hello. The receiver owns the control socket and the fds."""
+    """The backend's answer to a Hello. The receiver owns the control socket and the fds."""
 
     control: socket.socket
     welcome: Welcome
@@ -37,7 +37,7 @@ class Invitation:
     backend_board_fd: int
     frontend_board_fd: int
     buffer_fds: tuple[int, ...] = ()
-    """One where the welcome grants buffers on the host, else none."""
+    """One fd if the welcome grants buffers on the host."""
 
     def close_fds(self) -> None:
         for fd in (self.arena_fd, self.backend_board_fd, self.frontend_board_fd, *self.buffer_fds):
@@ -45,16 +45,16 @@ class Invitation:
 
 
 async def join(socket_path: Path, buffer_request: BufferRequest | None = None) -> Invitation:
-    """The frontend's side of the handshake. Waits while the backend is busy, for its death would end the wait.
+    """Shake hands. Waits while the backend is busy; its death ends the wait.
 
-    Raises OSError when no backend listens, Refused with its reason, WireError for an answer that is none of ours.
+    Raises OSError when no backend listens, Refused with its reason, WireError for an invalid answer.
     """
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         control.connect(str(socket_path))
         if peer_credentials(control)[1] != os.geteuid():
             raise Refused("the socket belongs to another user's process")
-        with contextlib.suppress(BrokenPipeError):  # refused at once: the reason is there to be read
+        with contextlib.suppress(BrokenPipeError):  # refused at once: the reason can still be read
             control.send(encode(Hello(PROTOCOL_VERSION, buffer_request)))
         await _readable(control)
         data, fds, flags, _ = socket.recv_fds(control, _MAX_WELCOME_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -67,9 +67,9 @@ async def join(socket_path: Path, buffer_request: BufferRequest | None = None) -
             grant = answer.buffers
             num_fds = 4 if grant is not None and grant.kind is BufferKind.HOST else 3
             if len(fds) != num_fds or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise WireError(f"a welcome with {len(fds)} file descriptors instead of {num_fds}")
+                raise WireError(f"a welcome with {len(fds)} file descriptors, expected {num_fds}")
             if (grant is None) is not (buffer_request is None):
-                raise WireError("a welcome without the buffers that were asked for, or with others")
+                raise WireError("the welcome and the Hello disagree about shared buffers")
         except BaseException:
             for fd in fds:
                 os.close(fd)

@@ -1,7 +1,7 @@
-"""Where frontends and the backend meet: a unix socket over which versions are checked and memory is handed over.
+"""The unix socket at which frontends meet the backend: it checks versions and hands over memory.
 
-After the handshake the connection carries nothing more. It stays open for as long as both live, and its end is the
-death notice: the kernel closes it whatever a process dies of. This side never blocks and trusts no peer.
+After the handshake the connection carries nothing more. It stays open while both processes live, and its end is the
+death notice: the kernel closes it however a process dies. This side never blocks and trusts no peer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.shm.messages import Welcome
 
 MAX_PATH_BYTES = 107 - len(".zmq")
-"""A unix socket's path has 107 bytes at most; the message socket stands beside this one under a longer name."""
+"""A unix socket's path has at most 107 bytes; the message socket's path is this one with a suffix."""
 
 _MAX_HELLO_BYTES = 64
 _UCRED = struct.Struct("3i")
@@ -44,7 +44,7 @@ _BUFFERS_CLOSED = encode(BuffersClosed())
 
 
 class CannotListen(Exception):
-    """The socket cannot be had. The message is one line for the operator."""
+    """The socket cannot be used. The message is one line for the operator."""
 
 
 class AddressInUse(CannotListen):
@@ -52,12 +52,12 @@ class AddressInUse(CannotListen):
 
 
 class UnsafeDirectory(CannotListen):
-    """The socket's directory or path cannot be used, or not safely."""
+    """The socket's directory or path cannot be used safely."""
 
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """Whatever is created inside is for this user only. The umask is the process's: keep it short."""
+    """Files created inside are for this user only. The umask belongs to the whole process: keep it short."""
     previous = os.umask(0o077)
     try:
         yield
@@ -71,7 +71,7 @@ def _private_directory(directory: Path) -> None:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
     except OSError as error:
-        raise UnsafeDirectory(f"{directory} cannot be made or entered: {error.strerror}") from None
+        raise UnsafeDirectory(f"cannot create or enter {directory}: {error.strerror}") from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UnsafeDirectory(
             f"{directory} has mode {stat.S_IMODE(status.st_mode):o} and owner {status.st_uid}; "
@@ -80,7 +80,7 @@ def _private_directory(directory: Path) -> None:
 
 
 def _remove_socket(path: Path) -> None:
-    """Never anything else than a socket: the path comes from an option."""
+    """Remove a socket and nothing else: the path comes from an option."""
     if path.is_socket():
         path.unlink()
     elif path.exists():
@@ -88,11 +88,11 @@ def _remove_socket(path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    """The fd of the lock file, held until it is closed or the process dies."""
+    """Lock the file. Returns its fd, which holds the lock until it is closed or the process dies."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise UnsafeDirectory(f"{path} cannot be made: {error.strerror}") from None
+        raise UnsafeDirectory(f"cannot create {path}: {error.strerror}") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -105,14 +105,15 @@ def _lock(path: Path) -> int:
 
 
 def check_free(socket_path: Path) -> None:
-    """Raises CannotListen where a backend serves this socket now: to be asked before long work, such as loading."""
+    """Raises CannotListen if a backend serves this socket. Call it before long work, such as loading weights."""
     _check_path(socket_path)
     os.close(_lock(_lock_path(socket_path)))
 
 
 def _check_path(socket_path: Path) -> None:
-    if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
-        raise UnsafeDirectory(f"{socket_path} is longer than {MAX_PATH_BYTES} bytes")
+    num_bytes = len(os.fsencode(socket_path))
+    if num_bytes > MAX_PATH_BYTES:
+        raise UnsafeDirectory(f"the socket path {socket_path} has {num_bytes} bytes; the limit is {MAX_PATH_BYTES}")
     _private_directory(socket_path.parent)
     if socket_path.exists() and not socket_path.is_socket():
         raise UnsafeDirectory(f"{socket_path} exists and is not a socket")
@@ -123,25 +124,25 @@ def _lock_path(socket_path: Path) -> Path:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process that made the other end, told by the kernel."""
+    """(pid, uid) of the process at the other end, from the kernel."""
     pid, uid, _gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return pid, uid
 
 
 @dataclass(slots=True, eq=False)
 class ControlConnection:
-    """One frontend's control socket. deadline_s (monotonic) is when a handshake must be over; None once it is."""
+    """One frontend's control socket. deadline_s (monotonic) is the end of the handshake; None when it is complete."""
 
     socket: socket.socket
     pid: int
     deadline_s: float | None
     hello: Hello | None = None
     has_closed_buffers: bool = False
-    """Its last word was that it has none of our device memory open."""
+    """Its last message says that it has none of our device memory open."""
 
 
 class Rendezvous:
-    """The backend's side. Readable (`fileno`) whenever `turn` has something to do."""
+    """The backend's side. `fileno` is readable when `turn` has something to do."""
 
     def __init__(self, socket_path: Path, *, max_connections: int = 128, handshake_timeout_s: float = 3.0) -> None:
         """Raises AddressInUse, UnsafeDirectory."""
@@ -151,13 +152,13 @@ class Rendezvous:
         self._connections: dict[int, ControlConnection] = {}
         self._accept_again_s: float | None = None
         self.refused = 0
-        """Connections turned away: too many, another user's, no proper Hello, no Hello in time, no memory."""
+        """Refused connections: too many, another user, no valid Hello, no Hello in time, no memory."""
         _check_path(socket_path)
         self._lock_fd = _lock(_lock_path(socket_path))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._epoll = select.epoll()
         try:
-            # Under the lock a socket that is there can only be a dead backend's.
+            # We hold the lock, so an existing socket is a dead backend's.
             _remove_socket(socket_path)
             with private_umask():
                 self._listener.bind(str(socket_path))
@@ -171,14 +172,14 @@ class Rendezvous:
         return self._epoll.fileno()
 
     def deadline_s(self) -> float | None:
-        """The monotonic time at which `turn` is due even though nothing is readable."""
+        """Monotonic time at which `turn` is due even if nothing is readable."""
         times = [c.deadline_s for c in self._connections.values() if c.deadline_s is not None]
         if self._accept_again_s is not None:
             times.append(self._accept_again_s)
         return min(times, default=None)
 
     def turn(self) -> tuple[list[ControlConnection], list[ControlConnection]]:
-        """Accepts, reads, expires. Returns (those that have said Hello and await `welcome`, those that have died)."""
+        """Accept, read, expire. Returns (connections that sent a Hello and await `welcome`, connections that ended)."""
         arrived: list[ControlConnection] = []
         died: list[ControlConnection] = []
         for fd, _ in self._epoll.poll(0):
@@ -186,7 +187,7 @@ class Rendezvous:
                 self._accept()
             elif (connection := self._connections.get(fd)) is not None:
                 if connection.deadline_s is None:
-                    # A frontend has no more to say here after its Hello than BuffersClosed: the connection is over.
+                    # After the Hello a frontend sends at most BuffersClosed, so the connection has ended.
                     connection.has_closed_buffers = _last_word(connection) == _BUFFERS_CLOSED
                     self.drop(connection)
                     died.append(connection)
@@ -209,7 +210,7 @@ class Rendezvous:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    # Out of fds: the listener stays readable, so look away for a while instead of spinning.
+                    # Out of fds. The listener stays readable: ignore it for a while instead of spinning.
                     self._epoll.modify(self._listener.fileno(), 0)
                     self._accept_again_s = time.monotonic() + _ACCEPT_PAUSE_S
                     return
@@ -227,7 +228,7 @@ class Rendezvous:
                 self.refuse(connection, f"{self._max_connections} frontends are connected already")
 
     def _hello(self, connection: ControlConnection) -> bool:
-        """Whether the connection has said a Hello that we can answer with a welcome."""
+        """Whether the connection has sent a Hello that we can answer with a welcome."""
         try:
             data, _, flags, _ = connection.socket.recvmsg(_MAX_HELLO_BYTES)
         except BlockingIOError:
@@ -249,16 +250,16 @@ class Rendezvous:
         return True
 
     def refuse(self, connection: ControlConnection, reason: str) -> None:
-        """Ends a handshake without a welcome; the frontend is told the reason and may come again later."""
+        """End a handshake without a welcome. The frontend receives the reason and may come again."""
         self.refused += 1
-        with contextlib.suppress(OSError):  # the peer may have gone: then nobody waits for the reason
+        with contextlib.suppress(OSError):  # the peer may have gone
             connection.socket.send(encode(Refusal(reason)))
-            # A Hello left unread would turn the close into a reset, which hides the reason.
+            # Closing with an unread Hello would reset the connection and lose the reason.
             connection.socket.recv(_MAX_HELLO_BYTES)
         self.drop(connection)
 
     def welcome(self, connection: ControlConnection, welcome: Welcome, fds: Sequence[int]) -> bool:
-        """Ends the handshake. False when the peer has gone meanwhile; the connection is dropped then."""
+        """Complete the handshake. False if the peer has gone; then the connection is dropped."""
         try:
             socket.send_fds(connection.socket, [encode(welcome)], list(fds))
         except OSError:
@@ -268,7 +269,7 @@ class Rendezvous:
         return True
 
     def drop(self, connection: ControlConnection) -> None:
-        """Closes a connection, which the frontend takes for our death; idempotent."""
+        """Close a connection; the frontend treats that as our death. Idempotent."""
         if self._connections.pop(connection.socket.fileno(), None) is not None:
             self._epoll.unregister(connection.socket.fileno())
             connection.socket.close()
@@ -286,7 +287,7 @@ class Rendezvous:
 
 
 def _last_word(connection: ControlConnection) -> bytes:
-    """What a connection that is over has still to say; nothing where it was reset."""
+    """The last message of a connection that has ended; empty if it was reset."""
     try:
         return connection.socket.recv(_MAX_HELLO_BYTES)
     except OSError:

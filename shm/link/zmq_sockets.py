@@ -29,7 +29,7 @@ def new_socket(
 
 
 def receive(zsocket: zmq.Socket[bytes], num_parts: int) -> list[bytes] | None:
-    """One message, or None when none is there. Parts beyond num_parts + 1 are dropped: the length tells."""
+    """One message, or None. Drops parts beyond num_parts + 1, so that a surplus shows in the length."""
     try:
         parts = [zsocket.recv(zmq.NOBLOCK)]
     except zmq.Again:

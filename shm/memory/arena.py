@@ -1,8 +1,8 @@
-"""Prompts too long for a message: slots of shared memory that one frontend writes and the backend copies out.
+"""Shared memory for prompts that are too long for a message: a frontend writes slots, the backend copies them out.
 
-The frontend owns the free list. A slot is its own from `write` until the backend's first word about that request, for
-the backend has copied the tokens by then. Each slot is invalidated first and its header written last, so a writer that
-dies at any instant leaves nothing that reads as valid. Nothing read here is believed until it has been copied out.
+The frontend owns the free list. A slot is in use from `write` until the backend's first event for that request: by then
+the backend has copied the tokens. A write invalidates the slot first and writes the header last, so a writer that dies
+at any moment leaves nothing valid. The reader checks its copy, never the shared memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _HEADER = struct.Struct("=IIQQQ")  # magic, crc32, epoch, sequence, length
-_COVERED = struct.Struct("=QQQ")  # epoch, sequence, length: what the crc covers besides the payload
+_COVERED = struct.Struct("=QQQ")  # epoch, sequence, length: what the crc covers beside the payload
 _MAGIC = 0x50_53_41_31
 _INVALID = bytes(_HEADER.size)
 
@@ -30,15 +30,15 @@ _MAX_SLOTS = 32
 
 
 class ArenaFull(Exception):
-    """No slot is free at this moment."""
+    """All slots are in use."""
 
 
 class DescriptorError(ValueError):
-    """A descriptor that does not name a whole, current payload of its own epoch."""
+    """The descriptor does not name a complete, current payload of its epoch."""
 
 
 def geometry(max_context_tokens: int) -> tuple[int, int]:
-    """(slots, bytes per slot) such that a slot holds a whole context of int32 tokens."""
+    """(slots, bytes per slot); a slot holds a full context of int32 tokens."""
     if max_context_tokens <= MAX_INLINE_PROMPT_TOKENS:
         return 1, _PAGE_BYTES
     slot_bytes = -(-(_HEADER.size + 4 * max_context_tokens) // _PAGE_BYTES) * _PAGE_BYTES
@@ -46,7 +46,7 @@ def geometry(max_context_tokens: int) -> tuple[int, int]:
 
 
 def create_fd(num_slots: int, slot_bytes: int) -> int:
-    """A sealed region of zeroes for one frontend; the fd is the caller's to close. Raises OSError: no memory."""
+    """A sealed region of zeroes for one frontend; the caller closes the fd. Raises OSError: no memory."""
     fd = region.create("penstock-arena", num_slots * slot_bytes)
     region.seal(fd)
     return fd
@@ -70,7 +70,7 @@ class Arena:
 
     @property
     def capacity_bytes(self) -> int:
-        """Of one payload."""
+        """Bytes of the longest payload."""
         return self._slot_bytes - _HEADER.size
 
     @property
@@ -80,7 +80,7 @@ class Arena:
     def write(self, payload: bytes) -> ArenaRef:
         """Raises ArenaFull when all slots are in use, ValueError for a payload that no slot can hold."""
         if not 4 <= len(payload) <= self.capacity_bytes:
-            raise ValueError(f"a payload of {len(payload)} bytes; a slot holds 4 to {self.capacity_bytes}")
+            raise ValueError(f"a payload of {len(payload)} bytes; a slot holds 4 to {self.capacity_bytes} bytes")
         if not self._free:
             raise ArenaFull
         slot = self._free.pop()
@@ -104,7 +104,7 @@ class Arena:
         _HEADER.pack_into(self._mapping, start, _MAGIC, crc, self._epoch, sequence, len(payload))
 
     def free(self, ref: ArenaRef) -> bool:
-        """Idempotent: a descriptor whose slot has been freed, or holds a later payload, frees nothing."""
+        """Free the slot. False if it is free already or holds a later payload."""
         if self._held.get(ref.slot) != ref.sequence:
             return False
         del self._held[ref.slot]
@@ -126,11 +126,11 @@ class ArenaReader:
         self._epoch = epoch
 
     def read(self, ref: ArenaRef) -> bytes:
-        """Copies the payload out, then checks the copy. Raises DescriptorError."""
+        """Copy the payload, then check the copy. Raises DescriptorError."""
         if not 0 <= ref.slot < self._num_slots:
-            raise DescriptorError(f"slot {ref.slot} of {self._num_slots}")
+            raise DescriptorError(f"slot {ref.slot}; the arena has {self._num_slots} slots")
         if not 0 < ref.num_bytes <= self._slot_bytes - _HEADER.size:
-            raise DescriptorError(f"{ref.num_bytes} bytes in a slot of {self._slot_bytes - _HEADER.size}")
+            raise DescriptorError(f"{ref.num_bytes} bytes; a slot holds {self._slot_bytes - _HEADER.size} bytes")
         start = ref.slot * self._slot_bytes
         copy = self._mapping[start : start + _HEADER.size + ref.num_bytes]
         magic, crc, epoch, sequence, length = _HEADER.unpack_from(copy)
@@ -138,7 +138,7 @@ class ArenaReader:
         if (magic, epoch, sequence, length) != (_MAGIC, self._epoch, ref.sequence, ref.num_bytes):
             raise DescriptorError(f"slot {ref.slot} does not hold payload {ref.sequence} of {ref.num_bytes} bytes")
         if crc != _crc(epoch, sequence, payload):
-            raise DescriptorError(f"slot {ref.slot}: checksum of payload {ref.sequence} differs")
+            raise DescriptorError(f"slot {ref.slot}: payload {ref.sequence} has another checksum")
         return payload
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """One page of named counters per process: one writer, any number of readers, no locks, no messages.
 
-A field is a 64-bit word that is written whole, so a reader sees old or new and never a mixture; fields are not
-consistent with one another. Times are CLOCK_MONOTONIC nanoseconds, which all processes of a machine share.
+A field is a 64-bit word that is written at once: a reader sees the old value or the new one. Fields are not consistent
+with one another. Times are CLOCK_MONOTONIC nanoseconds, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 class _Word:
-    """A field's place in the page; the annotation that names it is its only declaration."""
+    """A field's place in the page. The class annotation is the field's only declaration."""
 
     __slots__ = ("index",)
 
@@ -42,8 +42,10 @@ class _Word:
 
 
 class Histogram:
-    """A row of words: how many of the values observed lie up to each bound and above the one before, how many above
-    all, and their sum. The count is the sum of the buckets, so a reader never sees the two disagree."""
+    """One word per bucket, one for values above the last bound, and one for the sum of all values.
+
+    The count is the sum of the buckets, so a reader never sees the two disagree.
+    """
 
     def __init__(self, *bounds: int) -> None:
         self.bounds = bounds
@@ -56,13 +58,13 @@ class Histogram:
         return self if board is None else _Observer(board, self)
 
     def read(self, values: Mapping[str, int], prefix: str = "") -> tuple[list[int], int]:
-        """The buckets, the last of them without a bound, and the sum, from a board's `values`."""
+        """(buckets, sum) from a board's `values`; the last bucket has no bound."""
         *buckets, total = (values[prefix + word] for word in self.words)
         return buckets, total
 
 
 class _Observer:
-    """One board's histogram, to be written."""
+    """Writes the histogram of one board."""
 
     __slots__ = ("_board", "_histogram")
 
@@ -71,16 +73,16 @@ class _Observer:
         self._histogram = histogram
 
     def observe(self, value: int, count: int = 1) -> None:
-        """The same value, not negative, count times."""
+        """Observe the same value, at least 0, count times."""
         words = self._histogram.words
         self._board.increase(words[bisect_left(self._histogram.bounds, value)], count)
         self._board.increase(words[-1], value * count)
 
 
 class Board:
-    """Base of the boards: each annotated field of a subclass is an unsigned 64-bit counter, each Histogram several.
+    """Base of the boards. An annotated field of a subclass is an unsigned 64-bit counter; a Histogram is several.
 
-    With totals_of, a board also has every field of that kind of board but its pid, under `TOTALS` and its name.
+    With totals_of, the board also has every field of that board except pid, with the prefix `TOTALS`.
     """
 
     TOTALS = "frontends_"
@@ -96,7 +98,7 @@ class Board:
             *(cls.TOTALS + name for name in totals),
         )
         if (_HEADER_WORDS + len(cls.fields)) * 8 > _BOARD_BYTES:
-            raise TypeError(f"{cls.__name__} has more fields than its page has words")
+            raise TypeError(f"{cls.__name__} has {len(cls.fields)} fields, more than its page has words")
         cls._layout = zlib.crc32(" ".join((cls.__name__, *cls.fields)).encode())
         for index, name in enumerate(cls.fields, start=_HEADER_WORDS):
             setattr(cls, name, _Word(index))
@@ -105,11 +107,11 @@ class Board:
         self._mapping = mapping
         self._words = memoryview(mapping).cast("Q")
         self.fd = fd
-        """In the writer: what readers are given. They can map it for reading only."""
+        """For readers, who can map it for reading only; -1 except in the writer."""
 
     @classmethod
     def create(cls) -> Self:
-        """The writer's board; this process owns it and is the only one that can ever write it."""
+        """The writer's board. Only this process can write it."""
         fd = cls._new_fd()
         board = cls(mmap.mmap(fd, _BOARD_BYTES), fd)
         region.seal(fd, region.F_SEAL_FUTURE_WRITE)
@@ -117,24 +119,24 @@ class Board:
 
     @classmethod
     def private(cls) -> Self:
-        """A board that no other process sees."""
+        """A board that is not shared."""
         return cls(mmap.mmap(-1, _BOARD_BYTES))
 
     @classmethod
     def create_fd(cls) -> int:
-        """An fd, the caller's to close, of a fresh board that another process is going to write."""
+        """An fd of a new board for another process to write; the caller closes it."""
         fd = cls._new_fd()
         region.seal(fd)
         return fd
 
     @classmethod
     def attach(cls, fd: int, *, writable: bool = False) -> Self:
-        """Maps a board made elsewhere; the fd stays the caller's. Raises RegionError for anything else."""
+        """Map a board that another process made; the fd stays the caller's. Raises RegionError for anything else."""
         mapping = region.attach(fd, _BOARD_BYTES, writable=writable)
         board = cls(mapping)
         if (board._words[0], board._words[1]) != (_MAGIC, cls._layout):
             board.close()
-            raise region.RegionError(f"not a {cls.__name__}, or one of another version")
+            raise region.RegionError(f"the region is not a {cls.__name__} of this version")
         return board
 
     @classmethod
@@ -151,7 +153,7 @@ class Board:
         return self._words[_HEADER_WORDS : _HEADER_WORDS + len(self.fields)].tolist()
 
     def add(self, other: Self) -> None:
-        """Each of the other's numbers."""
+        """Add each of the other board's numbers."""
         for index, value in enumerate(other.numbers(), start=_HEADER_WORDS):
             self._words[index] = (self._words[index] + value) & _MASK_64
 
@@ -159,7 +161,7 @@ class Board:
         setattr(self, field, (getattr(self, field) + count) & _MASK_64)
 
     def close(self) -> None:
-        """Idempotent. Other processes keep what they have mapped."""
+        """Idempotent. Other processes keep their mappings."""
         if not self._mapping.closed:
             self._words.release()
             self._mapping.close()
@@ -173,9 +175,9 @@ _UP_TO_A_MINUTE = (250_000, 500_000, 1_000_000, 2_500_000, 5_000_000, 10_000_000
 
 
 class FrontendBoard(Board):
-    """What one frontend tells of itself since it met this backend; first what happened while it had none.
+    """One frontend's numbers since it connected to this backend, including the time before without one.
 
-    requests_open is a present value, all else only grows. A request here is a stream of tokens: one for each choice.
+    requests_open is a present value; everything else only grows. A request here is one stream of tokens, so a choice.
     """
 
     pid: int
@@ -205,13 +207,13 @@ class FrontendBoard(Board):
     responses_other: int
 
     ttft_us = Histogram(1_000, 5_000, *_TENS_OF_MS, 100_000, *_UP_TO_A_MINUTE)
-    """From a request's arrival to its first token."""
+    """Request arrival to first token."""
     itl_us = Histogram(1_000, 2_500, 5_000, *_TENS_OF_MS, 100_000, 250_000, 500_000, 1_000_000, 2_500_000)
-    """Between a stream's tokens, as they come from the backend."""
+    """Between the tokens of a stream, as they arrive from the backend."""
     queue_us = Histogram(1_000, 5_000, *_TENS_OF_MS, 100_000, *_UP_TO_A_MINUTE)
-    """From the backend's receipt to the first step, of streams that joined no other."""
+    """Backend's receipt to first step, of streams that are not coalesced."""
     latency_us = Histogram(*_TENS_OF_MS, 100_000, *_UP_TO_A_MINUTE, 120_000_000, 300_000_000)
-    """From a request's arrival to its end, of those that were answered whole."""
+    """Request arrival to end, of completely answered requests."""
 
     def count_response(self, status: int) -> None:
         name = f"responses_{status}"
@@ -223,18 +225,18 @@ _PRESENT = frozenset({"requests_open"})
 
 
 class FrontendTotals:
-    """The numbers of all frontends that a backend has had, those that are gone among them."""
+    """The numbers of all frontends that a backend has had, including disconnected ones."""
 
     def __init__(self) -> None:
         self._of_gone = [0] * (len(FrontendBoard.fields) - 1)
 
     def retire(self, board: FrontendBoard) -> None:
-        """Its frontend is gone: what it counted stays."""
+        """Keep what a disconnected frontend counted."""
         kept = [0 if name in _PRESENT else value for name, value in board.values().items() if name != "pid"]
         self._of_gone = list(map(add, self._of_gone, kept))
 
     def sums(self, boards: Iterable[FrontendBoard]) -> list[int]:
-        """Of these and all that are gone, for each of `FrontendBoard.fields` but the pid, which is the first."""
+        """Totals of these boards and the retired ones, for `FrontendBoard.fields` without pid, the first field."""
         totals = self._of_gone
         for board in boards:
             totals = list(map(add, totals, board.numbers()[1:]))
@@ -242,14 +244,14 @@ class FrontendTotals:
 
 
 class BackendBoard(Board, totals_of=FrontendBoard):
-    """What the backend tells of itself, and of all its frontends together (`FrontendTotals`).
+    """The backend's numbers, and the totals of all its frontends (`FrontendTotals`).
 
-    Counters only grow within one backend's life; the rest are present values.
+    Counters only grow while the backend runs; the other fields are present values.
     """
 
     pid: int
     heartbeat_ns: int
-    """Monotonic time of the loop's last turn: forward progress, not mere life."""
+    """Monotonic time of the loop's last turn: it shows progress, not just a living process."""
     draining: int
     """1 once the backend accepts nothing new."""
     steps: int
@@ -265,46 +267,46 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     requests_failed: int
     requests_expired: int
     requests_coalesced: int
-    """Those that joined a sequence which another had started."""
+    """Requests that joined a sequence of another request."""
     pages_idle: int
-    """Held by nobody, their content kept for who may ask for it again."""
+    """Pages that no sequence holds; their content stays in the prefix cache."""
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
     computed_tokens: int
-    """Of prompts and answers, in all steps; what a preempted sequence computes again counts again."""
+    """Prompt and output tokens in all steps; recomputed tokens of a preempted sequence count again."""
     wasted_tokens: int
-    """Those of computed_tokens whose sequence had ended, or was set back, by the time their step's result was there."""
+    """Computed tokens whose sequence had ended or was preempted when their step completed."""
     preemptions: int
     host_pages_used: int
-    """Pages of which a copy lies in the host's memory."""
+    """Pages with a copy in host memory."""
     pages_saved: int
-    """Copied there before they were used for something else."""
+    """Pages copied to host memory before they were reused."""
     pages_restored: int
-    """Copied back."""
+    """Pages copied back from host memory."""
     frontends: int
     """Connected now."""
 
     cancel_to_free_us = Histogram(1_000, 5_000, 20_000, 100_000, 500_000)
-    """From a frontend's noticing that a client has gone to its pages being free."""
+    """A frontend notices that a client has gone, until its pages are free."""
     step_us = Histogram(500, 1_000, 2_500, 5_000, *_TENS_OF_MS, 100_000, 250_000, 500_000, 1_000_000, 2_500_000)
-    """From a step's launch to its result."""
+    """Launch of a step to its result."""
     step_rows = Histogram(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    """Sequences that had tokens in a step."""
+    """Sequences with tokens in a step."""
     step_tokens = Histogram(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    """Tokens of prompts and answers that a step computed."""
+    """Prompt and output tokens that a step computed."""
 
     def observe_cancel(self, cancel_to_free_us: int) -> None:
         self.cancel_to_free_us.observe(cancel_to_free_us)
 
     def observe_step(self, duration_us: int, num_rows: int, num_tokens: int) -> None:
-        """To be called once for each step's result."""
+        """Call once per completed step."""
         self.step_us.observe(max(0, duration_us))
         self.step_rows.observe(num_rows)
         self.step_tokens.observe(num_tokens)
 
     def show_totals(self, num_frontends: int, totals: Sequence[int]) -> None:
-        """totals are what `FrontendTotals.sums` gives."""
+        """totals come from `FrontendTotals.sums`."""
         self.frontends = num_frontends
         start = _HEADER_WORDS + len(self.fields) - len(totals)
         for index, total in enumerate(totals, start=start):

@@ -1,4 +1,4 @@
-"""Who holds what: every resource that must come back is a row here, with its owner, from acquisition to release."""
+"""A row for every resource that must be given back, with its owner, from acquisition to release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class LedgerError(Exception):
-    """A resource was acquired twice, or is still held where none may be. Always a bug of ours."""
+    """A resource was acquired twice, or is still held when it must not be. Always a bug of ours."""
 
 
 class Ledger:
@@ -35,7 +35,7 @@ class Ledger:
         return True
 
     def release_owner(self, owner: Hashable) -> int:
-        """Releases every row of an owner that is gone; returns how many there were."""
+        """Release every row of an owner that is gone. Returns their number."""
         rows = [row for row, holder in self._owners.items() if holder == owner]
         for kind, key in rows:
             self.release(kind, key)
@@ -45,12 +45,12 @@ class Ledger:
         return self._counts[kind]
 
     def balance(self) -> dict[str, int]:
-        """Rows held, by kind; kinds with none are left out."""
+        """Rows held, by kind; kinds without rows are absent."""
         return {kind: count for kind, count in self._counts.items() if count}
 
     def check(self, **expected: int) -> None:
         """Raises LedgerError unless exactly these counts are held, and nothing else."""
-        wanted = {kind: count for kind, count in expected.items() if count}
-        if self.balance() != wanted:
+        needed = {kind: count for kind, count in expected.items() if count}
+        if self.balance() != needed:
             held = ", ".join(f"{kind} {key} of {owner}" for (kind, key), owner in list(self._owners.items())[:8])
-            raise LedgerError(f"expected {wanted or 'nothing'} to be held, found {self.balance() or 'nothing'}: {held}")
+            raise LedgerError(f"expected {needed or 'nothing'} to be held, found {self.balance() or 'nothing'}: {held}")

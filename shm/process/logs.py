@@ -1,7 +1,7 @@
-"""Logging that never blocks the process's loop, for frontends and backend alike.
+"""Logging that never blocks the event loop, for frontends and the backend.
 
-Lines go through a bounded queue to a thread that writes them to standard error. When standard error blocks, lines are
-dropped and counted, and the count is written when it flows again.
+A bounded queue passes lines to a thread that writes them to standard error. While standard error blocks, lines are
+dropped and counted; the count is written when it accepts output again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 
 class LineHandler(logging.Handler):
-    """Formats in the caller's thread, writes in its own. Holds at most max_lines that wait."""
+    """Formats in the caller's thread, writes in its own. At most max_lines wait."""
 
     def __init__(self, fd: int, *, max_lines: int = 4096) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class LineHandler(logging.Handler):
             self._lines.put_nowait(self._line(record))
         except queue.Full:
             self.num_dropped += 1
-        except Exception:  # noqa: BLE001 - a log line that cannot be formatted must not end what logs it
+        except Exception:  # noqa: BLE001 - a line that cannot be formatted must not stop the caller
             self.handleError(record)
 
     def close(self) -> None:
-        """Gives the waiting lines a second to be written."""
+        """Give the waiting lines a second to be written."""
         super().close()
         try:
             self._lines.put(None, timeout=1.0)
@@ -65,7 +65,7 @@ class LineHandler(logging.Handler):
                 try:
                     line = line[os.write(self._fd, line) :]
                 except OSError:
-                    # Nobody reads any more: there is no place left to say so.
+                    # Standard error is closed, so there is nowhere to report it.
                     self.num_dropped += 1
                     break
 
@@ -81,7 +81,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(level: str, *, as_json: bool, fd: int = 2) -> LineHandler:
-    """All of this process's logging, as text or as one JSON object a line. The caller closes the handler."""
+    """Send all logging of this process to fd, as text or as one JSON object per line. The caller closes the handler."""
     handler = LineHandler(fd)
     text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_JsonFormatter() if as_json else text)

@@ -1,4 +1,4 @@
-"""What the three commands share: how an option is declared, how a size is written, where the socket is."""
+"""What the commands share: the declaration of options, and the notation of sizes."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def _convert_size(_type: Any, tokens: Sequence[Token]) -> int:
 
 
 ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=format_size, metavar="SIZE")]
-"""An option in bytes, written 6GB or 512MiB."""
+"""An option in bytes, such as 6GB or 512MiB."""
 
 ENV_PREFIX = "PENSTOCK_"
 
 
 def make_app(name: str, help_text: str) -> App:
-    """A command whose every option can also be set by the environment variable PENSTOCK_<OPTION>.
+    """A command whose options can also be set by environment variables PENSTOCK_<OPTION>.
 
-    A value that cannot be is one line on standard error and exit status 1.
+    An invalid value ends the process with one line on standard error and exit status 1.
     """
 
     def say_in_one_line(error: CycloptsError) -> NoReturn:
@@ -72,9 +72,9 @@ def make_app(name: str, help_text: str) -> App:
 
 
 def to_argv(options: Any) -> list[str]:
-    """The command line that gives these options: for a supervisor that starts a child with what it was given.
+    """The command line for these options, with which a supervisor starts a child.
 
-    options is a dataclass whose fields are declared as options; None and empty tuples are left out.
+    options is a dataclass whose fields are options; None and empty tuples are omitted.
     """
     argv: list[str] = []
     for field in dataclasses.fields(options):
@@ -91,6 +91,6 @@ def to_argv(options: Any) -> list[str]:
 
 
 def fail(command: str, message: str) -> NoReturn:
-    """One clear line on standard error and exit status 1: for what the operator can put right."""
+    """End with one line on standard error and exit status 1: for faults that the operator can fix."""
     print(f"{command}: {message}", file=sys.stderr)
     raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""Where the backend's socket is when no option says otherwise. Imports nothing heavy: clients use it too."""
+"""The default path of the backend's socket. Imports nothing heavy, because clients import it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def default_socket_path() -> Path:
-    """One per user: in XDG_RUNTIME_DIR where there is one (0700 by its specification), else under /tmp."""
+    """One path per user: in XDG_RUNTIME_DIR (mode 0700 by its specification), or else under /tmp."""
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime_dir) if runtime_dir else Path(f"/tmp/penstock-{os.getuid()}")  # noqa: S108 - made 0700 and checked by the rendezvous
+    base = Path(runtime_dir) if runtime_dir else Path(f"/tmp/penstock-{os.getuid()}")  # noqa: S108 - the rendezvous makes it 0700 and checks it
     return base / "penstock" / "backend.sock"

@@ -1,7 +1,7 @@
-"""Keeps child processes running: starts them, restarts what dies, stops them in order, exits with the truth.
+"""Keeps child processes running: starts them, restarts those that die, stops them in order.
 
-Both commands that have children use it: `frontend` for its workers, `penstock serve` for backend and frontend. It owns
-no sockets and speaks no protocol. Everything happens in one thread that sleeps in sigtimedwait.
+`frontend` uses it for its workers, `penstock serve` for backend and frontend. It owns no sockets and speaks no
+protocol. Everything happens in one thread that sleeps in sigtimedwait.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HASTENED_STOP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to start a child. pass_fds are inherited under the same numbers; env None means this process's own.
+    """How to start a child. It inherits pass_fds under the same numbers; env None is this process's environment.
 
-    Children of a higher stage are stopped first, and those of the next only when they have all ended: a frontend
-    (stage 1) drains while the backend (stage 0) still answers it.
+    Children of a higher stage stop first; the next stage stops when all of them have ended. So a frontend (stage 1)
+    drains while the backend (stage 0) still answers it.
     """
 
     name: str
@@ -40,16 +40,16 @@ class ChildSpec:
     env: Mapping[str, str] | None = None
     stage: int = 0
     reloads: bool = False
-    """It takes SIGHUP as a word to read its files again."""
+    """On SIGHUP it reads its files again."""
 
 
 def module_argv(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
-    """The command line of one of our own modules. -P: a folder named like it in the working directory is not it."""
+    """The command line of one of our modules. With -P Python imports nothing from the working directory."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def exit_status(returncode: int) -> int:
-    """A shell's view of a Popen.returncode: death by signal n is 128 + n."""
+    """The shell's exit status for a Popen.returncode: death by signal n is 128 + n."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
@@ -69,22 +69,22 @@ class _Child:
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
     restart_at_s: float = 0.0
-    """Monotonic; only where process is None."""
+    """Monotonic; valid while process is None."""
     has_settled: bool = False
     quick_deaths: int = 0
 
 
 class Supervisor:
-    """Runs the children until it is told to stop or a child cannot be kept alive.
+    """Runs the children until a signal stops it or a child cannot be kept alive.
 
-    A child that ends is started again, at once if it had lived settle_s, else after a growing pause. Two ends are
-    final, because a restart would not help: more than max_quick_deaths in a row, and a child that exits by itself
-    (not by a signal) in its very first settle_s: it has said why on standard error. With is_up, a question that is
-    asked every 0.1 s until its answer is yes, that answer is the end of the start, however long or short it was.
+    A child that ends is restarted: at once if it ran for settle_s, otherwise after a growing pause. Two ends are final,
+    because a restart would not help: more than max_quick_deaths in a row, and a child that exits by itself (not by a
+    signal) during its start; it has printed why. The start lasts settle_s. With is_up it lasts until is_up, called
+    every 0.1 s, returns True.
 
-    SIGHUP is passed on to the children that reload; where there are none it stops, as a terminal that closes does.
-    SIGTERM, SIGINT or such a SIGHUP stop the children stage by stage with SIGTERM; a stage that has not ended after
-    stop_timeout_s is killed. A second signal is passed on to all that still run and shortens the wait.
+    SIGHUP goes to the children that reload; without such children it stops, as when a terminal closes. SIGTERM, SIGINT
+    or such a SIGHUP stop the children stage by stage with SIGTERM. A stage that has not ended after stop_timeout_s is
+    killed. A second signal sends SIGTERM to all children and shortens the wait.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Supervisor:
         is_up: Callable[[], bool] | None = None,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
-        """on_stop is called once, just before the children are told to stop."""
+        """on_stop is called once, just before the children are stopped."""
         self._children = [_Child(spec) for spec in children]
         self._log = log
         self._stop_timeout_s = stop_timeout_s
@@ -112,10 +112,10 @@ class Supervisor:
         self._on_stop = on_stop
 
     def run(self) -> int:
-        """Returns the exit status: 0 when stopped as asked and every child ended well, else what went wrong first.
+        """Returns the exit status: 0 if a signal stopped it and every child ended well, else that of the first fault.
 
-        Call it in the main thread before there are others: the signals are taken synchronously, and the kernel ties
-        the children's lives to the thread that starts them.
+        Call it in the main thread before starting others: it waits for signals synchronously, and the kernel kills the
+        children when the thread that started them ends.
         """
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
@@ -142,7 +142,7 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def _reload(self, signal_number: int) -> bool:
-        """Whether that is all the signal asks for."""
+        """Pass SIGHUP on. False if the signal means to stop."""
         reloading = [child.process for child in self._children if child.spec.reloads]
         if signal_number != signal.SIGHUP or not reloading:
             return False
@@ -156,7 +156,7 @@ class Supervisor:
         libc = ctypes.CDLL(None)
 
         def tie_to_supervisor() -> None:
-            # Runs in the child between fork and exec. If we died before prctl, no signal would ever come.
+            # Runs in the child between fork and exec. If the supervisor died before prctl, no signal would come.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != supervisor_pid:
                 os._exit(1)
@@ -167,7 +167,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             pass_fds=child.spec.pass_fds,
             env=child.spec.env,
-            process_group=0,  # so that a terminal's Ctrl-C reaches the children once: through us
+            process_group=0,  # a terminal's Ctrl-C reaches the children once, through the supervisor
             preexec_fn=tie_to_supervisor,
         )
         child.started_s = time.monotonic()
@@ -179,7 +179,7 @@ class Supervisor:
         ended = f"{child.spec.name} {describe_end(returncode)}"
         is_starting = self._is_up is not None or not (has_settled or child.has_settled)
         if returncode > 0 and is_starting:
-            self._log(f"{ended} as it started; stopping")
+            self._log(f"{ended} during its start; stopping")
             return False
         child.has_settled |= has_settled or returncode < 0
         child.quick_deaths = 0 if has_settled else child.quick_deaths + 1

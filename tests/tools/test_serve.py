@@ -311,7 +311,7 @@ def test_missing_model_ends_the_server_with_one_line(start: Start, tmp_path: Pat
     errors = serve.errors.rest()
     first, *others = [line for line in errors.splitlines() if "waiting for one" not in line]
     assert "nowhere" in first
-    assert others == ["penstock serve: backend exited with status 1 as it started; stopping"]
+    assert others == ["penstock serve: backend exited with status 1 during its start; stopping"]
 
 
 def test_serve_has_every_option_of_backend_and_frontend() -> None:

@@ -135,7 +135,7 @@ def test_a_later_loan_shows_nothing_of_an_earlier_one(backend: TurnedBackend, cl
     for request_id, num_written in ((1, 4), (2, 1), (3, 0)):
         buffer = buffers.take()
         assert buffer.index == 0
-        with pytest.raises(BufferGone, match="no request"):
+        with pytest.raises(BufferGone, match="was not lent with a request"):
             buffer.rows()
         client.submit(request_id, output=BufferSlice(buffer, LOGITS, 4))
         loan = backend.submission().output
@@ -316,9 +316,9 @@ def test_a_client_without_buffers_can_lend_none(backend: TurnedBackend) -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (BufferReturn(0, 1, 1), "is returned, but not out"),
-        (BufferReturn(1, 1, 0), "is returned, but not out"),
-        (BufferReturn(9, 1, 0), "is returned, but not out"),
+        (BufferReturn(0, 1, 1), "which is not lent"),
+        (BufferReturn(1, 1, 0), "which is not lent"),
+        (BufferReturn(9, 1, 0), "which is not lent"),
         (BufferReturn(0, 2, 5), "5 rows"),
     ],
 )
@@ -341,7 +341,7 @@ def test_a_client_believes_no_return_of_what_it_has_not_lent(
     ("buffer_request", "reason"),
     [
         (BufferRequest(1, 4096, (BufferKind.CUDA,)), "can use cuda buffers, the backend shares host buffers"),
-        (BufferRequest(64, 1 << 30), "64 shared buffers of 1073741824 bytes are wanted; 1073741824 of"),
+        (BufferRequest(64, 1 << 30), "64 shared buffers of 1073741824 bytes; 1073741824 of"),
     ],
 )
 def test_a_wish_that_cannot_be_granted_is_refused_with_the_reason(
@@ -553,7 +553,7 @@ async def test_where_the_gpu_cannot_be_opened_the_hosts_buffers_serve(
         await until(lambda: client.ready)
         assert client.take_buffer().view().nbytes == 4096
         assert caplog.text.count("cannot be opened: no driver") == 1
-        assert device.num_allocated == 0  # it had said farewell
+        assert device.num_allocated == 0  # it had reported its buffers closed
         await client.close()
     with pytest.raises(ValueError, match="pass open_device"):
         BackendClient(socket_path, buffers=BufferRequest(1, 1, BOTH))

@@ -208,7 +208,7 @@ def test_a_directory_that_others_may_enter_is_refused(socket_path: Path) -> None
 
 def test_a_directory_that_cannot_be_made_is_named(socket_path: Path) -> None:
     socket_path.write_text("a file")
-    with pytest.raises(CannotListen, match=f"^{socket_path} cannot be made or entered: "):
+    with pytest.raises(CannotListen, match=f"^cannot create or enter {socket_path}: "):
         Rendezvous(socket_path / "s")
 
 

@@ -85,7 +85,7 @@ def test_a_child_that_fails_at_once_is_not_retried_and_its_status_is_passed_on(
     _, errors = supervisor.communicate()
     assert supervisor.returncode == 1
     assert errors.count("no such model") == 1
-    assert "backend exited with status 1 as it started; stopping" in errors
+    assert "backend exited with status 1 during its start; stopping" in errors
 
 
 def test_a_child_that_keeps_dying_is_given_up_with_a_truthful_status(
@@ -207,7 +207,7 @@ def test_an_exit_before_all_is_up_is_final_however_late(start: Callable[..., sub
     read(supervisor)
     _, errors = supervisor.communicate()
     assert supervisor.returncode == 4
-    assert "backend exited with status 4 as it started; stopping" in errors
+    assert "backend exited with status 4 during its start; stopping" in errors
 
 
 def test_once_all_is_up_an_exit_is_followed_by_a_restart(start: Callable[..., subprocess.Popen[str]]) -> None:
