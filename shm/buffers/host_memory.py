@@ -121,11 +121,9 @@ class PageLock:
             raise
 
     def copy(self, offset_bytes: int, num_bytes: int, destination: DeviceRow) -> None:
-        """Enqueue a copy on destination.stream; does not block. Raises DeviceError, and ValueError outside the mapping."""
+        """Enqueue a copy on destination.stream. Raises DeviceError, and ValueError outside the mapping."""
         if not 0 <= offset_bytes <= offset_bytes + num_bytes <= self._buffer.len:
-            raise ValueError(
-                f"{num_bytes} bytes at offset {offset_bytes} are requested; the mapping has {self._buffer.len}"
-            )
+            raise ValueError(f"{num_bytes} bytes at offset {offset_bytes}; the mapping has {self._buffer.len} bytes")
         self._device.copy_from_host(destination.pointer, self._buffer.buf + offset_bytes, num_bytes, destination.stream)
         self._device.record(self._last_copy, destination.stream)
 

@@ -253,9 +253,7 @@ class SharedBuffers:
         if buffer is None or buffer._state is not _State.LENT or buffer._generation != generation:
             raise ValueError(f"the backend returns loan {generation} of shared buffer {index}, which is not lent")
         if buffer.spec is None or num_rows * buffer.spec.row_bytes > buffer.num_bytes:
-            raise ValueError(
-                f"the backend returns {num_rows} rows in shared buffer {index} of {buffer.num_bytes} bytes"
-            )
+            raise ValueError(f"the backend returns {num_rows} rows in buffer {index} of {buffer.num_bytes} bytes")
         self.num_returned += 1
         buffer.num_rows = num_rows
         buffer._state = _State.HELD

@@ -127,9 +127,7 @@ class ConnectedFrontend:
             case bytes() as tokens:
                 pass
         if len(tokens) % 4 or len(tokens) < 4 * submit.num_prompt_tokens:
-            raise WireError(
-                f"{len(tokens)} bytes of tokens; a prompt of {submit.num_prompt_tokens} tokens needs 4 each"
-            )
+            raise WireError(f"{len(tokens)} bytes; a prompt of {submit.num_prompt_tokens} tokens has 4 per token")
         if submit.output is not None and len(tokens) > 4 * submit.num_prompt_tokens:
             raise WireError("an output buffer for a resubmitted request")
         return tokens

@@ -60,7 +60,7 @@ def test_a_device_is_found_by_its_uuid_wherever_it_stands(device: DriverDevice, 
     api: DeviceApi = device
     assert api.uuid == bytes([41]) * UUID_BYTES
     assert open_device(api.uuid, library).uuid == api.uuid
-    with pytest.raises(DeviceError, match="none of the 2 that this process sees"):
+    with pytest.raises(DeviceError, match="does not see the backend's GPU; it sees 2 others"):
         open_device(bytes(UUID_BYTES), library)
     with pytest.raises(DeviceError, match="device 2; this process sees 2 devices"):
         DriverDevice(2, library)
@@ -124,7 +124,7 @@ def test_a_mapping_is_page_locked_read_in_place_and_unlocked(device: DriverDevic
         lock.copy(5000, 4, DeviceRow(pointer + 8, 0))
         assert device.read(pointer + 8, 4) == b"read"
         for offset_bytes, num_bytes in ((-1, 4), (4 * mmap.PAGESIZE - 3, 4), (0, -1)):
-            with pytest.raises(ValueError, match=f"{num_bytes} bytes at offset {offset_bytes} are requested"):
+            with pytest.raises(ValueError, match=f"{num_bytes} bytes at offset {offset_bytes};"):
                 lock.copy(offset_bytes, num_bytes, DeviceRow(pointer, 0))
         device.free(pointer)
         lock.close()

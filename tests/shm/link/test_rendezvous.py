@@ -213,7 +213,7 @@ def test_a_directory_that_cannot_be_made_is_named(socket_path: Path) -> None:
 
 
 def test_a_path_too_long_for_a_socket_is_refused(socket_path: Path) -> None:
-    with pytest.raises(UnsafeDirectory, match="longer than 103 bytes"):
+    with pytest.raises(UnsafeDirectory, match="the limit is 103"):
         Rendezvous(socket_path.with_name("x" * 100))
 
 
