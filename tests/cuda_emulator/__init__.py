@@ -1,21 +1,21 @@
-"""Runs the CUDA kernels' own source on the CPU, so that they can be tested where there is no GPU.
+"""Run the CUDA kernels' own source on the CPU, to test them without a GPU.
 
-Each CUDA thread is a fiber: it runs until it waits for others at a barrier or in a call of its warp. Inline PTX is
-emulated (the CUSIM half of kernels/ptx.cuh). In all modes shared memory is new and full of NaNs in each block,
-subnormal floats are zero, copies by cp.async land as late as they may (or as early, in the reverse order), and these
-are named where they happen: divergent barriers, threads that end before one, bad shuffle masks, deadlocks, copies not
-waited for, arguments of the wrong number, size or element type, launches beyond __launch_bounds__.
+Each CUDA thread is a fiber that runs until it waits for others, at a barrier or in a warp operation. Inline PTX is
+emulated by the CUSIM half of kernels/ptx.cuh. In all modes, each block gets new shared memory full of NaNs, subnormal
+floats are zero, and cp.async copies land as late as allowed (in the reverse order, as early as allowed). All modes
+report, with the source line: divergent barriers, threads that end before a barrier, bad shuffle masks, deadlocks,
+copies that are not awaited, arguments of the wrong number, size or element type, and launches beyond __launch_bounds__.
 
-The checking mode, some twenty times slower, sees each access to memory. It names races within a block (only barriers of
-block or warp order accesses) and between blocks (only fences around atomics do), accesses beyond an argument's exact
-bytes or the block's shared memory, misaligned ones, writes through pointers to const, shared memory that is read before
-it is written, array indices, shifts and sums out of range.
+The mode "check" is about twenty times slower and sees every memory access. It also reports races within a block (only
+block and warp barriers order accesses) and between blocks (only fences around atomics do), accesses outside an
+argument's bytes or the block's shared memory, misaligned accesses, writes through pointers to const, reads of shared
+memory before it is written, and array indices, shifts and sums out of range.
 
-The mode "device" rounds as a GPU may: products and sums are fused, and approximations are off by what the manuals
+The mode "device" rounds as a GPU may: it fuses products and sums, and approximations have the errors that the manuals
 allow.
 
-What it cannot see: whether the asm half of ptx.cuh says what the other half does, which products a GPU's compiler
-fuses, weak memory order beyond the above, blocks that wait for each other, bank conflicts and speed.
+The emulator cannot find: differences between the two halves of ptx.cuh, which products a GPU compiler fuses, weaker
+memory order than above, blocks that wait for each other, bank conflicts, and speed.
 """
 
 from tests.cuda_emulator.launcher import EmulatedLauncher

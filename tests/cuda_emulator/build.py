@@ -1,6 +1,6 @@
-"""Compiles a kernel's source with g++ and binutils to a library for the emulator, and keeps it for the next time.
+"""Compile a kernel's source with g++ and binutils to a library for the emulator, and cache the library.
 
-Libraries lie in the user's cache directory under a name that hashes all that decides them, and appear there whole: any
+Libraries are in the user's cache directory, named by a hash of all their inputs. They are renamed into place, so any
 number of processes may build at once.
 """
 
@@ -29,18 +29,18 @@ _CPU_FLAGS = (
     "-fPIC",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
-    "-fno-gnu-unique",  # what one library defines must not serve another
+    "-fno-gnu-unique",  # libraries must not share their definitions
     "-fno-exceptions",
     "-w",
 )
 _KERNEL_FLAGS = {
     "fast": ("-O2",),
     "device": ("-O2", "-ffp-contract=fast", "-DCUSIM_AS_DEVICE"),
-    # Compiled for sanitizers that are not linked: the runtime has the functions that the code then calls.
+    # The sanitizers are not linked: the emulator's runtime defines the functions that instrumented code calls.
     "check": (
         "-O1",
         "-g1",
-        "-gdwarf-4",  # which addr2line reads in all its versions
+        "-gdwarf-4",  # all versions of addr2line read it
         "-fsanitize=thread,bounds,alignment,shift,signed-integer-overflow,integer-divide-by-zero,null",
         "-fno-sanitize-recover=all",
     ),
@@ -58,8 +58,8 @@ _ENTRY = re.compile(
 )  # fmt: skip
 
 
-# The static __shared__ variables are all that the compiler leaves to be zeroed at load. In a section of their own they
-# can be found, and poisoned for each block; guards between them belong to none.
+# Only static __shared__ variables are in .bss. They are moved to their own section, so that the runtime can find them
+# and poison them for each block. The guard bytes between them belong to no variable.
 _SHARED_VARIABLE = re.compile(r"\.local\t(?P<name>\S+)\n\s*\.comm\t\S+,(?P<bytes>\d+),(?P<alignment>\d+)\n")
 _IN_SHARED_SECTION = (
     r'.pushsection cusim_shared,"aw"\n.balign \g<alignment>\n.type \g<name>, @object\n.size \g<name>, \g<bytes>\n'
@@ -68,7 +68,7 @@ _IN_SHARED_SECTION = (
 
 
 def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) -> Path:
-    """The library with all kernels of source, in a mode of the launcher's. Raises KernelFailed."""
+    """Return the library with all kernels of source, built for one of the launcher's modes. Raises KernelFailed."""
     flags = (*_CPU_FLAGS, *_KERNEL_FLAGS[mode])
     defines = ("-DCUSIM", *(f"-D{name}={value}" for name, value in macros))
     directories = dict.fromkeys((source.parent, KERNELS_DIR))
@@ -96,7 +96,7 @@ def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) 
 
 @cache
 def build_runtime() -> Path:
-    """The library that all kernels' libraries share. Raises KernelFailed."""
+    """Return the library that all kernel libraries link to. Raises KernelFailed."""
     path = _directory() / f"runtime-{_runtime_key()}.so"
     if not _in_use(path):
         with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
@@ -114,7 +114,7 @@ def build_runtime() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class SharedVariable:
-    """A __shared__ variable, and where it lies among all of its library."""
+    """A __shared__ variable; offset is within its library's section."""
 
     name: str
     offset: int
@@ -122,7 +122,7 @@ class SharedVariable:
 
 
 def shared_variables(library: Path) -> list[SharedVariable]:
-    """All of a library's kernels, with the gaps between them left out."""
+    """Return the variables of all kernels of a library, without the gaps between them."""
     symbols = [line.split() for line in _run(("nm", "-S", str(library))).splitlines()]
     starts = [int(words[0], 16) for words in symbols if words[-1] == "__start_cusim_shared"]
     ends = [int(words[0], 16) for words in symbols if words[-1] == "__stop_cusim_shared"]
@@ -137,7 +137,7 @@ def shared_variables(library: Path) -> list[SharedVariable]:
 
 
 def _plain_name(symbol: str) -> str:
-    """The variable of a mangled name, which ends in its length and itself, or in those and a number."""
+    """Return the variable's name from a mangled name, which ends in the name's length, the name, and maybe a number."""
     for match in re.finditer(r"\d+", symbol):
         name = symbol[match.end() : match.end() + int(match[0])]
         if re.fullmatch(r"(_\d+|E?_\d+)?(\.\d+)?", symbol[match.end() + len(name) :]) and re.fullmatch(
@@ -148,7 +148,7 @@ def _plain_name(symbol: str) -> str:
 
 
 def source_lines(library: Path, offsets: list[str]) -> list[str]:
-    """Where in the kernels' sources instructions of a library come from: "inner.cuh:7 in kernel.cu:12"."""
+    """Return the source lines of a library's instructions, for example "inner.cuh:7 in kernel.cu:12"."""
     found = []
     for offset in offsets:
         frames = _run(("addr2line", "-i", "-e", str(library), offset)).split("\n")
@@ -159,10 +159,10 @@ def source_lines(library: Path, offsets: list[str]) -> list[str]:
 
 
 def _as_cpp(text: str, source: Path) -> str:
-    """Preprocessed CUDA source as C++ that offers its kernels."""
+    """Turn preprocessed CUDA source into C++ that exports its kernels."""
     text = _DYNAMIC_SHARED.sub(r"\g<type>* const \g<name> = cusim::dynamic_shared<\g<type>>();", text)
     if "extern __shared__" in text:
-        raise KernelFailed(f"{source.name}: a form of `extern __shared__` that the emulator does not know")
+        raise KernelFailed(f"{source.name}: the emulator does not support this form of `extern __shared__`")
     entries = []
     for entry in _ENTRY.finditer(text):
         names = [re.sub(r".*\W", "", parameter.strip()) for parameter in entry["parameters"].split(",")]
@@ -198,7 +198,7 @@ def _hash_of(*files: Path, texts: tuple[str, ...]) -> str:
 
 @cache
 def _directory() -> Path:
-    """Where libraries are kept. Forgets those that nobody has used for two weeks."""
+    """Return the cache directory, after deleting libraries that have not been used for two weeks."""
     directory = cache_dir() / "cuda-emulator"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     oldest = time.time() - _UNUSED_AFTER_S
@@ -206,13 +206,13 @@ def _directory() -> Path:
         try:
             if path.stat().st_mtime < oldest:
                 path.unlink()
-        except FileNotFoundError:  # another process was first
+        except FileNotFoundError:  # another process deleted it first
             continue
     return directory
 
 
 def _in_use(path: Path) -> bool:
-    """Whether path is there; if so, it is marked as used now."""
+    """Return whether path exists, and mark it as used now."""
     try:
         os.utime(path)
     except FileNotFoundError:

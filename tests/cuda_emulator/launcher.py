@@ -1,4 +1,4 @@
-"""A Launcher that runs kernels on the CPU, on torch tensors in the host's memory."""
+"""A Launcher that runs kernels on the CPU, on torch tensors in host memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 Mode = Literal["fast", "device", "check"]
 Order = Literal["forward", "reverse", "random"]
 Build = tuple[str, tuple[tuple[str, int], ...]]
-"""A source file and its macros: what one library is made of."""
+"""A source file and its macros, from which one library is built."""
 
 _ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 _POINTER, _FLOAT, _INTEGER = 0, 1, 2
 _SITE = re.compile(r"@([0-9a-f]+)@")
 _DIRECTORY = re.compile(r"/\S*/(?=\w+\.cuh?:)")
 _RUNNING = threading.Lock()
-"""The runtime has one state for the process."""
+"""Held during a launch, because the runtime has one state per process."""
 
 
 class _Argument(ctypes.Structure):
@@ -67,11 +67,11 @@ class _Launch(ctypes.Structure):
 
 
 class EmulatedLauncher:
-    """Runs each kernel before `launch` returns; see the package for what the modes check.
+    """Runs each kernel before `launch` returns. The package's docstring says what each mode checks.
 
-    order says in which sequence threads and blocks take their turns; results must not depend on it. seed is of the
-    random order, another one for each launch. Tensors lie on the CPU; a kernel may touch an argument's bytes from its
-    first element to its last, and no others. Raises KernelFailed with what the emulator found.
+    order is the sequence in which threads and blocks run; results must not depend on it. seed seeds the random order,
+    which differs between launches. Tensors are on the CPU; a kernel may access an argument's bytes from its first
+    element to its last, and no others. Raises KernelFailed with what the emulator found.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class _Library:
         self._shared_variables = (_SharedVariable * max(1, len(variables)))(*variables)
 
     def entry(self, kernel: Kernel) -> int:
-        """The address of what the library says of a kernel."""
+        """Return the address of the library's description of a kernel."""
         try:
             return ctypes.addressof(ctypes.c_char.in_dll(self._loaded, f"cusim_kernel_{kernel.entry}"))
         except ValueError:
             raise KernelFailed(f"{kernel}: {kernel.source} has no such kernel") from None
 
     def run(self, entry: int, launch: _Launch, arguments: tuple[Argument, ...]) -> str | None:
-        """Returns what went wrong, with lines of the source."""
+        """Return the error with source lines, or None."""
         values = [_value_of(argument) for argument in arguments]
         described = (_Argument * max(1, len(arguments)))(*map(_describe, arguments, values))
         launch.num_arguments, launch.arguments = len(arguments), described
@@ -177,7 +177,7 @@ _Value = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float
 def _value_of(argument: object) -> _Value:
     if isinstance(argument, torch.Tensor):
         if argument.device.type != "cpu":
-            raise KernelFailed(f"the emulator's tensors lie on the CPU, not on {argument.device}")
+            raise KernelFailed(f"a tensor is on {argument.device}; the emulator needs tensors on the CPU")
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, np.float32):
         return ctypes.c_float(float(argument))

@@ -1,4 +1,4 @@
-// Kernels that each have one bug where BUG is 1, and are right where it is 0. Blocks have 64 threads.
+// Kernels that each have one bug if BUG is 1, and are correct if it is 0. Blocks have 64 threads.
 
 #include "ptx.cuh"
 
@@ -28,7 +28,7 @@ extern "C" __global__ void missing_trailing_barrier(const float* in, float* out)
     out[threadIdx.x] = sum;
 }
 
-// Two stages: the next tile is under way into one while the other is read, and a stage is filled again only after all
+// Two stages: the next tile is copied into one while the other is read. A stage is filled again only after all threads
 // have read it.
 extern "C" __global__ void refilled_too_early(const float* in, float* out) {
     extern __shared__ __align__(16) unsigned char tiles[];
@@ -95,7 +95,7 @@ extern "C" __global__ void two_blocks_one_word(int* out) {
     }
 }
 
-// The last block to come adds up what all have left.
+// The last block to finish adds up the results of all blocks.
 extern "C" __global__ void missing_fence(float* out, unsigned* ticket) {
     __shared__ bool last;
     out[1 + blockIdx.x * 64 + threadIdx.x] = 1.0f;
@@ -111,7 +111,7 @@ extern "C" __global__ void missing_fence(float* out, unsigned* ticket) {
     out[0] = sum;
 }
 
-// As above, but the results are left after the ticket is taken.
+// Like missing_fence, but the bug writes the results after it takes the ticket.
 extern "C" __global__ void written_after_the_fence(float* out, unsigned* ticket) {
     if (threadIdx.x > 0) return;
     if (!BUG) out[1 + blockIdx.x] = 1.0f;
@@ -130,7 +130,7 @@ extern "C" __global__ void static_array_beyond(float* out, int shift) {
     out[threadIdx.x] = numbers[threadIdx.x + (BUG ? shift : 0)];
 }
 
-// Into another variable, as a pointer may.
+// A pointer into one variable reaches another.
 extern "C" __global__ void static_pointer_beyond(float* out, int shift) {
     __shared__ float before[64], numbers[64], after[64];
     before[threadIdx.x] = numbers[threadIdx.x] = after[threadIdx.x] = 1.0f;

@@ -1,5 +1,5 @@
-// A copy lands when its thread waits for it, the latest moment allowed, or, in the reverse order, at once, the
-// earliest: a missing wait shows in the one, a buffer that is still being read in the other.
+// A copy lands at the latest allowed moment, when its thread waits for it; in the reverse order it lands at the
+// earliest one, at once. The first shows a missing wait, the second a buffer that is still being read.
 
 #include "async_copies.h"
 
@@ -18,7 +18,7 @@ struct Copy {
     Here here;
 };
 
-// The copies of one thread: those of its groups in turn, then those that belong to no group yet.
+// The copies of one thread: its groups in order, then the copies that are in no group yet.
 struct Pipeline {
     std::vector<Copy> copies;
     std::vector<size_t> group_ends;

@@ -1,11 +1,11 @@
-// cp.async: groups of copies that are under way.
+// cp.async: groups of copies in flight.
 
 #pragma once
 
 namespace cusim {
 
 void reset_copies();
-// The current thread is about to end.
+// Call when the current thread is about to end.
 void check_copies_awaited();
 
 }  // namespace cusim

@@ -1,4 +1,4 @@
-// Bounds, alignment, races, and shared memory that is read before it is written, byte by byte.
+// Checks each byte for bounds, alignment, races, and reads of shared memory before it is written.
 
 #include "checker.h"
 
@@ -18,11 +18,11 @@ struct Record {
     bool atomic, under_way;
 };
 
-// What is known of one byte.
+// The known accesses to one byte.
 struct Cell {
     Record write, read;
-    uint32_t more_reads;  // 1 + the place in read_lists, if several threads have read since the write
-    uint32_t launch;      // in which more_reads was meant
+    uint32_t more_reads;  // 1 + index in read_lists, if several threads have read since the write
+    uint32_t launch;      // the launch for which more_reads is valid
 };
 
 constexpr uintptr_t kPageBytes = 4096;
@@ -53,7 +53,7 @@ const Region* find_region(uintptr_t address, size_t bytes) {
     return nullptr;
 }
 
-// The sites of accesses appear in errors as @offset@; whoever shows them looks up the source line.
+// Errors contain the sites of accesses as @offset@; launcher.py replaces them with source lines.
 uint32_t site_of(const void* address) { return uint32_t(number(address) - 1 - number(memory.module.image)); }
 
 [[noreturn]] void fail_out_of_bounds(uintptr_t address, size_t bytes, const char* verb, uint32_t site) {
@@ -106,7 +106,7 @@ class Check {
     }
 
   private:
-    // Shared memory is new in each block.
+    // Records of shared memory are valid in their own block only, because each block has new shared memory.
     bool valid(const Record& record) const {
         if (region_.sort == Sort::kShared) return record.moment.block == current_block();
         return in_this_launch(record.moment);
@@ -134,7 +134,8 @@ class Check {
              other.site);
     }
 
-    // Keeps only reads that no later write could be told to come after by other means.
+    // Keep only reads that are not ordered before another kept read: a write ordered after that one is ordered after
+    // them too.
     void remember_read(Cell& cell) {
         const bool replaces = !valid(cell.read) || cell.read.moment.thread == thread_ ||
                               ordered_before(cell.read.moment, thread_);
@@ -161,7 +162,7 @@ class Check {
     const Access access_;
     const Region& region_;
     const Record mine_;
-    uintptr_t address_ = 0;  // of the byte in question
+    uintptr_t address_ = 0;  // of the checked byte
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// What a kernel's source is compiled with on the CPU: the parts of CUDA C++ that our kernels use. -DCUSIM is set.
+// Included before a kernel's source when it is compiled for the CPU (with -DCUSIM): the parts of CUDA C++ that our
+// kernels use.
 
 #pragma once
 

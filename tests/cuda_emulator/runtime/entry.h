@@ -1,4 +1,4 @@
-// How a compiled library offers its kernels: CUSIM_KERNEL(name, "a,b", bound) defines `cusim_kernel_name`.
+// Exports the kernels of a compiled library: CUSIM_KERNEL(name, "a,b", bound) defines `cusim_kernel_name`.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 extern "C" {
 extern const char __ehdr_start[] __attribute__((visibility("hidden")));
 extern const char _end[] __attribute__((visibility("hidden")));
-// Of the section that holds the __shared__ variables, where there are any.
+// Bounds of the section with the __shared__ variables; null if there are none.
 extern char __start_cusim_shared[] __attribute__((weak, visibility("hidden")));
 extern char __stop_cusim_shared[] __attribute__((weak, visibility("hidden")));
 }
@@ -50,7 +50,7 @@ template <class... A, void (*kernel)(A...)> struct Described<kernel> {
 
 }  // namespace cusim
 
-// The last arguments are those of __launch_bounds__, or 0.
+// The arguments after PARAMETER_NAMES are those of __launch_bounds__, or 0.
 #define CUSIM_KERNEL(NAME, PARAMETER_NAMES, ...)                                                        \
     extern "C" const cusim::Kernel cusim_kernel_##NAME = {                                              \
         cusim::Described<&NAME>::run,  cusim::Described<&NAME>::parameters,                             \

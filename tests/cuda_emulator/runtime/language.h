@@ -18,7 +18,7 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
-#define __shared__ static  // the build moves these variables to a section of their own, fresh for each block
+#define __shared__ static  // build.py moves these variables to their own section, which is reset for each block
 
 #define CUSIM_VECTOR_2(T, NAME, ALIGNMENT)                        \
     struct alignas(ALIGNMENT) NAME##2 {                           \

@@ -14,18 +14,18 @@
 
 namespace cusim {
 
-constexpr unsigned kSubnormalsAreZero = 0x8040;  // of MXCSR: the kernels are compiled with -ftz=true
+constexpr unsigned kSubnormalsAreZero = 0x8040;  // MXCSR bits: GPU builds use -ftz=true
 
-// These three as launcher.py lays them out.
+// The layout of these three structures must match launcher.py.
 struct Argument {
     void* value;
-    int kind, bytes;  // of the value, a Kind
-    void* tensor;     // null for scalars; what follows is of tensors
+    int kind, bytes;  // of the value; kind is a Kind
+    void* tensor;     // null for scalars; the next members are for tensors
     size_t tensor_bytes;
     int dtype_kind, dtype_bytes;  // of an element
 };
 
-// A __shared__ variable: where in the module's section.
+// A __shared__ variable; offset is within the module's section.
 struct SharedVariable {
     const char* name;
     size_t offset, bytes;
@@ -46,9 +46,9 @@ struct Launch {
 
 namespace {
 
-constexpr size_t kMaxSharedBytes = 227 << 10;  // of any GPU that is served
+constexpr size_t kMaxSharedBytes = 227 << 10;  // the maximum over all supported GPUs
 constexpr size_t kSharedAlignment = 1024;
-constexpr int kPoison = 0xff;  // makes a NaN of every float
+constexpr int kPoison = 0xff;  // every float of these bytes is a NaN
 
 bool refuse(const char* format, int a, int b = 0, int c = 0) {
     char text[256];
@@ -117,7 +117,7 @@ std::vector<Region> regions_of(const Kernel& kernel, const Launch& launch) {
         add(argument.tensor, argument.tensor_bytes, sort,
             "argument " + std::to_string(i) + " (" + parameter_name(kernel, i) + ")");
     }
-    // What is const by one name may be written by another.
+    // An argument that is const may overlap one that is not, and then its bytes may change.
     for (Region& region : regions)
         for (const Region& other : regions)
             if (other.sort == Sort::kBuffer && other.begin < region.end && region.begin < other.end)
@@ -147,7 +147,7 @@ using namespace cusim;
 
 extern "C" const char* cusim_error() { return error.c_str(); }
 
-// Returns whether the launch ran to its end; if not, cusim_error says why.
+// Returns true if the launch ran to its end; otherwise cusim_error returns the reason.
 extern "C" bool cusim_launch(const Kernel* kernel, const Launch* launch) {
     error.clear();
     if (!fits(*kernel, *launch) || !arguments_match(*kernel, *launch)) return false;

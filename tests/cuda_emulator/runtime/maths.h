@@ -1,6 +1,6 @@
-// CUDA's arithmetic. Approximate functions are exact here, up to the rounding of the C library, unless CUSIM_AS_DEVICE
-// is defined: then each is off, this way or that, by up to as much as the PTX manual and the CUDA C++ Programming Guide
-// allow it, and what is said to round by itself stays out of fused products.
+// CUDA's arithmetic. Approximate functions are as exact as the C library, unless CUSIM_AS_DEVICE is defined. Then each
+// has an error of either sign, up to the limit in the PTX manual and the CUDA C++ Programming Guide, and operations
+// that round on their own (__fmul_rn and the like) are not fused.
 
 #pragma once
 
@@ -18,14 +18,14 @@ int abs(int) noexcept;
 }
 
 namespace cusim {
-// x, as a number that the compiler knows nothing of.
+// x, opaque to the compiler, so that it is not fused.
 static inline float rounded(float x) {
 #ifdef CUSIM_AS_DEVICE
     asm("" : "+x"(x));
 #endif
     return x;
 }
-// From -limit to limit, as the bits of x have it.
+// A pseudo-random error from -limit to limit, derived from the bits of x.
 static inline float error_of([[maybe_unused]] float x, [[maybe_unused]] float limit) {
 #ifdef CUSIM_AS_DEVICE
     return float(int(bit_cast<unsigned>(x) * 0x9e3779b9u) >> 8) * 0x1p-23f * limit;
@@ -33,7 +33,7 @@ static inline float error_of([[maybe_unused]] float x, [[maybe_unused]] float li
     return 0.0f;
 #endif
 }
-// y, which depends on x, with a relative error of at most that.
+// y with a relative error of at most `error`, derived from x.
 static inline float inexact(float y, float x, float error) {
     return __builtin_isfinite(y) ? rounded(y + y * error_of(x, error)) : y;
 }
@@ -51,7 +51,7 @@ static inline float tanhf(float x) { return inexact(::tanhf(x), x, 0x1p-22f); }
 #define logf cusim::logf
 #define tanhf cusim::tanhf
 
-// glibc owns some of these names.
+// Macros, because glibc defines some of these names.
 #define __expf expf
 #define __exp10f exp10f
 #define __logf logf

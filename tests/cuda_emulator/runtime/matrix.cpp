@@ -9,7 +9,7 @@ namespace {
 
 constexpr unsigned kWholeWarp = ~0u;
 
-// What one lane hands in; its address travels as the value of the warp call.
+// One lane's operands; the warp call passes their address as its value.
 struct Multiply {
     Number number;
     float* acc;
@@ -43,7 +43,7 @@ float to_float(Number number, unsigned pair, int index) {
     return number == Number::kBf16 ? bf16_to_float(bits) : half_to_float(bits);
 }
 
-typedef float Row __attribute__((vector_size(32)));  // of the 8 columns of b and acc
+typedef float Row __attribute__((vector_size(32)));  // the 8 columns of b and acc
 
 }  // namespace
 
@@ -69,7 +69,7 @@ void multiply(Thread* lanes) {
     check_whole(lanes, "mma");
     float a[16][16];
     Row b[16], acc[16];
-    // Lane 4 g + t holds the pair of columns 2t of rows g and g + 8, in a also of columns 2t + 8.
+    // Lane 4 g + t holds columns 2t and 2t + 1 of rows g and g + 8; of a, also columns 2t + 8 and 2t + 9.
     for (int lane = 0; lane < 32; ++lane) {
         const Multiply& mine = handed_in<Multiply>(lanes[lane]);
         const int g = lane / 4, t = lane % 4;

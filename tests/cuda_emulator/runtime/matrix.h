@@ -1,4 +1,4 @@
-// mma.m16n8k16 and ldmatrix, done for a whole warp once all its lanes have called.
+// mma.m16n8k16 and ldmatrix, executed for a whole warp once all its lanes have called.
 
 #pragma once
 

@@ -16,7 +16,7 @@ static inline void __threadfence() { cusim::fence(); }
 static inline void __threadfence_block() {}
 static inline void __threadfence_system() { cusim::fence(); }
 
-// Fibers do not preempt each other, so a plain read and write is atomic. The checker is told of it as one access.
+// Fibers do not preempt each other, so a plain read and write is atomic. The checker receives it as one access.
 #define CUSIM_ATOMIC(NAME, NEW_VALUE)                                                                              \
     template <class T>                                                                                             \
     __attribute__((no_sanitize("thread"), noinline)) static T NAME(T* address, std::common_type_t<T> value) {     \

@@ -8,7 +8,8 @@
 namespace cusim {
 namespace {
 
-// What a thread knew at a fence, published by the atomic that followed: its warp's clocks, and releases it had seen.
+// The knowledge of a thread at a fence, which the next atomic publishes: its warp's clocks, and the releases it had
+// seen.
 struct Release {
     Moment moment;
     uint32_t clocks[32];
@@ -16,18 +17,18 @@ struct Release {
 };
 
 struct ThreadOrder {
-    uint32_t clocks[32];       // of the lanes of its warp: what each did before has happened before
-    std::vector<int> known;    // releases, in ascending order
-    std::vector<int> read;     // releases of the atomics it performed since its last fence
+    uint32_t clocks[32];       // per lane of its warp: the lane's accesses up to this clock happened before
+    std::vector<int> known;    // releases it has seen, in ascending order
+    std::vector<int> read;     // releases read by its atomics since its last fence
     bool fenced = false;
     Release fence;
 };
 
 uint32_t block = 0, first_block = 1, epoch = 0;
-bool any_known = false;  // in this block
+bool any_known = false;  // whether any thread of this block has seen a release
 std::vector<ThreadOrder> orders;
 std::vector<Release> releases;
-std::unordered_map<uintptr_t, std::vector<int>> published;  // of each address that was used atomically
+std::unordered_map<uintptr_t, std::vector<int>> published;  // releases per atomically accessed address
 
 void unite(std::vector<int>& into, const std::vector<int>& more) {
     if (more.empty()) return;
@@ -125,7 +126,7 @@ void order_fence(int thread) {
     order.fence.moment = now(thread);
     memcpy(order.fence.clocks, order.clocks, sizeof order.clocks);
     order.fence.known = order.known;
-    ++order.clocks[thread % 32];  // what comes after the fence is not published by it
+    ++order.clocks[thread % 32];  // the fence does not publish later accesses
 }
 
 void order_atomic(int thread, uintptr_t address) {

@@ -1,6 +1,6 @@
-// Happens-before: which accesses of other threads an access may rely on. Within a block, barriers order; between
-// blocks, a fence, an atomic on some address, an atomic on it by the other block, and a fence there. Shuffles order
-// nothing.
+// Happens-before: which accesses of other threads are ordered before an access. Within a block, barriers order
+// accesses. Between blocks, it takes a fence and an atomic on some address in the first block, then an atomic on the
+// same address and a fence in the second. Shuffles order nothing.
 
 #pragma once
 
@@ -11,11 +11,11 @@
 
 namespace cusim {
 
-// A point in a thread's life.
+// A point in a thread's execution.
 struct Moment {
-    uint32_t block;  // counted over all launches, from 1; 0: never
-    uint32_t epoch;  // barriers that the block has met at
-    uint32_t clock;  // the thread's own: moments of one epoch are ordered by it
+    uint32_t block;  // counted over all launches from 1; 0 is never
+    uint32_t epoch;  // number of block barriers so far
+    uint32_t clock;  // the thread's own clock, which orders its moments within an epoch
     int thread;
 };
 
@@ -24,7 +24,7 @@ void begin_ordered_block(int num_threads);
 
 uint32_t current_block();
 Moment now(int thread);
-// The moment to which an atomic access counts: that of the fence that makes it publish, if there was one.
+// The moment of an atomic access: that of the fence before it, which it publishes, if there was one.
 Moment moment_of_atomic(int thread);
 bool ordered_before(const Moment& earlier, int thread);
 bool in_this_launch(const Moment& moment);

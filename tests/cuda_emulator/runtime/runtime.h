@@ -1,5 +1,5 @@
-// What emulated kernel code calls: one CUDA thread is one fiber, and all of them run on one CPU thread. A fiber runs
-// until it waits for others (a barrier, an operation of its warp) or ends; then the next one that can run does.
+// The functions that emulated kernel code calls. A CUDA thread is a fiber; all fibers run on one CPU thread. A fiber
+// runs until it ends or waits for others (at a barrier or in a warp operation); then the next ready fiber runs.
 
 #pragma once
 
@@ -12,7 +12,7 @@ struct uint3 {
 
 namespace cusim {
 
-// Where in the kernel's source a call stands.
+// The source location of a call in a kernel.
 struct Here {
     const char* file;
     int line;
@@ -22,19 +22,19 @@ struct Here {
     }
 };
 
-// The last parameter of a function that is to know its caller.
+// The last parameter of a function that needs its caller's location.
 #define CUSIM_HERE cusim::Here here = cusim::Here::caller()
 
-// What a running thread asks of its surroundings. One for all, as only one thread runs at a time.
+// The environment of the running thread. There is one object, because only one thread runs at a time.
 struct Machine {
-    uint3 thread_index;  // of the running thread, and so are the next
+    uint3 thread_index;  // of the running thread, like the members below
     unsigned lane;
     uint3 block_index, block_dim, grid_dim;
     unsigned char* dynamic_shared;
 };
 extern Machine machine;
 
-// ---- Threads that wait for each other ----
+// ---- Synchronization of threads ----
 
 enum class Vote { kNone, kOr, kAnd, kCount };
 
@@ -58,12 +58,12 @@ enum class WarpCall {
     kLdmatrix
 };
 
-// The lanes of mask exchange values. from_lane is of shuffles: whose value this thread gets.
+// The lanes in mask exchange values. from_lane: in a shuffle, the lane whose value this thread gets.
 uint64_t warp_call(WarpCall call, unsigned mask, uint64_t value, int from_lane, Here here);
 
 enum class Number { kBf16, kFp16 };
 
-// mma.m16n8k16 and ldmatrix of four matrices, in the fragments that the PTX manual gives.
+// mma.m16n8k16, and ldmatrix of four matrices, with the fragments of the PTX manual.
 void mma(Number number, float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Here here);
 void ldmatrix(unsigned (&registers)[4], bool transposed, const void* row, Here here);
 
@@ -73,10 +73,10 @@ void async_copy(void* shared, const void* source, int bytes, int source_bytes, H
 void async_commit();
 void async_wait(int allowed_groups);
 
-// ---- Memory order, which only the checker cares for ----
+// ---- Memory order; only the checker uses it ----
 
 void fence();
-// Before an atomic access of the given bytes, which site, an address in the kernel's code, performs.
+// Call before an atomic access of the given bytes. site: the address of the accessing code in the kernel.
 void before_atomic(const void* address, size_t bytes, const void* site);
 
 // ---- Numbers ----
@@ -84,7 +84,7 @@ void before_atomic(const void* address, size_t bytes, const void* site);
 uint16_t float_to_half(float x);
 float half_to_float(uint16_t x);
 
-// ---- Kernels as the compiled library offers them ----
+// ---- Kernels, as the compiled library exports them ----
 
 enum class Kind : int { kPointer, kFloat, kInteger, kOther };
 
@@ -97,12 +97,12 @@ struct Parameter {
 };
 
 struct Module {
-    const char *image, *image_end;    // of the whole library in memory
+    const char *image, *image_end;    // the whole library in memory
     char *shared, *shared_end;        // all static __shared__ variables
 };
 
 struct Kernel {
-    void (*run)(void** arguments);  // one thread of it
+    void (*run)(void** arguments);  // runs one thread
     const Parameter* parameters;
     int num_parameters;
     const char* parameter_names;  // comma-separated

@@ -1,5 +1,6 @@
-// The checking mode compiles kernels for the thread and undefined-behaviour sanitizers, but does not link those: here
-// are the functions that such code calls, which hand every access to the checker, and every fault to the launcher.
+// The checking mode compiles kernels with the thread and undefined-behaviour sanitizers, but does not link their
+// runtimes. This file defines the functions that such code calls: they pass every access to the checker and every fault
+// to the launcher.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,7 +21,7 @@ using cusim::check_access;
     void __tsan_volatile_read##BYTES(void* address) { check_access(address, BYTES, Access::kRead, HERE); }       \
     void __tsan_volatile_write##BYTES(void* address) { check_access(address, BYTES, Access::kWrite, HERE); }
 
-// All handlers' first member says where in the source.
+// The first member of the data of every handler: the source location.
 struct SourcePlace {
     const char* file;
     unsigned line, column;

@@ -9,7 +9,7 @@
 #include "async_copies.h"
 #include "waiting.h"
 
-// Saves the callee's registers and the stack pointer in *save, and continues where `load` was saved.
+// Push the callee-saved registers, save the stack pointer in *save, and continue where `load` was saved.
 extern "C" void cusim_switch(void** save, void* load);
 
 #if defined(__x86_64__)
@@ -53,14 +53,14 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = 128 << 10, kGuardBytes = 4096;
 
-char* stacks;  // kMaxThreads of them, each below a page that may not be touched
-std::vector<int> free_stacks;  // the one used last comes next, as caches still hold it
+char* stacks;  // kMaxThreads stacks, each with a protected guard page at its lower end
+std::vector<int> free_stacks;  // last in, first out, because caches still hold the last one
 void* launcher_stack_pointer;
 const Kernel* running;
 void** running_arguments;
 uint64_t random_state;
 
-// A ring: no thread is in it twice, so it never holds more than kMaxThreads.
+// A ring buffer. No thread is in it twice, so it never holds more than kMaxThreads.
 class ReadyQueue {
   public:
     void clear() { first_ = count_ = 0; }
@@ -94,8 +94,9 @@ char* stack_at(int index) { return stacks + size_t(index) * (kStackBytes + kGuar
 
 void thread_main();
 
-// A stack as cusim_switch leaves one: the saved registers, the address to go on at, and above it what a call would have
-// put there. Tops differ in their place within a page, or they would all compete for the same lines of the cache.
+// Prepare a stack as cusim_switch leaves it: the saved registers, the address at which to continue, and above it a
+// return address. Stack tops have different offsets within a page, because otherwise they would compete for the same
+// cache lines.
 void* first_stack_pointer(int index) {
     void** top = reinterpret_cast<void**>(stack_at(index) + kStackBytes - 64 - size_t(index % 64) * 448);
     *--top = nullptr;
@@ -145,7 +146,7 @@ void end_thread() {
     if (ready.empty()) fail_deadlocked();
 }
 
-// Every stack begins here. A thread that has not begun yet takes over the stack of the one that ends before it.
+// Every stack begins here. A thread that has not started takes over the stack of the thread that ended before it.
 void thread_main() {
     while (true) {
         running->run(running_arguments);
@@ -158,7 +159,7 @@ void thread_main() {
             resume(&never_resumed, next);
         }
         next.stack = stack;
-        next.stack_pointer = &next;  // begun; its true value is saved when it waits
+        next.stack_pointer = &next;  // not null, so it has started; cusim_switch saves the real value when it waits
         enter(next);
     }
 }

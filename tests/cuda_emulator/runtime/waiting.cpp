@@ -1,4 +1,4 @@
-// Barriers of the block, and calls in which the lanes of a warp meet. The last to arrive does the work for all.
+// Block barriers, and calls in which the lanes of a warp meet. The last thread to arrive does the work for all.
 
 #include "waiting.h"
 
@@ -19,7 +19,7 @@ struct Barrier {
 };
 
 Barrier barrier;
-std::vector<unsigned> waiting_lanes;  // of each warp
+std::vector<unsigned> waiting_lanes;  // a mask per warp
 
 int result_of(const Barrier& met, Vote vote) {
     return vote == Vote::kOr ? met.any : vote == Vote::kAnd ? met.all : met.count;

@@ -1,11 +1,11 @@
-// Barriers and warp calls, as the scheduler needs them.
+// The parts of barriers and warp calls that the scheduler and the launcher call.
 
 #pragma once
 
 namespace cusim {
 
 void reset_waiting();
-// The current thread has just ended.
+// Call when the current thread has just ended.
 void check_exit_leaves_no_barrier();
 
 }  // namespace cusim

@@ -1,4 +1,4 @@
-// Barriers, and operations of a warp.
+// Barriers and warp operations.
 
 #pragma once
 
@@ -38,7 +38,7 @@ template <class T> inline T shuffle(unsigned mask, T value, int from_lane, Here 
     return from_bits<T>(warp_call(WarpCall::kShuffle, mask, to_bits(value), from_lane, here));
 }
 
-// The lanes of this thread's part of the warp, of width lanes, are [part_start, part_start + width).
+// A shuffle splits the warp into parts of width lanes; this thread's part is [part_start, part_start + width).
 inline int part_start(int width) { return int(machine.lane) & ~(width - 1); }
 
 template <class T> inline T reduce(WarpCall call, unsigned mask, T value, Here here) {
@@ -76,7 +76,7 @@ template <class T> inline unsigned __match_any_sync(unsigned mask, T value, CUSI
     return unsigned(cusim::warp_call(cusim::WarpCall::kMatch, mask, cusim::to_bits(value), 0, here));
 }
 
-// int or unsigned, as CUDA has them.
+// T is int or unsigned, as in CUDA.
 template <class T> inline T __reduce_add_sync(unsigned mask, T value, CUSIM_HERE) {
     return cusim::reduce(cusim::WarpCall::kAdd, mask, value, here);
 }

@@ -15,7 +15,7 @@ struct GeluTanh {
     }
 };
 
-// Blocks: x rows, y chunks of 8 numbers, one a thread. size: a multiple of 8.
+// Blocks: x rows, y chunks of 8 numbers, one chunk per thread. size: a multiple of 8.
 template <class F>
 __device__ __forceinline__ void gate(const Act* gate_up, Act* out, int size, const F& activation) {
     const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;

@@ -1,8 +1,9 @@
-// Rows and pages from one place to another, 16 bytes a thread at a time, whatever they hold.
+// Copies of rows and pages of any contents. A thread copies 16 bytes at a time.
 
 constexpr int kThreads = 256;
 
-// out[i] = source[rows[i]], units of 16 bytes; where rows[i] is negative, out[i] stays. Blocks: x rows, y units.
+// out[i] = source[rows[i]], in units of 16 bytes; if rows[i] is negative, out[i] does not change. Blocks: x rows, y
+// units.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     gather_rows(const uint4* __restrict__ source, const int* __restrict__ rows, uint4* __restrict__ out, int units,
                 long long source_stride, long long out_stride) {
@@ -13,9 +14,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
 
 constexpr int kUnitsPerThread = 4;
 
-// Pages of source to pages of destination, in all layers. pairs [n, 2]: (source page, destination page), a negative
-// one is padding; no page is both. page_units: 16 bytes each, of one layer's page; the strides are those between
-// layers. Blocks: x pairs, y layers, z pieces of a page.
+// Copy pages of source to pages of destination, in all layers. pairs [n, 2]: (source page, destination page); a
+// negative page is padding; no page is both. page_units: 16-byte units per page and layer. The strides are between
+// layers, in units. Blocks: x pairs, y layers, z pieces of a page.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     copy_pages(const uint4* source, uint4* destination, const int* __restrict__ pairs, int page_units,
                long long source_stride, long long destination_stride) {

@@ -1,12 +1,12 @@
 // Attention of rows with one token each over their paged keys and values.
 //
-// A block takes an item (decode_items.cuh) and a KV head: the queries of the head's group over one chunk of a row's
-// context. Its warps share the chunk's tiles, each with a softmax of its own, and are merged at the end. A row of one
-// chunk is then done. Of a longer one the chunks leave their peaks, sums and unnormalised outputs in the workspace, and
-// the block that comes last merges them in their order: what a row becomes depends on nothing but the row.
+// A block processes an item (decode_items.cuh) and a KV head: the queries of the head's group over one chunk of a row's
+// context. Its warps share the chunk's tiles. Each warp has its own softmax state; the block merges them at the end. A
+// row of one chunk is then finished. The chunks of a longer row write their peaks, sums and unnormalised outputs to the
+// workspace, and the block that finishes last merges them in chunk order. So a row's output depends only on the row.
 //
-// Macros: KV_DTYPE, HEAD_DIM, NUM_WARPS. Dynamic shared memory: NUM_WARPS rings of ring_tiles tiles, or the merge's
-// rows where those are more.
+// Macros: KV_DTYPE, HEAD_DIM, NUM_WARPS. Dynamic shared memory: NUM_WARPS rings of ring_tiles tiles, or the rows of the
+// merge if they are larger.
 
 #include "decode_stream.cuh"
 #if KV_DTYPE == 0
@@ -18,7 +18,7 @@
 constexpr int kThreads = 32 * NUM_WARPS;
 constexpr int kFp32 = 0, kBf16 = 1;  // values of act; 2 is fp16
 
-// What a block does at a time.
+// A block's current work.
 struct Work {
     int row, chunk, num_chunks, kv_head;
 };
@@ -51,8 +51,8 @@ __device__ __forceinline__ void load_queries(WarpHeads& heads, const void* qkv, 
     else heads.load_queries(static_cast<const Fp16*>(qkv) + at, group);
 }
 
-// Four dimensions of a head, from `count` pieces that lie stride floats and peak_stride peaks apart: their common peak,
-// sum of weights, and sum of outputs.
+// Merges four dimensions of a head from `count` pieces, which are stride floats and peak_stride peaks apart: their
+// common peak, sum of weights, and sum of outputs.
 struct Merged {
     float peak, sum;
     float4 out;
@@ -70,14 +70,14 @@ struct Merged {
     }
 };
 
-// Where outputs go, and what chunks leave behind for each other.
+// The output, and the partial results of chunks in the workspace.
 struct Results {
     void* out;      // [row][head][HEAD_DIM], of the type that act names
     float* chunks;  // [row][head][max_chunks][HEAD_DIM], unnormalised
     float2* peaks;  // [row][head][max_chunks]: greatest logit, and sum of the weights relative to it
     int act, num_heads, group, max_chunks;
 
-    // The warps' results, rows [NUM_WARPS][group][kMergeStride], become the chunk's.
+    // Merge the warps' results, rows [NUM_WARPS][group][kMergeStride], into the chunk's.
     __device__ __forceinline__ void merge_warps(const Work& work, const float* rows,
                                                 const float2 (*row_peaks)[kMaxGroup]) const {
         for (int i = 4 * threadIdx.x; i < group * HEAD_DIM; i += 4 * kThreads) {
@@ -112,9 +112,9 @@ struct Results {
     }
 };
 
-// qkv: [rows, (num_heads + 2 num_kv_heads) * HEAD_DIM] and out: [rows, num_heads * HEAD_DIM], of the type that act
-// names. cache: the layer's. page_table: [slots, max_pages]. items, num_items: plan_decode's, with the same window and
-// max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
+// qkv [rows, (num_heads + 2 num_kv_heads) * HEAD_DIM] and out [rows, num_heads * HEAD_DIM] have the type that act
+// names. cache: the layer's pages. page_table: [slots, max_pages]. items, num_items: written by plan_decode with the
+// same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     decode_attention(const void* __restrict__ qkv, unsigned char* __restrict__ cache,
                      const int* __restrict__ page_table, const Item* __restrict__ items,
@@ -156,11 +156,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             span = Span(item.length, window, max_chunks);
             stream.open(item, span, next % num_kv_heads);
         }
-        __syncthreads();  // the rings are free for the warps' results
+        __syncthreads();  // all warps have read their rings, whose memory now takes the warps' results
         heads.store(rows + warp * group * kMergeStride, warp_peaks[warp], group);
         __syncthreads();
         results.merge_warps(work, rows, warp_peaks);
-        __syncthreads();  // and now for the next item's tiles
+        __syncthreads();  // the results have been read, so the rings can take the next item's tiles
         if (more) stream.start();
         if (work.num_chunks == 1) continue;
 

@@ -1,13 +1,13 @@
-// One warp's part of decode attention for fp32 caches: products and sums in fp32. Four lanes share a token of the keys,
-// each with every fourth piece of its dimensions; of the values each lane has its own dimensions.
+// One warp's part of decode attention for fp32 caches, with products and sums in fp32. For keys, four lanes share a
+// token, and each takes every fourth piece of its dimensions. For values, each lane has its own dimensions.
 
 #pragma once
 
 #include "decode_scores.cuh"
 
 struct WarpHeads {
-    static constexpr int kQuads = kMaxGroup / 4;                 // of heads
-    static constexpr int kOwnPieces = (HEAD_DIM / 4 + 31) / 32;  // of the output, 4 dimensions each
+    static constexpr int kQuads = kMaxGroup / 4;                 // groups of 4 heads
+    static constexpr int kOwnPieces = (HEAD_DIM / 4 + 31) / 32;  // a lane's pieces of the output, 4 dimensions each
 
     struct __align__(16) Shared {
         float queries[kMaxGroup][HEAD_DIM];
@@ -17,11 +17,11 @@ struct WarpHeads {
 
     Shared& shared;
     float out[kMaxGroup][kOwnPieces][4];
-    float peak[kQuads], sum[kQuads];  // of heads 4 i + lane % 4; a sum is of this lane's tokens only
+    float peak[kQuads], sum[kQuads];  // of heads 4 i + lane % 4; a sum covers this lane's tokens only
 
     __device__ __forceinline__ explicit WarpHeads(Shared& shared) : shared(shared) {}
 
-    // By all warps of the block. first: the first query of the group, of type T.
+    // Called by all warps of the block. first: the first query of the group.
     template <class T> __device__ __forceinline__ void load_queries(const T* first, int group) {
         for (int i = threadIdx.x; i < kMaxGroup * HEAD_DIM; i += 32 * NUM_WARPS)
             shared.queries[i / HEAD_DIM][i % HEAD_DIM] = i < group * HEAD_DIM ? to_float(first[i]) : 0.0f;
@@ -39,7 +39,7 @@ struct WarpHeads {
         __syncthreads();
     }
 
-    // Tokens from `token` on, of which those in [begin, end) count. Makes weights of the tile's scores.
+    // Turn the tile's scores into weights. The tile begins at `token`; only tokens in [begin, end) are visible.
     __device__ __forceinline__ void add_keys(const unsigned char* tile, const Scorer& scorer, int token, int begin,
                                              int end, int group) {
         float scores[kQuads][4];
@@ -62,7 +62,7 @@ struct WarpHeads {
         }
     }
 
-    // After a __syncwarp that follows add_keys.
+    // Call after a __syncwarp that follows add_keys.
     __device__ __forceinline__ void add_values(const unsigned char* tile, int group) {
         const int lane = threadIdx.x % 32;
         for (int token = 0; token < kTileTokens; ++token) {
@@ -114,7 +114,7 @@ struct WarpHeads {
     }
 
   private:
-    // Of this lane's dimensions.
+    // Partial products over this lane's dimensions.
     __device__ __forceinline__ void multiply_keys(float (&scores)[kQuads][4], const unsigned char* tile, int group) {
         const int token = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
 #pragma unroll
@@ -140,7 +140,7 @@ struct WarpHeads {
         }
     }
 
-    // Of four lanes with four heads each, the sum of head lane % 4.
+    // Four lanes have partial scores of four heads each; returns the sum of head lane % 4.
     __device__ __forceinline__ static float sum_of_lanes(const float (&scores)[4]) {
         const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
         const float low = (odd ? scores[1] : scores[0]) + __shfl_xor_sync(0xffffffffu, odd ? scores[0] : scores[1], 1);
@@ -148,7 +148,7 @@ struct WarpHeads {
         return (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 2);
     }
 
-    // Most tiles raise no peak, and then nothing is scaled; scaling by 1 would change no bit.
+    // Most tiles raise no peak, and then nothing is scaled. Scaling by 1 would not change any bit.
     __device__ __forceinline__ void raise_peaks(const float (&scores)[kQuads][1], int group) {
         const int lane = threadIdx.x % 32;
         float top[kQuads];

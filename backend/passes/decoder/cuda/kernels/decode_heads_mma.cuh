@@ -1,4 +1,4 @@
-// One warp's part of decode attention for caches of 16 and 8 bits: a group's queries, padded to 16 rows of
+// One warp's part of decode attention for 16-bit and 8-bit caches: the queries of a group, padded to the 16 rows of
 // mma.m16n8k16, attend to the warp's tiles.
 
 #pragma once
@@ -9,7 +9,7 @@ struct WarpHeads {
     static constexpr int kTiles = kTileTokens / 8;
     static constexpr int kSteps = HEAD_DIM / 16;
 
-    // Fragments of the queries: each warp's registers have them, unless the outputs leave no room there.
+    // The query fragments are in each warp's registers, or in shared memory if the outputs need the registers.
     static constexpr bool kSharedQueries = HEAD_DIM > 128;
     struct Shared {
         uint4 queries[kSharedQueries ? kSteps : 1][32];
@@ -19,11 +19,11 @@ struct WarpHeads {
     unsigned queries[kSharedQueries ? 1 : kSteps][4];
     unsigned weights[kTileTokens / 16][4];
     float out[HEAD_DIM / 8][4];  // rows lane / 4 and lane / 4 + 8
-    float peak[2], sum[2];       // of those rows; a sum is of this lane's tokens only
+    float peak[2], sum[2];       // of those rows; a sum covers this lane's tokens only
 
     __device__ __forceinline__ explicit WarpHeads(Shared& shared) : shared(shared) {}
 
-    // By all warps of the block. first: the first query of the group, of type T.
+    // Called by all warps of the block. first: the first query of the group.
     template <class T> __device__ __forceinline__ void load_queries(const T* first, int group) {
         if constexpr (kSharedQueries) {
             for (int step = threadIdx.x / 32; step < kSteps; step += NUM_WARPS) {
@@ -44,7 +44,7 @@ struct WarpHeads {
         sum[0] = sum[1] = 0.0f;
     }
 
-    // Tokens from `token` on, of which those in [begin, end) count. Makes weights of the tile's scores.
+    // Turn the tile's scores into weights. The tile begins at `token`; only tokens in [begin, end) are visible.
     __device__ __forceinline__ void add_keys(const unsigned char* tile, const Scorer& scorer, int token, int begin,
                                              int end, int) {
         float scores[kTiles][4];
@@ -146,7 +146,7 @@ struct WarpHeads {
         }
     }
 
-    // Most tiles raise no peak, and then nothing is scaled; scaling by 1 would change no bit.
+    // Most tiles raise no peak, and then nothing is scaled. Scaling by 1 would not change any bit.
     __device__ __forceinline__ void raise_peaks(const float (&scores)[kTiles][4]) {
         float top[2] = {peak[0], peak[1]};
 #pragma unroll

@@ -1,23 +1,23 @@
-// The pieces into which decode attention is cut: a chunk of one row's context each, for every KV head.
+// The items of decode attention. An item is one chunk of one row's context, for all KV heads.
 
 #pragma once
 
 constexpr int kShortestChunk = 256;  // tokens
-constexpr int kFirstMultiple = 16;   // a chunk begins at a multiple of this, and divides by it: divides page sizes
+constexpr int kFirstMultiple = 16;   // chunks begin at a multiple of this, which divides all page sizes
 
 struct __align__(16) Item {
     int row;
     int slot;
-    int length;  // tokens of the row's context, its own included
+    int length;  // tokens of the row's context, including the row's own token
     int chunk;
 };
 
-// What a row attends to, and how it is cut: by its own length and constants of the model only, so that a row's bits
-// know nothing of its batch.
+// The tokens that a row attends to, and how they are cut into chunks. This depends only on the row's length and on
+// constants of the model, so a row's bits do not depend on its batch.
 struct Span {
     int begin;         // the first token attended to
-    int first;         // where the first chunk begins: begin, rounded down
-    int chunk_tokens;  // of each but the last chunk
+    int first;         // start of the first chunk: begin, rounded down
+    int chunk_tokens;  // of every chunk except the last
     int num_chunks;
 
     __device__ __forceinline__ Span(int length, int window, int max_chunks) {

@@ -1,22 +1,22 @@
-// Once a step: the list of what decode attention has to do, the longest chunks first. Every layer uses it.
+// Lists the items of decode attention once per step, longest chunks first. All layers of the same window use the list.
 
 #include "decode_items.cuh"
 
 constexpr int kWarps = NUM_THREADS / 32;
-constexpr int kBuckets = 128;  // of lengths: 4 to each power of two
+constexpr int kBuckets = 128;  // of lengths: 4 per power of two
 
-// 0 is the bucket of the longest chunks. Within a bucket the order is whatever comes: results do not depend on it.
+// Bucket 0 has the longest chunks. The order within a bucket is arbitrary; results do not depend on it.
 __device__ __forceinline__ int bucket_of(int tokens) {
     const int octave = 31 - __clz(tokens);
     const int quarter = octave < 2 ? 0 : tokens >> (octave - 2) & 3;
     return kBuckets - 1 - (4 * octave + quarter);
 }
 
-// context_lens, slots: [num_rows]. A row without a slot (-1) is passed over. items holds num_rows * max_chunks.
+// context_lens, slots: [num_rows]. A row without a slot (-1) is skipped. items has space for num_rows * max_chunks.
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     plan_decode(const int* __restrict__ context_lens, const int* __restrict__ slots, Item* __restrict__ items,
                 int* __restrict__ num_items, int num_rows, int window, int max_chunks) {
-    __shared__ int places[kBuckets];  // first how many items, then where the next one goes
+    __shared__ int places[kBuckets];  // first the number of items, then the index of the next item
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int i = threadIdx.x; i < kBuckets; i += NUM_THREADS) places[i] = 0;
     __syncthreads();

@@ -1,4 +1,4 @@
-// What both kinds of decode attention share: from q · k to logits, and how a warp's results are laid out for the merge.
+// Shared by both kinds of decode attention: from q · k to logits, and the layout of a warp's results for the merge.
 
 #pragma once
 
@@ -6,9 +6,9 @@
 
 constexpr int kMaxGroup = 16;
 constexpr int kMergeStride = HEAD_DIM + 8;  // floats: rows that a warp writes at once begin in different banks
-constexpr float kNoPeak = -1e30f;           // below all logits, finite so that differences stay numbers
+constexpr float kNoPeak = -1e30f;           // below all logits; finite, so that differences are not NaN
 
-// Of tokens that are not attended to: the weight is 0.
+// The logit of tokens outside the row's span: their weight is 0.
 __device__ __forceinline__ float hidden_logit() { return -infinity(); }
 
 // Logits in units of log2(e): scale · q·k, or cap · tanh(scale · q·k / cap).

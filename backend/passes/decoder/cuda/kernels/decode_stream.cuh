@@ -1,5 +1,5 @@
-// One warp's way through a chunk: keys and values of every NUM_WARPS-th tile, K V K V …, through a ring in shared
-// memory of the warp's own, so that nobody waits for another warp.
+// Streams a warp's tiles of a chunk through shared memory: keys and values of every NUM_WARPS-th tile, K V K V …, in a
+// ring that belongs to the warp, so that no warp waits for another.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 constexpr int kMaxRingTiles = 8;
 
-// At most `pending` of this thread's cp.async groups are still under way.
+// Wait until at most `pending` of this thread's cp.async groups are still in flight.
 __device__ __forceinline__ void wait_for_copies(int pending) {
     switch (pending) {
         case 0: cp_async_wait<0>(); break;
@@ -22,19 +22,19 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
 }
 
 struct TileStream {
-    // What all items share.
-    unsigned char* ring;  // the warp's
+    // The same for all items.
+    unsigned char* ring;  // of this warp
     int ring_tiles;
     unsigned char* layer;
     const int* page_table;
     int max_pages, page_shift, num_kv_heads;
 
-    // Of the chunk: tokens in [begin, end) count, and the warp's tiles begin at token first, first + stride, …
+    // Of the chunk: tokens in [begin, end) are visible; the warp's tiles begin at tokens first, first + stride, …
     const int* row_pages;
     int begin, end, first, num_tiles, kv_head;
-    int pages;             // lane i: the page of the i-th run of this and the next tiles, of 32 runs in all
-    int copied;            // tiles of keys and tiles of values, counted together
-    int copy_at, read_at;  // where in the ring
+    int pages;             // lane i: the page of run i of the 32 runs that find_pages looked up last
+    int copied;            // tiles copied; keys and values count separately
+    int copy_at, read_at;  // indices into the ring
 
     static constexpr int kStride = NUM_WARPS * kTileTokens;
 
@@ -43,7 +43,7 @@ struct TileStream {
         : ring(ring), ring_tiles(ring_tiles), layer(layer), page_table(page_table), max_pages(max_pages),
           page_shift(page_shift), num_kv_heads(num_kv_heads) {}
 
-    // Names the chunk, and asks for its pages.
+    // Set the chunk and load its page numbers.
     __device__ __forceinline__ void open(const Item& item, const Span& span, int head) {
         row_pages = page_table + static_cast<long long>(item.slot) * max_pages;
         kv_head = head;
@@ -60,10 +60,10 @@ struct TileStream {
         for (int i = 0; i < ring_tiles - 1; ++i) copy();
     }
 
-    // The next tile, to be read until the next call. The whole warp calls.
+    // Return the next tile, valid until the next call. The whole warp calls.
     __device__ __forceinline__ const unsigned char* next() {
         wait_for_copies(ring_tiles - 2);
-        __syncwarp();  // everyone's copies are there, and everyone is done with the tile that is overwritten now
+        __syncwarp();  // all lanes' copies have arrived, and all lanes have read the tile that is overwritten next
         copy();
         const unsigned char* tile = ring + read_at * kTileBytes;
         read_at = read_at + 1 == ring_tiles ? 0 : read_at + 1;

@@ -1,27 +1,27 @@
-// Tiles of keys or values in shared memory: how they get there, and the fragments of mma.m16n8k16 that are read out of
-// them. KV_DTYPE and HEAD_DIM are macros. A tile is what one warp works on at a time.
+// Tiles of keys or values in shared memory: copying them there, and reading fragments of mma.m16n8k16 from them. A warp
+// works on one tile at a time. Macros: KV_DTYPE, HEAD_DIM.
 
 #pragma once
 
 #include "values.cuh"
 
-// Of 8-bit numbers one ldmatrix takes 16 dimensions of 32 tokens, of 16-bit ones of 16.
+// One ldmatrix loads 16 dimensions: of 32 tokens with 8-bit numbers, of 16 tokens with 16-bit numbers.
 constexpr int kTileTokens = 32 / int(sizeof(Kv));
 constexpr int kRowBytes = HEAD_DIM * int(sizeof(Kv));
 constexpr int kRowPieces = kRowBytes / 16;
-// Rows that are read at once begin in different banks: those of ldmatrix if a row is an odd number of pieces, those of
-// the fp32 kernel, half a row of banks from each of two tokens, if it is 4 more than a multiple of 8.
+// Rows that are read at once must begin in different banks. For ldmatrix, a row must be an odd number of pieces. The
+// fp32 kernel reads half a row of banks from each of two tokens; there it must be 4 more than a multiple of 8.
 constexpr int kRowStride = 16 * (sizeof(Kv) == 4 ? kRowPieces + (12 - kRowPieces % 8) % 8 : kRowPieces | 1);
 constexpr int kScaleRowBytes = kKvHasScales ? HEAD_DIM / kQ8Block * int(sizeof(Fp16)) : 0;
 constexpr int kTileBytes = kTileTokens * (kRowStride + kScaleRowBytes);  // rows, then all scales
 
-// Tokens that begin at a multiple of kRun and are as many lie in one page, and their numbers in one range of bytes.
+// kRun tokens that begin at a multiple of kRun are in one page, and their numbers are in one range of bytes.
 constexpr int kRun = 16;
 constexpr int kTileRuns = kTileTokens > kRun ? kTileTokens / kRun : 1;
 constexpr int kRunTokens = kTileTokens / kTileRuns;
 
-// One run of a tile, by a warp, with cp.async. block: the page's keys or values of one head. token: the run's first.
-// Places of tokens from end on are not read, and become zeros.
+// Copy one run of a tile with cp.async, by a warp. block: the page's keys or values of one head. token: the run's
+// first. Tokens at or after `end` are not read; their numbers are zeros in the tile.
 __device__ __forceinline__ void copy_run(unsigned char* tile, int run, const unsigned char* block, int page_size,
                                          int token, int end) {
     const int lane = threadIdx.x % 32, place = token & (page_size - 1);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_run(unsigned char* tile, int run, const uns
 
 #if KV_DTYPE != 0
 
-// Operands of the products: bf16 caches stay bf16, 8-bit numbers become fp16, which holds them exactly.
+// Operands of the products: bf16 caches stay bf16; 8-bit numbers become fp16, which represents them exactly.
 #if KV_DTYPE == 1
 __device__ __forceinline__ unsigned pack_operands(float low, float high) { return pack_bf16x2(low, high); }
 __device__ __forceinline__ void mma(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -58,9 +58,9 @@ __device__ __forceinline__ void mma(float (&acc)[4], const unsigned (&a)[4], uns
 }
 #endif
 
-// Which dimensions a lane's values are. Queries: of step s, 16 dimensions, registers 0 and 1 of the fragment have those
-// that half = 0 names and the one after, 2 and 3 those of half = 1. With 8-bit numbers a lane's four bytes of a key are
-// neighbours, so its query's must be; the order of dimensions within a product is free.
+// The first dimension in a lane's query registers. A step has 16 dimensions: registers 0 and 1 of the fragment hold the
+// returned dimension of half = 0 and the next one, registers 2 and 3 those of half = 1. With 8-bit numbers, a lane's
+// four bytes of a key are neighbours, so its query dimensions must be too; a product may use any order of dimensions.
 __device__ __forceinline__ int query_dim(int step, int half) {
     const int j = threadIdx.x % 4;
     return 16 * step + (sizeof(Kv) == 2 ? 8 * half + 2 * j : 4 * j + 2 * half);
@@ -68,7 +68,7 @@ __device__ __forceinline__ int query_dim(int step, int half) {
 
 #if KV_DTYPE == 1
 
-// keys[i]: b0 and b1 of dimensions 16 step … and tokens 8 i … of the tile.
+// keys[i]: b0 and b1 for the 16 dimensions of the step and the tile's tokens 8 i to 8 i + 7.
 __device__ __forceinline__ void load_keys(unsigned (&keys)[kTileTokens / 8][2], const unsigned char* tile, int step) {
     const int lane = threadIdx.x % 32, token = lane % 8 + lane / 16 * 8;
     unsigned r[4];
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_keys(unsigned (&keys)[kTileTokens / 8][2], 
     keys[0][0] = r[0], keys[0][1] = r[1], keys[1][0] = r[2], keys[1][1] = r[3];
 }
 
-// values[k][n]: b0 and b1 of tokens 16 k … and the n-th 8 of dimensions 16 block …; see output_dim.
+// values[k][n]: b0 and b1 for tokens 16 k to 16 k + 15 and the n-th 8 of the block's 16 dimensions; see output_dim.
 __device__ __forceinline__ void load_values(unsigned (&values)[kTileTokens / 16][2][2], const unsigned char* tile,
                                             int block) {
     const int lane = threadIdx.x % 32;
@@ -85,13 +85,13 @@ __device__ __forceinline__ void load_values(unsigned (&values)[kTileTokens / 16]
     values[0][0][0] = r[0], values[0][0][1] = r[1], values[0][1][0] = r[2], values[0][1][1] = r[3];
 }
 
-#else  // 8-bit numbers: 4 in a register, of which two pairs are made
+#else  // 8-bit numbers: 4 in a register, which become two pairs
 
 #if KV_DTYPE == 2
 
-// Bytes `first` and `second` of four int8, times the scales in the two halves.
+// The two int8 numbers that selector picks from four, times the scales in the two halves.
 __device__ __forceinline__ unsigned widen(unsigned bytes, unsigned selector, unsigned scales) {
-    // 128 more than the number, in the low bits of 1024.
+    // As fp16: 1024 + 128 + the number, because the byte is in the low bits of 1024.
     const unsigned raised = prmt(bytes ^ 0x80808080u, 0x64646464u, selector);
     return mul_f16x2(add_f16x2(raised, 0xe480e480u), scales);  // -1152: exact
 }
@@ -127,8 +127,8 @@ __device__ __forceinline__ void load_keys(unsigned (&keys)[kTileTokens / 8][2], 
     }
 }
 
-// A transposed register has two dimensions of each of two tokens: even dimensions make the first 8 of 16, odd ones the
-// other 8.
+// A transposed register has two dimensions of each of two tokens. Even dimensions form the first 8 of 16, odd
+// dimensions the other 8.
 __device__ __forceinline__ void load_values(unsigned (&values)[kTileTokens / 16][2][2], const unsigned char* tile,
                                             int block) {
     const int lane = threadIdx.x % 32;
@@ -145,8 +145,8 @@ __device__ __forceinline__ void load_values(unsigned (&values)[kTileTokens / 16]
 
 #endif
 
-// The dimension that element e (0 or 1; 2 and 3 are of another query) of an accumulator is of, with values[..][n] of
-// `block`.
+// The dimension of element e of an accumulator of values[..][n] of `block`. e is 0 or 1; elements 2 and 3 belong to
+// another query.
 __device__ __forceinline__ int output_dim(int block, int n, int e) {
     const int j = threadIdx.x % 4;
     return 16 * block + (sizeof(Kv) == 2 ? 8 * n + 2 * j + e : 4 * j + 2 * e + n);

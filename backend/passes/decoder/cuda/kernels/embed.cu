@@ -1,14 +1,14 @@
-// The embedding of each token of a step, as the residual stream begins.
+// Writes the embedding of each token of a step to the residual stream.
 
 #include "step_rows.cuh"
 #include "values.cuh"
 
 constexpr int kThreads = 128;
-constexpr int kFromSlot = -1;        // instead of a token id: the one last sampled for the row's slot
-constexpr int kFromEmbeddings = -2;  // the row is there already
+constexpr int kFromSlot = -1;        // stands for the token last sampled for the row's slot
+constexpr int kFromEmbeddings = -2;  // the residual stream already has the embedding
 
-// table [vocab_size, hidden], input_ids [T], last_tokens [max_slots], residual [T, hidden] fp32. A token that is none,
-// or the last one of a padding row, gives zeros. Blocks: x tokens, y chunks of 8 numbers, one a thread.
+// table [vocab_size, hidden], input_ids [T], last_tokens [max_slots], residual [T, hidden] fp32. An id outside the
+// table gives zeros, and so does kFromSlot in a padding row. Blocks: x tokens, y chunks of 8 numbers, one per thread.
 extern "C" __global__ void __launch_bounds__(kThreads, 8)
     embed(const Act* __restrict__ table, const int* __restrict__ input_ids, const int* __restrict__ last_tokens,
           const int* __restrict__ query_starts, const int* __restrict__ slots, float* __restrict__ residual,

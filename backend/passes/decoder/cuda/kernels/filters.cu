@@ -1,20 +1,20 @@
-// Top-k, typical-p and top-p without a sort. Each filter keeps the tokens whose key is not above a threshold, all of
-// those that share it included. Keys are the bits of a float that is not negative, and the threshold is found by 11, 10
-// and 10 bits, from histograms of the tokens that share the bits found so far: of how many there are, or of their
-// probability mass. Mass is a whole number of 2^-38 of the peak's, so that sums do not depend on their order and the
-// levels agree.
+// Top-k, typical-p and top-p without a sort. Each filter keeps the tokens whose key is at most a threshold, ties
+// included. A key is the bits of a non-negative float. The threshold is found in three levels, of 11, 10 and 10 bits,
+// each from a histogram over the tokens that share the bits found so far: of their count (top-k) or of their
+// probability mass. Mass is an integer multiple of 2^-38 of the peak's mass, so sums do not depend on their order and
+// the levels agree.
 
 #include "sampling.cuh"
 
 constexpr float kWholeMass = 274877906944.0f;  // 2^38
-constexpr int kHalfMassBits = 19;              // mass is added up in two halves: 32 bits hold the sum of a segment's
+constexpr int kHalfMassBits = 19;              // mass is summed in two halves, so that 32 bits hold a segment's sums
 
 // e^-scaled_gap
 __device__ __forceinline__ unsigned long long mass_of(float scaled_gap) {
     return (unsigned long long)(ex2_approx(scaled_gap * -kLog2E) * kWholeMass);
 }
 
-// The sum over the block of all threads' x before this one's, and of all.
+// Prefix sum over the block: `before` is the sum of x of all earlier threads, total of all threads.
 __device__ __forceinline__ void scan_block(unsigned long long x, unsigned long long* total_of_warp,
                                            unsigned long long& before, unsigned long long& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void scan_block(unsigned long long x, unsigned long l
     }
 }
 
-// The mean of the scaled gaps under the distribution that top-k left: its entropy, but for a constant.
+// The mean of the scaled gaps under the distribution after top-k: its entropy, up to a constant.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) mean_gaps(STEP_PARAMETERS) {
     __shared__ __align__(16) float segment_biases[kSegment];
     __shared__ unsigned long long sum_of_warp[2][kMaxWarps];
@@ -67,13 +67,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) mean_gaps(STEP_PARAMET
     state.gap_mass = 0;
 }
 
-enum Filter { kTopK, kTypical, kTopP };  // in the order in which they apply; see cuda/sampling.py
+enum Filter { kTopK, kTypical, kTopP };  // in the order in which they apply; see step/device_sampler.py
 
 __device__ __forceinline__ bool is_on(const SlotParams& params, int filter) {
     return filter == kTopK ? params.top_k > 0 : filter == kTypical ? params.typical_p < 1.0f : params.top_p < 1.0f;
 }
 
-// How much of total the filter keeps, at least.
+// The minimum of `total` that the filter keeps.
 __device__ __forceinline__ unsigned long long target_of(const SlotParams& params, int filter,
                                                         unsigned long long total) {
     if (filter == kTopK) return params.top_k;
@@ -82,7 +82,7 @@ __device__ __forceinline__ unsigned long long target_of(const SlotParams& params
     return max(whole + (double(whole) < exact), 1ull);
 }
 
-// One level of one filter of the rows that have it. histograms [L, kBins]: zeros, before and after.
+// One level of one filter, for the rows that have it. histograms [L, kBins]: zeros before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     filter_level(STEP_PARAMETERS, unsigned long long* histograms, int filter, int level) {
     __shared__ __align__(16) float segment_biases[kSegment];
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         before += content;
     }
     for (int i = 0; i < bins_each; ++i) histogram[i] = 0;
-    __syncthreads();  // the target has been read
+    __syncthreads();  // all threads have read state.target
     if (found < 0) return;
     const unsigned key = level == 0 ? found : prefix << 10 | found;
     state.prefix = key;

@@ -1,10 +1,11 @@
-// A row of logits 8 at a time, and numbers ordered as integers.
+// Reading a row of logits 8 at a time, and floats as integers of the same order.
 
 #pragma once
 
 #include "values.cuh"
 
-// Of tokens first … first + 7, a multiple of 8; -inf past the vocabulary. Rows may begin anywhere.
+// Load the logits of tokens first to first + 7; -inf past the vocabulary. first is a multiple of 8. Rows may have any
+// alignment.
 __device__ __forceinline__ void load_logits(const Act* row, int vocab_size, int first, float (&x)[8]) {
     if (reinterpret_cast<unsigned long long>(row) % 16 == 0 && first + 8 <= vocab_size) {
         load8(row + first, x);
@@ -16,7 +17,7 @@ __device__ __forceinline__ void load_logits(const Act* row, int vocab_size, int 
 
 constexpr unsigned kNotANumber = 0xffffffffu;
 
-// Larger for larger numbers; of NaN largest of all.
+// An integer that is larger for larger numbers, and largest for NaN.
 __device__ __forceinline__ unsigned order_of(float x) {
     const unsigned bits = __float_as_uint(x);
     if (x != x) return kNotANumber;
@@ -26,7 +27,8 @@ __device__ __forceinline__ float number_of(unsigned order) {
     return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
 
-// The largest wins; of equal scores the lowest token. 0 is less than any.
+// Encodes a score and its token so that the larger score wins, and the lower token among equal scores. 0 is less than
+// any candidate.
 __device__ __forceinline__ unsigned long long candidate(float score, int token) {
     return (unsigned long long)(order_of(score)) << 32 | ~unsigned(token);
 }

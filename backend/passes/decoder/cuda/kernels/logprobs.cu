@@ -1,11 +1,11 @@
-// Log probabilities of the sampled token and of the likeliest ones, by the raw logits.
+// Log probabilities of the sampled token and of the most likely tokens, from the raw logits.
 
 #include "logits.cuh"
 #include "reduce.cuh"
 
 constexpr int kThreads = 1024;
 
-// The best token of this thread's share that is less than `below`.
+// The best candidate of this thread's share of the row that is less than `below`.
 __device__ __forceinline__ unsigned long long best_below(const Act* row, int vocab_size, unsigned long long below) {
     unsigned long long best = 0;
     for (int first = threadIdx.x * 8; first < vocab_size; first += kThreads * 8) {
@@ -20,8 +20,9 @@ __device__ __forceinline__ unsigned long long best_below(const Act* row, int voc
     return best;
 }
 
-// A block a row that asks. logits [L, logits_stride], tokens [L]; rows [K], -1: padding. chosen and ranks [K], top_ids
-// and top [K, width], width at most vocab_size. A row without a token gets NaN, rank 0 and ids of -1.
+// One block per row that reports log probabilities. logits [L, logits_stride], tokens [L]; rows [K], -1 is padding.
+// chosen and ranks [K]; top_ids and top [K, width], width at most vocab_size. A row without a token gets NaN, rank 0
+// and ids of -1.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     log_probabilities(const Act* __restrict__ logits, long long logits_stride, int vocab_size,
                       const int* __restrict__ tokens, const int* __restrict__ rows, float* __restrict__ chosen,
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rank = reduce_block(rank, rank_of_warp, Sum{});
     const float log_sum = logf(sum);
     if (threadIdx.x == 0) chosen[blockIdx.x] = own - peak - log_sum, ranks[blockIdx.x] = rank;
-    // A tournament: each thread enters the best of its share, and who wins looks for its next one.
+    // A tournament: each thread enters the best candidate of its share, and the winner then enters its next one.
     for (int i = 0; i < width; ++i) {
         best = reduce_block(mine, best_of_warp[i % 2], Largest{});
         if (threadIdx.x == 0) top_ids[i] = token_of(best), top[i] = score_of(best) - peak - log_sum;

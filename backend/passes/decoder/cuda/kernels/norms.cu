@@ -1,9 +1,9 @@
-// residual += delta, and the RMS norm of the sum (arXiv 1910.07467). One block a row, which it holds in registers.
+// residual += delta, and the RMS norm of the sum (arXiv 1910.07467). One block per row, which it keeps in registers.
 
 #include "reduce.cuh"
 #include "values.cuh"
 
-constexpr int kChunksHeld = 2;  // of 8 numbers, by each thread
+constexpr int kChunksHeld = 2;  // chunks of 8 numbers in each thread's registers
 
 // residual [T, hidden] fp32, delta and out [T, hidden], weight [hidden]. hidden: a multiple of 8, at most
 // 8 * kChunksHeld * blockDim.x.

@@ -1,9 +1,9 @@
-// Attention of a step's tokens over the paged keys and values of their sequences, their own included, by the tensor
+// Attention of a step's tokens over the paged keys and values of their sequences, including their own, on the tensor
 // cores: 16-bit products, sums and softmax in fp32. After FlashAttention-2 (arXiv 2307.08691).
 //
-// grid (kv heads, query tiles), 128 threads. A warp has 16 or 32 query rows of its own, whatever the others do. A tile
-// of keys that a row may not see at all leaves the row's state as it is to the last bit: its result is a function of
-// its position, its query and the keys and values up to there, wherever the row stands in a tile, a chunk or a step.
+// grid (kv heads, query tiles), 128 threads. A warp has its own 16 or 32 query rows, independent of the other warps. A
+// tile of keys that a row may not see leaves every bit of the row's state unchanged. So a row's result depends only on
+// its position, its query and the keys and values up to that position, not on its place in a tile, a chunk or a step.
 //
 // Macros: HEAD_DIM, KV_DTYPE (bf16, or quantised and then multiplied as fp16).
 
@@ -15,8 +15,8 @@ constexpr int kWarpRows = 16 * kWarpBlocks;
 constexpr int kQueryRows = kThreads / 32 * kWarpRows;
 constexpr int kTokens = HEAD_DIM <= 128 ? 64 : 32;  // of a tile of keys or values
 constexpr int kSteps = HEAD_DIM / 16;               // of a product over a head's values
-constexpr int kChunks = HEAD_DIM / 8;               // of 16 bytes, of a head's 16-bit values
-constexpr int kScoreUnroll = KV_DTYPE == 1 ? 2 : 1;  // as far as registers go
+constexpr int kChunks = HEAD_DIM / 8;               // 16-byte chunks of a head's 16-bit values
+constexpr int kScoreUnroll = KV_DTYPE == 1 ? 2 : 1;  // as much as registers allow
 
 #if KV_DTYPE == 1
 using Stream = KvStream<kThreads, kTokens, 3>;
@@ -33,13 +33,13 @@ __device__ __forceinline__ void multiply(Fp16, float (&acc)[4], const unsigned (
     mma_m16n8k16_f16(acc, a, b0, b1);
 }
 
-// Fragments of the 16 rows a thread's lane has two of: [.][0, 1] of row lane / 4, [.][2, 3] of row lane / 4 + 8.
+// Fragments of blocks of 16 rows, of which each lane has two: [.][0, 1] of row lane / 4, [.][2, 3] of row lane / 4 + 8.
 using Scores = float[kWarpBlocks][kTokens / 8][4];
-using Weights = unsigned[kWarpBlocks][kTokens / 16][4];  // of scores, as factors
+using Weights = unsigned[kWarpBlocks][kTokens / 16][4];  // the softmax of scores, as operands of the product
 using Sums = float[kWarpBlocks][kChunks][4];
 using PerRow = float[kWarpBlocks][2];
 
-// The tile's queries, swizzled; rows that do not exist are 0.
+// Load the tile's queries, swizzled; rows that do not exist become 0.
 __device__ __forceinline__ void load_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
                                              int act) {
     const int heads_per_token = (tile.group + 2) * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_queries(unsigned char* target, const QueryT
     }
 }
 
-// scores = queries · keysᵀ of the warp's rows.
+// scores = queries · keysᵀ for the warp's rows.
 __device__ __forceinline__ void score(Scores& scores, const unsigned char* queries, const unsigned char* keys) {
     const unsigned lane = threadIdx.x & 31, warp_row = threadIdx.x / 32 * kWarpRows;
 #pragma unroll
@@ -86,7 +86,8 @@ __device__ __forceinline__ void score(Scores& scores, const unsigned char* queri
     }
 }
 
-// Scores of tokens that a row may not see become -infinity. positions: of the query tile's rows; first: the tokens'.
+// Set the scores of tokens that a row may not see to -infinity. positions: of the query tile's rows; first: position of
+// the first token.
 __device__ __forceinline__ void mask(Scores& scores, const int* positions, int first, int window) {
     const int lane = int(threadIdx.x & 31), warp_row = int(threadIdx.x / 32 * kWarpRows);
 #pragma unroll
@@ -122,8 +123,8 @@ __device__ __forceinline__ void cap_scores(Scores& scores, float scale, float ca
     }
 }
 
-// weights = 2^((scores - largest) · to_log2). largest and the weights' totals, each lane's of its own columns, go on to
-// include this tile's, and sums shrink by what the growth of largest asks: where it does not grow, by exactly 1.
+// weights = 2^((scores - largest) · to_log2). Updates largest and totals with this tile (a lane's totals cover its own
+// columns) and scales sums for the new largest: by exactly 1 if it does not change.
 __device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, Sums& sums, PerRow& largest,
                                         PerRow& totals, float to_log2) {
 #pragma unroll
@@ -136,7 +137,7 @@ __device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, 
                 top = fmaxf(top, fmaxf(scores[block][j][2 * half], scores[block][j][2 * half + 1]));
             }
             top = reduce_lanes(top, 4, Largest{});
-            const float base = top == -infinity() ? 0.0f : top;  // a row that has seen no token so far
+            const float base = top == -infinity() ? 0.0f : top;  // -infinity: the row has seen no token yet
             const float shrink = ex2_approx((largest[block][half] - base) * to_log2);
             const float offset = base * to_log2;
             float total = 0.0f;
@@ -207,9 +208,8 @@ __device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryR
     }
 }
 
-// out [tokens, q heads, HEAD_DIM] and qkv [tokens, q heads + 2 · kv heads, HEAD_DIM] are of dtype act (0 fp32, 1 bf16,
-// 2 fp16). layer: where the cache's pages of this layer begin. tiles [grid.y, 2]: see PrefillStep. window, soft_cap: 0
-// for none.
+// out [tokens, q heads, HEAD_DIM] and qkv [tokens, q heads + 2 · kv heads, HEAD_DIM] have dtype act (0 fp32, 1 bf16, 2
+// fp16). layer: start of this layer's pages. tiles [grid.y, 2]: see PrefillStep. window, soft_cap: 0 for none.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     prefill_attention(void* out, const void* qkv, unsigned char* layer, const int* page_table, const int* context_lens,
                       const int* query_starts, const int* slots, const int* tiles, int act, int max_pages,
@@ -254,6 +254,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         const unsigned char* values = stream.next<kValues>(first);
         if (sees_some) accumulate(sums, weights, values);
     }
-    // Made anew, so that it takes no registers in the loop.
+    // Construct the tile again, so that it uses no registers in the loop.
     store_outputs(out, QueryTile<kQueryRows>(step, int(blockIdx.y)), act, sums, totals);
 }

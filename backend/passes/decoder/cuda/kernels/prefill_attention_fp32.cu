@@ -1,7 +1,7 @@
-// As prefill_attention.cu, over an fp32 cache: all in fp32, without tensor cores, for accuracy.
+// prefill_attention.cu for an fp32 cache: everything in fp32, without tensor cores, for accuracy.
 //
-// grid (kv heads, query tiles), 256 threads. A warp has 8 query rows, or 4, of its own. Of scores a lane has one token
-// of the tile, of sums every 32nd value of the head.
+// grid (kv heads, query tiles), 256 threads. A warp has its own 8 or 4 query rows. For scores, a lane has one token of
+// the tile; for sums, every 32nd value of the head.
 //
 // Macros: HEAD_DIM, KV_DTYPE (0).
 
@@ -12,7 +12,7 @@ constexpr int kWarpRows = HEAD_DIM <= 128 ? 8 : 4;
 constexpr int kQueryRows = kThreads / 32 * kWarpRows;
 constexpr int kTokens = 32;
 constexpr int kChunks = HEAD_DIM / 4;               // of 4 values
-constexpr int kLaneValues = (HEAD_DIM + 31) / 32;   // of a head; of the last ones not all exist
+constexpr int kLaneValues = (HEAD_DIM + 31) / 32;   // of a head; not every lane has the last one
 
 using Stream = KvStream<kThreads, kTokens, 2>;
 
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 const int token = first + lane;
                 if (token > positions[r] || token <= positions[r] - step.window) x = -infinity();
                 const float top = fmaxf(largest[r], reduce_lanes(x, 32, Largest{}));
-                const float base = top == -infinity() ? 0.0f : top;  // a row that has seen no token so far
+                const float base = top == -infinity() ? 0.0f : top;  // -infinity: the row has seen no token yet
                 const float shrink = ex2_approx((largest[r] - base) * kLog2E);
                 scores[r] = ex2_approx((x - base) * kLog2E);
                 totals[r] = totals[r] * shrink + scores[r];

@@ -1,14 +1,14 @@
-// Keys and values of a quantised cache on their way to shared memory, where they are fp16: q8_0 numbers times their
-// scale, e4m3 numbers as they are.
+// Streams the keys and values of a quantised cache to shared memory as fp16: q8_0 numbers times their scale, e4m3
+// numbers unchanged.
 
 #pragma once
 
 #include "prefill_tile.cuh"
 
-// 4 int8 numbers of a word times scale (twice an fp16), as 2 × 2 fp16; one rounding each.
+// The 4 int8 numbers of a word times scale (the same fp16 in both halves), as 2 × 2 fp16; each is rounded once.
 __device__ __forceinline__ void q8x4_to_fp16(unsigned numbers, unsigned scale, unsigned& low, unsigned& high) {
     const unsigned unsigned_bytes = numbers ^ 0x80808080u;
-    // Byte b below the byte 0x64 is the fp16 number 1024 + b; 0xe480 is -(1024 + 128).
+    // Byte b with the byte 0x64 above it is the fp16 number 1024 + b; 0xe480 is -(1024 + 128).
     low = mul_f16x2(add_f16x2(prmt(unsigned_bytes, 0x64646464u, 0x4140), 0xe480e480u), scale);
     high = mul_f16x2(add_f16x2(prmt(unsigned_bytes, 0x64646464u, 0x4342), 0xe480e480u), scale);
 }
@@ -18,15 +18,15 @@ __device__ __forceinline__ void e4m3x4_to_fp16(unsigned numbers, unsigned& low, 
     high = e4m3x2_to_f16x2(static_cast<unsigned short>(numbers >> 16));
 }
 
-// As KvStream, of fp16 tiles. Each thread copies the bytes that it converts itself, an item ahead of the one in use.
+// Like KvStream, with fp16 tiles. Each thread copies the bytes that it later converts itself, one item ahead of use.
 template <int THREADS, int TOKENS> struct QuantisedKvStream {
     static constexpr int kRawChunks = HEAD_DIM / 16;  // of a row
     static constexpr int kItemChunks = TOKENS * kRawChunks;
     static constexpr int kPerThread = (kItemChunks + THREADS - 1) / THREADS;
     static constexpr int kTileBytes = TOKENS * HEAD_DIM * 2;
-    static constexpr int kScaleBytes = kKvHasScales ? 4 : 0;  // of a chunk: the word that has its scale
+    static constexpr int kScaleBytes = kKvHasScales ? 4 : 0;  // per chunk: the word that contains its scale
 
-    unsigned char* shared;  // two tiles, two items' bytes, two items' scales: first the keys', then the values'
+    unsigned char* shared;  // two tiles, then the bytes of two items, then their scales: keys first, then values
     KvPlaces places;
     int begin, end;
 
@@ -39,7 +39,7 @@ template <int THREADS, int TOKENS> struct QuantisedKvStream {
 
     template <int WHICH> __device__ __forceinline__ const unsigned char* next(int first) {
         cp_async_wait<1>();
-        convert(WHICH);  // the tile's readers have come to the barrier of the other one's turn
+        convert(WHICH);  // all readers of this tile have passed the barrier in the call for the other tile
         __syncthreads();
         copy(WHICH, first + TOKENS);
         return shared + WHICH * kTileBytes;
@@ -103,8 +103,8 @@ template <int THREADS, int TOKENS> struct QuantisedKvStream {
         }
     }
 
-    // Which of its block's scales a chunk has; an aligned pair of them is copied. Pages and tiles have even numbers of
-    // tokens, so for the lowest bit a token's row of the tile does as well as its place in the page.
+    // The index of a chunk's scale among its block's scales. An aligned pair of scales is copied. Pages and tiles have
+    // even numbers of tokens, so the lowest bit is the same for a token's row in the tile and its place in the page.
     static __device__ __forceinline__ int scale_index(int place, int chunk) {
         return place * (HEAD_DIM / kQ8Block) + chunk / (kQ8Block / 16);
     }

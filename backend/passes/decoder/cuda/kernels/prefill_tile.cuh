@@ -1,22 +1,22 @@
-// What the prefill attention kernels share: which queries a block has, and the way of keys and values to shared memory.
+// Shared by the prefill attention kernels: the queries of a block, and the stream of keys and values to shared memory.
 //
 // A step row of n tokens has n · group query rows for one kv head, numbered token · group + head of the group. A tile
-// is up to NUM_ROWS of them, in order. Keys and values come in tiles of tokens that begin at multiples of their size
-// counted from position 0, so a query row meets the same tiles in the same order wherever its own tile begins.
+// has up to NUM_ROWS of them, in order. Tiles of keys and values begin at multiples of their size, counted from
+// position 0. So a query row sees the same tiles in the same order, wherever its own tile begins.
 
 #pragma once
 
 #include "reduce.cuh"
 #include "values.cuh"
 
-// Where 16-byte chunk `chunk` of row `row` lies, in chunks, in a tile of rows of CHUNKS each: moved so that 8 rows'
-// equal chunks fall into different banks.
+// The position, in chunks, of 16-byte chunk `chunk` of row `row` in a tile with CHUNKS chunks per row. It is permuted
+// so that the same chunk of 8 rows falls into different banks.
 template <int CHUNKS> __device__ __forceinline__ unsigned swizzled(unsigned row, unsigned chunk) {
     constexpr unsigned kSpan = (CHUNKS & -CHUNKS) < 8 ? (CHUNKS & -CHUNKS) : 8;
     return row * CHUNKS + (chunk ^ (row / (8 / kSpan) & (kSpan - 1)));
 }
 
-// What all blocks of a launch know.
+// Parameters of a launch that all its blocks share.
 struct PrefillStep {
     const int* page_table;
     const int* context_lens;
@@ -27,13 +27,13 @@ struct PrefillStep {
     int group;
     int window;  // 2^30 for none
 
-    // Whether the tile's row has no slot: then it has no sequence either, and its output stays as it is.
+    // Whether the tile's row has no slot. It then has no sequence, and its output does not change.
     __device__ __forceinline__ bool is_padding(int tile) const { return slots[tiles[2 * tile]] < 0; }
 };
 
 template <int NUM_ROWS> struct QueryTile {
     int first;         // query row of the tile's row 0
-    int num_rows;      // of the tile, that exist
+    int num_rows;      // rows of the tile that exist
     int group;
     int first_token;   // of the step row, in the step
     int context;       // position of that token
@@ -48,12 +48,12 @@ template <int NUM_ROWS> struct QueryTile {
         num_rows = min(NUM_ROWS, (step.query_starts[row + 1] - first_token) * group - first);
     }
 
-    // Rows that do not exist stand where the last one does.
+    // Rows that do not exist have the position of the last one.
     __device__ __forceinline__ int position(int row) const {
         return context + unsigned(first + min(row, num_rows - 1)) / unsigned(group);
     }
 
-    // Index of the row's head in an array [tokens, heads_per_token], heads of this kv head beginning at first_head.
+    // Index of the row's head in an array [tokens, heads_per_token]; this kv head's query heads begin at first_head.
     __device__ __forceinline__ long long head(int row, int heads_per_token, int first_head) const {
         const int token = int(unsigned(first + row) / unsigned(group)), head_of_group = first + row - token * group;
         return (long long)(first_token + token) * heads_per_token + first_head + head_of_group;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void load8_act(const void* array, long long index, in
     }
 }
 
-// Where the keys and values of one sequence's tokens lie in the cache of one layer, for one kv head.
+// Finds the keys and values of one sequence's tokens in the cache of one layer, for one kv head.
 struct KvPlaces {
     const unsigned char* first;  // the keys of page 0
     const int* pages;            // of the sequence
@@ -87,7 +87,7 @@ struct KvPlaces {
         half_page_bytes = int(reinterpret_cast<const unsigned char*>(values.numbers) - first);
     }
 
-    // The block of the page that has the position; which: 0 keys, 1 values.
+    // The block that contains the position; which: 0 keys, 1 values.
     __device__ __forceinline__ const unsigned char* block(int position, int which) const {
         const int half = 2 * __ldg(pages + (position >> page_bits)) + which;
         return first + (long long)(half)*half_page_bytes;
@@ -97,15 +97,15 @@ struct KvPlaces {
 
 constexpr int kKeys = 0, kValues = 1;
 
-// Keys and values of one sequence in turn, each a swizzled tile [TOKENS, HEAD_DIM]. SLOTS of them lie in shared memory;
-// the copies of up to SLOTS - 1 run ahead of the one in use.
+// Keys and values of one sequence in turn, each a swizzled tile [TOKENS, HEAD_DIM]. Shared memory holds SLOTS tiles;
+// copies of up to SLOTS - 1 tiles run ahead of the tile in use.
 template <int THREADS, int TOKENS, int SLOTS> struct KvStream {
     static constexpr int kChunks = HEAD_DIM * int(sizeof(Kv)) / 16;
     static constexpr int kTileBytes = TOKENS * kChunks * 16;
 
     unsigned char* shared;
     KvPlaces places;
-    int begin, end;  // positions outside are 0 and not read
+    int begin, end;  // positions outside are not read, and 0 in the tile
     int slot = 0;
 
     __device__ __forceinline__ KvStream(unsigned char* shared, const KvPlaces& places, int begin, int end)
@@ -115,13 +115,13 @@ template <int THREADS, int TOKENS, int SLOTS> struct KvStream {
         if (SLOTS > 2) copy(kValues, first, 1);
     }
 
-    // In turn the keys and the values of tokens first … of one tile after the other, beginning with the one that has
-    // position `begin`: each until the call after this one.
-    // All threads of the block come here together.
+    // Return the keys or the values of the tile whose tokens begin at `first`; valid until the next call. Calls must
+    // alternate keys and values, tile after tile, from the tile that contains position `begin`. All threads of the
+    // block call together.
     template <int WHICH> __device__ __forceinline__ const unsigned char* next(int first) {
         constexpr int kAhead = WHICH + SLOTS - 1;
         const int current = slot;
-        const int free = slot == 0 ? SLOTS - 1 : slot - 1;  // its readers have come to the barrier
+        const int free = slot == 0 ? SLOTS - 1 : slot - 1;  // the barrier below waits for its readers
         slot = slot == SLOTS - 1 ? 0 : slot + 1;
         cp_async_wait<SLOTS - 2>();
         __syncthreads();

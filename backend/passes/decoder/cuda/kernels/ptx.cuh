@@ -1,8 +1,8 @@
-// Every inline PTX instruction of the kernels, each with its emulation for the CPU (#ifdef CUSIM; tests/cuda_emulator).
+// Every inline PTX instruction of the kernels, with an emulation of each for the CPU (CUSIM; tests/cuda_emulator).
 //
-// 16-bit floats travel as unsigned short, pairs of them as unsigned with the first in the low half; e4m3 bytes as
-// unsigned char, pairs as unsigned short. A NaN becomes the one that the instruction makes: 0x7fff, or 0x7f in e4m3.
-// What is said of a warp needs all its 32 lanes, at the same call.
+// 16-bit floats are passed as unsigned short, pairs of them as unsigned with the first in the low half; e4m3 bytes as
+// unsigned char, pairs as unsigned short. A NaN becomes the instruction's own NaN: 0x7fff, or 0x7f in e4m3. Functions
+// of a warp must be called by all 32 lanes, at the same call.
 
 #pragma once
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// ---- Conversions, to the nearest, ties to even ----
+// ---- Conversions: round to nearest, ties to even ----
 
 __device__ __forceinline__ unsigned short float_to_bf16(float x) {
     unsigned short y;
@@ -44,7 +44,7 @@ __device__ __forceinline__ float f16_to_float(unsigned short x) {
     return y;
 }
 
-// ---- Products of a warp: acc [16, 8] += a [16, 16] · b [16, 8], in the fragments of mma.m16n8k16 ----
+// ---- Matrix products of a warp: acc [16, 8] += a [16, 16] · b [16, 8], in the fragments of mma.m16n8k16 ----
 
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&acc)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
@@ -60,8 +60,8 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&acc)[4], const unsigned
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---- Matrices of 8 × 8 16-bit values from shared memory, one to a register of each lane ----
-// Lane 8 i + j gives the address of row j of matrix i, a multiple of 16.
+// ---- Load 8 × 8 matrices of 16-bit values from shared memory, one per register ----
+// Lane 8 i + j passes the address of row j of matrix i, a multiple of 16.
 
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -77,9 +77,9 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* 
                  : "memory");
 }
 
-// ---- Copies from global to shared memory that do not wait ----
-// Both addresses are multiples of 16. Of source only source_bytes (0 … 16) are read; zeros fill the rest. What a thread
-// copied it sees after its own wait; other threads see it after a barrier that follows that.
+// ---- Asynchronous copies from global to shared memory ----
+// Both addresses are multiples of 16. Only source_bytes (0 to 16) are read from source; zeros fill the rest. A thread
+// sees its copies after its own wait; other threads see them after a barrier that follows that wait.
 
 __device__ __forceinline__ void cp_async_16(void* shared, const void* source, int source_bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(source),
@@ -87,7 +87,7 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* source, in
                  : "memory");
 }
 
-// As cp_async_16, of 4 bytes at multiples of 4.
+// Like cp_async_16, with 4 bytes at multiples of 4.
 __device__ __forceinline__ void cp_async_4(void* shared, const void* source, int source_bytes = 4) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(source),
                  "r"(source_bytes)
@@ -96,12 +96,12 @@ __device__ __forceinline__ void cp_async_4(void* shared, const void* source, int
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most N of the groups that this thread committed are still under way.
+// Wait until at most N of the groups that this thread committed are still in flight.
 template <int N> __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ---- Approximations of the special function unit: about 2 units in the last place; subnormals count as 0 ----
+// ---- Approximations by the special function unit: within about 2 ulp; subnormals count as 0 ----
 
 __device__ __forceinline__ float ex2_approx(float x) {
     float y;
@@ -123,7 +123,8 @@ __device__ __forceinline__ float rcp_approx(float x) {
 
 // ---- Bits ----
 
-// Byte i of the result is the one of {a, b}, 0 … 7, that nibble i of selector names; 8 more repeats its sign bit.
+// Byte i of the result is the byte (0 to 7) of {a, b} that nibble i of selector names; a nibble of 8 or more repeats
+// the sign bit of byte nibble - 8.
 __device__ __forceinline__ unsigned prmt(unsigned a, unsigned b, unsigned selector) {
     unsigned y;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
@@ -215,11 +216,11 @@ __device__ __forceinline__ unsigned mul_f16x2(unsigned a, unsigned b) {
 
 #endif  // CUSIM
 
-// ---- Without an instruction of their own on some GPUs ----
+// ---- Functions that are one instruction on some GPUs only ----
 
 #if !defined(CUSIM) && __CUDA_ARCH__ >= 890
 
-// To the nearest e4m3; beyond ±448, infinities too, to ±448.
+// Round to the nearest e4m3. Values beyond ±448, including infinities, become ±448.
 __device__ __forceinline__ unsigned short pack_e4m3x2(float low, float high) {
     unsigned short y;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
@@ -244,7 +245,7 @@ __device__ __forceinline__ unsigned char float_to_e4m3(float x) {
     if (magnitude > 0x7f800000) return 0x7f;
     if (magnitude >= 0x43e00000) {  // 448
         y = 0x7e;
-    } else if (magnitude < 0x3c800000) {  // 2^-6, the smallest normal number: below it all are multiples of 2^-9
+    } else if (magnitude < 0x3c800000) {  // 2^-6, the smallest normal number; smaller ones are multiples of 2^-9
         y = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) - 0x46800000;
     } else {
         y = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
@@ -258,17 +259,17 @@ __device__ __forceinline__ unsigned short pack_e4m3x2(float low, float high) {
 }
 
 __device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short x) {
-    // Moved into place the bits are a half 2^8 too small: the exponents' biases are 7 and 15.
-    const unsigned spread = prmt(x, 0, 0x1404);  // bytes 0 and 1 on top of each half
+    // Shifted into place, the bits are an fp16 number that is 2^8 too small: the exponent biases are 7 and 15.
+    const unsigned spread = prmt(x, 0, 0x1404);  // bytes 0 and 1 in the upper byte of each half
     const unsigned y = mul_f16x2((spread & 0x80008000u) | (spread >> 1 & 0x3f803f80u), 0x5c005c00u);
     const unsigned nan = ((spread & 0x7f007f00u) + 0x01000100u) & 0x80008000u;
-    return (y | (nan - (nan >> 15))) & ~nan;  // all ones but the sign
+    return (y | (nan - (nan >> 15))) & ~nan;  // a NaN has all bits set except the sign
 }
 
 #endif
 
-// The next number of a counter in global memory. All that this thread, and those it met at a barrier before, wrote to
-// global memory is seen by the thread that takes a later number, and by those it meets at a barrier afterwards.
+// Take the next number of a counter in global memory. Global writes of this thread, and of threads that it met at a
+// barrier before, are visible to the thread that takes a later number, and to threads that it meets at a barrier after.
 __device__ __forceinline__ unsigned take_ticket(unsigned* counter) {
     __threadfence();
     const unsigned ticket = atomicAdd(counter, 1u);

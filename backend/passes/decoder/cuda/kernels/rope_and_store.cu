@@ -1,7 +1,7 @@
 // Norms and rotates q in place, norms and rotates k, and writes k and v to the paged cache in its dtype.
 //
-// A block takes one token and some of its heads, a group of lanes a head, 8 numbers a lane. After the norm and after
-// the rotation numbers are rounded to Act, as they would be between separate operations.
+// A block processes some heads of one token: a group of lanes per head, 8 numbers per lane. Numbers are rounded to Act
+// after the norm and after the rotation, as between separate operations.
 
 #include "reduce.cuh"
 #include "step_rows.cuh"
@@ -14,7 +14,7 @@ __device__ __forceinline__ void round_to_act(float (&x)[8]) {
     for (int j = 0; j < 8; ++j) x[j] = to_float(from_float<Act>(x[j]));
 }
 
-// x is chunk `lane` of a head that `lanes` lanes hold; those past its end hold zeros.
+// x is chunk `lane` of a head spread over `lanes` lanes; lanes past the head's end hold zeros.
 __device__ __forceinline__ void norm_head(float (&x)[8], const float* weight, int lane, int lanes, int head_dim,
                                           float eps) {
     float squares = 0.0f;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void norm_head(float (&x)[8], const float* weight, in
     round_to_act(x);
 }
 
-// cos_sin: the position's [cos half | sin half]. Pair i is (x[i], x[i + rotary_dim / 2]); rotary_dim a multiple of 16.
+// cos_sin: the position's [cos | sin]. Pair i is (x[i], x[i + rotary_dim / 2]). rotary_dim: a multiple of 16.
 __device__ __forceinline__ void rotate_head(float (&x)[8], const float* cos_sin, int lane, int lanes, int rotary_dim) {
     const int half = rotary_dim / 16;  // chunks
     const bool first = lane < half;
@@ -47,10 +47,10 @@ __device__ __forceinline__ void rotate_head(float (&x)[8], const float* cos_sin,
     round_to_act(x);
 }
 
-// GGML's q8_0 of the 32 numbers that 4 lanes hold: d = largest |x| / 127, x / d to the nearest whole, ties away from
-// zero; returns d, NaN where a number is not finite. Products and differences stay apart, for the bits of the CPU.
+// GGML's q8_0 of the 32 numbers in 4 lanes: d = largest |x| / 127, and x / d rounded to the nearest integer, ties away
+// from zero. Returns d; NaN if a number is not finite. Products and differences are not fused, to match the CPU's bits.
 __device__ __forceinline__ float quantise(float (&x)[8]) {
-    unsigned top = 0;  // bits of |x|, which order finite numbers, infinity and NaN
+    unsigned top = 0;  // bits of |x|: as integers they order finite numbers, infinity and NaN
 #pragma unroll
     for (int j = 0; j < 8; ++j) top = max(top, __float_as_uint(x[j]) & 0x7fffffffu);
     top = reduce_lanes(top, 4, Largest{});
@@ -64,9 +64,9 @@ __device__ __forceinline__ float quantise(float (&x)[8]) {
     return scale;
 }
 
-// qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; rope [positions, rotary_dim]; layer: where the layer's pages
-// begin; page_table [max_slots, max_pages]; query_starts [num_rows + 1]; context_lens and slots [num_rows], a slot of
-// -1: the row is padding. rotary_dim 0: no rotation. Blocks: x tokens, y heads.
+// qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; rope [positions, rotary_dim]; layer: start of the layer's pages;
+// page_table [max_slots, max_pages]; query_starts [num_rows + 1]; context_lens and slots [num_rows]; a slot of -1 is
+// padding. rotary_dim 0: no rotation. Blocks: x tokens, y heads.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     rope_and_store(Act* __restrict__ qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
                    const float* __restrict__ rope, unsigned char* __restrict__ layer,

@@ -1,10 +1,9 @@
-// Which token each row takes; filters.cu computes what may be drawn where there are filters. Blocks of 256 threads: x
-// segments of a row, y rows.
+// Samples a token for each row. For rows with filters, filters.cu computes which tokens may be drawn. Blocks of 256
+// threads: x segments of a row, y rows.
 
 #include "sampling.cuh"
 
-// Rows without filters get their token. The peak of the others becomes known. A row whose peak is no finite number
-// gets -1.
+// Samples rows without filters, and finds the peak of the others. A row whose peak is not finite gets -1.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMETERS) {
     __shared__ __align__(16) float segment_biases[kSegment];
     __shared__ unsigned long long best_of_warp[kMaxWarps];
@@ -58,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) scan_rows(STEP_PARAMET
     if (!draws) step.finish(slot, params, is_finite ? token_of(best) : -1);
 }
 
-// Draws from what the filters left, in the rows that have them. min_p, the last filter, applies here; where it leaves
-// nothing, for the peak is out already, the likeliest of the others stays.
+// Draws from the tokens that passed the filters, in rows with filters. min_p, the last filter, applies here. If no
+// token passes it, because another filter removed the peak, the most likely remaining token is taken.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) draw_rows(STEP_PARAMETERS) {
     __shared__ __align__(16) float segment_biases[kSegment];
     __shared__ unsigned long long best_of_warp[kMaxWarps], likeliest_of_warp[kMaxWarps];

@@ -1,7 +1,8 @@
-// What the sampling kernels share: a slot's parameters, a row's logits once adjusted, and the random numbers.
+// Shared by the sampling kernels: a slot's parameters, a row's adjusted logits, and random numbers.
 //
-// All kernels read the logits anew, a block a segment of a row, and adjust them on the fly. What blocks tell each other
-// is integers (orderable floats, counts, probability mass in fixed point), so that no result depends on their order.
+// Every kernel reads the logits again, one block per segment of a row, and adjusts them while reading. Blocks exchange
+// integers only (floats as ordered integers, counts, probability mass in fixed point), so no result depends on their
+// order.
 
 #pragma once
 
@@ -9,50 +10,50 @@
 #include "reduce.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kSegment = 4096;  // logits of a row that a block reads: what 32-bit sums of 19-bit numbers allow
-constexpr int kBins = 2048;     // of the first of three levels, by 11 bits of 31; the other two have half as many
+constexpr int kSegment = 4096;  // logits of a row per block; limited by 32-bit sums of 19-bit numbers
+constexpr int kBins = 2048;     // of the first of three levels, which has 11 of 31 bits; the others have half as many
 
-// See cuda/sampling.py, which packs it.
+// Packed by step/device_sampler.py.
 struct __align__(16) SlotParams {
     float inverse_temperature;  // 0 is greedy
     int top_k;                  // 0: off
     float top_p, typical_p;     // 1: off
-    float largest_gap;          // by min_p: how far a token's logit may lie below the largest
+    float largest_gap;          // from min_p: how far a token's logit may be below the largest
     float repetition, frequency, presence;
     unsigned seed_low, seed_high;
     int is_penalised, is_filtered, num_biases;
     int padding[3];
 };
 
-// What the sampling of one row keeps between its kernels. Blocks of the row add to `best`, `largest` and the sums; the
-// one that comes last reads them and sets them back.
+// The state of one row's sampling between its kernels. Blocks of the row add to `best`, `largest` and the sums; the
+// last block reads and resets them.
 struct __align__(16) RowState {
     unsigned long long best;          // score and token of the best draw, see `candidate`
-    unsigned long long likeliest;     // largest logit and its token that the filters before min_p left
-    unsigned long long target;        // of the filter being computed: how much of its content is still to be found
-    unsigned long long mass;          // fixed point, and of gaps times mass
+    unsigned long long likeliest;     // largest logit that passed the filters before min_p, and its token
+    unsigned long long target;        // of the current filter: how much of its content is still to be found
+    unsigned long long mass;          // sum of mass in fixed point; gap_mass: sum of gaps times mass
     unsigned long long gap_mass;
     unsigned largest;                 // order_of the largest logit
     unsigned ticket;
-    unsigned prefix;                  // of the filter being computed: the key's bits found so far
-    int draws;                        // whether the filters leave more than one token to draw from
+    unsigned prefix;                  // of the current filter: the key's bits found so far
+    int draws;                        // whether draw_rows samples this row, which then has filters and a finite peak
     float peak;                       // the largest adjusted logit
-    float mean_gap;                   // of scaled gaps
-    float largest_gap;                // tokens whose gap to the peak is larger are out
-    float largest_deviation;          // and those whose scaled gap differs more from mean_gap
+    float mean_gap;                   // mean of the scaled gaps
+    float largest_gap;                // tokens with a larger gap to the peak are removed
+    float largest_deviation;          // tokens whose scaled gap differs more from mean_gap are removed
     int padding[2];
 };
 
-// One row of the logits, and what changes it.
+// One row of the logits, and the adjustments to it.
 struct Row {
     const Act* logits;
     int vocab_size;
     const SlotParams& params;
-    const unsigned short* counts;   // of each token: times generated << 1 | whether it is in the prompt
-    const unsigned* mask;           // bits of the tokens allowed, or null
+    const unsigned short* counts;   // per token: times generated << 1 | whether it is in the prompt
+    const unsigned* mask;           // bits of the allowed tokens, or null
     const float* biases;            // of the segment's tokens, in shared memory; or null
 
-    // x becomes the adjusted logits of tokens first … first + 7; -inf past the vocabulary.
+    // Load the adjusted logits of tokens first to first + 7; -inf past the vocabulary.
     __device__ __forceinline__ void load(int first, float (&x)[8]) const {
         load_logits(logits, vocab_size, first, x);
         if (params.is_penalised) penalise(first, x);
@@ -76,7 +77,7 @@ struct Row {
         for (int j = 0; j < 8; ++j) {
             const unsigned word = words[j / 2] >> (16 * (j % 2)) & 0xffffu;
             if (word == 0) continue;
-            // No kernel may fuse what another one does not: the peak's gap to itself must be 0 in all of them.
+            // All kernels must fuse the same operations: the peak's gap to itself must be 0 in each of them.
             const float y = x[j] > 0.0f ? x[j] / params.repetition : __fmul_rn(x[j], params.repetition);
             const float less_frequent = __fsub_rn(y, __fmul_rn(params.frequency, float(word >> 1)));
             x[j] = word > 1 ? __fsub_rn(less_frequent, params.presence) : less_frequent;
@@ -84,7 +85,7 @@ struct Row {
     }
 };
 
-// Which of a row's tokens its filters have left so far. Every kernel computes the same bits.
+// The tokens of a row that have passed the filters so far. All kernels compute the same bits.
 struct Kept {
     float peak, inverse_temperature, mean_gap, largest_gap, largest_deviation;
 
@@ -94,39 +95,39 @@ struct Kept {
 
     __device__ __forceinline__ float gap(float x) const { return __fsub_rn(peak, x); }
     __device__ __forceinline__ float scaled_gap(float x) const { return __fmul_rn(gap(x), inverse_temperature); }
-    // Of the token's surprise from the entropy.
+    // Of the token's surprisal from the entropy.
     __device__ __forceinline__ float deviation(float x) const { return fabsf(__fsub_rn(scaled_gap(x), mean_gap)); }
     __device__ __forceinline__ bool has(float x) const {
         return gap(x) <= largest_gap && deviation(x) <= largest_deviation;
     }
 };
 
-// What is in memory for all slots, and the arrays of a step's L rows.
+// The arrays of all slots, and of a step's L rows.
 struct Step {
     const Act* logits;              // [L, logits_stride]
     long long logits_stride;
     int vocab_size;
-    const int* slots;               // [L], -1: the row is padding
-    const int* context_lens;        // [L] tokens before the one whose logits these are
-    const int* mask_rows;           // [L] the row of masks, -1: all is allowed
+    const int* slots;               // [L]; -1 is padding
+    const int* context_lens;        // [L] tokens before the token whose logits these are
+    const int* mask_rows;           // [L] row of masks; -1 allows all tokens
     const unsigned* masks;          // [M, ceil(vocab_size / 32)]
-    const SlotParams* slot_params;  // [max_slots], and so what follows
-    unsigned short* counts;         // [max_slots, vocab_size up to a multiple of 8]
-    const int* bias_tokens;         // [max_slots, max_biases], different ones
+    const SlotParams* slot_params;  // [max_slots], like counts, biases and last_tokens
+    unsigned short* counts;         // [max_slots, vocab_size rounded up to a multiple of 8]
+    const int* bias_tokens;         // [max_slots, max_biases], distinct within a slot
     const float* bias_values;
     int max_biases;
     int* last_tokens;
     RowState* states;               // [L]
     int* tokens;                    // [L]
 
-    // Where in its sequence the token will stand that the block's row samples.
+    // Position in its sequence of the token that the block's row samples.
     __device__ __forceinline__ int position() const { return context_lens[blockIdx.y] + 1; }
     __device__ __forceinline__ long long counts_of(int slot) const {
         return (long long)(slot) * ((vocab_size + 7) / 8 * 8);
     }
 
-    // The block's row and segment, blockIdx.y and x. segment_biases: kSegment entries of shared memory. All threads
-    // call.
+    // The block's row (blockIdx.y) and segment (blockIdx.x). segment_biases: kSegment entries of shared memory. All
+    // threads call.
     __device__ __forceinline__ Row row(int slot, const SlotParams& params, float* segment_biases) const {
         const Act* row_logits = logits + blockIdx.y * logits_stride;
         const int mask_row = mask_rows[blockIdx.y];
@@ -145,7 +146,7 @@ struct Step {
                 params.num_biases > 0 ? segment_biases : nullptr};
     }
 
-    // Called by one thread once the row's token is known; -1 is none.
+    // Called by one thread once the row's token is known; -1 for none.
     __device__ __forceinline__ void finish(int slot, const SlotParams& params, int token) const {
         tokens[blockIdx.y] = token;
         last_tokens[slot] = token < 0 ? 0 : token;
@@ -156,7 +157,7 @@ struct Step {
     }
 };
 
-// A kernel's parameters that make a Step, and how they do.
+// The kernel parameters from which STEP makes a Step.
 #define STEP_PARAMETERS                                                                                            \
     const Act *__restrict__ logits, long long logits_stride, int vocab_size, const int *__restrict__ row_slots,    \
         const int *__restrict__ context_lens, const int *__restrict__ mask_rows, const unsigned *__restrict__ masks,  \
@@ -168,7 +169,7 @@ struct Step {
             bias_tokens, bias_values, max_biases, last_tokens, states, tokens                                      \
     }
 
-// Calls each(first, x) for every 8 tokens of the block's segment that this thread takes, in rising order.
+// Call each(first, x) for every 8 tokens of this thread's share of the block's segment, in ascending order.
 template <class F> __device__ __forceinline__ void for_segment(const Row& row, const F& each) {
     const int begin = blockIdx.x * kSegment, end = min(begin + kSegment, row.vocab_size);
     for (int first = begin + threadIdx.x * 8; first < end; first += kThreads * 8) {
@@ -178,7 +179,7 @@ template <class F> __device__ __forceinline__ void for_segment(const Row& row, c
     }
 }
 
-// Whether this block is the last of its row's to come here, with all that the others did before in its sight. All
+// Whether this block is the last of its row to call. It then sees all earlier writes of the row's other blocks. All
 // threads call.
 __device__ __forceinline__ bool is_last_of_row(RowState& state) {
     __shared__ bool is_last;
@@ -207,19 +208,19 @@ __device__ __forceinline__ uint4 philox(unsigned key_low, unsigned key_high, uns
 
 constexpr float kLargestGumbel = 23.0f;  // -log(2^-33) is 22.87
 
-// -log(-log(1 - u)) with u = (bits + 1/2) / 2^32: standard Gumbel, whose large values come of small u, where floats are
-// dense. They decide.
+// -log(-log(1 - u)) with u = (bits + 1/2) / 2^32: standard Gumbel noise. Its large values decide the draw; they come
+// from small u, where floats are dense.
 __device__ __forceinline__ float gumbel(unsigned bits) {
     constexpr float kLn2 = 0.693147180559945f;
     const float u = fminf(fmaf(float(bits), 2.3283064365386963e-10f, 1.1641532182693481e-10f), 0.99999994f);
-    // -log(1 - u): its series where 1 - u would lose u's last bits, to 1e-8 below 2^-5.
+    // -log(1 - u): by its series below 2^-5, where 1 - u would lose the last bits of u; exact to 1e-8.
     const float series = u * (1.0f + u * (0.5f + u * (0.33333333f + u * (0.25f + u * 0.2f))));
     const float exponential = u < 0.03125f ? series : -kLn2 * lg2_approx(1.0f - u);
     return -kLn2 * lg2_approx(exponential);
 }
 
-// The better of best and the draws of tokens first … first + 7 at these logits: logit / T + Gumbel noise of (seed,
-// position, token), whose argmax has the softmax's distribution.
+// The best of `best` and the draws of tokens first to first + 7 at these logits. A draw is logit / T + Gumbel noise of
+// (seed, position, token); the argmax of the draws has the distribution of the softmax.
 __device__ __forceinline__ unsigned long long draw(const SlotParams& params, int position, int first,
                                                    const float (&x)[8], unsigned long long best) {
 #pragma unroll

@@ -1,8 +1,8 @@
-// Which row of the step a token belongs to, and where in its sequence it stands.
+// Finds the row of the step that a token belongs to.
 
 #pragma once
 
-// Rows of query length 1 come first, so the row of such a token is its own number; others are searched for.
+// Rows of one token come first, so such a token's row is the token's own number. Other rows are found by binary search.
 __device__ __forceinline__ int row_of_token(int token, const int* query_starts, int num_rows) {
     if (token < num_rows && query_starts[token + 1] == token + 1) return token;
     int low = 0, high = num_rows;  // the row is in [low, high)

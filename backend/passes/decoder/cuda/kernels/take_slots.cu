@@ -1,16 +1,16 @@
-// New owners of slots: their parameters, biases and token counts, from one packed array of 32-bit words. See
-// cuda/sampling.py, which packs it.
+// Sets the parameters, biases and token counts of slots that have a new owner, from one packed array of 32-bit words.
+// step/device_sampler.py packs it.
 
 #include "sampling.cuh"
 
 struct SlotUpdate {
     SlotParams params;
     int slot;
-    int first_bias;               // where in the array the (token, value) pairs begin
-    int first_count, num_counts;  // and the tokens seen: token << 14 | times generated << 1 | whether in the prompt
+    int first_bias;               // index in the array of the first (token, value) pair
+    int first_count, num_counts;  // of the seen tokens: token << 14 | times generated << 1 | whether in the prompt
 };
 
-// A block a slot. updates: num_updates of SlotUpdate, and then what they point to.
+// One block per slot. updates: one SlotUpdate per slot, followed by the data that they refer to.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     take_slots(const int* __restrict__ updates, SlotParams* slot_params, unsigned short* counts, int* bias_tokens,
                float* bias_values, int vocab_size, int max_biases) {

@@ -1,5 +1,5 @@
-// Numbers as memory holds them, and how they become floats and back: single ones, and 8 at a time by 16-byte accesses.
-// ACT and KV_DTYPE, where the kernel is compiled with them, name the types Act and Kv.
+// Number formats in memory, and their conversion from and to float: singly, or 8 at a time with 16-byte accesses. If a
+// kernel is compiled with the macros ACT and KV_DTYPE, they define the types Act and Kv.
 
 #pragma once
 
@@ -18,7 +18,7 @@ struct Fp16 {
 struct Fp8 {  // e4m3
     unsigned char bits;
 };
-struct Q8 {  // q8_0: of 32 numbers in a row, with a scale that lies elsewhere
+struct Q8 {  // q8_0: 32 consecutive numbers share a scale, which is stored elsewhere
     signed char number;
 };
 
@@ -27,14 +27,14 @@ __device__ __forceinline__ float to_float(Bf16 x) { return __uint_as_float(unsig
 __device__ __forceinline__ float to_float(Fp16 x) { return f16_to_float(x.bits); }
 __device__ __forceinline__ float to_float(Fp8 x) { return f16_to_float((unsigned short)(e4m3x2_to_f16x2(x.bits))); }
 
-// To the nearest, ties to even; Fp8 saturates at ±448, and only a NaN stays one.
+// Round to nearest, ties to even. Fp8 saturates at ±448; only a NaN becomes NaN.
 template <class T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ Bf16 from_float<Bf16>(float x) { return {float_to_bf16(x)}; }
 template <> __device__ __forceinline__ Fp16 from_float<Fp16>(float x) { return {float_to_f16(x)}; }
 template <> __device__ __forceinline__ Fp8 from_float<Fp8>(float x) { return {float_to_e4m3(x)}; }
 
-// Two neighbours in one register, the first in the lower half.
+// Two neighbouring numbers in one register, the first in the lower half.
 __device__ __forceinline__ void unpack(Bf16, unsigned pair, float& low, float& high) {
     low = __uint_as_float(pair << 16);
     high = __uint_as_float(pair & 0xffff0000u);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void unpack(Fp16, unsigned pair, float& low, float& h
 __device__ __forceinline__ unsigned pack(Bf16, float low, float high) { return pack_bf16x2(low, high); }
 __device__ __forceinline__ unsigned pack(Fp16, float low, float high) { return pack_f16x2(low, high); }
 
-// 8 numbers; p is a multiple of 16 bytes (Fp8 and Q8: of 8).
+// Load 8 numbers. p must be a multiple of 16 bytes (8 for Fp8 and Q8).
 __device__ __forceinline__ void load8(const float* p, float (&x)[8]) {
     const float4 a = *reinterpret_cast<const float4*>(p), b = *reinterpret_cast<const float4*>(p + 4);
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
@@ -127,13 +127,13 @@ using Kv = Fp8;
 constexpr int kQ8Block = 32;  // numbers of a head that share a scale
 constexpr bool kKvHasScales = KV_DTYPE == 2;
 
-// One page of one head, keys or values: page_size rows of head_dim numbers; of q8_0, then as many rows of scales. See
-// cuda/cache_layout.py.
+// One page of one head, keys or values: page_size rows of head_dim numbers, followed in q8_0 by as many rows of scales.
+// See kv_cache/cache_layout.py.
 struct KvBlock {
     Kv* numbers;
     Fp16* scales;  // of q8_0 only
 
-    // layer: where the layer's pages begin. which: 0 keys, 1 values.
+    // layer: start of the layer's pages. which: 0 keys, 1 values.
     __device__ __forceinline__ KvBlock(unsigned char* layer, int page, int which, int kv_head, int num_kv_heads,
                                        int page_size, int head_dim) {
         const long long values = (long long)(page_size) * head_dim;
