@@ -20,7 +20,7 @@ COMPILES = "tests/backend/passes/decoder/cuda/kernels/test_compile.py::test_a_ke
 def test_a_run_tells_the_kernels_that_were_compiled_and_emulated(workers: tuple[str, ...], tmp_path: Path) -> None:
     tests = (
         f"{ELEMENTWISE}::test_the_widest_norm_fits_a_block",
-        f"{ELEMENTWISE}::test_rows_are_gathered_and_padding_stays",
+        f"{ELEMENTWISE}::test_rows_are_gathered_and_padding_is_not_changed",
         f"{ELEMENTWISE}::test_rows_of_odd_bytes_are_refused",
         f"{COMPILES}[sm_80-step-]",
         f"{COMPILES}[sm_90-copies-]",

@@ -1,4 +1,4 @@
-"""The emulator names each bug of planted_bugs.cu, and finds nothing in the same kernel without it."""
+"""The emulator finds each bug of planted_bugs.cu, and nothing in the correct version of the same kernel."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def integers(num_values: int = NUM_THREADS) -> torch.Tensor:
 
 
 def inner() -> torch.Tensor:
-    """A part of a tensor, with neighbours on both sides."""
+    """Return the middle part of a tensor."""
     return torch.ones(3 * NUM_THREADS)[NUM_THREADS : 2 * NUM_THREADS]
 
 
 class Planted:
-    """A kernel of planted_bugs.cu, how it is launched, and what its bug is called."""
+    """A kernel of planted_bugs.cu, its launch, and a pattern of the error for its bug."""
 
     def __init__(
         self, entry: str, finding: str, *arguments: Argument, num_blocks: int = 1, shared_bytes: int = 0
@@ -48,7 +48,7 @@ class Planted:
         self.shared_bytes = shared_bytes
 
     def launch(self, launcher: EmulatedLauncher, bug: bool) -> list[torch.Tensor]:
-        """Returns the tensors that it was given, of which those that are nobody's parts are its own."""
+        """Launch and return the tensor arguments; whole tensors are copied first, views are passed as they are."""
         kernel = Kernel("planted_bugs.cu", self.entry, (("BUG", int(bug)),), NUM_THREADS, self.shared_bytes)
         arguments = [fresh(argument) for argument in self.arguments]
         launcher.launch(kernel, (self.num_blocks, 1, 1), *arguments)
@@ -61,7 +61,7 @@ def fresh(argument: Argument) -> Argument:
 
 
 RACE = r"race \((read after write|write after read|write after write)\)"
-UNCHECKED = [  # named in both modes
+UNCHECKED = [  # found in both modes
     Planted("divergent_barrier", r"divergent barrier: this thread is at planted_bugs.cu:\d+, others", out()),
     Planted("early_exit", r"barrier .*planted_bugs.cu:\d+", out()),
     Planted("lane_outside_its_mask", r"bad warp mask at .*: lane 31 calls, but is not in mask 7fffffff", out()),
@@ -107,14 +107,14 @@ def launcher(mode: Mode, order: Order) -> EmulatedLauncher:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("planted", CHECKED, ids=lambda planted: planted.entry)
-def test_the_checking_mode_names_the_bug(planted: Planted, order: Order) -> None:
+def test_the_checking_mode_finds_the_bug(planted: Planted, order: Order) -> None:
     with pytest.raises(KernelFailed, match=planted.finding):
         planted.launch(launcher("check", order), bug=True)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("planted", UNCHECKED, ids=lambda planted: planted.entry)
-def test_the_fast_mode_names_bugs_of_control_flow(planted: Planted, order: Order) -> None:
+def test_the_fast_mode_finds_control_flow_bugs(planted: Planted, order: Order) -> None:
     with pytest.raises(KernelFailed, match=planted.finding):
         planted.launch(launcher("fast", order), bug=True)
 
@@ -122,24 +122,24 @@ def test_the_fast_mode_names_bugs_of_control_flow(planted: Planted, order: Order
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("mode", ["fast", "check"])
 @pytest.mark.parametrize("planted", CHECKED, ids=lambda planted: planted.entry)
-def test_nothing_is_found_where_the_bug_is_not(planted: Planted, mode: Mode, order: Order) -> None:
+def test_nothing_is_found_in_the_correct_version(planted: Planted, mode: Mode, order: Order) -> None:
     planted.launch(launcher(mode, order), bug=False)
 
 
 @pytest.mark.parametrize(("order", "arrived"), [("forward", False), ("reverse", True)])
-def test_a_copy_lands_as_late_as_it_may_or_as_early(order: Order, arrived: bool) -> None:
+def test_a_copy_lands_at_the_latest_or_the_earliest_moment(order: Order, arrived: bool) -> None:
     planted = Planted("wait_too_weak", "", inner(), out(), shared_bytes=1024)
     result = planted.launch(launcher("fast", order), bug=True)[1]
     assert result.equal(torch.ones(NUM_THREADS)) if arrived else result.isnan().any()
 
 
-def test_a_missing_barrier_gives_another_result_in_another_order() -> None:
+def test_a_missing_barrier_changes_the_result_with_the_order() -> None:
     planted = Planted("missing_barrier", "", out())
     results = [planted.launch(launcher("fast", order), bug=True)[0] for order in ORDERS]
     assert not all(result.equal(results[0]) for result in results)
 
 
-def test_a_race_is_told_with_both_places_and_the_kernels_macros() -> None:
+def test_a_race_report_has_both_source_lines_and_the_macros() -> None:
     planted = next(planted for planted in CHECKED if planted.entry == "missing_barrier")
     with pytest.raises(KernelFailed) as failure:
         planted.launch(launcher("check", "forward"), bug=True)
@@ -168,19 +168,19 @@ COPY = Kernel("planted_bugs.cu", "global_read_beyond", (("BUG", 0),), NUM_THREAD
         ((inner(), 3.0), r"no argument of a kernel: float"),
     ],
 )  # fmt: skip
-def test_arguments_that_the_kernel_does_not_take_are_refused(arguments: tuple[Argument, ...], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: tuple[Argument, ...], message: str) -> None:
     with pytest.raises(KernelFailed, match=message):
         launcher("fast", "forward").launch(COPY, (1, 1, 1), *arguments)
 
 
 @pytest.mark.parametrize("value", [np.int64(1), np.float32(1)])
-def test_a_scalar_of_another_type_is_refused(value: np.int64 | np.float32) -> None:
+def test_a_scalar_of_the_wrong_type_is_refused(value: np.int64 | np.float32) -> None:
     kernel = Kernel("planted_bugs.cu", "shift_too_far", (("BUG", 0),), NUM_THREADS)
     with pytest.raises(KernelFailed, match=r"argument 1 \(shift\): the kernel takes a integer of 4 bytes"):
         launcher("fast", "forward").launch(kernel, (1, 1, 1), integers(), value)
 
 
-def test_a_launch_beyond_what_a_gpu_takes_is_refused() -> None:
+def test_a_launch_beyond_gpu_limits_is_refused() -> None:
     emulated = launcher("fast", "forward")
     for kernel, grid, message in (
         (Kernel(COPY.source, COPY.entry, COPY.macros, 1025), (1, 1, 1), "a block of 1025 threads"),
@@ -191,7 +191,7 @@ def test_a_launch_beyond_what_a_gpu_takes_is_refused() -> None:
             emulated.launch(kernel, grid, inner(), out())
 
 
-def test_a_launch_beyond_its_bounds_is_refused() -> None:
+def test_a_launch_beyond_launch_bounds_is_refused() -> None:
     kernel = ptx.wrapper_kernel("multiply", 64)
     with pytest.raises(KernelFailed, match="a block of 64 threads, but __launch_bounds__ allows 32"):
         launcher("fast", "forward").launch(kernel, (1, 1, 1))
@@ -203,7 +203,7 @@ def test_an_empty_grid_launches_nothing() -> None:
     assert not target.any()
 
 
-def test_a_kernel_that_is_missing_or_does_not_compile_says_so(tmp_path: Path) -> None:
+def test_a_missing_or_uncompilable_kernel_is_reported(tmp_path: Path) -> None:
     (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken(float* x) { x[0] = nothing; }\n')
     broken = Kernel("broken.cu", "broken", (("SIZE", 3),), 32)
     emulated = EmulatedLauncher(kernels_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""The wrappers of ptx.cuh, one by one: their emulation by the checks that a GPU has to pass, and that they compile."""
+"""Each wrapper of ptx.cuh compiles, and its emulation passes the same checks as a GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.cuda_emulator import EmulatedLauncher
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrapper_does_what_torch_and_the_manual_say(wrapper: str) -> None:
+def test_a_wrapper_agrees_with_torch_and_the_manual(wrapper: str) -> None:
     WRAPPERS[wrapper](EmulatedLauncher())
 
 
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
-def test_the_instructions_of_the_wrappers_are_ones_that_the_assembler_knows(arch: str, half: int) -> None:
-    """Of all kernels in the source, for they are compiled together: what a GPU's check would launch."""
+def test_the_assembler_accepts_every_wrapper(arch: str, half: int) -> None:
+    """Compiles all kernels of the source together, as a check on a GPU does."""
     text = SOURCE.read_text()
     entries = re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", text)
     assert len(entries) == text.count("__global__")

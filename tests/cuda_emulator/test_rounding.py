@@ -1,4 +1,4 @@
-"""The emulator rounds as the C library does or, in the mode "device", as a GPU may: kernels pass in both."""
+"""The emulator rounds like the C library or, in the mode "device", like a GPU; kernels pass their checks in both."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.tools.gpu_check.device_context import HostClock, NoMemory, Record
 
 DEVICE = EmulatedLauncher("device")
 MODES: tuple[Mode, ...] = ("fast", "device")
-# In 12 bits each: their square has 24, which a float does not hold.
+# It has 13 significant bits, so its square needs 25, and a float has 24.
 ODD = 1 + 2.0**-12
 
 
 def reckon(mode: Mode, directory: Path, expression: str, *values: float) -> list[float]:
-    """expression of a and b, which are the neighbouring values, by a kernel."""
+    """Evaluate expression in a kernel for each pair (a, b) of neighbouring values."""
     (directory / "reckon.cu").write_text(
         f"""#include "ptx.cuh"
         extern "C" __global__ void reckon(const float* in, float* out) {{
@@ -50,7 +50,7 @@ def reckon(mode: Mode, directory: Path, expression: str, *values: float) -> list
     return out.tolist()
 
 
-def test_products_and_sums_are_fused_as_on_a_device_unless_they_say_how_they_round(tmp_path: Path) -> None:
+def test_the_device_mode_fuses_products_and_sums_except_rounded_ones(tmp_path: Path) -> None:
     rest = 2.0**-24
     assert reckon("fast", tmp_path, "a * b - (1 + 2 * 0x1p-12f)", ODD, ODD) == [0.0]
     assert reckon("device", tmp_path, "a * b - (1 + 2 * 0x1p-12f)", ODD, ODD) == [rest]
@@ -59,12 +59,12 @@ def test_products_and_sums_are_fused_as_on_a_device_unless_they_say_how_they_rou
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_subnormal_numbers_are_zero(tmp_path: Path, mode: Mode) -> None:
+def test_subnormal_numbers_become_zero(tmp_path: Path, mode: Mode) -> None:
     assert reckon(mode, tmp_path, "a * b", 2.0**-100, 2.0**-27, 2.0**-99) == [0.0, 2.0**-126]
-    assert torch.tensor(2.0**-100) * 2.0**-27 > 0, "the caller's numbers are as before"
+    assert torch.tensor(2.0**-100) * 2.0**-27 > 0, "the caller's rounding mode is restored"
 
 
-def test_approximations_are_off_by_what_a_device_may_be(tmp_path: Path) -> None:
+def test_approximations_have_the_errors_of_a_device(tmp_path: Path) -> None:
     values = np.linspace(0.03, 30, 201).astype(np.float32)
     exact = values[:-1].astype(np.float64)
     for expression, expected in (("ex2_approx(a)", np.exp2(exact)), ("rcp_approx(a)", 1 / exact)):
@@ -74,40 +74,40 @@ def test_approximations_are_off_by_what_a_device_may_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers_pass_their_checks_as_a_device_rounds(wrapper: str) -> None:
+def test_wrappers_pass_their_checks_with_device_rounding(wrapper: str) -> None:
     WRAPPERS[wrapper](DEVICE)
 
 
 @pytest.mark.parametrize("check", list(small_checks()), ids=lambda check: f"{check.family}.{check.name}")
-def test_kernels_pass_their_checks_as_a_device_rounds(check: Check) -> None:
+def test_kernels_pass_their_checks_with_device_rounding(check: Check) -> None:
     check.run(DEVICE)
 
 
 @pytest.mark.parametrize("check", list(invariance_checks()), ids=lambda check: f"{check.family}.{check.name}")
-def test_a_row_keeps_its_bits_as_a_device_rounds(check: Check) -> None:
-    """A tile of keys that a row does not see must leave it as it is, though powers of two are off by a little."""
+def test_a_row_keeps_its_bits_with_device_rounding(check: Check) -> None:
+    """A tile of keys that a row does not see must not change the row, although powers of two are inexact."""
     check.run(DEVICE)
 
 
 @pytest.mark.parametrize("params", FILTERS[:-1], ids=str)
-def test_filters_keep_the_same_tokens_as_a_device_rounds(params: dict[str, float]) -> None:
+def test_filters_keep_the_same_tokens_with_device_rounding(params: dict[str, float]) -> None:
     check_filter(DEVICE, params)
 
 
-def test_draws_are_the_same_as_a_device_rounds() -> None:
+def test_draws_are_the_same_with_device_rounding() -> None:
     check_noise(DEVICE)
     check_distribution(DEVICE, {"temperature": 1.5, "top_k": 12})
     check_logprobs(DEVICE, torch.bfloat16, 20_000)
 
 
-def test_passes_agree_with_the_cpus_as_a_device_rounds(tmp_path: Path) -> None:
+def test_passes_agree_with_the_cpu_pass_with_device_rounding(tmp_path: Path) -> None:
     lab = Lab(EmulatedDevice("device"), HostClock(), NoMemory(), lambda: EmulatedDevice("device"))
     record = Record(tmp_path)
     check_passes(record.results, lab, ("qwen3",))
     assert {"pass.qwen3.tokens", "pass.qwen3.bf16", "pass.qwen3.fp16"} <= set(record.findings())
 
 
-def test_deterministic_passes_keep_a_rows_bits_as_a_device_rounds(tmp_path: Path) -> None:
+def test_deterministic_passes_keep_a_rows_bits_with_device_rounding(tmp_path: Path) -> None:
     lab = Lab(EmulatedDevice("device"), HostClock(), NoMemory(), lambda: EmulatedDevice("device"))
     record = Record(tmp_path)
     companies = (Company("tokens", 3, 1, 1, 1), Company("beside_decodes", 4, 3, 7, 1))

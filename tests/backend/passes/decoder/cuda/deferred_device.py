@@ -1,7 +1,7 @@
-"""An `EmulatedDevice` that does its work as late as a GPU may: when somebody waits for an event behind it.
+"""An `EmulatedDevice` that works as late as a GPU may: only when a thread waits for an event after the work.
 
-Memory of the host that is written before the device has read it, or read before the device has written it, then holds
-the wrong step's numbers.
+Host memory that is written before the device has read it, or read before the device has written it, then has the wrong
+step's numbers.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class DeferredDevice(EmulatedDevice):
             yield
 
     def run(self, num_calls: int) -> None:
-        """The first num_calls of the queue, on whatever thread waits for them."""
+        """Run the first num_calls of the queue on the calling thread."""
         with self.lock, _disable_current_modes(), torch.inference_mode():
             while self.num_run < num_calls:
                 self.queue[self.num_run]()
                 self.num_run += 1
 
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        with _disable_current_modes():  # the host's memory, of which there may be more when steps run far ahead
+        with _disable_current_modes():  # host memory is not deferred; steps far ahead allocate more of it
             return super().pinned(num_elements, dtype)
 
     def record(self) -> DeferredEvent:  # type: ignore[override]
@@ -80,7 +80,7 @@ class DeferredDevice(EmulatedDevice):
 
 
 class DeferredCudaPass(CudaDecoderPass):
-    """`device` is the pass's own. Loading, and the run at start, are not put off."""
+    """Each pass has its own `device`. Loading and the warm-up are not deferred."""
 
     device: DeferredDevice
 

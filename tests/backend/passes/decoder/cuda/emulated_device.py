@@ -1,4 +1,4 @@
-"""The `Device` of a machine without one: tensors on the CPU, kernels on the emulator, graphs as recorded calls."""
+"""A `Device` without a GPU: tensors on the CPU, kernels on the emulator, graphs as recorded calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RecordingLauncher:
-    """Runs kernels at once, or, while a graph is captured, notes them. Like the GPU's it runs only what is prepared."""
+    """Runs kernels at once, or records them while a graph is captured. Like on a GPU, kernels must be prepared."""
 
     def __init__(self, inner: Launcher) -> None:
         self._inner = inner
@@ -48,7 +48,7 @@ class RecordingLauncher:
 
 
 class RecordingMode(TorchDispatchMode):
-    """Notes torch's operations instead of running them. Refuses what a captured step must not do."""
+    """Records torch's operations instead of running them, and refuses what a captured step must not do."""
 
     def __init__(self, recorded: list[Callable[[], object]]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class RecordedGraph:
 
 
 class ImmediateEvent:
-    """All work is done when it is given."""
+    """An event on a device that does all work at once."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
@@ -96,7 +96,7 @@ class ImmediateEvent:
 
 @dataclass
 class EmulatedHostMemory:
-    """See `HostMemory`. Begins as what nobody may rely on."""
+    """See `HostMemory`. It starts full of 0xFF, so that a read before a write shows."""
 
     bytes: Tensor
     is_free: bool = False
@@ -108,8 +108,8 @@ class EmulatedHostMemory:
 
 @dataclass
 class EmulatedDevice:
-    """`fault`, once set, is raised by whatever waits for the device: its context is poisoned. At most
-    `lockable_bytes` of the host's memory are page-locked."""
+    """Once `fault` is set, every wait for the device raises it, like a poisoned CUDA context. A block of host memory
+    larger than `lockable_bytes` cannot be page-locked."""
 
     mode: str = "fast"
     fault: Exception | None = None
@@ -179,7 +179,7 @@ _launchers: dict[str, Any] = {}
 
 
 def shared_launcher(mode: str) -> Launcher:
-    """One for all devices: kernels are compiled once."""
+    """Return the one launcher of the mode, shared by all devices, so that kernels are compiled once."""
     if mode not in _launchers:
         _launchers[mode] = EmulatedLauncher(mode=mode)
     launcher: Launcher = _launchers[mode]

@@ -1,4 +1,4 @@
-"""The CUDA pass on a machine without a GPU, under names that `find_forward_pass` finds."""
+"""The CUDA pass on the emulator, under names that `find_forward_pass` finds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EmulatedCudaPass(CudaDecoderPass):
-    """`device` is the pass's own."""
+    """Each pass has its own `device`."""
 
     device: EmulatedDevice
 
@@ -52,7 +52,7 @@ class FaultyCudaPass(EmulatedCudaPass):
 
 
 class UncompiledCudaPass(EmulatedCudaPass):
-    """Its kernels do not compile."""
+    """A pass whose kernels do not compile."""
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> EmulatedCudaPass:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""The fake device of `shm`, where memory of the emulator, which is this process's, is device memory too."""
+"""The fake device of `shm`, for which the emulator's memory (memory of this process) is device memory too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EmulatorSharedDevice(FakeDevice):
-    """Its one stream is the emulated device's, of which there may be none yet: then all is done at once."""
+    """Its only stream is that of the emulated device. Without an emulated device, work is done at once."""
 
     def __init__(self, directory: Path, gpu: EmulatedDevice | None = None) -> None:
         super().__init__(directory)
@@ -48,7 +48,7 @@ class EmulatorSharedDevice(FakeDevice):
         super().free(pointer)
 
     def _finish(self, doing: str) -> None:
-        """All that the device was told to do is done."""
+        """Wait until the emulated device has done all its work."""
         if self.gpu is not None:
             try:
                 self.gpu.synchronize()
@@ -64,7 +64,7 @@ class EmulatorSharedDevice(FakeDevice):
             ctypes.memmove(destination, data, num_bytes)
 
     def _put(self, stream: int, work: Callable[[], None]) -> None:
-        assert stream == 0, "the emulator has no other"
+        assert stream == 0, "the emulator has only stream 0"
         self._check_fault()
         if isinstance(self.gpu, DeferredDevice):
             self.gpu.queue.append(work)

@@ -1,4 +1,4 @@
-"""Prompts of embeddings for an engine on the bench, in buffers as clients lend them, with every loan on the books."""
+"""Prompts of embeddings for an engine on the bench, in shared buffers that clients lend. Every loan is recorded."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _NUM_BUFFERS, _BUFFER_BYTES = 8, 1 << 16
 
 
 class LendingLink(ScriptedLink):
-    """Ends a loan where `BackendLink` does: with its request's end, or before the engine hears of a cancellation or a
-    client's death. The client then writes other things into the buffer at once."""
+    """Ends loans when `BackendLink` does: at the end of the request, or before the engine receives a cancellation or a
+    client's death. The client then overwrites the buffer at once."""
 
     def __init__(self, kind: str, directory: Path, embedding_size: int, vocab_size: int, gpu: EmulatedDevice) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class LendingLink(ScriptedLink):
             ContentSpec(BufferContent.LOGITS, vocab_size, "<f4"),
         )
         self.logits: dict[int, NDArray[np.float32]] = {}
-        """Request → what it brought, [num_logits, vocab]."""
+        """Request → its logits, [num_logits, vocab]."""
         self._vocab_size = vocab_size
         self._kind = BufferKind.CUDA if kind == "on the device" else BufferKind.HOST
         device = None if kind == "read by the host" else self.device
         self.exporter = BufferExporter((self._kind,), contents, 1 << 30, device)
         self.clients: dict[int, ExportedBuffers] = {}
         self._loans: dict[tuple[int, int], dict[int, Loan]] = {}
-        """Request → index of a buffer → its loan."""
+        """(Frontend, request) → index of a buffer → its loan."""
         self._num_loans = 0
 
     def submit(
@@ -69,7 +69,7 @@ class LendingLink(ScriptedLink):
         num_logits: int = 0,
         **options: Any,
     ) -> Loan:
-        """The loan of the prompt."""
+        """Submit a prompt of embeddings and return its loan."""
         if frontend not in self.clients:
             buffer_request = BufferRequest(_NUM_BUFFERS, _BUFFER_BYTES, (self._kind,))
             self.clients[frontend] = self.exporter.export(buffer_request, os.getpid())
@@ -118,7 +118,7 @@ class LendingLink(ScriptedLink):
             self._end(frontend, request_id)
 
     def close(self) -> None:
-        """All clients leave; nothing is lent, locked or allocated then."""
+        """Let all clients leave; nothing may be lent, page-locked or allocated afterwards."""
         for frontend in list(self.clients):
             self._bury(frontend)
         self.exporter.close()

@@ -1,5 +1,5 @@
-"""Features of the engine and the CUDA pass that meet in one step: prompts of embeddings, pages that come back from the
-host, plans far ahead, deterministic steps, faults.
+"""Features of the engine and the CUDA pass combined in one step: prompts of embeddings, pages restored from the host,
+plans far ahead, deterministic steps, faults.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     Rows = NDArray[np.float32]
 
 PAGE_SIZE, HIDDEN = 16, 64
-TOLD = Sampling(temperature=0.0, num_logprobs=2)
+WITH_LOGPROBS = Sampling(temperature=0.0, num_logprobs=2)
 ALLOWED = tuple(range(3, VOCAB_SIZE, 3))
 
 
 @pytest.fixture(autouse=True)
 def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copying pages is quicker than computing them."""
+    """Make copying pages faster than computing them."""
     monkeypatch.setattr(
         "penstock.backend.passes.decoder.cuda.forward_pass.measure_link", lambda _device: LinkSpeed(1e18, 1e18)
     )
@@ -58,9 +58,9 @@ def load(
     kv_dtype: str = "fp32",
     **settings: Any,
 ) -> EmulatedCudaPass | DeferredCudaPass:
-    wanted = replace(options(max_batch_tokens=48), **settings)
-    page_bytes = PAGE_SIZE * pass_class.describe(checkpoint("llama3"), wanted).kv_bytes_per_token[kv_dtype]
-    made = pass_class.load(checkpoint("llama3"), replace(wanted, host_kv_bytes=num_host_pages * page_bytes))
+    pass_options = replace(options(max_batch_tokens=48), **settings)
+    page_bytes = PAGE_SIZE * pass_class.describe(checkpoint("llama3"), pass_options).kv_bytes_per_token[kv_dtype]
+    made = pass_class.load(checkpoint("llama3"), replace(pass_options, host_kv_bytes=num_host_pages * page_bytes))
     create = made.create_cache
     made.create_cache = lambda num_pages, page_size, _: create(num_pages, page_size, kv_dtype)  # type: ignore[method-assign]
     return made
@@ -73,7 +73,7 @@ def make_link(kind: str, directory: Path, forward_pass: EmulatedCudaPass | Defer
 def stepped(
     forward_pass: EmulatedCudaPass | DeferredCudaPass, link: LendingLink | None, num_pages: int, **settings: Any
 ) -> Bench:
-    """Turn by turn, so that pages certainly go to the host and back."""
+    """Make a bench that runs turn by turn, so that pages are saved to the host and restored in every run."""
     defaults = {"max_batch_tokens": 48, "num_host_pages": 16, "max_running": MAX_ROWS, "vocab_size": VOCAB_SIZE}
     return Bench(
         forward_pass=forward_pass, link=link, num_pages=num_pages, page_size=PAGE_SIZE, **(defaults | settings)
@@ -81,7 +81,7 @@ def stepped(
 
 
 def close(bench: Bench, link: LendingLink) -> None:
-    """With nothing lent, locked, allocated or held any more."""
+    """Close the bench. Nothing may be lent, page-locked, allocated or held any more."""
     assert link.num_lent == 0
     assert bench.pool.num_held == 0
     link.close()
@@ -95,14 +95,14 @@ def random_rows(num_rows: int, seed: int) -> Rows:
 
 
 def looked_up(tokens: Sequence[int]) -> Rows:
-    """What the checkpoint's table gives for them, [n, hidden]."""
+    """Return the tokens' embeddings in the checkpoint, [n, hidden]."""
     with torch.inference_mode():
         rows: Rows = oracle("llama3").get_input_embeddings()(torch.tensor(tokens)).numpy()
     return rows
 
 
 def logits_after(prompt: Rows, generated: Sequence[int]) -> torch.Tensor:
-    """By transformers, [len(generated), vocab]: of which each token was sampled."""
+    """Return the logits by transformers from which each generated token was sampled, [len(generated), vocab]."""
     rows = np.concatenate([prompt, looked_up(generated[:-1])]) if len(generated) > 1 else prompt
     with torch.inference_mode():
         logits: torch.Tensor = oracle("llama3")(inputs_embeds=torch.from_numpy(rows)[None]).logits[0]
@@ -110,7 +110,7 @@ def logits_after(prompt: Rows, generated: Sequence[int]) -> torch.Tensor:
 
 
 def expect_transformers(prompt: Rows, received: Received, count: int | None, allowed: Sequence[int] = ()) -> None:
-    """count tokens, or as many as there are; and their log probabilities, where they were told."""
+    """Compare count tokens (all tokens if None) with transformers, and their log probabilities if requested."""
     tokens = received.token_ids
     if count is not None:
         assert received.finishes == [Finish.LENGTH]
@@ -120,10 +120,10 @@ def expect_transformers(prompt: Rows, received: Received, count: int | None, all
     logits = logits_after(prompt, tokens)
     ids = list(allowed) or list(range(VOCAB_SIZE))
     assert tokens == [ids[place] for place in logits[:, ids].argmax(1).tolist()]
-    for token, told, row in zip(tokens, received.logprobs, logits.log_softmax(1), strict=True):
-        if told is not None:
-            assert abs(told.logprob - row[token].item()) < 1e-3
-            assert abs(told.top_logprobs[0] - row.max().item()) < 1e-3
+    for token, reported, row in zip(tokens, received.logprobs, logits.log_softmax(1), strict=True):
+        if reported is not None:
+            assert abs(reported.logprob - row[token].item()) < 1e-3
+            assert abs(reported.top_logprobs[0] - row.max().item()) < 1e-3
 
 
 # ---- Streams ----
@@ -135,7 +135,9 @@ TOKENS = {5: prompts((5,), seed=3)[0], 6: prompts((40,), seed=3)[0]}
 def submit_all(bench: Bench, link: LendingLink) -> None:
     for request_id, rows in EMBEDDED.items():
         constraints = Constraints(allowed_token_ids=ALLOWED) if request_id == 2 else None
-        link.submit(rows, 18, request_id, sampling=TOLD if request_id != 3 else GREEDY, constraints=constraints)
+        link.submit(
+            rows, 18, request_id, sampling=WITH_LOGPROBS if request_id != 3 else GREEDY, constraints=constraints
+        )
     for request_id, prompt in TOKENS.items():
         bench.submit(list(prompt), 18, request_id=request_id)
 
@@ -151,10 +153,10 @@ def expect_all(bench: Bench, unfinished: Sequence[int] = ()) -> None:
     [(EmulatedCudaPass, 0), (DeferredCudaPass, 1), (DeferredCudaPass, 4)],
     ids=["no plan ahead", "late work", "late work, far ahead"],
 )
-def test_every_stream_is_transformers_however_its_prompt_was_handed_in(
+def test_every_stream_equals_transformers_for_any_kind_of_prompt(
     kind: str, pass_class: type[EmulatedCudaPass | DeferredCudaPass], capacity: int, tmp_path: Path
 ) -> None:
-    """Too many for the pages: sequences are preempted, and go on with pages from the host or with rows read again."""
+    """There are too few pages: sequences are preempted, and continue with restored pages or with rows read again."""
     forward_pass = load(pass_class, 16)
     link = make_link(kind, tmp_path, forward_pass)
     bench = AheadBench(forward_pass, 9, capacity, 16, link)
@@ -166,13 +168,13 @@ def test_every_stream_is_transformers_however_its_prompt_was_handed_in(
 
 
 @pytest.mark.parametrize("turn", [1, 4, 9, 15])
-def test_who_cancels_or_dies_takes_no_other_stream_along(kind: str, turn: int, tmp_path: Path) -> None:
-    """While the device is far behind, and reads buffers that their clients have again, or that are gone."""
+def test_a_cancelled_or_dead_client_does_not_affect_other_streams(kind: str, turn: int, tmp_path: Path) -> None:
+    """The device is far behind, and reads buffers that have been returned to their clients, or are gone."""
     forward_pass = load(DeferredCudaPass, 16)
     link = make_link(kind, tmp_path, forward_pass)
     bench = AheadBench(forward_pass, 9, 4, 16, link)
     for number in range(3):
-        link.submit(random_rows(25 + number, number), 18, 20 + number, frontend=2, sampling=TOLD)
+        link.submit(random_rows(25 + number, number), 18, 20 + number, frontend=2, sampling=WITH_LOGPROBS)
     submit_all(bench, link)
     for _ in range(turn):
         bench.engine.turn()
@@ -181,7 +183,7 @@ def test_who_cancels_or_dies_takes_no_other_stream_along(kind: str, turn: int, t
     link.arrivals.append(FrontendDeath(2))
     bench.engine.turn()
     assert 2 not in link.clients
-    link.submit(random_rows(9, 7), 5, 7)  # in the buffer that has just come back
+    link.submit(random_rows(9, 7), 5, 7)  # in the buffer that has just been returned
     bench.run_dry()
     expect_all(bench, unfinished=(2, 6))
     expect_transformers(random_rows(9, 7), bench.received(7), 5)
@@ -221,10 +223,10 @@ def bits_of_tokens_alone() -> list[Any]:
     ],
     ids=["token by token", "computed again in chunks", "restored", "restored in chunks, far ahead"],
 )
-def test_embeddings_give_the_bits_of_their_tokens_whatever_is_done_to_them(
+def test_embeddings_give_the_bits_of_their_tokens_in_any_batch_and_after_preemption(
     kind: str, num_pages: int, num_host_pages: int, settings: dict[str, int], tmp_path: Path
 ) -> None:
-    """Among strangers; where pages are short, preempted and then computed again or restored."""
+    """Other sequences share the steps. If pages are short, sequences are preempted and recomputed or restored."""
     forward_pass = load(num_host_pages=num_host_pages, kv_dtype="q8_0", deterministic=True)
     link = make_link(kind, tmp_path, forward_pass)
     bench = stepped(forward_pass, link, num_pages, num_host_pages=num_host_pages, **settings)
@@ -237,9 +239,9 @@ def test_embeddings_give_the_bits_of_their_tokens_whatever_is_done_to_them(
     assert bits(bench.received(1)) == bits_of_tokens_alone()
     assert bits(bench.received(2)) == bits_of_tokens_alone()
     log_softmax = torch.tensor(link.logits[2]).log_softmax(1)
-    for row, token, told in zip(log_softmax, bench.received(2).token_ids, bench.received(2).logprobs, strict=True):
-        assert told is not None
-        assert abs(row[token].item() - told.logprob) < 1e-4
+    for row, token, reported in zip(log_softmax, bench.received(2).token_ids, bench.received(2).logprobs, strict=True):
+        assert reported is not None
+        assert abs(row[token].item() - reported.logprob) < 1e-4
     is_short = num_pages == 9
     assert (bench.received(1).num_preemptions + bench.received(2).num_preemptions > 0) == is_short
     assert (bench.board.pages_restored > 0) == (num_host_pages > 0)
@@ -250,7 +252,7 @@ def test_embeddings_give_the_bits_of_their_tokens_whatever_is_done_to_them(
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 4])
-def test_bad_logits_take_their_own_tenants_pages_from_the_host_and_no_others(capacity: int, tmp_path: Path) -> None:
+def test_bad_logits_invalidate_the_host_pages_of_their_tenant_only(capacity: int, tmp_path: Path) -> None:
     forward_pass = load(num_host_pages=16)
     link = make_link("on the device", tmp_path, forward_pass)
     bench = stepped(forward_pass, link, 9, capacity=capacity)
@@ -264,17 +266,17 @@ def test_bad_logits_take_their_own_tenants_pages_from_the_host_and_no_others(cap
         return bench.received(request_id)
 
     def move_to_host() -> None:
-        """A sequence that needs all pages."""
+        """Run sequences that need all pages."""
         for seed in range(2):
             bench.submit(list(prompts((100,), seed=30 + seed)[0]), 40, request_id=next(ids), salt=b"big")
             bench.run_dry()
 
-    for salt in (b"one", b"two") * 2:  # what is found once is worth to be kept
+    for salt in (b"one", b"two") * 2:  # a page is worth keeping once it has been found
         expect_transformers(looked_up(shared[salt]), ask(salt, 3), 3)
     move_to_host()
     num_kept = bench.board.host_pages_used
     assert num_kept >= 4
-    # Embeddings are their request's own affair, and so is what is wrong with them.
+    # Prompt embeddings belong to one request, so bad ones invalidate nothing else.
     bad = random_rows(30, 1)
     bad[25, 3] = np.inf
     link.submit(bad, 5, 200, salt=b"one")
@@ -308,10 +310,10 @@ def raise_device_error(*_args: Any) -> Any:
 
 
 @pytest.mark.parametrize(("is_late", "capacity"), [(False, 0), (True, 1), (False, 4)])
-def test_of_a_step_with_restores_that_fails_the_guilty_row_alone_does(
+def test_bisection_of_a_step_with_restores_fails_only_the_bad_row(
     kind: str, *, is_late: bool, capacity: int, tmp_path: Path
 ) -> None:
-    """For its rows cannot be read; or late: when all of the step is done but the sampling."""
+    """The row fails because its embeddings cannot be read; if late, only after the forward pass, in sampling."""
     forward_pass = load(num_host_pages=16)
     link = make_link(kind, tmp_path, forward_pass)
     bench = stepped(forward_pass, link, 12, capacity=capacity)
@@ -348,10 +350,10 @@ def test_of_a_step_with_restores_that_fails_the_guilty_row_alone_does(
     close(bench, link)
 
 
-def test_with_the_device_all_that_was_lent_and_kept_is_given_up_once(
+def test_a_lost_device_releases_all_loans_and_host_pages_once(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What cannot be unlocked or freed any more is the driver's affair, as the process ends."""
+    """Memory that cannot be unlocked or freed is left to the driver, because the process ends."""
     forward_pass = load(num_host_pages=16)
     link = make_link(kind, tmp_path, forward_pass)
     bench = AheadBench(forward_pass, 9, 4, 16, link)
@@ -361,7 +363,7 @@ def test_with_the_device_all_that_was_lent_and_kept_is_given_up_once(
         bench.turn()
     link.submit(random_rows(20, 8), 5, 8)
     forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
-    with pytest.raises(ExecutorFailed, match="the device is lost"):  # in a step, or as pages are saved
+    with pytest.raises(ExecutorFailed, match="the device is lost"):  # in a step, or while pages are saved
         bench.run_dry()
     expect_all(bench, unfinished=[*EMBEDDED, *TOKENS])
     link.close()

@@ -1,4 +1,4 @@
-"""Captured decode steps: their sizes, and what a capture does not allow."""
+"""Captured decode steps: their sizes, and operations that a capture forbids."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tests.backend.passes.decoder.cuda.tiny_models import make_driver, prompts, 
         (4096, [1, 2, 4, *range(8, 257, 8)]),
     ],
 )
-def test_sizes_go_up_to_the_most_rows_a_captured_step_has(max_rows: int, sizes: list[int]) -> None:
+def test_sizes_go_up_to_the_largest_captured_step(max_rows: int, sizes: list[int]) -> None:
     assert graph_sizes(max_rows) == sizes
 
 
-def test_a_step_is_padded_to_the_next_size_and_none_is_too_large_to_run() -> None:
+def test_a_step_is_padded_to_the_next_size_or_has_no_graph() -> None:
     graphs = DecodeGraphs(EmulatedDevice(), 20, lambda _num_rows: None)
     assert [graphs.size_for(n) for n in (1, 2, 3, 5, 16, 17, 20, 21)] == [1, 2, 4, 8, 16, 20, 20, None]
 
 
-def test_each_size_runs_once_before_it_is_captured_the_largest_first() -> None:
+def test_each_size_runs_once_before_its_capture_largest_first() -> None:
     order: list[tuple[int, bool]] = []
     device = EmulatedDevice()
     DecodeGraphs(device, 4, lambda size: order.append((size, device.launcher.recorded is not None)))
     assert order == [(size, captured) for size in (4, 2, 1) for captured in (False, True)]
 
 
-def test_a_replay_does_what_was_captured_on_what_the_buffers_hold_now() -> None:
+def test_a_replay_uses_the_current_contents_of_its_buffers() -> None:
     device = EmulatedDevice()
     x, y = torch.arange(4.0), torch.zeros(2, 2)
     graph = device.capture(lambda: torch.mm(x.view(2, 2), x.view(2, 2), out=y))
@@ -52,7 +52,7 @@ def test_a_replay_does_what_was_captured_on_what_the_buffers_hold_now() -> None:
     [lambda: torch.zeros(3), lambda: torch.ones(2) @ torch.ones(2), lambda: torch.arange(3.0).sum().item()],
     ids=["an allocation", "a product into new memory", "waiting for a value"],
 )
-def test_what_a_capture_does_not_allow_fails_on_the_emulated_device_too(work: object) -> None:
+def test_operations_that_a_capture_forbids_fail_on_the_emulated_device(work: object) -> None:
     with pytest.raises(AssertionError, match="allocates or waits"):
         EmulatedDevice().capture(work)  # type: ignore[arg-type]
 
@@ -64,10 +64,10 @@ def test_no_captured_step_prepares_a_kernel_or_waits() -> None:
             device.capture(work)  # type: ignore[arg-type]
 
 
-def test_captured_steps_of_a_model_are_the_same_kernels_whatever_their_size() -> None:
+def test_captured_steps_of_all_sizes_have_the_same_kernels() -> None:
     driver = make_driver("qwen3")
     run_prompts(driver, prompts((3, 4)))
     lengths = {len(graph.calls) for graph in driver.forward_pass.device.graphs}
-    # Two layers of 9: a norm, qkv, RoPE and cache, attention, output, a norm, gate and up, silu, down; and the step's
-    # plan and embedding, the last norm, and the logits.
+    # Two layers of 9 kernels: norm, qkv, RoPE and cache, attention, output, norm, gate and up, silu, down. Also the
+    # step's plan, the embedding, the last norm, and the logits.
     assert lengths == {2 * 9 + 4}

@@ -1,6 +1,6 @@
-"""`--deterministic` on the emulator: a row's logits are the same bits in any company, chunks, slot and pages.
+"""`--deterministic` on the emulator: a row's logits are the same bits in any batch, chunks, slot and pages.
 
-The library that multiplies gives other bits for another number of rows, whatever this machine's would do.
+A patched matrix product gives other bits for another number of rows, on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.backend.passes.decoder.driver import Driver, Row
 
 NUM_TOKENS = 6
 PROMPT = prompts((45,), seed=20)[0]
-STRANGERS = prompts((1, 33, 16, 60, 17), seed=21)
+OTHER_PROMPTS = prompts((1, 33, 16, 60, 17), seed=21)
 MODELS = [
     ("llama3", "fp32", "fp32"),
     ("qwen3", "fp32", "bf16"),
@@ -30,14 +30,14 @@ MODELS = [
     ("qwen2", "bf16", "bf16"),
     ("llama-bias", "bf16", "q8_0"),
 ]
-"""Architecture, dtype of the weights, dtype of the cache: of groups of several sizes, with windows and biases."""
+"""Architecture, dtype of the weights, dtype of the cache: several group sizes, with windows and biases."""
 
 Model = tuple[str, str, str]
 
 
 @pytest.fixture(autouse=True)
 def choosy_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product's bits tell its number of rows."""
+    """Make a product's bits depend on its number of rows."""
 
     def choosy(multiply: Any) -> Any:
         def by_rows(*operands: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def make(model: Model, seed: int = 0, *, deterministic: bool = True) -> Driver:
 
 
 def generate(driver: Driver, row: Row, chunk: int | None = None) -> list[NDArray[np.float32]]:
-    """The logits of which each new token of the row was chosen, beside whatever else the driver has."""
+    """Return the logits from which each new token of the row was chosen; the driver's other rows share the steps."""
     found = [driver.prefill(chunk)[row.slot]]
     while len(found) < NUM_TOKENS:
         found.append(driver.step([(each, 1) for each in driver.rows])[row.slot])
@@ -74,59 +74,59 @@ def require_same_bits(found: list[NDArray[np.float32]], expected: list[NDArray[n
 
 
 @pytest.mark.parametrize("model", MODELS, ids="-".join)
-def test_among_strangers_in_another_slot_and_other_pages(model: Model) -> None:
+def test_bits_do_not_depend_on_batch_slot_or_pages(model: Model) -> None:
     driver = make(model, seed=7)
-    for stranger in STRANGERS:
-        driver.add(stranger)
+    for other in OTHER_PROMPTS:
+        driver.add(other)
     require_same_bits(generate(driver, driver.add(PROMPT)), alone(model))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16])
 @pytest.mark.parametrize("model", MODELS, ids="-".join)
-def test_in_chunks_of_any_size(model: Model, chunk: int) -> None:
-    """Beside decodes and other chunks: rows of one token are a whole chunk, an end of one, and the next token."""
+def test_bits_do_not_depend_on_chunk_sizes(model: Model, chunk: int) -> None:
+    """Decodes and other chunks share the steps. Rows of one token are a whole chunk, the end of one, or a decode."""
     driver = make(model, seed=3)
-    for stranger in STRANGERS[:3]:
-        driver.add(stranger)
+    for other in OTHER_PROMPTS[:3]:
+        driver.add(other)
     require_same_bits(generate(driver, driver.add(PROMPT), chunk), alone(model))
 
 
 @pytest.mark.parametrize("model", MODELS, ids="-".join)
-def test_computed_again_after_its_pages_were_taken(model: Model) -> None:
-    """Tokens that were computed one by one are then part of a chunk, and the other way round."""
+def test_bits_do_not_change_when_a_sequence_is_recomputed(model: Model) -> None:
+    """Tokens that were computed one by one are then part of a chunk, and vice versa."""
     expected = alone(model)
     driver = make(model, seed=5)
-    row, stranger = driver.add(PROMPT), driver.add(STRANGERS[3])
+    row, other = driver.add(PROMPT), driver.add(OTHER_PROMPTS[3])
     found = [driver.prefill(chunk=19)[row.slot]]
     for chunk in (None, 1, 7, 46, 48):
         driver.free_pages = row.pages + driver.free_pages
         row.pages, row.computed = [], 0
         while row.computed < len(row.tokens) - 1:
             left = len(row.tokens) - 1 - row.computed
-            driver.step([(row, min(left, chunk or left)), (stranger, 1)])
+            driver.step([(row, min(left, chunk or left)), (other, 1)])
         found.append(driver.step([(row, 1)])[row.slot])
     require_same_bits(found, expected)
 
 
-def test_captured_and_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_and_single_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = alone(MODELS[0])
     monkeypatch.setattr(DecodeGraphs, "size_for", lambda _self, _num_rows: None)
     require_same_bits(alone(MODELS[0]), captured)
 
 
 @pytest.mark.parametrize("model", MODELS[:2], ids="-".join)
-def test_in_whatever_block_and_place_of_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four rows, so that a captured step has several."""
+def test_bits_do_not_depend_on_the_block_or_the_place_in_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks have four rows, so that a captured step has several blocks."""
     monkeypatch.setattr(matmul, "BLOCK_ROWS", 4)
     expected = alone(model)
     for num_before in (3, 4, 5):
         driver = make(model)
-        for stranger in STRANGERS[:num_before]:
-            driver.add(stranger)
+        for other in OTHER_PROMPTS[:num_before]:
+            driver.add(other)
         require_same_bits(generate(driver, driver.add(PROMPT), chunk=7), expected)
 
 
-def test_rows_that_fill_up_a_block_are_never_looked_at() -> None:
+def test_rows_that_fill_up_a_block_do_not_matter() -> None:
     model = MODELS[4]
     driver = make(model)
     row = driver.add(PROMPT)
@@ -141,14 +141,14 @@ def test_rows_that_fill_up_a_block_are_never_looked_at() -> None:
     require_same_bits(found, alone(model))
 
 
-@pytest.mark.parametrize("others", ["company", "chunks"])
-def test_without_the_option_these_cases_differ(others: str) -> None:
-    """So they could fail."""
+@pytest.mark.parametrize("others", ["batch", "chunks"])
+def test_bits_differ_without_the_option(others: str) -> None:
+    """This proves that the tests above can fail."""
     driver = make(MODELS[0], deterministic=False)
     by_itself = generate(driver, driver.add(PROMPT))
     driver = make(MODELS[0], deterministic=False)
-    if others == "company":
-        driver.add(STRANGERS[1])
-    changed = generate(driver, driver.add(PROMPT), chunk=None if others == "company" else 16)
+    if others == "batch":
+        driver.add(OTHER_PROMPTS[1])
+    changed = generate(driver, driver.add(PROMPT), chunk=None if others == "batch" else 16)
     assert not np.array_equal(changed[0], by_itself[0])
     assert not np.array_equal(changed[-1], by_itself[-1])

@@ -1,4 +1,4 @@
-"""The CUDA pass under the real engine and the real executor, a step ahead; and what becomes of faults."""
+"""The CUDA pass in the real engine with the real executor, a step ahead, and its faults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PAGE_SIZE = 16
 
 
 class AheadBench(Bench):
-    """With the executor's threads: steps are launched behind the running one, and another thread waits for tokens."""
+    """A bench with the executor's threads: steps are launched while one runs, and another thread waits for tokens."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class AheadBench(Bench):
         )
 
     def turn(self) -> None:
-        """Of the loop, which then waits for a step to end, if one runs."""
+        """Run one turn of the engine, then wait for a step to end if one runs."""
         self.engine.turn()
         self.engine.check_integrity()
         select.select([self.threads.wake_fd], [], [], 10 if self.threads.is_busy else 0)
@@ -104,9 +104,9 @@ def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(params=[(32, 0), (9, 0), (9, 16)], ids=["room for all", "preempted", "preempted, kept on the host"])
+@pytest.fixture(params=[(32, 0), (9, 0), (9, 16)], ids=["enough pages", "preempted", "preempted, kept on the host"])
 def num_pages(request: pytest.FixtureRequest) -> tuple[int, int]:
-    """On the device, and on the host."""
+    """Return the number of pages on the device and on the host."""
     on_device, on_host = request.param
     return on_device, on_host
 
@@ -121,7 +121,7 @@ def load(
 
 @pytest.fixture(
     params=[(EmulatedCudaPass, 1), (DeferredCudaPass, 1), (DeferredCudaPass, 4)],
-    ids=["work at once", "work as late as can be", "late work, far ahead"],
+    ids=["work at once", "late work", "late work, far ahead"],
 )
 def bench(
     num_pages: tuple[int, int], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -137,7 +137,7 @@ def bench(
     made.close()
 
 
-def test_every_stream_is_the_oracles_greedy_one(bench: AheadBench) -> None:
+def test_every_stream_equals_the_oracles_greedy_stream(bench: AheadBench) -> None:
     batch = prompts((5, 20, 33, 47, 12), seed=3)
     for request_id, prompt in enumerate(batch):
         bench.submit(list(prompt), 30, request_id=request_id)
@@ -146,28 +146,28 @@ def test_every_stream_is_the_oracles_greedy_one(bench: AheadBench) -> None:
         assert bench.received(request_id).token_ids == greedy(prompt, 30)
         assert bench.received(request_id).finishes == [Finish.LENGTH]
     assert (bench.scheduler.num_preemptions > 0) == (bench.pool.num_pages == 9)
-    # How many is what threads decide; a page may come back more than once.
+    # The number of saves depends on the timing of threads; a page may be restored more than once.
     assert bench.board.pages_restored == 0 or bench.board.pages_saved > 0
     assert bench.board.pages_saved == 0 or bench.forward_pass.num_host_pages > 0
     assert sum(graph.num_replays for graph in bench.forward_pass.device.graphs) > 0
 
 
-def test_streams_stay_the_oracles_through_shared_prefixes_cancellations_and_late_arrivals(bench: AheadBench) -> None:
+def test_streams_equal_the_oracle_with_shared_prefixes_cancellations_and_late_arrivals(bench: AheadBench) -> None:
     rng = np.random.default_rng(11)
     prefix = prompts((32,), seed=8)[0]
-    wanted: dict[int, tuple[tuple[int, ...], int]] = {}
+    submitted: dict[int, tuple[tuple[int, ...], int]] = {}
     cancelled = {2, 5, 9}
     for request_id in range(14):
         tail = tuple(rng.integers(0, VOCAB_SIZE, rng.integers(1, 30)).tolist())
-        wanted[request_id] = (prefix + tail if request_id % 3 == 0 else tail, int(rng.integers(1, 14)))
-        prompt, count = wanted[request_id]
+        submitted[request_id] = (prefix + tail if request_id % 3 == 0 else tail, int(rng.integers(1, 14)))
+        prompt, count = submitted[request_id]
         bench.submit(list(prompt), count, request_id=request_id)
         for _ in range(int(rng.integers(0, 4))):
             bench.engine.turn()
         if request_id in cancelled:
             bench.cancel(request_id)
     bench.run_dry()
-    for request_id, (prompt, count) in wanted.items():
+    for request_id, (prompt, count) in submitted.items():
         received = bench.received(request_id)
         assert received.token_ids == greedy(prompt, count)[: len(received.token_ids)]
         if request_id not in cancelled:
@@ -175,8 +175,8 @@ def test_streams_stay_the_oracles_through_shared_prefixes_cancellations_and_late
             assert len(received.token_ids) == count
 
 
-def test_a_preempted_sequence_goes_on_in_pages_that_come_back_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In turns that no thread decides, so that pages certainly go there and back."""
+def test_a_preempted_sequence_continues_with_pages_restored_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns do not depend on threads, so that pages are saved and restored in every run."""
     monkeypatch.setattr(
         "penstock.backend.passes.decoder.cuda.forward_pass.measure_link", lambda _device: LinkSpeed(1e18, 1e18)
     )
@@ -209,7 +209,7 @@ def launch(forward_pass: EmulatedCudaPass, ids: list[int], start: int) -> Any:
     return forward_pass.sample(forward_pass.forward(batch), batch)
 
 
-def test_steps_are_launched_before_the_tokens_of_the_ones_before_them_are_asked_for() -> None:
+def test_steps_are_launched_before_earlier_tokens_are_awaited() -> None:
     driver = make_driver()
     prompt = prompts((9,))[0]
     ahead = [launch(driver.forward_pass, list(prompt), 0)]
@@ -218,7 +218,7 @@ def test_steps_are_launched_before_the_tokens_of_the_ones_before_them_are_asked_
     assert tokens == greedy(prompt, 6)
 
 
-def test_a_fault_of_the_device_is_the_loss_of_it_and_names_the_step_and_the_kernel() -> None:
+def test_a_device_fault_loses_the_device_and_names_step_and_kernel() -> None:
     driver = make_driver()
     pending = launch(driver.forward_pass, [1, 2, 3], 0)
     driver.forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
@@ -228,7 +228,7 @@ def test_a_fault_of_the_device_is_the_loss_of_it_and_names_the_step_and_the_kern
         [launch(driver.forward_pass, [FROM_SLOT], 3 + step) for step in range(3)]
 
 
-def test_a_device_that_is_lost_while_rows_are_read_is_told_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_lost_while_rows_are_read_is_reported_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     forward_pass = make_driver().forward_pass
     logits = torch.zeros(2, VOCAB_SIZE)
     forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
@@ -238,7 +238,7 @@ def test_a_device_that_is_lost_while_rows_are_read_is_told_as_lost(monkeypatch: 
             read(logits)
 
 
-def test_the_engine_ends_with_a_lost_device_after_it_told_who_was_in_the_step() -> None:
+def test_the_engine_fails_the_steps_requests_and_then_ends_with_a_lost_device() -> None:
     bench = AheadBench(make_pass(max_batch_tokens=48), 8)
     bench.submit([1, 2, 3], 8)
     bench.forward_pass.device.fault = RuntimeError("unspecified launch failure")
@@ -272,7 +272,7 @@ def raise_out_of_memory(*_args: Any, **_kwargs: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_a_batch_that_breaks_its_contract_fails_and_the_next_one_runs() -> None:
+def test_an_invalid_batch_fails_and_the_next_one_runs() -> None:
     driver = make_driver()
     with pytest.raises(ValueError, match="token ids are 1 … 777; the vocabulary has 200"):
         launch(driver.forward_pass, [1, 777], 0)
@@ -290,9 +290,7 @@ def test_a_batch_that_breaks_its_contract_fails_and_the_next_one_runs() -> None:
         ({"hidden_size": 68, "head_dim": 64}, "hidden_size is 68; it must be a multiple of 8"),
     ],
 )
-def test_a_model_that_no_kernel_covers_is_refused_in_one_line(
-    settings: dict[str, int], message: str, tmp_path: Path
-) -> None:
+def test_an_unsupported_model_is_refused_in_one_line(settings: dict[str, int], message: str, tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama3", tmp_path, num_hidden_layers=1, **settings)
     for start in (CudaDecoderPass.describe, EmulatedCudaPass.load):
         with pytest.raises(StartupError) as caught:
@@ -301,7 +299,7 @@ def test_a_model_that_no_kernel_covers_is_refused_in_one_line(
         assert "\n" not in str(caught.value)
 
 
-def test_a_kernel_that_does_not_run_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_run_is_reported_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_pass()
 
     def fail(kernels: Any) -> None:
@@ -312,7 +310,7 @@ def test_a_kernel_that_does_not_run_is_told_at_start(monkeypatch: pytest.MonkeyP
         made.create_cache(8, 16, "fp32")
 
 
-def test_a_step_that_does_not_fit_beside_the_cache_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_fit_beside_the_cache_is_reported_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_pass()
     monkeypatch.setattr(torch, "mm", raise_out_of_memory)
     with pytest.raises(StartupError) as caught:
@@ -336,14 +334,14 @@ def test_fp16_weights_stay_fp16_on_a_gpu(tmp_path: Path) -> None:
     assert np.sqrt(np.mean((logits - exact) ** 2) / np.mean(exact**2)) < 0.02
 
 
-def test_a_page_size_that_no_kernel_covers_is_refused() -> None:
+def test_an_unsupported_page_size_is_refused() -> None:
     with pytest.raises(StartupError, match="page_size_tokens is 8; it must be one of 16, 32, 64"):
         make_pass().create_cache(8, 8, "fp32")
 
 
 @pytest.mark.parametrize(("dtype", "deterministic"), [("fp32", False), ("bf16", False), ("bf16", True)])
-def test_the_memory_that_is_announced_is_what_is_taken(dtype: str, deterministic: bool) -> None:
-    """To the byte but for alignment and decode attention's scratch; libraries and graphs are estimates beyond it."""
+def test_the_pass_takes_the_announced_memory(dtype: str, deterministic: bool) -> None:
+    """Exact to the byte, except alignment and decode attention's scratch. Libraries and graphs are estimates on top."""
     before = storages()
     asked = replace(options(dtype), deterministic=deterministic)
     made = EmulatedCudaPass.load(checkpoint("mistral"), asked)
@@ -362,7 +360,7 @@ def test_the_memory_that_is_announced_is_what_is_taken(dtype: str, deterministic
 
 
 def storages() -> dict[int, int]:
-    """Address → bytes of all memory that tensors hold."""
+    """Return address → bytes of all memory that tensors hold."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

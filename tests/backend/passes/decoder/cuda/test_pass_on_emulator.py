@@ -1,4 +1,4 @@
-"""The whole CUDA pass on a machine without a GPU: torch's products on the CPU, the kernels' own source emulated."""
+"""The whole CUDA pass without a GPU: torch's products run on the CPU, the kernels' own source on the emulator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DRAWN = SamplingParams(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_and_greedy_tokens_are_those_of_transformers(architecture: str) -> None:
+def test_logits_and_greedy_tokens_equal_transformers(architecture: str) -> None:
     driver = make_driver(architecture)
     batch = prompts()
     for prompt, logits in zip(batch, run_prompts(driver, batch, chunk=19), strict=True):
@@ -48,7 +48,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(architecture: str) -
 
 
 @pytest.mark.parametrize("architecture", ["llama-bias", "mistral", "qwen2", "qwen3"])
-def test_greedy_tokens_are_those_of_transformers_with_deterministic_too(architecture: str) -> None:
+def test_deterministic_greedy_tokens_equal_transformers(architecture: str) -> None:
     made = EmulatedCudaPass.load(checkpoint(architecture), replace(options(), deterministic=True))
     driver = Driver(made, num_pages=32, page_size=16)
     run_prompts(driver, prompts(), chunk=19)
@@ -59,7 +59,7 @@ def test_greedy_tokens_are_those_of_transformers_with_deterministic_too(architec
 
 
 @pytest.mark.parametrize("page_size", [32, 64])
-def test_pages_of_any_size_that_the_kernels_have_hold_the_same(page_size: int) -> None:
+def test_every_page_size_gives_the_same_tokens(page_size: int) -> None:
     driver = Driver(make_pass("mistral"), num_pages=16, page_size=page_size)
     run_prompts(driver, prompts((31, 33, 64, 5)), chunk=21)
     driver.decode(8)
@@ -68,7 +68,7 @@ def test_pages_of_any_size_that_the_kernels_have_hold_the_same(page_size: int) -
 
 
 @pytest.mark.parametrize("architecture", ["llama3", "qwen3", "mistral"])
-def test_greedy_tokens_are_those_of_the_cpu_pass(architecture: str) -> None:
+def test_greedy_tokens_equal_the_cpu_pass(architecture: str) -> None:
     on_cpu = CpuDecoderPass.load(checkpoint(architecture), options())
     tokens = []
     for driver in (make_driver(architecture), Driver(on_cpu, num_pages=32, page_size=16)):
@@ -78,8 +78,8 @@ def test_greedy_tokens_are_those_of_the_cpu_pass(architecture: str) -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_hidden_states_are_those_of_the_cpu_pass() -> None:
-    """On the host and on the device; beside rows that are not done with their prompts, and after captured steps."""
+def test_hidden_states_equal_the_cpu_pass() -> None:
+    """On the host and on the device, with rows that are still in their prompts, and after captured steps."""
     on_cpu = Driver(CpuDecoderPass.load(checkpoint("llama3"), options()), num_pages=32, page_size=16)
     on_cpu.read = on_cpu.forward_pass.host_hidden_states
     driver = make_driver()
@@ -87,8 +87,8 @@ def test_hidden_states_are_those_of_the_cpu_pass() -> None:
     def read_both(logits: torch.Tensor) -> NDArray[np.float32]:
         on_host: NDArray[np.float32] = driver.forward_pass.host_hidden_states(logits)
         pointer = driver.forward_pass.device_hidden_states(logits).pointer
-        there = np.frombuffer(ctypes.string_at(pointer, on_host.nbytes), np.float32)
-        np.testing.assert_array_equal(there.reshape(on_host.shape), on_host)
+        device_rows = np.frombuffer(ctypes.string_at(pointer, on_host.nbytes), np.float32)
+        np.testing.assert_array_equal(device_rows.reshape(on_host.shape), on_host)
         return on_host
 
     driver.read = read_both
@@ -103,7 +103,7 @@ def test_hidden_states_are_those_of_the_cpu_pass() -> None:
     assert sum(graph.num_replays for graph in driver.forward_pass.device.graphs) == 2
 
 
-def test_captured_steps_give_what_the_same_steps_give_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_equal_the_same_steps_launched_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = make_driver()
     run_prompts(captured, prompts())
     captured.decode(8)
@@ -128,7 +128,7 @@ def test_a_decode_step_of_any_number_of_rows_finds_a_graph(num_rows: int) -> Non
         assert generated(row) == greedy_choices("llama3", row)
 
 
-def test_a_step_is_one_copy_to_the_device_and_one_back() -> None:
+def test_a_step_takes_one_copy_to_the_device_and_one_back() -> None:
     driver = make_driver()
     run_prompts(driver, prompts())
     device = driver.forward_pass.device
@@ -139,16 +139,16 @@ def test_a_step_is_one_copy_to_the_device_and_one_back() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
-def test_a_prompt_in_chunks_gives_what_it_gives_whole(chunk: int) -> None:
+def test_a_prompt_in_chunks_gives_the_same_logits_as_whole(chunk: int) -> None:
     prompt = prompts((45,))[0]
     whole = run_prompts(make_driver(), [prompt])[0]
     np.testing.assert_allclose(run_prompts(make_driver(seed=1), [prompt], chunk)[0], whole, atol=1e-4, rtol=0)
 
 
-def test_a_row_has_the_same_tokens_alone_and_among_strangers() -> None:
-    prompt, *strangers = prompts((37, 1, 9, 30, 16), seed=2)
+def test_a_row_has_the_same_tokens_alone_and_in_a_batch() -> None:
+    prompt, *others = prompts((37, 1, 9, 30, 16), seed=2)
     tokens = []
-    for batch in ([prompt], [prompt, *strangers]):
+    for batch in ([prompt], [prompt, *others]):
         driver = make_driver("qwen3")
         run_prompts(driver, batch)
         driver.decode(12)
@@ -180,8 +180,8 @@ def test_rows_of_one_token_and_of_many_share_a_step() -> None:
         ("bf16", "fp8", 0.15),
     ],
 )
-def test_narrower_numbers_stay_near_fp32(dtype: str, kv_dtype: str, bound: float) -> None:
-    """Root mean square of the difference, relative to that of the logits; e4m3 itself rounds to 0.06."""
+def test_narrower_dtypes_stay_close_to_fp32(dtype: str, kv_dtype: str, bound: float) -> None:
+    """The bound is on the RMS of the difference relative to the RMS of the logits; e4m3 rounding alone gives 0.06."""
     batch = prompts(seed=6)
     driver = make_driver("qwen3", kv_dtype, dtype)
     rows = [driver.add(prompt) for prompt in batch]
@@ -193,7 +193,7 @@ def test_narrower_numbers_stay_near_fp32(dtype: str, kv_dtype: str, bound: float
         logits = driver.step([(row, 1) for row in rows])
 
 
-def test_what_is_not_the_sequences_own_is_never_read() -> None:
+def test_memory_of_other_sequences_is_never_read() -> None:
     results = []
     for poisoned in (False, True):
         driver = make_driver("mistral", "bf16")
@@ -207,7 +207,7 @@ def test_what_is_not_the_sequences_own_is_never_read() -> None:
     assert results[1][1] == results[0][1]
 
 
-def test_a_copied_page_holds_what_its_source_held() -> None:
+def test_a_copied_page_equals_its_source() -> None:
     driver = make_driver()
     prompt = prompts((40,))[0]
     row = driver.add(prompt)
@@ -226,10 +226,8 @@ def test_a_copied_page_holds_what_its_source_held() -> None:
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "deterministic"), [("fp32", "fp32", False), ("bf16", "q8_0", False), ("bf16", "q8_0", True)]
 )
-def test_no_step_races_or_touches_memory_that_is_not_an_argument(
-    dtype: str, kv_dtype: str, deterministic: bool
-) -> None:
-    """Whole steps in the emulator's checking mode, with every kernel of the sampler."""
+def test_whole_steps_have_no_races_and_stay_in_bounds(dtype: str, kv_dtype: str, deterministic: bool) -> None:
+    """The steps run in the emulator's checking mode and use every kernel of the sampler."""
     device = EmulatedDevice(mode="check")
     asked = replace(options(dtype, max_batch_tokens=32), deterministic=deterministic)
     made = CudaDecoderPass.load(checkpoint("qwen3"), asked, device)

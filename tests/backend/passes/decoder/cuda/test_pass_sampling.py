@@ -1,4 +1,4 @@
-"""What the CUDA pass samples: by the slot's parameters alone, whoever shares the step."""
+"""The CUDA pass samples by the slot's parameters only; other rows of the step do not matter."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def run(driver: Driver, rows: list[Row], count: int = 10) -> list[list[int]]:
     return [generated(row) for row in rows]
 
 
-def test_a_draw_depends_on_seed_and_position_and_on_no_neighbour() -> None:
-    prompt, *strangers = prompts((20, 3, 33, 11), seed=4)
+def test_a_draw_depends_only_on_seed_and_position() -> None:
+    prompt, *others = prompts((20, 3, 33, 11), seed=4)
     alone = make_driver()
     (expected,) = run(alone, [alone.add(prompt, DRAWN)])
     among = make_driver(seed=1)
-    for stranger in strangers:
-        among.add(stranger, replace(DRAWN, seed=stranger[0]))
+    for other_prompt in others:
+        among.add(other_prompt, replace(DRAWN, seed=other_prompt[0]))
     again, other = among.add(prompt, DRAWN), among.add(prompt, replace(DRAWN, seed=7))
     tokens, other_tokens = run(among, [again, other])
     assert tokens == expected
     assert other_tokens != expected
 
 
-def test_penalties_and_biases_are_those_of_the_cpu_pass() -> None:
+def test_penalties_and_biases_equal_the_cpu_pass() -> None:
     on_cpu = Driver(CpuDecoderPass.load(checkpoint("llama3"), options()), num_pages=32, page_size=16)
     tokens = []
     for driver in (make_driver(), on_cpu):
@@ -65,7 +65,7 @@ def test_penalties_and_biases_are_those_of_the_cpu_pass() -> None:
     assert tokens[0][2] != tokens[0][0]
 
 
-def test_slots_whose_tokens_are_too_many_for_one_copy_go_ahead_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_slots_too_large_for_one_copy_go_ahead_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = []
     for most_ints in (10**6, 30):
         driver = make_driver()
@@ -75,10 +75,10 @@ def test_slots_whose_tokens_are_too_many_for_one_copy_go_ahead_of_the_step(monke
     assert tokens[0] == tokens[1]
 
 
-def test_log_probabilities_are_those_of_the_raw_logits() -> None:
+def test_log_probabilities_come_from_the_raw_logits() -> None:
     driver = make_driver()
-    told = replace(PENALISED, num_logprobs=3)
-    params = [GREEDY, told, replace(DRAWN, num_logprobs=0)]
+    with_logprobs = replace(PENALISED, num_logprobs=3)
+    params = [GREEDY, with_logprobs, replace(DRAWN, num_logprobs=0)]
     rows = [driver.add(prompt, sampling) for prompt, sampling in zip(prompts((5, 18, 9)), params, strict=True)]
     batch = driver.build([(row, row.num_prompt_tokens) for row in rows])
     logits = driver.forward_pass.forward(batch)
@@ -95,7 +95,7 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
         np.testing.assert_allclose(found.top[place], np.sort(expected[row])[::-1][:3], atol=1e-4)
 
 
-def test_a_masked_row_takes_the_best_of_what_its_mask_leaves() -> None:
+def test_a_masked_row_takes_the_best_allowed_token() -> None:
     driver = make_driver()
     rows = [driver.add(prompt) for prompt in prompts((5, 18, 9))]
     batch = driver.build([(row, row.num_prompt_tokens) for row in rows])
@@ -113,7 +113,7 @@ def test_a_masked_row_takes_the_best_of_what_its_mask_leaves() -> None:
     assert tokens.tolist() == host.argmax(axis=1).tolist()
 
 
-def test_a_row_without_a_finite_logit_has_no_token_and_the_others_have_theirs() -> None:
+def test_a_row_without_a_finite_logit_gets_no_token_and_does_not_affect_others() -> None:
     driver = make_driver()
     with torch.inference_mode():
         driver.forward_pass._model._embedding[150] = float("nan")

@@ -1,4 +1,4 @@
-"""Prompts given as embeddings to the CUDA pass, from the host and from the device; kernels and device are emulated."""
+"""Prompts as embeddings in the CUDA pass, from the host and from the device; kernels and device are emulated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RowsOnDevice(RowsOnHost):
-    """In the emulator's memory, which is this process's."""
+    """Rows in the emulator's device memory, which is memory of this process."""
 
     device: EmulatedDevice
     device_reads = True
@@ -34,12 +34,12 @@ class RowsOnDevice(RowsOnHost):
     def read(self) -> NDArray[np.float32]:
         raise AssertionError("rows on the device are read by the host")
 
-    def copy_to(self, there: DeviceRows) -> None:
-        assert there.stream == self.device.stream
+    def copy_to(self, target: DeviceRows) -> None:
+        assert target.stream == self.device.stream
         values = self.values.copy()
 
         def copy() -> None:
-            ctypes.memmove(there.pointer, values.ctypes.data, values.nbytes)
+            ctypes.memmove(target.pointer, values.ctypes.data, values.nbytes)
 
         if isinstance(self.device, DeferredDevice):
             self.device.queue.append(copy)
@@ -56,22 +56,24 @@ def driver(request: pytest.FixtureRequest) -> Driver:
 
 
 def looked_up(tokens: Sequence[int]) -> NDArray[np.float32]:
-    """What the checkpoint's table gives for them, [n, hidden]."""
+    """Return the tokens' embeddings in the checkpoint, [n, hidden]."""
     with torch.inference_mode():
         rows: NDArray[np.float32] = oracle("llama3").get_input_embeddings()(torch.tensor(tokens)).numpy()
     return rows
 
 
 def choice(embeddings: NDArray[np.float32], tokens: Sequence[int] = ()) -> int:
-    """What transformers takes after embeddings and then tokens."""
+    """Return the greedy token of transformers after embeddings and then tokens."""
     rows = np.concatenate([embeddings, looked_up(tokens)]) if tokens else embeddings
     with torch.inference_mode():
         return int(oracle("llama3")(inputs_embeds=torch.from_numpy(rows)[None]).logits[0, -1].argmax())
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_greedy_tokens_are_those_of_the_tokens_and_of_transformers(driver: Driver, chunk: int | None) -> None:
-    """A chunk of one token that samples is a captured step, embedded or not."""
+def test_embeddings_give_the_greedy_tokens_of_their_tokens_and_of_transformers(
+    driver: Driver, chunk: int | None
+) -> None:
+    """A chunk of one token that samples is a captured step, also if the token is an embedding."""
     prompt = prompts((20,))[0]
     no_tokens = np.random.default_rng(2).normal(0.0, 0.2, (18, driver.forward_pass.embedding_size)).astype(np.float32)
     by_tokens, by_embeddings = driver.add(prompt), driver.add_embedded(looked_up(prompt))
@@ -86,8 +88,8 @@ def test_greedy_tokens_are_those_of_the_tokens_and_of_transformers(driver: Drive
 
 
 @pytest.mark.parametrize("num_others", [0, 1])
-def test_one_embedding_that_samples_is_given_to_the_captured_step(driver: Driver, num_others: int) -> None:
-    """Beside a decoding row, and with padding behind it."""
+def test_a_single_embedding_that_samples_uses_the_captured_step(driver: Driver, num_others: int) -> None:
+    """The step also has decode rows and padding."""
     row = driver.add(prompts((9,))[0])
     driver.prefill()
     others = [driver.add_embedded(looked_up([number + 3])) for number in range(num_others)]
@@ -103,8 +105,8 @@ def test_one_embedding_that_samples_is_given_to_the_captured_step(driver: Driver
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])
-def test_steps_far_ahead_of_the_device_have_their_own_embeddings(*, is_on_device: bool) -> None:
-    """Memory that is written again before the device has read it would give a later step's."""
+def test_steps_far_ahead_of_the_device_keep_their_own_embeddings(*, is_on_device: bool) -> None:
+    """If memory were reused before the device has read it, a step would get a later step's embeddings."""
     forward_pass = DeferredCudaPass.load(checkpoint("llama3"), options())
     driver = Driver(forward_pass, num_pages=32, page_size=16)
     if is_on_device:
@@ -119,7 +121,7 @@ def test_steps_far_ahead_of_the_device_have_their_own_embeddings(*, is_on_device
     assert tokens == [choice(embeddings) for embeddings in given]
 
 
-def test_in_16_bits_tokens_and_their_embeddings_agree() -> None:
+def test_tokens_and_their_embeddings_agree_in_16_bits() -> None:
     driver = make_driver(dtype="bf16")
     table = driver.forward_pass._model._embedding.float().numpy()
     pairs = [(driver.add(prompt), driver.add_embedded(table[list(prompt)])) for prompt in prompts((12, 30))]
@@ -128,7 +130,7 @@ def test_in_16_bits_tokens_and_their_embeddings_agree() -> None:
         np.testing.assert_allclose(logits[by_tokens.slot], logits[by_embeddings.slot], atol=1e-4, rtol=0)
 
 
-def test_embeddings_that_are_no_numbers_spoil_their_own_row_and_no_later_one(driver: Driver) -> None:
+def test_nan_embeddings_affect_only_their_own_row(driver: Driver) -> None:
     prompt = prompts((20,))[0]
     embeddings = looked_up(prompt).copy()
     embeddings[3] = np.nan
@@ -138,7 +140,7 @@ def test_embeddings_that_are_no_numbers_spoil_their_own_row_and_no_later_one(dri
     assert (bad.tokens[-1], good.tokens[-1]) == (NOT_FINITE, expected)
     pages = bad.pages
     driver.remove(bad)
-    driver.free_pages = pages  # which hold what is no number
+    driver.free_pages = pages  # these pages contain NaN
     after = driver.add(prompt)
     driver.prefill(7)
     assert after.tokens[-1] == expected

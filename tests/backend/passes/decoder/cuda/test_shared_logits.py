@@ -1,4 +1,5 @@
-"""The CUDA pass's rows in clients' buffers, and theirs in its prompts, through the real engine; all is emulated."""
+"""Logits in clients' buffers, and clients' embeddings as prompts, through the real engine and the emulated CUDA
+pass."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def oracle_rows(content: BufferContent, tokens: Sequence[int]) -> NDArray[np.flo
 
 @pytest.mark.parametrize("content", [BufferContent.LOGITS, BufferContent.HIDDEN_STATES])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-async def test_clients_get_the_passes_rows_on_the_device(
+async def test_clients_receive_rows_on_the_device(
     tmp_path: Path, dtype: str, content: BufferContent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load() -> IBatchedForwardPass:
@@ -80,10 +81,10 @@ async def test_clients_get_the_passes_rows_on_the_device(
 
 
 @pytest.mark.parametrize("kind", [BufferKind.CUDA, BufferKind.HOST])
-async def test_clients_hand_in_embeddings_and_get_what_their_tokens_get(
+async def test_client_embeddings_give_the_results_of_their_tokens(
     tmp_path: Path, kind: BufferKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks of at most six tokens, beside the same prompts as tokens."""
+    """Prompts run in chunks of at most six tokens, in the same steps as their tokens."""
 
     def load() -> IBatchedForwardPass:
         forward_pass = make_pass()

@@ -1,4 +1,4 @@
-"""Models as small as the kernels allow, their oracle, and the CUDA pass over them on the emulator."""
+"""The smallest models that the kernels support, their oracle (transformers), and the emulated CUDA pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 @cache
 def checkpoint(architecture: str) -> Path:
-    """As small as the kernels allow: their smallest heads have 64 numbers."""
+    """Make the smallest checkpoint that the kernels support; head_dim is at least 64."""
     settings = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "head_dim": 64} | ARCHITECTURES[architecture]
     if architecture.startswith("phi3"):
         del settings["head_dim"]
@@ -77,7 +77,7 @@ def prompts(lengths: tuple[int, ...] = RAGGED, seed: int = 0) -> list[Prompt]:
 
 
 def run_prompts(driver: Driver, batch: list[Prompt], chunk: int | None = None) -> list[NDArray[np.float32]]:
-    """The logits of each prompt's last token."""
+    """Return the logits of each prompt's last token."""
     rows = [driver.add(prompt) for prompt in batch]
     logits = driver.prefill(chunk)
     return [logits[row.slot] for row in rows]
@@ -88,7 +88,7 @@ def generated(row: Row) -> list[int]:
 
 
 def greedy_choices(architecture: str, row: Row) -> list[int]:
-    """Greedy by the oracle: each token is its choice after all before it."""
+    """Return the oracle's greedy choice for each generated token, given all tokens before it."""
     choices = oracle_logits(architecture, row.tokens[:-1]).argmax(axis=1)[row.num_prompt_tokens - 1 :]
     chosen: list[int] = choices.tolist()
     return chosen

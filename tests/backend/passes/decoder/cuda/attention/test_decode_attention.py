@@ -1,4 +1,4 @@
-"""Decode attention on the emulator, against attention in float64 over the same quantised cache."""
+"""Decode attention on the emulator equals attention in float64 over the same quantised cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Batch(DecodeCase):
         return super().run(launcher, workspace)
 
     def check(self, launcher: Launcher = FAST, tolerance: float | None = None) -> Tensor:
-        """Runs, and compares with float64."""
+        """Run, and compare with float64."""
         out = self.run(launcher)
         assert self.error(out) <= (tolerance or TOLERANCE[out.dtype])
         return out
@@ -59,7 +59,7 @@ def test_every_head_size_and_cache_equals_float64(head_dim: int, kv_dtype: str) 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_lengths_around_pages_and_chunks(kv_dtype: str, page_size: int) -> None:
+def test_lengths_around_page_and_chunk_edges_equal_float64(kv_dtype: str, page_size: int) -> None:
     lengths = [1, page_size - 1, page_size, page_size + 1, 255, 256, 257, 511, 512, 513]
     attention = attention_of(64, kv_dtype, page_size=page_size, kv_heads=1)
     Batch.of(attention, rows_of(*lengths)).check()
@@ -67,14 +67,14 @@ def test_lengths_around_pages_and_chunks(kv_dtype: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_groups_of_any_size(kv_dtype: str, group: int) -> None:
+def test_groups_of_any_size_equal_float64(kv_dtype: str, group: int) -> None:
     attention = attention_of(64, kv_dtype, group=group)
     Batch.of(attention, rows_of(1, 40, 290)).check()
 
 
 @pytest.mark.parametrize("act", list(TOLERANCE))
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_queries_and_outputs_of_every_type(kv_dtype: str, act: torch.dtype) -> None:
+def test_queries_and_outputs_of_every_dtype_equal_float64(kv_dtype: str, act: torch.dtype) -> None:
     tolerance = max(TOLERANCE[act], 1e-5 if kv_dtype == "fp32" else 1e-2 if kv_dtype == "bf16" else 2e-3)
     Batch.of(attention_of(64, kv_dtype), rows_of(3, 270), act).check(tolerance=tolerance)
 
@@ -89,7 +89,7 @@ def test_a_window_reads_no_page_before_it(kv_dtype: str, window: int, softcap: f
 
 
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_long_ragged_batches_in_any_order_of_threads(kv_dtype: str) -> None:
+def test_long_ragged_batches_have_the_same_bits_in_any_order_of_threads(kv_dtype: str) -> None:
     attention = attention_of(128, kv_dtype, page_size=32, num_sms=8)
     batch = Batch.of(attention, rows_of(4096, 1, 700, 33, 1500))
     first, *others = (batch.check(launcher) for launcher in ORDERS)
@@ -97,7 +97,7 @@ def test_long_ragged_batches_in_any_order_of_threads(kv_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("length", [4096, 4097])
-def test_chunks_grow_so_that_a_row_has_few_of_them(length: int) -> None:
+def test_chunks_grow_to_limit_their_number_per_row(length: int) -> None:
     attention = attention_of(64, kv_heads=16, group=1, page_size=64, max_context=1 << 17)
     assert attention.max_chunks == 16
     batch = Batch.of(attention, rows_of(length))
@@ -113,20 +113,20 @@ def test_a_chunk_may_have_more_pages_than_a_warp_holds_at_once(kv_dtype: str, la
 
 
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_logits_far_from_0_that_rise_or_fall_all_the_way(kv_dtype: str) -> None:
+def test_logits_far_from_0_that_only_rise_or_fall_equal_float64(kv_dtype: str) -> None:
     check_steep(FAST, kv_dtype)
 
 
 @pytest.mark.parametrize("launcher", CHECKED, ids=["forward", "reverse", "random"])
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_no_races_and_nothing_out_of_bounds(kv_dtype: str, launcher: Launcher) -> None:
+def test_decode_has_no_races_and_stays_in_bounds(kv_dtype: str, launcher: Launcher) -> None:
     attention = attention_of(64, kv_dtype, group=3, num_sms=2)
     Batch.of(attention, [None, *rows_of(1, 40, 300, 530)]).check(launcher)
 
 
 @pytest.mark.parametrize("launcher", CHECKED, ids=["forward", "reverse", "random"])
 @pytest.mark.parametrize(("head_dim", "kv_dtype"), ALL_CACHES)
-def test_no_races_with_heads_of_any_size_in_as_little_shared_memory_as_there_is(
+def test_every_head_size_has_no_races_with_the_least_shared_memory(
     head_dim: int, kv_dtype: str, launcher: Launcher
 ) -> None:
     attention = attention_of(head_dim, kv_dtype, page_size=32, shared_bytes=SMALL_SHARED_BYTES, window=290, num_sms=2)
@@ -134,7 +134,7 @@ def test_no_races_with_heads_of_any_size_in_as_little_shared_memory_as_there_is(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_a_row_knows_nothing_of_its_batch_slot_pages_or_device(kv_dtype: str) -> None:
+def test_a_row_does_not_depend_on_its_batch_slot_pages_or_device(kv_dtype: str) -> None:
     row, others = row_of(1100, 7), rows_of(5, 300, 2000)
     alone = Batch.of(attention_of(64, kv_dtype), [row]).run()[0]
     for seed, place, shared_bytes in ((1, 0, H200_SHARED_BYTES), (2, 2, SMALL_SHARED_BYTES), (3, 3, H200_SHARED_BYTES)):
@@ -145,7 +145,7 @@ def test_a_row_knows_nothing_of_its_batch_slot_pages_or_device(kv_dtype: str) ->
     assert torch.equal(other_pages, alone)
 
 
-def test_a_workspace_serves_step_after_step() -> None:
+def test_a_workspace_can_be_reused_by_later_steps() -> None:
     attention = attention_of()
     workspace = poisoned_workspace(attention)
     for seed, lengths in enumerate([(600, 20, 1000), (3,), (257, 600)]):
@@ -154,7 +154,7 @@ def test_a_workspace_serves_step_after_step() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_a_nan_stays_in_its_own_row_and_head(kv_dtype: str) -> None:
+def test_a_nan_does_not_leave_its_row_and_head(kv_dtype: str) -> None:
     attention = attention_of(64, kv_dtype)
     batch = Batch.of(attention, rows_of(300, 300, 20))
     step = batch.step
@@ -168,10 +168,12 @@ def test_a_nan_stays_in_its_own_row_and_head(kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("length", [300, 304])
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "fp8"])
-def test_no_entry_of_a_page_table_is_read_beyond_the_row(kv_dtype: str, length: int) -> None:
+def test_page_table_entries_beyond_the_row_are_not_read(kv_dtype: str, length: int) -> None:
     batch = Batch.of(attention_of(64, kv_dtype, kv_heads=1), rows_of(length))
     step = batch.step
-    table = step.page_table[step.arrays.slots, : -(-length // 16)].contiguous()  # the checking mode knows its end
+    table = step.page_table[
+        step.arrays.slots, : -(-length // 16)
+    ].contiguous()  # so that the checking mode knows its end
     step.arrays.slots.fill_(0)
     Batch(batch.attention, replace(step, page_table=table)).check(CHECKED[0])
 
@@ -183,11 +185,11 @@ def test_a_batch_without_slots_computes_nothing() -> None:
 
 
 @pytest.mark.parametrize("launcher", [FAST, CHECKED[0]], ids=["fast", "check"])
-def test_the_plan_has_every_chunk_once_and_long_ones_first(launcher: Launcher) -> None:
+def test_the_plan_lists_every_chunk_once_longest_first(launcher: Launcher) -> None:
     check_plan(launcher)
 
 
-def test_the_workspace_is_as_large_as_said_and_bounded() -> None:
+def test_the_workspace_has_the_announced_size_and_is_bounded() -> None:
     attention = attention_of(128, kv_heads=8, max_rows=256, max_context=1 << 17)
     workspace = attention.make_workspace("meta")
     tensors = [getattr(workspace, field.name) for field in fields(workspace)]
@@ -219,7 +221,7 @@ def test_blocks_fit_into_shared_memory(head_dim: int, kv_dtype: str, shared_byte
         ({"shared_bytes": 48 * 1024, "head_dim": 256}, "49152 bytes of shared memory per SM are too few"),
     ],
 )
-def test_what_no_kernel_covers_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_unsupported_shapes_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         attention_of(**arguments)
 
@@ -230,7 +232,7 @@ def test_more_rows_than_the_workspace_has_are_refused() -> None:
         batch.run()
 
 
-def test_the_manifest_has_every_head_size_and_cache_once() -> None:
+def test_the_manifest_lists_every_head_size_and_cache_once() -> None:
     macros = [dict(kernel.macros) for kernel in kernels() if kernel.entry == "decode_attention"]
     assert sorted((m["HEAD_DIM"], m["KV_DTYPE"]) for m in macros) == sorted(
         (head_dim, KV_MACRO[kv_dtype]) for head_dim, kv_dtype in ALL_CACHES

@@ -1,4 +1,4 @@
-"""Prefill attention on the emulator, against attention in float64 over the same quantised cache."""
+"""Prefill attention on the emulator equals attention in float64 over the same quantised cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_head_size_and_cache_equals_float64(head_dim: int, kv_dtype: str) 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_lengths_and_histories_around_pages_and_tiles(kv_dtype: str, page_size: int) -> None:
+def test_lengths_and_histories_around_page_and_tile_edges_equal_float64(kv_dtype: str, page_size: int) -> None:
     edges = sorted({1, page_size - 1, page_size, page_size + 1, 63, 64, 65})
     shapes = [(0, edge) for edge in edges] + [(edge, 3) for edge in edges] + [(page_size, page_size), (65, 130)]
     check(attention_of(64, kv_dtype, group=1, page_size=page_size), rows_of(*shapes))
@@ -52,40 +52,40 @@ def test_lengths_and_histories_around_pages_and_tiles(kv_dtype: str, page_size: 
 
 @pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_groups_of_any_size(kv_dtype: str, group: int) -> None:
+def test_groups_of_any_size_equal_float64(kv_dtype: str, group: int) -> None:
     check(attention_of(64, kv_dtype, group=group, kv_heads=2), rows_of((0, 1), (30, 2), (17, 40)))
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 65, 100])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_windows_read_nothing_before_them(kv_dtype: str, window: int) -> None:
+def test_windows_read_no_token_before_them(kv_dtype: str, window: int) -> None:
     check(attention_of(64, kv_dtype, window=window), rows_of((0, 150), (208, 70), (129, 1), (5, 3)))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [0, 50])
-def test_soft_caps(kv_dtype: str, window: int) -> None:
+def test_soft_caps_equal_float64(kv_dtype: str, window: int) -> None:
     check(attention_of(64, kv_dtype, softcap=0.7, window=window), rows_of((0, 70), (100, 20)))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_logits_far_from_0_that_rise_or_fall_all_the_way(kv_dtype: str) -> None:
+def test_logits_far_from_0_that_only_rise_or_fall_equal_float64(kv_dtype: str) -> None:
     prefill.check_steep(FAST, kv_dtype)
 
 
 @pytest.mark.parametrize("act", [FP32, BF16, FP16])
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
-def test_activations_of_any_dtype(kv_dtype: str, act: torch.dtype) -> None:
+def test_activations_of_any_dtype_equal_float64(kv_dtype: str, act: torch.dtype) -> None:
     attention = attention_of(64, kv_dtype)
     step = prepare(attention, rows_of((0, 9), (30, 40)), act)
     expected = step.expected(attention.scale, 0, 0.0)
-    # What is rounded besides the weights: queries to bf16 for products with it, results to act.
+    # Besides the weights, two things are rounded: queries to bf16 for products with a bf16 cache, and results to act.
     tolerance = 1e-2 if kv_dtype == "bf16" else {FP32: 1e-5, BF16: 5e-3, FP16: 1e-3}[act]
     assert relative_error(run(attention, step), expected) <= tolerance
 
 
 @pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, "bf16"), (128, "bf16"), (128, "q8_0"), (64, "fp32")])
-def test_long_histories_and_long_chunks(head_dim: int, kv_dtype: str) -> None:
+def test_long_histories_and_long_chunks_equal_float64(head_dim: int, kv_dtype: str) -> None:
     attention = attention_of(head_dim, kv_dtype, group=4, page_size=32)
     check(attention, rows_of((2000, 30), (0, 300), (777, 129)))
 
@@ -101,8 +101,8 @@ SEQUENCE_TOKENS = 150
         (64, "bf16", 1), (64, "q8_0", 8), (64, "fp8", 16), (64, "fp32", 1), (256, "fp32", 7),
     ],
 )  # fmt: skip
-def test_a_sequence_has_the_same_bits_however_it_is_cut(head_dim: int, kv_dtype: str, group: int, window: int) -> None:
-    """And so wherever its rows stand in tiles, in whatever pages, in whatever order threads run."""
+def test_a_sequence_has_the_same_bits_in_any_chunks(head_dim: int, kv_dtype: str, group: int, window: int) -> None:
+    """The bits are also independent of rows' places in tiles, of pages, and of the order of threads."""
     attention = attention_of(head_dim, kv_dtype, group=group, window=window)
     whole = run(attention, prepare(attention, [Row(0, SEQUENCE_TOKENS)]))
     for size, launcher in ((7, FAST), (64, REVERSE)):
@@ -114,16 +114,16 @@ def test_a_sequence_has_the_same_bits_however_it_is_cut(head_dim: int, kv_dtype:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_a_row_has_the_same_bits_alone_and_in_company(kv_dtype: str) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(kv_dtype: str) -> None:
     attention = attention_of(64, kv_dtype, group=3, kv_heads=2)
     row = Row(50, 60, seed=9)
     alone = run(attention, prepare(attention, [row]))
-    company = [Row(0, 1, 1), Row(99, 1, 2), Row(0, 21, 3), row, Row(3, 140, 4)]
-    together = run(attention, prepare(attention, company, seed=7))
+    batch = [Row(0, 1, 1), Row(99, 1, 2), Row(0, 21, 3), row, Row(3, 140, 4)]
+    together = run(attention, prepare(attention, batch, seed=7))
     assert torch.equal(together[23:83], alone)
 
 
-def test_rows_before_the_first_are_left_alone() -> None:
+def test_rows_before_the_first_are_not_changed() -> None:
     attention = attention_of()
     step = prepare(attention, rows_of((3, 1), (30, 1), (0, 20), (9, 5)))
     out, all_out = run(attention, step, first_row=2), run(attention, step)
@@ -132,8 +132,8 @@ def test_rows_before_the_first_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_of_rows_without_a_slot_nothing_is_read_or_written(kv_dtype: str) -> None:
-    """With tiles as captured steps have them, of one token each; in check mode, where a stray access is an error."""
+def test_rows_without_a_slot_are_skipped(kv_dtype: str) -> None:
+    """Tiles have one token each, as in captured steps. In the checking mode a stray access is an error."""
     attention = attention_of(64, kv_dtype, group=3)
     step = prepare(attention, rows_of((5, 1), (70, 1), (0, 1), (33, 1)))
     expected = run(attention, step)
@@ -147,14 +147,14 @@ def test_of_rows_without_a_slot_nothing_is_read_or_written(kv_dtype: str) -> Non
 
 @pytest.mark.parametrize("launcher", CHECKED)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_no_races_nor_reads_out_of_bounds(kv_dtype: str, launcher: Launcher) -> None:
-    """Check mode: every access within the tensors, ordered by barriers, and of written memory."""
+def test_prefill_has_no_races_and_stays_in_bounds(kv_dtype: str, launcher: Launcher) -> None:
+    """The checking mode requires accesses within tensors, ordered by barriers, and to written memory."""
     check(attention_of(64, kv_dtype, group=3), rows_of((70, 1), (0, 20), (60, 9)), launcher)
 
 
 @pytest.mark.parametrize("launcher", CHECKED, ids=["forward", "reverse", "random"])
 @pytest.mark.parametrize(("head_dim", "kv_dtype"), SHAPES)
-def test_no_races_with_heads_of_any_size_and_windows(head_dim: int, kv_dtype: str, launcher: Launcher) -> None:
+def test_every_head_size_has_no_races_with_a_window(head_dim: int, kv_dtype: str, launcher: Launcher) -> None:
     check(attention_of(head_dim, kv_dtype, group=1, window=20, softcap=5.0), rows_of((64, 20)), launcher)
 
 
@@ -175,7 +175,7 @@ def test_a_step_without_tiles_launches_nothing() -> None:
     assert run(attention, prepare(attention, rows_of((3, 1))), first_row=1).isnan().all()
 
 
-def test_what_no_kernel_covers_is_refused() -> None:
+def test_unsupported_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="head_dim is 72"):
         attention_of(72)
     with pytest.raises(ValueError, match="q8_0 cache needs a multiple of 32"):

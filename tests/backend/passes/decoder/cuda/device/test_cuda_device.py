@@ -1,4 +1,4 @@
-"""What torch is asked for by the device, on a machine where there is none."""
+"""CudaDevice calls torch correctly; tested without a GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Pools:
-    """torch's graphs, and what becomes of their memory: a pool whose last graph is gone, and of which something is
-    still used, takes no other graph (c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool)."""
+    """torch's graphs and their memory pools. A pool whose last graph is gone, but whose memory is still in use, accepts
+    no other graph (c10/cuda/CUDACachingAllocator.cpp, create_or_incref_pool)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: list[object] = []
@@ -47,11 +47,11 @@ class Pools:
         yield
 
     def end(self) -> None:
-        """All graphs so far are gone; of each pool something lives on."""
+        """All graphs so far are gone, but memory of each pool is still in use."""
         self.outlived |= self._used
 
 
-def test_graphs_are_captured_on_the_devices_stream_again_after_others_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_can_be_captured_after_earlier_graphs_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = Pools(monkeypatch)
     device, stream = _device(monkeypatch)
     done = []
@@ -63,7 +63,7 @@ def test_graphs_are_captured_on_the_devices_stream_again_after_others_are_gone(m
     assert pools.modes == ["thread_local", "thread_local"]
 
 
-def test_a_device_that_cannot_be_waited_for_is_lost_and_the_last_kernel_is_named(
+def test_a_device_that_fails_to_synchronize_is_lost_and_the_error_names_the_last_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, stream = _device(monkeypatch)
@@ -78,7 +78,7 @@ def test_a_device_that_cannot_be_waited_for_is_lost_and_the_last_kernel_is_named
     )
 
 
-def test_an_event_lets_its_waiter_sleep_and_is_waited_for_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_blocks_without_spinning_and_waits_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device, stream = _device(monkeypatch, index=3)
     calls = Mock()
     monkeypatch.setattr(torch.cuda, "Event", calls.event)
@@ -93,7 +93,7 @@ def test_an_event_lets_its_waiter_sleep_and_is_waited_for_on_its_own_gpu(monkeyp
 
 
 def _device(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> tuple[CudaDevice, Any]:
-    """And its stream."""
+    """Return a device and its stream."""
 
     class Properties:
         multi_processor_count = 132

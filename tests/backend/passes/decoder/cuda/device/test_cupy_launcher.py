@@ -1,4 +1,4 @@
-"""What CuPy is told, on a machine where it is not: a stand-in with the few names that the launcher uses."""
+"""CupyLauncher calls CuPy correctly; tested without CuPy, with a fake that has the few names that it uses."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TENSOR = torch.zeros(4)
 
 
 class Fault(Exception):
-    """Of the driver, the runtime or the compiler."""
+    """An error of the driver, the runtime or the compiler."""
 
 
 class Function:
-    """A loaded kernel: notes its launches."""
+    """A loaded kernel that records its launches."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
@@ -104,14 +104,14 @@ def test_kernels_of_one_source_with_the_same_macros_are_one_module(cupy: FakeCup
     assert len(cupy.modules) == 2
 
 
-def test_a_function_allows_for_the_most_shared_memory_that_any_kernel_asks_of_it(cupy: FakeCupy) -> None:
+def test_a_function_allows_the_most_shared_memory_of_its_kernels(cupy: FakeCupy) -> None:
     launcher = CupyLauncher(0)
     for shared_bytes in (60_000, 80_000, 50_000):
         launcher.prepare([replace(KERNEL, shared_bytes=shared_bytes)])
     assert cupy.raws["add_rms_norm"].max_dynamic_shared_size_bytes == 80_000
 
 
-def test_tensors_travel_as_addresses_and_scalars_as_they_are_in_torchs_stream(cupy: FakeCupy) -> None:
+def test_tensors_are_passed_as_addresses_and_scalars_unchanged_in_torchs_stream(cupy: FakeCupy) -> None:
     launcher = CupyLauncher(0)
     launcher.prepare([KERNEL])
     for _ in range(2):
@@ -124,14 +124,14 @@ def test_tensors_travel_as_addresses_and_scalars_as_they_are_in_torchs_stream(cu
     assert str(launcher.last_launch) == "add_rms_norm[ACT=1] (5, 2, 1)"
 
 
-def test_an_empty_grid_is_no_launch(cupy: FakeCupy) -> None:
+def test_an_empty_grid_launches_nothing(cupy: FakeCupy) -> None:
     launcher = CupyLauncher(0)
     launcher.prepare([KERNEL])
     launcher.launch(KERNEL, (0, 4, 1), TENSOR)
     assert cupy.function.launches == []
 
 
-def test_a_cupy_that_does_not_work_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> None:
+def test_a_broken_cupy_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, cupy: FakeCupy) -> None:
     def refuse(_index: int) -> None:
         raise RuntimeError("cudaErrorInsufficientDriver:\nthe driver is too old")
 
@@ -147,14 +147,14 @@ def test_a_cupy_that_does_not_work_is_said_in_one_line(monkeypatch: pytest.Monke
 
 
 class UnwritableHome(MetaPathFinder):
-    """Finds a CuPy that cannot make the directory of its cache, which it does as it is imported."""
+    """Finds a CuPy that fails at import, because it cannot create its cache directory."""
 
     def find_spec(self, name: str, *_: object) -> None:
         if name == "cupy":
             raise PermissionError(13, "Permission denied", "/.cupy")
 
 
-def test_a_cupy_whose_cache_has_no_directory_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cupy_without_a_cache_directory_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [UnwritableHome(), *sys.meta_path])
     with pytest.raises(KernelFailed, match=r"^CuPy does not work: \[Errno 13\] Permission denied: '/.cupy'$"):
@@ -162,13 +162,13 @@ def test_a_cupy_whose_cache_has_no_directory_is_said_in_one_line(monkeypatch: py
 
 
 @pytest.mark.parametrize("fault", [OSError(28, "No space left"), RuntimeError("Failed to find CUDA headers")], ids=str)
-def test_what_keeps_cupy_from_compiling_is_the_kernels_fault(cupy: FakeCupy, fault: Exception) -> None:
+def test_errors_while_compiling_become_kernel_failed(cupy: FakeCupy, fault: Exception) -> None:
     cupy.compile_fault = fault
     with pytest.raises(KernelFailed, match=rf"^add_rms_norm\[ACT=1\] of norms.cu cannot .*: {re.escape(str(fault))}$"):
         CupyLauncher(0).prepare([KERNEL])
 
 
-def test_what_fails_is_named(cupy: FakeCupy) -> None:
+def test_a_failed_launch_names_its_kernel(cupy: FakeCupy) -> None:
     launcher = CupyLauncher(0)
     with pytest.raises(KernelFailed, match=r"add_rms_norm\[ACT=1\] was launched before it was prepared"):
         launcher.launch(KERNEL, (1, 1, 1), TENSOR)

@@ -1,4 +1,4 @@
-"""--gpu: which device it names, and in one line what is missing."""
+"""--gpu names a device, or the error says in one line what is missing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def having_none() -> list[Gpu]:
         ("GPU-11113", "cuda:1"),
     ],
 )
-def test_a_gpu_is_named_by_index_or_uuid_and_auto_takes_the_first_that_serves(gpu: str, device: str) -> None:
+def test_a_gpu_is_named_by_index_or_uuid_and_auto_takes_the_first_supported_one(gpu: str, device: str) -> None:
     assert choose_device(gpu, having(OLD, NEW, NEWER)) == device
 
 
@@ -63,7 +63,7 @@ def test_a_gpu_is_named_by_index_or_uuid_and_auto_takes_the_first_that_serves(gp
         ("0", "--gpu is 0: the kernels need compute capability 8.0 or more; GPU 0 (Tesla V100) has 7.0"),
     ],
 )
-def test_a_gpu_that_is_none_or_too_old_is_told_in_one_line(gpu: str, message: str) -> None:
+def test_a_missing_or_too_old_gpu_is_reported_in_one_line(gpu: str, message: str) -> None:
     with pytest.raises(StartupError) as caught:
         choose_device(gpu, having(OLD, NEW))
     assert str(caught.value).startswith(message)
@@ -71,12 +71,12 @@ def test_a_gpu_that_is_none_or_too_old_is_told_in_one_line(gpu: str, message: st
 
 
 @pytest.mark.parametrize(("find", "reason"), [(having_none, "no NVIDIA driver"), (having(OLD), "8.0 or more")])
-def test_auto_falls_to_the_cpu_and_it_can_be_said_why(find: Callable[[], list[Gpu]], reason: str) -> None:
+def test_auto_falls_back_to_the_cpu_and_the_reason_is_known(find: Callable[[], list[Gpu]], reason: str) -> None:
     assert choose_device("auto", find) == "cpu"
     assert reason in why_no_gpu(find)
 
 
-def test_a_plan_may_be_for_a_gpu_that_is_not_here() -> None:
+def test_a_plan_can_name_a_gpu_that_this_machine_lacks() -> None:
     assert planned_device("2", having_none) == "cuda:2"
     assert planned_device("GPU-44", having_none) == "cuda:0"
     assert planned_device("auto", having_none) == "cpu"
@@ -85,7 +85,7 @@ def test_a_plan_may_be_for_a_gpu_that_is_not_here() -> None:
 
 
 class FakeMachine:
-    """What `find_gpus` asks, with all of it there."""
+    """The machine that `find_gpus` sees; by default nothing is missing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
@@ -128,7 +128,7 @@ def raises(error: Exception) -> Callable[..., Any]:
         (torch.cuda, "device_count", lambda: 0, "shows no GPU (CUDA_VISIBLE_DEVICES may hide it)"),
     ],
 )
-def test_what_is_missing_is_told_in_one_line(
+def test_missing_parts_are_reported_in_one_line(
     machine: FakeMachine, owner: Any, name: str, value: Any, message: str
 ) -> None:
     machine.set(owner, name, value)
@@ -138,14 +138,14 @@ def test_what_is_missing_is_told_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_the_extra_is_that_of_torchs_cuda(machine: FakeMachine) -> None:
+def test_the_suggested_extra_matches_torchs_cuda(machine: FakeMachine) -> None:
     machine.set(torch.version, "cuda", "12.8")
     machine.set(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(StartupError, match=r"penstock\[cuda12\]"):
         find_gpus()
 
 
-def test_a_dry_run_plans_for_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_plans_for_a_gpu_that_this_machine_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         app(["--dry-run", "--gpu", "7", "--kv-budget", "2GB", "--kv-dtype", "fp8"])
     assert ended.value.code in (None, 0)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, without spills, and fits there. Needs no GPU: NVRTC alone."""
+"""Every kernel compiles for every architecture without spills, and fits. Needs NVRTC, but no GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CACHE_KEY = "nvrtc/reports"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Kernels that are compiled together: of one source, with the same macros."""
+    """Kernels of one source with the same macros, which are compiled together."""
 
     kernels: tuple[Kernel, ...]
     arch: str
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Of all that decides how they compile."""
+        """A digest of everything that decides how they compile."""
         files = (KERNELS_DIR / self.kernels[0].source, *sorted(KERNELS_DIR.glob("*.cuh")), Path(nvrtc.__file__))
         texts = (repr(self), nvrtc.version(), *(path.read_text() for path in files))
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
@@ -46,11 +46,11 @@ def cases() -> list[Case]:
 
 
 Resources = list[list[int]]
-"""Of each kernel: registers, bytes spilled, bytes of static shared memory."""
+"""Per kernel: registers, bytes spilled, bytes of static shared memory."""
 
 
 class Compilations:
-    """Of all selected cases, on all cores, from the first moment that one is asked for."""
+    """Compiles all selected cases on all cores, from the first request for any of them."""
 
     def __init__(self, selected: list[Case], known: dict[str, Resources]) -> None:
         self._pool = ThreadPoolExecutor(os.cpu_count())
@@ -76,7 +76,7 @@ class Compilations:
 
 @pytest.fixture(scope="module")
 def compilations(request: pytest.FixtureRequest) -> Iterator[Compilations]:
-    """A developer's unchanged kernels are not compiled again: their figures lie in pytest's cache."""
+    """Unchanged kernels are not compiled again: their figures are in pytest's cache."""
     cache = request.config.cache
     assert cache is not None
     selected = [
@@ -108,11 +108,11 @@ def test_every_instantiation_is_listed_once() -> None:
     assert len(listed) == len(set(listed))
 
 
-def test_every_source_is_used_and_has_what_is_listed() -> None:
+def test_every_source_is_used_by_the_manifest() -> None:
     assert {kernel.source for kernel in kernel_manifest.kernels()} == {path.name for path in KERNELS_DIR.glob("*.cu")}
 
 
-def test_a_kernel_that_does_not_compile_is_named_with_the_compilers_words(tmp_path: Path) -> None:
+def test_a_compile_error_names_the_kernel_and_quotes_the_compiler(tmp_path: Path) -> None:
     source = os.path.relpath(tmp_path / "broken.cu", KERNELS_DIR)
     (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken(float* x) { x[0] = nothing; }\n')
     with pytest.raises(KernelFailed, match=r'broken\[SIZE=3\] of .* for sm_90: .*identifier "nothing" is undefined'):

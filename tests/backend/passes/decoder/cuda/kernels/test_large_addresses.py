@@ -1,4 +1,4 @@
-"""The kernels where arrays are larger than 32 bits count: in reserved memory, of which little is touched."""
+"""The kernels address arrays of more than 2^32 elements, in reserved memory of which they touch little."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ LAUNCHER = EmulatedLauncher()
 HEADS = HeadShape(4, 2, 64)
 PAGE_TOKENS = 16
 LAYER_BYTES = 125 << 30
-"""All that a GPU has for a cache, in one layer."""
+"""A whole GPU's cache in one layer."""
 MAX_PAGES = 1 << 20
-"""Of a sequence: 16 Mi tokens."""
+"""Pages of one sequence: 16 Mi tokens."""
 _MAP_NORESERVE = 0x4000
-"""Of Linux: asm-generic/mman.h."""
+"""MAP_NORESERVE of Linux, see asm-generic/mman.h."""
 
 
 def reserved(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Zeroes that take no memory before they are written."""
+    """Return zeros that take no memory until they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, num_elements * dtype.itemsize, flags), dtype=dtype)
 
 
 def attend(kv_dtype: str, num_pages: int, pages: list[int], slot: int) -> list[Tensor]:
-    """Of one sequence of 40 tokens, in these pages: its queries after the rotation, and all tokens' outputs as a chunk,
-    the last one's as a row of one token."""
+    """Compute a sequence of 40 tokens in these pages. Return its rotated queries, all tokens' outputs as one chunk, and
+    the last token's output as a row of one token."""
     layout = CacheLayout(1, num_pages, PAGE_TOKENS, HEADS.num_kv_heads, HEADS.head_dim, kv_dtype)
     cache = reserved(layout.layer_bytes, torch.uint8)
     page_table = reserved((slot + 1) * MAX_PAGES, torch.int32).view(-1, MAX_PAGES)
@@ -67,10 +67,10 @@ def attend(kv_dtype: str, num_pages: int, pages: list[int], slot: int) -> list[T
 
 
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
-def test_a_sequence_at_the_end_of_a_large_cache_is_what_it_is_at_the_start_of_a_small_one(kv_dtype: str) -> None:
+def test_a_sequence_has_the_same_bits_at_the_end_of_a_large_cache_and_in_a_small_one(kv_dtype: str) -> None:
     page_bytes = CacheLayout(1, 1, PAGE_TOKENS, HEADS.num_kv_heads, HEADS.head_dim, kv_dtype).page_bytes
     num_pages = LAYER_BYTES // page_bytes
-    # The slot's entries of the page table lie beyond 2^31 as well.
+    # The slot's page table entries are beyond 2^31 too.
     large = attend(kv_dtype, num_pages, [num_pages - 1, num_pages // 2, num_pages - 3], slot=2049)
     small = attend(kv_dtype, 3, [0, 1, 2], slot=0)
     assert all(x.isfinite().all() and x.any() for x in small)

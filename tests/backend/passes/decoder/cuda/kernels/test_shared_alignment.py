@@ -1,5 +1,5 @@
-"""Shared variables that are read by vectors say so: the compiler believes the reads, and ptxas lays the variables out
-by what they declare. The emulator's linker is more generous, and so would not tell."""
+"""Shared variables that are read as vectors declare that alignment: the compiler assumes it for the reads, but ptxas
+places the variables by their declarations. The emulator's linker aligns more, so it would not find the error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME = re.compile(r"%?\w+")
 
 
 def misaligned(ptx: str) -> set[str]:
-    """Shared variables that some access needs to lie at a larger power of two than they declare."""
+    """Return shared variables that declare a smaller alignment than some access needs."""
     alignments = {name: int(alignment) for alignment, name in _VARIABLE.findall(ptx)}
     return {
         name
@@ -32,7 +32,7 @@ def misaligned(ptx: str) -> set[str]:
 
 
 def accesses(function: str, variables: set[str]) -> set[tuple[str, int]]:
-    """Variables and the bytes of accesses whose addresses are made of theirs."""
+    """Return pairs of a variable and the bytes of an access whose address is derived from it."""
     made_of: defaultdict[str, set[str]] = defaultdict(set, {name: {name} for name in variables})
     operations = [(result, _NAME.findall(operands)) for result, operands in _OPERATION.findall(function)]
     is_new = True
@@ -74,7 +74,7 @@ def compile_to_ptx(source: Path, *macros: str) -> str:
         ("logprobs.cu", ("ACT=1",), 8),
     ],
 )
-def test_what_is_read_by_vectors_is_declared_with_their_alignment(
+def test_shared_variables_declare_the_alignment_of_their_vector_accesses(
     source: str, macros: tuple[str, ...], widest: int
 ) -> None:
     ptx = compile_to_ptx(KERNELS_DIR / source, *macros)
@@ -83,7 +83,7 @@ def test_what_is_read_by_vectors_is_declared_with_their_alignment(
     assert max(size for function in ptx.split(".entry") for _, size in accesses(function, variables)) == widest
 
 
-def test_an_array_of_floats_that_is_read_by_fours_is_named(tmp_path: Path) -> None:
+def test_an_under_aligned_array_is_found(tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text("""
         extern "C" __global__ void planted(float4* out, int n) {

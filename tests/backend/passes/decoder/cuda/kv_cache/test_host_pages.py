@@ -1,4 +1,4 @@
-"""Pages in the host's memory: when the CUDA pass has them, and that what comes back is what was saved, bit for bit."""
+"""Host pages of the CUDA pass: when it allocates them, and that restored pages equal the saved ones bit for bit."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 NUM_HOST_PAGES = 7
 PAGE_SIZE = 16
-GREEDY_AND_TOLD = SamplingParams(temperature=0.0, num_logprobs=5)
+GREEDY_WITH_LOGPROBS = SamplingParams(temperature=0.0, num_logprobs=5)
 
 
 @pytest.fixture(autouse=True)
 def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copying is quicker than any computing."""
+    """Make copying faster than any computation."""
     set_link(monkeypatch, 1e18)
 
 
@@ -49,7 +49,7 @@ def make_driver(
     host_kv_bytes: int | None = None,
     pass_class: type[EmulatedCudaPass | DeferredCudaPass] = EmulatedCudaPass,
 ) -> Driver:
-    """With NUM_HOST_PAGES and a part of one, unless it is told otherwise."""
+    """By default there is host memory for NUM_HOST_PAGES and a part of another one."""
     settings = options()
     page_bytes = PAGE_SIZE * pass_class.describe(checkpoint("llama3"), settings).kv_bytes_per_token[kv_dtype]
     num_bytes = NUM_HOST_PAGES * page_bytes + page_bytes // 2 if host_kv_bytes is None else host_kv_bytes
@@ -63,7 +63,7 @@ def run(
     restores: Sequence[tuple[int, int]] = (),
     copies: Sequence[tuple[int, int]] = (),
 ) -> NDArray[np.float32]:
-    """The logits of a step, [L, vocab]; nothing is sampled and nothing goes on."""
+    """Run a step without sampling, and return its logits [L, vocab]. The driver's rows do not advance."""
     batch = replace(driver.build(parts), page_restores=tuple(restores), page_copies=tuple(copies))
     return driver.forward_pass.host_logits(driver.forward_pass.forward(batch))  # type: ignore[no-any-return]
 
@@ -73,13 +73,14 @@ def poison(driver: Driver, pages: Sequence[int]) -> None:
         driver.forward_pass._ops.pages[:, list(pages)] = 0xFF  # NaN in every number
 
 
-def expect_twins(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-    """Two rows of the same bits, and those of one row alone but for how torch's products on the CPU round."""
+def expect_same_rows(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    """Two rows must have the same bits, and those of one row alone up to the rounding of torch's products on the
+    CPU."""
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_allclose(found[:1], expected, atol=1e-4, rtol=0)
 
 
-# ---- Whether there are any ----
+# ---- Allocation ----
 
 
 @pytest.mark.parametrize(
@@ -93,13 +94,13 @@ def expect_twins(found: NDArray[np.float32], expected: NDArray[np.float32]) -> N
         (3e-6, 2e-6, 1000, 0),
     ],
 )
-def test_places_are_taken_where_copying_is_quicker(
+def test_host_pages_are_allocated_if_copying_is_faster(
     copy_s: float, compute_s: float, budget_bytes: int, expected: int
 ) -> None:
     assert count_host_pages(TokenCosts(copy_s, compute_s), 100, budget_bytes) == expected
 
 
-def test_the_memory_is_that_of_whole_pages_and_goes_with_the_pass(caplog: pytest.LogCaptureFixture) -> None:
+def test_host_memory_holds_whole_pages_and_is_freed_with_the_pass(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         driver = make_driver("q8_0")
     made = driver.forward_pass
@@ -116,7 +117,7 @@ def test_the_memory_is_that_of_whole_pages_and_goes_with_the_pass(caplog: pytest
     assert memory.is_free
 
 
-def test_over_a_slow_link_pages_are_computed_again(
+def test_pages_are_recomputed_over_a_slow_link(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_link(monkeypatch, 1e-3)
@@ -129,7 +130,9 @@ def test_over_a_slow_link_pages_are_computed_again(
 
 
 @pytest.mark.parametrize("host_kv_bytes", [0, 1000])
-def test_memory_that_holds_no_page_is_not_taken(host_kv_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_host_memory_too_small_for_a_page_is_not_allocated(
+    host_kv_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         made = make_driver(host_kv_bytes=host_kv_bytes).forward_pass
     assert made.num_host_pages == 0
@@ -137,7 +140,7 @@ def test_memory_that_holds_no_page_is_not_taken(host_kv_bytes: int, caplog: pyte
     assert caplog.messages[-1].endswith("recomputed: 0.00 GB of host memory do not hold one page")
 
 
-def test_where_the_driver_locks_no_memory_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_locked_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     device = EmulatedDevice(lockable_bytes=0)
     made = CudaDecoderPass.load(checkpoint("llama3"), replace(options(), host_kv_bytes=1 << 20), device)
     made.create_cache(8, PAGE_SIZE, "fp32")
@@ -151,7 +154,7 @@ def test_where_the_driver_locks_no_memory_one_warning_says_so(caplog: pytest.Log
     made.close()
 
 
-def test_places_on_the_host_take_nothing_of_the_device() -> None:
+def test_host_pages_take_no_device_memory() -> None:
     settings = options()
     described = [
         CudaDecoderPass.describe(checkpoint("llama3"), replace(settings, host_kv_bytes=num_bytes))
@@ -160,21 +163,21 @@ def test_places_on_the_host_take_nothing_of_the_device() -> None:
     assert described[0] == described[1]
 
 
-# ---- What comes back ----
+# ---- Saves and restores ----
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0", "fp8"])
-def test_pages_that_were_saved_overwritten_and_restored_elsewhere_give_the_same_bits(kv_dtype: str) -> None:
+def test_pages_saved_overwritten_and_restored_elsewhere_give_the_same_bits(kv_dtype: str) -> None:
     driver = make_driver(kv_dtype)
     row, other = driver.add(prompts((40,))[0]), driver.add(prompts((9,), seed=1)[0])
     driver.prefill()
     expected = run(driver, [(row, 1), (other, 1)])
     held = driver.forward_pass._ops.pages.clone()
-    pages, places = list(row.pages), [5, 0, 3]
-    driver.forward_pass.save_pages(tuple(zip(pages, places, strict=True)))
+    pages, host_pages = list(row.pages), [5, 0, 3]
+    driver.forward_pass.save_pages(tuple(zip(pages, host_pages, strict=True)))
     poison(driver, pages)
     row.pages = [driver.free_pages.pop() for _ in pages]
-    found = run(driver, [(row, 1), (other, 1)], restores=list(zip(places, row.pages, strict=True)))
+    found = run(driver, [(row, 1), (other, 1)], restores=list(zip(host_pages, row.pages, strict=True)))
     np.testing.assert_array_equal(found, expected)
     now = driver.forward_pass._ops.pages
     assert torch.equal(now[:, row.pages[:2]], held[:, pages[:2]]), "the last page got another token meanwhile"
@@ -182,12 +185,12 @@ def test_pages_that_were_saved_overwritten_and_restored_elsewhere_give_the_same_
     assert torch.equal(now[:, untouched], held[:, untouched])
 
 
-def test_a_captured_step_finds_what_was_restored_for_it() -> None:
+def test_a_captured_step_reads_pages_restored_for_it() -> None:
     driver = make_driver()
     row = driver.add(prompts((35,))[0])
     driver.prefill()
     driver.decode(2)
-    driver.forward_pass.save_pages(tuple((page, place) for place, page in enumerate(row.pages)))
+    driver.forward_pass.save_pages(tuple((page, host_page) for host_page, page in enumerate(row.pages)))
     poison(driver, row.pages)
     pages, row.pages = row.pages, [driver.free_pages.pop() for _ in row.pages]
     graphs = driver.forward_pass.device.graphs
@@ -199,7 +202,7 @@ def test_a_captured_step_finds_what_was_restored_for_it() -> None:
     assert generated(row) == greedy_choices("llama3", row)
 
 
-def test_a_page_is_restored_before_it_is_copied_from() -> None:
+def test_a_page_is_restored_before_it_is_copied() -> None:
     driver = make_driver()
     prompt = prompts((40,))[0]
     row = driver.add(prompt)
@@ -212,14 +215,14 @@ def test_a_page_is_restored_before_it_is_copied_from() -> None:
     fork.pages = [row.pages[0], driver.free_pages.pop(), driver.free_pages.pop()]
     copies = list(zip(row.pages[1:], fork.pages[1:], strict=True))
     found = run(driver, [(row, 1), (fork, 1)], restores=[(6, row.pages[1])], copies=copies)
-    expect_twins(found, expected)
+    expect_same_rows(found, expected)
 
 
 @pytest.mark.parametrize(("num_restored", "num_copied"), [(7, 0), (7, 1), (1, 7), (7, 5), (3, 3)])
-def test_moves_that_do_not_fit_a_launch_go_ahead_in_their_order(
+def test_moves_beyond_one_launch_go_ahead_in_order(
     num_restored: int, num_copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """3 at once. The copies begin with those whose sources are restored in the same step."""
+    """A launch takes 3 moves. The first copies have sources that are restored in the same step."""
     monkeypatch.setattr(page_moves, "MAX_PAGE_MOVES", 3)
     driver = make_driver("fp8")
     pages = driver.forward_pass._ops.pages
@@ -227,7 +230,7 @@ def test_moves_that_do_not_fit_a_launch_go_ahead_in_their_order(
         pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
     expected = pages.clone()
     driver.forward_pass.save_pages(tuple((page, page) for page in range(NUM_HOST_PAGES)))
-    restores = [(place, 10 + place) for place in range(num_restored)]
+    restores = [(host_page, 10 + host_page) for host_page in range(num_restored)]
     copies = [(10 + index if index < num_restored else index, 20 + index) for index in range(num_copied)]
     for sources in (restores, copies):
         for source, destination in sources:
@@ -240,11 +243,14 @@ def test_moves_that_do_not_fit_a_launch_go_ahead_in_their_order(
 
 
 def moves_without_waiting(driver: Driver, *, keeps_pages: bool) -> list[StepOutput]:
-    """Steps of three sequences, each in its own pages, or in turn in the same ones: then the first two are saved before
-    the next is computed, and come back in turn. No step is waited for before the last one is launched."""
+    """Run steps of three sequences without waiting for any before the last one is launched.
+
+    With keeps_pages, each sequence has its own pages. Otherwise all use the same ones in turn: the first two sequences
+    are saved before the next one is computed, and are restored in turn.
+    """
     forward_pass = driver.forward_pass
-    first, second, third = (driver.add(prompt, GREEDY_AND_TOLD) for prompt in prompts((33, 40, 37), seed=4))
-    places = {first.slot: (0, 1, 2), second.slot: (3, 4, 5)}
+    first, second, third = (driver.add(prompt, GREEDY_WITH_LOGPROBS) for prompt in prompts((33, 40, 37), seed=4))
+    host_pages = {first.slot: (0, 1, 2), second.slot: (3, 4, 5)}
     shared = [driver.free_pages.pop() for _ in range(3)]
     moving = [driver.free_pages.pop() for _ in range(3)]
     pending = []
@@ -253,11 +259,11 @@ def moves_without_waiting(driver: Driver, *, keeps_pages: bool) -> list[StepOutp
         batch: StepBatch = replace(driver.build([(row, count)]), page_restores=restores)
         pending.append(forward_pass.sample(forward_pass.forward(batch), batch))
         row.computed += count
-        row.tokens.append(7 + len(row.tokens) % 90)  # what was sampled is not known yet
+        row.tokens.append(7 + len(row.tokens) % 90)  # the sampled token is not known yet
 
     def save(row: Row) -> None:
         if not keeps_pages:
-            forward_pass.save_pages(tuple(zip(row.pages, places[row.slot], strict=True)))
+            forward_pass.save_pages(tuple(zip(row.pages, host_pages[row.slot], strict=True)))
 
     for row in (first, second, third):
         if not keeps_pages:
@@ -268,14 +274,14 @@ def moves_without_waiting(driver: Driver, *, keeps_pages: bool) -> list[StepOutp
     for row in (first, second, first, second):
         if not keeps_pages:
             row.pages = list(moving)
-        step(row, 1, () if keeps_pages else tuple(zip(places[row.slot], moving, strict=True)))
+        step(row, 1, () if keeps_pages else tuple(zip(host_pages[row.slot], moving, strict=True)))
         save(row)
     step(third, 1)
     return [output.wait() for output in pending]
 
 
 @pytest.mark.parametrize("pass_class", [EmulatedCudaPass, DeferredCudaPass], ids=["work at once", "as late as can be"])
-def test_saves_overwriting_and_restores_run_in_the_order_they_are_given(
+def test_saves_steps_and_restores_run_in_order(
     pass_class: type[EmulatedCudaPass | DeferredCudaPass],
 ) -> None:
     expected = moves_without_waiting(make_driver(), keeps_pages=True)
@@ -288,8 +294,8 @@ def test_saves_overwriting_and_restores_run_in_the_order_they_are_given(
         np.testing.assert_array_equal(one.logprobs.top, other.logprobs.top)
 
 
-def test_moves_touch_no_memory_that_is_not_theirs() -> None:
-    """In the emulator's checking mode."""
+def test_moves_stay_in_bounds() -> None:
+    """Checked by the emulator's checking mode."""
     device = EmulatedDevice(mode="check")
     made = CudaDecoderPass.load(checkpoint("llama3"), replace(options(), host_kv_bytes=1 << 20), device)
     driver = Driver(made, num_pages=8, page_size=PAGE_SIZE, kv_dtype="bf16")
@@ -303,7 +309,7 @@ def test_moves_touch_no_memory_that_is_not_theirs() -> None:
     assert device.launcher.launched.count("copy_pages") == 2
 
 
-# ---- What is refused ----
+# ---- Invalid moves ----
 
 
 @pytest.mark.parametrize(
@@ -316,9 +322,7 @@ def test_moves_touch_no_memory_that_is_not_theirs() -> None:
         (((3, 2), (4, 1), (5, 2)), "host page 2 is saved to twice"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_by_name_and_nothing_is_saved(
-    pairs: tuple[tuple[int, int], ...], message: str
-) -> None:
+def test_invalid_saves_are_refused_and_nothing_is_saved(pairs: tuple[tuple[int, int], ...], message: str) -> None:
     driver = make_driver()
     with pytest.raises(ValueError, match=message):
         driver.forward_pass.save_pages(pairs)
@@ -343,7 +347,7 @@ def test_what_cannot_be_saved_is_refused_by_name_and_nothing_is_saved(
         ([(0, 3)], [(5, 32)], "pages to copy are 5 … 32; there are 32"),
     ],
 )
-def test_a_step_with_restores_that_cannot_be_is_refused_by_name_and_moves_nothing(
+def test_a_step_with_invalid_restores_is_refused_and_moves_nothing(
     restores: list[tuple[int, int]], copies: list[tuple[int, int]], message: str
 ) -> None:
     driver = make_driver()
@@ -357,22 +361,22 @@ def test_a_step_with_restores_that_cannot_be_is_refused_by_name_and_moves_nothin
     assert generated(row) == greedy_choices("llama3", row)
 
 
-def test_a_place_may_be_restored_to_several_pages() -> None:
+def test_a_host_page_can_be_restored_to_several_pages() -> None:
     driver = make_driver()
     row = driver.add(prompts((20,))[0])
     driver.prefill()
     expected = run(driver, [(row, 1)])
-    driver.forward_pass.save_pages(tuple((page, place) for place, page in enumerate(row.pages)))
+    driver.forward_pass.save_pages(tuple((page, host_page) for host_page, page in enumerate(row.pages)))
     poison(driver, row.pages)
-    twin = driver.add(row.tokens)
-    twin.computed, twin.pages = row.computed, [driver.free_pages.pop() for _ in row.pages]
-    restores = [*enumerate(row.pages), *enumerate(twin.pages)]
-    expect_twins(run(driver, [(row, 1), (twin, 1)], restores), expected)
+    copy = driver.add(row.tokens)
+    copy.computed, copy.pages = row.computed, [driver.free_pages.pop() for _ in row.pages]
+    restores = [*enumerate(row.pages), *enumerate(copy.pages)]
+    expect_same_rows(run(driver, [(row, 1), (copy, 1)], restores), expected)
 
 
-def test_a_fault_while_pages_are_saved_is_the_loss_of_the_device() -> None:
+def test_a_fault_while_saving_pages_loses_the_device() -> None:
     driver = make_driver()
     driver.forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(DeviceLost, match="saving 1 pages: an illegal memory access"):
-        # The third one waits for the device to have read what the first one sent.
+        # The third save waits until the device has read the block of the first one.
         [driver.forward_pass.save_pages(((1, 1),)) for _ in range(3)]

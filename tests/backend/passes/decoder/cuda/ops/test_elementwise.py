@@ -1,4 +1,4 @@
-"""The elementwise kernels on the emulator, against float64, torch's dtypes and the CPU's q8_0."""
+"""The elementwise kernels on the emulator agree with float64, torch's dtypes and the CPU's q8_0."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def test_heads_and_pages_of_all_sizes_are_stored(head_dim: int, page_size: int, 
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 48, 128])
-def test_rope_may_turn_a_part_of_a_head(rotary_dim: int) -> None:
+def test_rope_can_rotate_a_part_of_a_head(rotary_dim: int) -> None:
     check_store(LAUNCHERS["fast"], StoreCase(HeadShape(3, 3, 128), "fp32", 16, rotary_dim), torch.float32, norms=True)
 
 
-def test_a_layer_may_go_without_rope(dtype: torch.dtype) -> None:
+def test_a_layer_can_skip_rope(dtype: torch.dtype) -> None:
     check_store(LAUNCHERS["fast"], StoreCase(HeadShape(2, 1, 64), "fp32", 16, 64), dtype, rotates=False)
 
 
@@ -120,7 +120,7 @@ def test_storing_has_no_races_and_stays_in_bounds(
 
 
 def store_values(values: Tensor, kv_dtype: str) -> tuple[Tensor, Tensor]:
-    """What becomes of one value vector [head_dim]."""
+    """Return the stored numbers and scales of one value vector [head_dim]."""
     case = StoreCase(HeadShape(1, 1, len(values)), kv_dtype, 16, 16)
     qkv = torch.zeros(1, 3 * len(values), dtype=values.dtype)
     qkv[0, 2 * len(values) :] = values
@@ -131,7 +131,7 @@ def store_values(values: Tensor, kv_dtype: str) -> tuple[Tensor, Tensor]:
     return numbers[0], scales[0]
 
 
-def test_q8_0_is_the_cpus_bit_for_bit_at_the_edges() -> None:
+def test_q8_0_equals_the_cpu_bit_for_bit_at_the_edges() -> None:
     torch.manual_seed(0)
     for scale in (1e-45, 1e-39, 1e-37, 1e-36, 1e-8, 1.0, 3e4, 1e7, 3e38):
         values = torch.randn(64).clamp(-1, 1) * scale
@@ -140,20 +140,20 @@ def test_q8_0_is_the_cpus_bit_for_bit_at_the_edges() -> None:
         numbers, scales = store_values(values, "q8_0")
         assert torch.equal(numbers, expected.flatten()), scale
         assert torch.equal(scales, expected_scales.flatten()), scale
-    halves = torch.arange(-64, 64).clamp(-63.5, 63.5) + 0.5  # of a scale of 0.5: every second is a tie
+    halves = torch.arange(-64, 64).clamp(-63.5, 63.5) + 0.5  # with a scale of 0.5, every second one is a tie
     expected, _ = quantise_q8_0(halves)
     assert torch.equal(store_values(halves, "q8_0")[0], expected.flatten())
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_q8_0_block_with_a_number_that_is_not_finite_has_no_scale(bad: float) -> None:
+def test_a_q8_0_block_with_a_non_finite_number_has_a_nan_scale(bad: float) -> None:
     values = torch.ones(64)
     values[40] = bad
     _, scales = store_values(values, "q8_0")
     assert scales.isnan().tolist() == [False, True]
 
 
-def test_fp8_is_torchs_e4m3_of_every_half() -> None:
+def test_fp8_equals_torch_for_every_fp16_number() -> None:
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
     halves = halves[halves.isfinite()]
     halves = torch.cat([halves, halves[: -len(halves) % 256]]).view(-1, 256)
@@ -162,7 +162,7 @@ def test_fp8_is_torchs_e4m3_of_every_half() -> None:
         assert torch.equal(store_values(halves[row], "fp8")[0].view(torch.uint8), expected[row])
 
 
-def test_fp8_saturates_and_keeps_what_is_no_number() -> None:
+def test_fp8_saturates_infinities_and_keeps_nan() -> None:
     values = torch.zeros(64)
     values[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e9])
     numbers, _ = store_values(values, "fp8")
@@ -183,7 +183,7 @@ def test_gated_activations_stay_in_bounds(launcher: EmulatedLauncher, name: str,
     check_gate(launcher, dtype, name, 1032)
 
 
-def test_embedding_resolves_last_tokens_gives_zeros_for_what_is_no_token_and_leaves_what_is_given(
+def test_embedding_resolves_last_tokens_zeroes_invalid_ids_and_keeps_given_rows(
     launcher: EmulatedLauncher, dtype: torch.dtype
 ) -> None:
     check_embedding(launcher, dtype, hidden=72)
@@ -191,7 +191,7 @@ def test_embedding_resolves_last_tokens_gives_zeros_for_what_is_no_token_and_lea
 
 
 @pytest.mark.parametrize("dtype_of_rows", [torch.float32, torch.bfloat16])
-def test_rows_are_gathered_and_padding_stays(launcher: EmulatedLauncher, dtype_of_rows: torch.dtype) -> None:
+def test_rows_are_gathered_and_padding_is_not_changed(launcher: EmulatedLauncher, dtype_of_rows: torch.dtype) -> None:
     check_gather(launcher, dtype_of_rows)
 
 
@@ -215,7 +215,7 @@ def test_pages_are_copied_to_a_buffer_of_another_number_of_pages() -> None:
     assert not host[:, 1].any()
 
 
-# ---- What the kernels do not serve ----
+# ---- Unsupported models ----
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,9 @@ def test_pages_are_copied_to_a_buffer_of_another_number_of_pages() -> None:
         ((4096, 14336, 80, 80, "q8_0"), "q8_0 cache needs a multiple of 32"),
     ],
 )
-def test_models_that_do_not_fit_are_refused_by_name(sizes: tuple[int, int, int, int, str], reason: str | None) -> None:
+def test_unsupported_models_are_refused_with_the_reason(
+    sizes: tuple[int, int, int, int, str], reason: str | None
+) -> None:
     found = unsupported_reason(*sizes)
     assert found == reason if reason is None else reason in str(found)
 

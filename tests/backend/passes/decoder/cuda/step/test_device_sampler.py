@@ -1,4 +1,4 @@
-"""The sampling kernels on the emulator: against the host's sampler, float64 filters, chi-square and torch."""
+"""The sampling kernels on the emulator agree with the host sampler, filters in float64, chi-square tests and torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LAUNCHERS = {
 
 
 class Device(SamplingDevice):
-    """On the emulator."""
+    """A `SamplingDevice` on the emulator."""
 
     def __init__(
         self, vocab_size: int, max_slots: int, launcher: EmulatedLauncher = FAST, dtype: torch.dtype = torch.float32
@@ -58,20 +58,20 @@ def launcher(request: pytest.FixtureRequest) -> EmulatedLauncher:
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Of the logits."""
+    """The dtype of the logits."""
     made: torch.dtype = request.param
     return made
 
 
-# ---- Greedy, and what adjusts logits ----
+# ---- Greedy sampling and adjusted logits ----
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 32, 1001, 4096, 4097, 9000])
-def test_greedy_is_the_first_of_the_largest_logits(vocab_size: int, dtype: torch.dtype) -> None:
+def test_greedy_takes_the_first_of_the_largest_logits(vocab_size: int, dtype: torch.dtype) -> None:
     check_greedy(FAST, dtype, vocab_size)
 
 
-def test_the_largest_vocabulary_is_served() -> None:
+def test_the_largest_vocabulary_is_sampled() -> None:
     device = Device(1 << 18, 2)
     device.take(slot_init(0, temperature=0.0, logit_bias=(((1 << 18) - 1, 100.0),)), slot_init(1, top_k=1))
     logits = random_logits(2, 1 << 18)
@@ -80,7 +80,7 @@ def test_the_largest_vocabulary_is_served() -> None:
         SlotArrays(1, (1 << 18) + 1, CPU)
 
 
-def test_rows_may_lie_apart(launcher: EmulatedLauncher) -> None:
+def test_rows_may_have_a_larger_stride(launcher: EmulatedLauncher) -> None:
     device = Device(60, 3, launcher)
     device.take(*(slot_init(slot, temperature=0.0) for slot in range(3)))
     wide = torch.full((3, 64), torch.nan)
@@ -88,20 +88,20 @@ def test_rows_may_lie_apart(launcher: EmulatedLauncher) -> None:
     assert device.sample(wide[:, :60], [0, 1, 2]) == wide[:, :60].argmax(dim=1).tolist()
 
 
-def test_penalties_biases_and_masks_give_the_hosts_greedy_tokens(launcher: EmulatedLauncher) -> None:
+def test_penalties_biases_and_masks_give_the_host_samplers_greedy_tokens(launcher: EmulatedLauncher) -> None:
     vocab_size, num_steps = (5000, 12) if launcher is FAST else (90, 2)
     check_penalties(launcher, vocab_size, num_steps)
 
 
-def test_biases_of_tokens_at_the_edges_of_segments_count(launcher: EmulatedLauncher) -> None:
+def test_biases_of_tokens_at_segment_edges_are_applied(launcher: EmulatedLauncher) -> None:
     check_biases(launcher)
 
 
-def test_a_count_stops_at_the_largest_that_it_can_hold() -> None:
+def test_a_token_count_saturates() -> None:
     check_counts(FAST)
 
 
-def test_penalties_count_no_token_of_a_prompt_of_embeddings() -> None:
+def test_penalties_ignore_prompt_embeddings() -> None:
     device = Device(50, 1)
     logits = np.zeros((1, 50), np.float32)
     logits[0, [FROM_EMBEDDINGS, 5, 6]] = 2.0, 1.9, 1.8
@@ -116,7 +116,7 @@ def test_penalties_count_no_token_of_a_prompt_of_embeddings() -> None:
         device.take(slot_init(0, tokens, 1, **penalties))
 
 
-def test_a_slots_next_owner_sees_nothing_of_the_last_one() -> None:
+def test_a_slots_next_owner_inherits_no_state() -> None:
     device = Device(50, 2)
     logits = np.zeros((1, 50), np.float32)
     logits[0, 9], logits[0, 4] = 1.0, 0.5
@@ -129,7 +129,7 @@ def test_a_slots_next_owner_sees_nothing_of_the_last_one() -> None:
     assert device.sample(logits, [1]) == [9]
 
 
-def test_rows_of_padding_are_left_alone(launcher: EmulatedLauncher) -> None:
+def test_padding_rows_are_not_changed(launcher: EmulatedLauncher) -> None:
     device = Device(40, 4, launcher)
     device.take(slot_init(0, temperature=0.0), slot_init(1, top_p=0.5), slot_init(2, temperature=0.0))
     device.slots.last_tokens[:] = torch.tensor([11, 12, 13, 14])
@@ -142,7 +142,7 @@ def test_rows_of_padding_are_left_alone(launcher: EmulatedLauncher) -> None:
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.5, "typical_p": 0.9}])
-def test_rows_that_are_no_numbers_are_named_and_the_slot_stays_in_range(params: dict[str, float]) -> None:
+def test_rows_without_a_finite_logit_get_no_token_and_keep_the_slots_token_in_range(params: dict[str, float]) -> None:
     device = Device(5000, 6)
     device.take(*(slot_init(slot, seed=slot, **params) for slot in range(6)))
     logits = random_logits(6, 5000)
@@ -158,7 +158,7 @@ def test_rows_that_are_no_numbers_are_named_and_the_slot_stays_in_range(params: 
     assert min(device.sample(everything, [0, 1, 2, 3, 4, 5])) >= 0
 
 
-def test_a_mask_hides_what_is_no_number() -> None:
+def test_a_mask_hides_nan_logits() -> None:
     device = Device(70, 1)
     device.take(slot_init(0, temperature=0.0))
     logits = random_logits(1, 70)
@@ -170,7 +170,7 @@ def test_a_mask_hides_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
-def test_filters_leave_exactly_the_tokens_of_the_reference(params: dict[str, float], dtype: torch.dtype) -> None:
+def test_filters_keep_exactly_the_tokens_of_the_reference(params: dict[str, float], dtype: torch.dtype) -> None:
     check_filter(FAST, params, dtype=dtype)
 
 
@@ -183,11 +183,11 @@ def test_tokens_that_tie_with_the_last_one_are_all_kept() -> None:
     check_ties(FAST)
 
 
-def test_min_p_leaves_the_likeliest_token_where_typical_sampling_dropped_the_peak() -> None:
+def test_min_p_keeps_the_likeliest_remaining_token_after_typical_sampling_drops_the_peak() -> None:
     check_fallback(FAST)
 
 
-def test_filters_see_what_masks_and_biases_leave() -> None:
+def test_filters_apply_after_masks_and_biases() -> None:
     logits, draws = random_logits(40, seed=2, scale=0.1), 300
     device = Device(40, draws)
     bias = ((39, 1.0), (38, 1.0))
@@ -201,7 +201,7 @@ def test_filters_see_what_masks_and_biases_leave() -> None:
 def test_filters_have_no_races_and_stay_in_bounds(
     launcher: EmulatedLauncher, params: dict[str, float], dtype: torch.dtype
 ) -> None:
-    """Two segments a row, and the same tokens in every order of threads and blocks."""
+    """Rows have two segments; the tokens must be the same in every order of threads and blocks."""
     logits = random_logits(2, 4104, seed=6)
     tokens = []
     for one in (FAST, launcher):
@@ -221,32 +221,32 @@ def test_draws_follow_the_distribution_by_chi_square(params: dict[str, float]) -
     check_distribution(FAST, params)
 
 
-def test_noise_is_philox_of_seed_position_and_token() -> None:
+def test_noise_equals_philox_of_seed_position_and_token() -> None:
     check_noise(FAST)
 
 
-def test_noise_that_is_drawn_once_in_a_hundred_million_times_is_as_large_as_it_should_be() -> None:
+def test_rare_large_noise_has_the_exact_value() -> None:
     check_rare_noise(FAST)
 
 
-def test_a_draw_does_not_depend_on_who_shares_the_batch_nor_on_the_slot() -> None:
+def test_a_draw_does_not_depend_on_batch_or_slot() -> None:
     vocab, rng = 4200, np.random.default_rng(1)
     mine = random_logits(vocab, seed=1)
     params = {"temperature": 0.9, "top_p": 0.8, "top_k": 200, "seed": 77, "repetition_penalty": 1.3}
     alone = Device(vocab, 8)
     alone.take(slot_init(0, [4, 5], **params))
     expected = [alone.sample(mine[None], [0], position)[0] for position in range(2, 8)]
-    crowded = Device(vocab, 8)
-    crowded.take(slot_init(5, [4, 5], **params))
+    shared = Device(vocab, 8)
+    shared.take(slot_init(5, [4, 5], **params))
     got = []
     for position in range(2, 8):
         others = rng.permutation(np.delete(np.arange(8), 5))[: rng.integers(1, 7)].tolist()
-        crowded.take(*(slot_init(slot, seed=slot, temperature=slot / 2, top_k=slot, top_p=0.7) for slot in others))
+        shared.take(*(slot_init(slot, seed=slot, temperature=slot / 2, top_k=slot, top_p=0.7) for slot in others))
         where = int(rng.integers(0, len(others) + 1))
         logits = np.concatenate([random_logits(len(others), vocab, seed=position), mine[None]])
         order = [*range(where), len(others), *range(where, len(others))]
         slots = [*others[:where], 5, *others[where:]]
-        got.append(crowded.sample(logits[order], slots, position)[where])
+        got.append(shared.sample(logits[order], slots, position)[where])
     assert got == expected
 
 
@@ -276,16 +276,16 @@ def test_log_probabilities_skip_padding_and_mark_rows_without_a_token(
     assert out.top_ids[2].tolist() == logits[1].topk(2).indices.tolist()
 
 
-def test_a_report_without_alternatives_has_the_chosen_token_alone() -> None:
+def test_a_report_without_top_logprobs_has_only_the_chosen_token() -> None:
     logits = torch.from_numpy(random_logits(1, 50))
     out = report(FAST, SlotArrays(1, 50, CPU), logits, [4], [0], 0)
     torch.testing.assert_close(out.chosen[0], torch.log_softmax(logits[0], 0)[4], rtol=0, atol=1e-5)
 
 
-# ---- What is packed on the host ----
+# ---- Packing on the host ----
 
 
-def test_only_the_kernels_that_rows_ask_for_are_launched() -> None:
+def test_only_kernels_that_rows_need_are_launched() -> None:
     launcher = EmulatedLauncher()
     device = Device(50, 6, launcher)
     device.take(
@@ -304,7 +304,7 @@ def test_only_the_kernels_that_rows_ask_for_are_launched() -> None:
     assert (features.logprob_rows.tolist(), features.num_top) == ([1, 2], 7)
 
 
-def test_the_arrays_have_the_bytes_that_are_planned() -> None:
+def test_the_slot_arrays_have_the_planned_size() -> None:
     for max_slots, vocab_size in ((1, 1), (7, 1001)):
         arrays = SlotArrays(max_slots, vocab_size, CPU)
         tensors = [value for value in vars(arrays).values() if isinstance(value, Tensor)]

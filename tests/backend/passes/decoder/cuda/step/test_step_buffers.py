@@ -1,4 +1,4 @@
-"""Steps on their way to the device: what arrives is what the host sent, and page tables follow by their changes."""
+"""Steps arrive on the device as the host sent them, and page tables are updated by changes only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_batch(
     wanting: list[int] | None = None,
     max_pages: int = LIMITS.max_pages,
 ) -> StepBatch:
-    """rows: (slot, context, tokens), with pages at random; entries beyond them are poisoned."""
+    """Make a batch of rows (slot, context, tokens) with random pages; page table entries beyond them are poisoned."""
     rng = np.random.default_rng(seed)
     slots, contexts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     table = np.full((len(rows), max_pages), 10**6, np.int32)
@@ -81,7 +81,7 @@ _rows = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(_rows, min_size=1, max_size=4))
-def test_every_step_arrives_whatever_came_before_it(steps: list[list[tuple[int, int, int]]]) -> None:
+def test_every_step_arrives_after_any_other_steps(steps: list[list[tuple[int, int, int]]]) -> None:
     buffers = make_buffers()
     for index, rows in enumerate(steps):
         batch = make_batch(rows, seed=index, wanting=list(range(0, len(rows), 2)))
@@ -102,7 +102,7 @@ def test_padding_rows_have_no_slot_and_one_token_each() -> None:
     assert buffers.logit_tokens[:5].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_page_that_the_device_knows_does_not_travel_again() -> None:
+def test_a_known_page_is_not_sent_again() -> None:
     buffers = make_buffers()
     batch = make_batch([(3, 6, 1), (1, 2, 1)])
     buffers.load(batch, 0, [])
@@ -113,7 +113,7 @@ def test_a_page_that_the_device_knows_does_not_travel_again() -> None:
     assert buffers.page_table[1, :2].tolist() == [-7, grown.page_table[1, 1]]
 
 
-def test_parts_travel_along_and_pages_beyond_one_copy_go_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_sent_along_and_pages_beyond_one_copy_go_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_buffers, "_CHANGES_AT_ONCE", 10)
     buffers = make_buffers()
     batch = make_batch([(slot, 28, 3) for slot in range(6)], seed=3)
@@ -131,7 +131,7 @@ def test_parts_travel_along_and_pages_beyond_one_copy_go_ahead(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "random"])
-def test_more_pages_arrive_at_once_than_a_block_of_the_kernel_has_threads(order: Order) -> None:
+def test_more_page_changes_than_threads_per_block_arrive(order: Order) -> None:
     buffers = make_buffers(replace(LIMITS, max_pages=40), EmulatedLauncher("check", order))
     batch = make_batch([(slot, 150, 1) for slot in range(6)], max_pages=40)
     buffers.load(batch, 0, [])
@@ -167,7 +167,7 @@ def test_a_block_is_written_only_after_the_device_has_read_it() -> None:
         ({"page_table": np.full((2, 8), 50, np.int32)}, "pages are 50 … 50; there are 50"),
     ],
 )
-def test_a_batch_that_breaks_its_contract_is_refused(changes: dict[str, np.ndarray], message: str) -> None:
+def test_an_invalid_batch_is_refused(changes: dict[str, np.ndarray], message: str) -> None:
     buffers = make_buffers()
     with pytest.raises(ValueError, match=message):
         buffers.load(replace(make_batch([(0, 3, 1), (1, 5, 1)]), **changes), 0, [])
@@ -184,7 +184,7 @@ def test_too_many_tokens_are_refused() -> None:
         make_buffers().load(batch, 0, [])
 
 
-def test_the_device_memory_is_what_is_announced() -> None:
+def test_device_memory_has_the_announced_size() -> None:
     buffers = make_buffers()
     tensors: list[torch.Tensor] = [buffers.uplink.block, buffers.page_table]
     taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
