@@ -1,4 +1,4 @@
-"""A backend whose tokens come with log probabilities, as the real one tells them."""
+"""A fake backend whose tokens have log probabilities, as in the real one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.frontend.harness import END_TOKEN, VOCAB_SIZE, FakeBackend, FakeStrea
 
 
 def entry(token_id: int, place: int, width: int) -> LogprobEntry:
-    """The token is the second likeliest of its place; whoever asks for fewer is told fewer."""
+    """Return log probabilities in which the token is the second likeliest, cut to width."""
     top_ids = ((token_id + 1) % VOCAB_SIZE, token_id, *((token_id + 2 + i) % VOCAB_SIZE for i in range(18)))[:width]
     top_logprobs = tuple(-0.25 - 0.25 * rank - place for rank in range(width))
     return LogprobEntry(-0.5 - place, 2, top_ids, top_logprobs)
@@ -20,13 +20,13 @@ def entry(token_id: int, place: int, width: int) -> LogprobEntry:
 
 @dataclass
 class ScoringBackend(FakeBackend):
-    """Says one text to all, or of(request) to each, with an end token behind it."""
+    """Answers every request with one text, or with of(request), followed by an end token."""
 
     text: str = "Hello, world!"
     of: Callable[[GenerationRequest], list[int]] | None = None
     batch_size: int = 1
     offset: float = 0.0
-    """What the log probabilities of each next stream are lower by."""
+    """Difference between the log probabilities of consecutive streams."""
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         ids = token_ids(self.text) if self.of is None else self.of(request)

@@ -1,4 +1,4 @@
-"""Log probabilities as clients get them: of the answer, of the prompt, streamed and not, in all their shapes."""
+"""Log probabilities of answer and prompt as clients get them, streamed and whole, in all shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def backend() -> ScoringBackend:
 
 
 def raw(token_id: int) -> bytes:
-    """Of this tokenizer, whose tokens are bytes in GPT-2's alphabet."""
+    """Return a token's bytes in this tokenizer, whose tokens are in GPT-2's alphabet."""
     alphabet = {chr(byte): byte for byte in [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]}
     others = (byte for byte in range(256) if byte not in alphabet.values())
     alphabet |= {chr(256 + place): byte for place, byte in enumerate(list(others))}
@@ -46,7 +46,7 @@ def legacy(token_id: int) -> str:
 @BATCHES
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("width", [0, 1, 3, 20])
-async def test_of_a_chat(
+async def test_chat_has_logprobs(
     connection: ClientConnection, backend: ScoringBackend, text: str, width: int, batch_size: int, stream: bool
 ) -> None:
     backend.text, backend.batch_size = text, batch_size
@@ -69,7 +69,7 @@ async def test_of_a_chat(
 @BATCHES
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("width", [0, 1, 5])
-async def test_of_a_completion(
+async def test_completion_has_logprobs(
     connection: ClientConnection, backend: ScoringBackend, text: str, width: int, batch_size: int, stream: bool
 ) -> None:
     backend.text, backend.batch_size = text, batch_size
@@ -86,7 +86,7 @@ async def test_of_a_completion(
 
 
 @STREAMS
-async def test_an_echoed_prompt_comes_first_with_its_own(
+async def test_echoed_prompt_comes_first_with_its_logprobs(
     connection: ClientConnection, backend: ScoringBackend, stream: bool
 ) -> None:
     prompt = "猫 sat"
@@ -105,7 +105,9 @@ async def test_an_echoed_prompt_comes_first_with_its_own(
 
 @STREAMS
 @pytest.mark.parametrize("prompt", ["a cat", token_ids("a cat"), ["a cat", "a cat"]])
-async def test_a_prompt_alone(connection: ClientConnection, backend: ScoringBackend, prompt: Any, stream: bool) -> None:
+async def test_echo_with_max_tokens_0_returns_only_the_prompt(
+    connection: ClientConnection, backend: ScoringBackend, prompt: Any, stream: bool
+) -> None:
     answer = await ask(connection, COMPLETIONS, stream=stream, prompt=prompt, echo=True, max_tokens=0, logprobs=1)
     num_prompts = 2 if isinstance(prompt, list) and isinstance(prompt[0], str) else 1
     assert len(answer["choices"]) == num_prompts
@@ -117,10 +119,10 @@ async def test_a_prompt_alone(connection: ClientConnection, backend: ScoringBack
     assert answer["usage"]["prompt_tokens"] == num_prompts * len(token_ids("a cat"))
 
 
-async def test_a_prompt_that_begins_with_a_token_of_the_tokenizers_is_echoed_as_it_was_sent(
+async def test_prompt_with_a_leading_special_token_is_echoed_as_sent(
     connection: ClientConnection, backend: ScoringBackend
 ) -> None:
-    """As ids it is what the model sees, as a text what the client wrote."""
+    """Token ids are echoed as the model sees them, a text as the client wrote it."""
     ids = [END_TOKEN, *token_ids("a cat")]
     (choice,) = (await ask(connection, COMPLETIONS, prompt=ids, echo=True, max_tokens=0, logprobs=0))["choices"]
     assert choice["text"] == "<|end|>a cat"
@@ -130,7 +132,9 @@ async def test_a_prompt_that_begins_with_a_token_of_the_tokenizers_is_echoed_as_
 
 
 @PATHS
-async def test_of_the_prompt_by_token_id(connection: ClientConnection, backend: ScoringBackend, path: str) -> None:
+async def test_prompt_logprobs_are_keyed_by_token_id(
+    connection: ClientConnection, backend: ScoringBackend, path: str
+) -> None:
     answer = await ask(connection, path, prompt_logprobs=2, n=2)
     prompt = list(backend.last.token_ids)
     every = [answer["prompt_logprobs"]] if path == CHAT else [one["prompt_logprobs"] for one in answer["choices"]]
@@ -148,7 +152,7 @@ async def test_of_the_prompt_by_token_id(connection: ClientConnection, backend: 
 
 @PATHS
 @STREAMS
-async def test_none_are_told_unasked(
+async def test_answer_has_no_logprobs_unless_requested(
     connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
 ) -> None:
     for fields in ({}, {"logprobs": None}, {"n": 2}):
@@ -159,7 +163,7 @@ async def test_none_are_told_unasked(
 
 @PATHS
 @STREAMS
-async def test_the_end_is_told_where_token_ids_are(
+async def test_end_token_has_logprobs_if_token_ids_are_returned(
     connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
 ) -> None:
     fields = {"logprobs": True} if path == CHAT else {"logprobs": 0}
@@ -171,10 +175,10 @@ async def test_the_end_is_told_where_token_ids_are(
 
 @PATHS
 @STREAMS
-async def test_they_end_with_the_stop_string(
+async def test_logprobs_end_with_the_stop_string(
     connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
 ) -> None:
-    """Of all tokens up to the one that completes it."""
+    """All tokens up to the one that completes the stop string have log probabilities."""
     ids = token_ids("Hello, world!")
     count = next(count for count in range(len(ids)) if "wor" in TOKENIZER.decode(ids[:count]))
     fields = {"logprobs": True} if path == CHAT else {"logprobs": 0}
@@ -185,7 +189,7 @@ async def test_they_end_with_the_stop_string(
         assert tokens == [shown(token) for token in ids[:count]]
 
 
-async def test_minus_infinity_is_a_number(connection: ClientConnection, backend: ScoringBackend) -> None:
+async def test_minus_infinity_is_reported_as_a_number(connection: ClientConnection, backend: ScoringBackend) -> None:
     backend.offset = float("inf")
     backend.text = "a"
     await ask(connection, CHAT)
@@ -215,7 +219,7 @@ async def test_minus_infinity_is_a_number(connection: ClientConnection, backend:
     ],
     ids=lambda value: str(value)[:50],
 )
-async def test_what_cannot_be_told_is_refused(
+async def test_unavailable_logprobs_are_refused(
     connection: ClientConnection, path: str, fields: Any, param: str, told: str
 ) -> None:
     response = await connection.post(path, {"messages": [{"role": "user", "content": "hi"}], "prompt": "x", **fields})
@@ -224,7 +228,9 @@ async def test_what_cannot_be_told_is_refused(
     assert told in response.error["message"]
 
 
-async def test_penalties_do_not_matter_to_a_prompt_alone(connection: ClientConnection, backend: ScoringBackend) -> None:
+async def test_penalties_are_ignored_if_only_the_prompt_is_returned(
+    connection: ClientConnection, backend: ScoringBackend
+) -> None:
     await ask(connection, COMPLETIONS, echo=True, logprobs=0, max_tokens=0, presence_penalty=1, frequency_penalty=1)
     sampling = backend.last.sampling
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.0, 0.0)
@@ -239,7 +245,7 @@ async def test_penalties_do_not_matter_to_a_prompt_alone(connection: ClientConne
         (COMPLETIONS, {"echo": True, "logprobs": 20, "prompt": [5] * 30_000, "max_tokens": 0}, "logprobs"),
     ],
 )
-async def test_an_answer_that_would_be_too_large_is_refused(
+async def test_answer_that_would_be_too_large_is_refused(
     connect: Callable[..., ClientConnection], backend: ScoringBackend, path: str, fields: Any, param: str
 ) -> None:
     backend.model = model_card(max_context_tokens=1 << 20)

@@ -1,5 +1,5 @@
-"""Calls that must be made are valid, whatever the model would have said: every token is drawn at random from those
-that the grammar of the request allows."""
+"""Forced calls are valid whatever the model writes: each token is drawn at random from those that the grammar
+allows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def compiled(model: Model, directory: Path, grammar: Grammar) -> LLMatcher:
     return compiler(model, directory).compile(grammar).result(timeout=30)
 
 
-def guided(model: Model, **fields: Any) -> AnswerRules:
+def rules_for(model: Model, **fields: Any) -> AnswerRules:
     body = msgspec.convert({"messages": MESSAGES, "tools": TOOLS, **fields}, ChatBody)
     check_chat(body)
     served = model.served()
@@ -75,46 +75,46 @@ def guided(model: Model, **fields: Any) -> AnswerRules:
     return asyncio.run(chat_answer_rules(body, prompt, served))[1]
 
 
-def babble(
-    model: Model, guidance: AnswerRules, directory: Path, seed: int, likes: tuple[str, ...] = ()
+def generate_randomly(
+    model: Model, rules: AnswerRules, directory: Path, seed: int, preferred_texts: tuple[str, ...] = ()
 ) -> ChoiceOutput:
-    """What a client gets of a model without a clue, which likes some tokens, and to end."""
-    liked = {model.tokenizer.token_to_id(text) for text in likes}
+    """Generate with random tokens, preferring some tokens and the end; return what a client gets."""
+    preferred_ids = {model.tokenizer.token_to_id(text) for text in preferred_texts}
     rng = random.Random(seed)
-    assert guidance.grammar is not None
-    matcher = compiled(model, directory, guidance.grammar).deep_copy()
-    wanted = Constraints(
-        guidance.grammar, guidance.grammar_after, (), (), 0, guidance.thinking_budget_tokens, guidance.thinking_end
+    assert rules.grammar is not None
+    matcher = compiled(model, directory, rules.grammar).deep_copy()
+    requested = Constraints(
+        rules.grammar, rules.grammar_after, (), (), 0, rules.thinking_budget_tokens, rules.thinking_end
     )
     vocab_size = model.tokenizer.get_vocab_size()
     (end,) = model.served().card.eos_token_ids
-    constraints = SequenceConstraints(wanted, matcher, frozenset([end]), vocab_size)
+    constraints = SequenceConstraints(requested, matcher, frozenset([end]), vocab_size)
     stream = FakeStream(None, ())  # type: ignore[arg-type]
     choice = Choice(
         0, ChoicePrompt(0, [1]), stream, model.served().tokenizer,  # type: ignore[arg-type]
-        OutputOptions(shape=guidance.shape, kept_token_ids=guidance.kept_token_ids),
+        OutputOptions(shape=rules.shape, kept_token_ids=rules.kept_token_ids),
     )  # fmt: skip
     tokens: list[int] = []
-    row, message = np.zeros(-(-vocab_size // 32), np.uint32), ChoiceOutput()
+    row, output = np.zeros(-(-vocab_size // 32), np.uint32), ChoiceOutput()
     for _ in range(4000):
         constraints.fill(row)
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
         may_end = end in allowed
-        preferred = sorted(liked.intersection(allowed)) + [end] * may_end
+        preferred = sorted(preferred_ids.intersection(allowed)) + [end] * may_end
         others = [token for token in allowed if token != end] or [end]
         token = rng.choice(preferred if preferred and rng.random() < 0.3 else others)
         tokens.append(token)
         constraints.advance(token)
-        message.add(choice.take(TokenBatch([token], Finish.STOP if token == end else Finish.NONE)))
+        output.add(choice.take(TokenBatch([token], Finish.STOP if token == end else Finish.NONE)))
         if choice.finish_reason is not None:
             break
     assert choice.finish_reason is not None
-    choice.complete(message)
-    return message
+    choice.complete(output)
+    return output
 
 
-def check(message: ChoiceOutput) -> None:
-    for call in message.tool_calls:
+def check(output: ChoiceOutput) -> None:
+    for call in output.tool_calls:
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
@@ -124,78 +124,84 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_without_a_clue_calls_what_it_must(name: str, directory: Path) -> None:
+def test_random_tokens_under_the_grammar_make_valid_calls(name: str, directory: Path) -> None:
     model = MODELS[name]
     for seed in range(6):
-        message = babble(model, guided(model, tool_choice="required"), directory, seed)
-        assert message.finish_reason == "tool_calls"
-        assert message.text == ""
-        assert message.tool_calls
-        check(message)
-        (call,) = babble(model, guided(model, tool_choice=NAMED), directory, seed).tool_calls
+        output = generate_randomly(model, rules_for(model, tool_choice="required"), directory, seed)
+        assert output.finish_reason == "tool_calls"
+        assert output.text == ""
+        assert output.tool_calls
+        check(output)
+        (call,) = generate_randomly(model, rules_for(model, tool_choice=NAMED), directory, seed).tool_calls
         assert call.name == "add"
         jsonschema.validate(json.loads(call.arguments), NUMBER)
 
 
-def test_several_calls_may_be_made_unless_one_is_wanted(directory: Path) -> None:
+def test_several_calls_are_allowed_unless_the_request_limits_them(directory: Path) -> None:
     model = MODELS["hermes"]
-    required = guided(model, tool_choice="required")
-    assert max(len(babble(model, required, directory, seed).tool_calls) for seed in range(12)) > 1
-    one = guided(model, tool_choice="required", parallel_tool_calls=False)
-    assert all(len(babble(model, one, directory, seed).tool_calls) == 1 for seed in range(6))
+    required = rules_for(model, tool_choice="required")
+    assert max(len(generate_randomly(model, required, directory, seed).tool_calls) for seed in range(12)) > 1
+    one = rules_for(model, tool_choice="required", parallel_tool_calls=False)
+    assert all(len(generate_randomly(model, one, directory, seed).tool_calls) == 1 for seed in range(6))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_reasoning_comes_first(directory: Path, seed: int) -> None:
+def test_forced_call_follows_the_reasoning(directory: Path, seed: int) -> None:
     model = Model(ALWAYS_THINKING)
-    guidance = guided(model, tool_choice="required", thinking_budget=20)
-    message = babble(model, guidance, directory, seed)
-    assert message.reasoning
-    assert message.tool_calls
-    check(message)
+    rules = rules_for(model, tool_choice="required", thinking_budget=20)
+    output = generate_randomly(model, rules, directory, seed)
+    assert output.reasoning
+    assert output.tool_calls
+    check(output)
 
 
-def test_a_model_may_reason_before_a_call_that_it_must_make(directory: Path) -> None:
+def test_model_may_reason_before_a_forced_call(directory: Path) -> None:
     model = Model(THINKING_HERMES)
-    guidance = guided(model, tool_choice="required")
-    messages = [babble(model, guidance, directory, seed, likes=("<think>", "</think>")) for seed in range(12)]
-    assert any(message.tool_calls for message in messages)
-    assert any(message.reasoning for message in messages)
-    for message in messages:
-        if message.tool_calls:
-            check(message)
-        assert message.text == ""
+    rules = rules_for(model, tool_choice="required")
+    messages = [
+        generate_randomly(model, rules, directory, seed, preferred_texts=("<think>", "</think>")) for seed in range(12)
+    ]
+    assert any(output.tool_calls for output in outputs)
+    assert any(output.reasoning for output in outputs)
+    for output in outputs:
+        if output.tool_calls:
+            check(output)
+        assert output.text == ""
 
 
-def test_a_strict_functions_calls_are_valid_beside_free_text(directory: Path) -> None:
+def test_calls_of_a_strict_function_are_valid_within_free_text(directory: Path) -> None:
     model = MODELS["hermes"]
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
-    guidance = guided(model, tools=strict)
-    messages = [babble(model, guidance, directory, seed, likes=("<tool_call>",)) for seed in range(30)]
-    assert any(message.tool_calls for message in messages)
-    assert any(message.text for message in messages)
-    for message in messages:
-        check(message)
+    rules = rules_for(model, tools=strict)
+    messages = [
+        generate_randomly(model, rules, directory, seed, preferred_texts=("<tool_call>",)) for seed in range(30)
+    ]
+    assert any(output.tool_calls for output in outputs)
+    assert any(output.text for output in outputs)
+    for output in outputs:
+        check(output)
 
 
-def test_an_answer_in_json_or_calls(directory: Path) -> None:
+def test_answer_is_valid_json_or_valid_calls(directory: Path) -> None:
     model = MODELS["hermes"]
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": NUMBER}}
-    guidance = guided(model, response_format=schema, enable_thinking=False)
-    messages = [babble(model, guidance, directory, seed) for seed in range(12)]
-    assert {bool(message.tool_calls) for message in messages} == {True, False}
-    for message in messages:
-        if message.tool_calls:
-            check(message)
+    rules = rules_for(model, response_format=schema, enable_thinking=False)
+    outputs = [generate_randomly(model, rules, directory, seed) for seed in range(12)]
+    assert {bool(output.tool_calls) for output in outputs} == {True, False}
+    for output in outputs:
+        if output.tool_calls:
+            check(output)
         else:
-            jsonschema.validate(json.loads(message.text), NUMBER)
+            jsonschema.validate(json.loads(output.text), NUMBER)
 
 
 @pytest.mark.parametrize("model", [Model(ALWAYS_THINKING), Model(THINKING_HERMES)], ids=["opened", "by itself"])
-def test_an_answer_in_json_comes_behind_the_reasoning(model: Model, directory: Path) -> None:
+def test_json_answer_follows_the_reasoning(model: Model, directory: Path) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
-    guidance = guided(model, tools=None, response_format=schema)
-    messages = [babble(model, guidance, directory, seed, likes=("<think>", "</think>")) for seed in range(8)]
-    assert any(message.reasoning for message in messages)
-    for message in messages:
-        jsonschema.validate(json.loads(message.text), CITY)
+    rules = rules_for(model, tools=None, response_format=schema)
+    messages = [
+        generate_randomly(model, rules, directory, seed, preferred_texts=("<think>", "</think>")) for seed in range(8)
+    ]
+    assert any(output.reasoning for output in outputs)
+    for output in outputs:
+        jsonschema.validate(json.loads(output.text), CITY)

@@ -1,4 +1,4 @@
-"""Which requests may share, whose they are, how urgent, until when; and what clients are told of it."""
+"""Coalescing, tenants, priorities and deadlines of requests, and what clients learn about them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = {"prompt": "x", "temperature": 0}
 DAY_MS = 86_400_000
 
 
-# Sharing
+# Coalescing
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ DAY_MS = 86_400_000
 @pytest.mark.parametrize(
     ("path", "prompt"), [(CHAT, {"messages": [{"role": "user", "content": "x"}]}), (COMPLETIONS, {"prompt": "x"})]
 )
-async def test_a_request_may_share_where_its_tokens_are_determined(
+async def test_request_may_be_coalesced_if_its_tokens_are_deterministic(
     connection: ClientConnection, backend: FakeBackend, path: str, prompt: Any, fields: Any, may_share: bool
 ) -> None:
     for stream in (False, True):
@@ -46,7 +46,7 @@ async def test_a_request_may_share_where_its_tokens_are_determined(
         assert backend.last.may_share is may_share
 
 
-async def test_a_model_that_is_greedy_by_default_shares(backend: FakeBackend) -> None:
+async def test_model_that_is_greedy_by_default_may_be_coalesced(backend: FakeBackend) -> None:
     backend.model = model_card(default_sampling=Sampling(temperature=0.0))
     connection = ClientConnection(make_app(backend))
     await connection.post(COMPLETIONS, {"prompt": "x"})
@@ -54,9 +54,7 @@ async def test_a_model_that_is_greedy_by_default_shares(backend: FakeBackend) ->
     await connection.end()
 
 
-async def test_what_a_subscriber_wants_of_the_tokens_leaves_no_trace_in_what_is_compared(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
+async def test_output_options_do_not_prevent_coalescing(connection: ClientConnection, backend: FakeBackend) -> None:
     text = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     messages = {"messages": [{"role": "user", "content": "x"}], "temperature": 0}
     await connection.post(CHAT, {**messages, "max_tokens": 3, "stop": "a"})
@@ -71,7 +69,7 @@ async def test_what_a_subscriber_wants_of_the_tokens_leaves_no_trace_in_what_is_
     assert others == [first, first]
 
 
-async def test_choices_share_where_they_are_equal_and_have_seeds_of_their_own_where_not(
+async def test_equal_choices_share_and_others_have_their_own_seeds(
     connection: ClientConnection, backend: FakeBackend
 ) -> None:
     await connection.post(COMPLETIONS, {**GREEDY, "n": 3})
@@ -84,7 +82,7 @@ async def test_choices_share_where_they_are_equal_and_have_seeds_of_their_own_wh
 
 
 @pytest.mark.parametrize(("value", "may_share"), [("off", False), ("OFF", False), ("on", True), ("On", True)])
-async def test_a_header_opts_out(
+async def test_header_disables_coalescing(
     connection: ClientConnection, backend: FakeBackend, value: str, may_share: bool
 ) -> None:
     response = await connection.request("POST", COMPLETIONS, GREEDY, [(COALESCE, value)])
@@ -93,7 +91,7 @@ async def test_a_header_opts_out(
 
 
 @pytest.mark.parametrize("headers", [[(COALESCE, "")], [(COALESCE, "no")], [(COALESCE, "on"), (COALESCE, "off")]])
-async def test_any_other_value_is_refused_by_the_headers_name(
+async def test_invalid_coalesce_header_is_refused_by_name(
     connection: ClientConnection, backend: FakeBackend, headers: list[tuple[str, str]]
 ) -> None:
     response = await connection.request("POST", COMPLETIONS, GREEDY, headers)
@@ -104,7 +102,7 @@ async def test_any_other_value_is_refused_by_the_headers_name(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("joins", "told"), [(True, "joined"), (False, "none")])
-async def test_header_usage_and_log_tell_whether_it_joined(
+async def test_header_usage_and_log_report_whether_the_request_joined(
     connection: ClientConnection,
     backend: FakeBackend,
     caplog: pytest.LogCaptureFixture,
@@ -124,7 +122,7 @@ async def test_header_usage_and_log_tell_whether_it_joined(
     assert f" coalesced={told} " in line
 
 
-async def test_choices_that_join_their_own_first_are_no_coalescing_with_others(
+async def test_choices_that_join_their_own_first_choice_are_not_reported_as_coalesced(
     connection: ClientConnection, backend: FakeBackend
 ) -> None:
     backend.script = silent
@@ -139,7 +137,7 @@ async def test_choices_that_join_their_own_first_are_no_coalescing_with_others(
     assert answer.json()["usage"]["penstock"] == {"coalesced": False}
 
 
-async def test_a_stream_kept_alive_before_its_first_token_cannot_tell_by_a_header(
+async def test_stream_kept_alive_before_its_first_token_has_no_coalescing_header(
     backend: FakeBackend,
 ) -> None:
     backend.script, backend.joins = silent, True
@@ -170,7 +168,7 @@ async def salts_of(backend: FakeBackend, *keys: str, served: tuple[str, ...]) ->
     return [stream.request.salt for stream in backend.streams]
 
 
-async def test_each_key_has_a_salt_of_its_own_the_same_in_every_frontend(backend: FakeBackend) -> None:
+async def test_each_key_has_its_own_salt_in_every_frontend(backend: FakeBackend) -> None:
     one, two, again = await salts_of(backend, "one", "two", "one", served=("one", "two"))
     assert one == again == tenant_salt(b"one")
     assert one != two
@@ -179,7 +177,7 @@ async def test_each_key_has_a_salt_of_its_own_the_same_in_every_frontend(backend
     assert b"one" not in one
 
 
-async def test_without_keys_there_is_one_tenant_whatever_the_client_sends(backend: FakeBackend) -> None:
+async def test_without_keys_all_requests_are_one_tenant(backend: FakeBackend) -> None:
     assert await salts_of(backend, "one", "two", served=()) == [b"", b""]
     connection = ClientConnection(make_app(backend))
     await connection.post(COMPLETIONS, {**GREEDY, "salt": "ab", "cache_salt": "ab", "may_share": False})
@@ -191,7 +189,7 @@ async def test_without_keys_there_is_one_tenant_whatever_the_client_sends(backen
 
 
 @pytest.mark.parametrize(("asked", "priority"), [(None, 0), (-1000, -1000), (1000, 1000)])
-async def test_the_priority_is_passed_on(
+async def test_priority_reaches_the_backend(
     connection: ClientConnection, backend: FakeBackend, asked: int | None, priority: int
 ) -> None:
     await connection.post(COMPLETIONS, {**GREEDY, "priority": asked})
@@ -212,7 +210,7 @@ async def test_the_priority_is_passed_on(
         (None, str(DAY_MS), DAY_MS),
     ],
 )
-async def test_the_smaller_time_limit_counts_from_the_requests_arrival(
+async def test_smaller_time_limit_applies_from_the_requests_arrival(
     connection: ClientConnection,
     backend: FakeBackend,
     monkeypatch: pytest.MonkeyPatch,
@@ -228,7 +226,7 @@ async def test_the_smaller_time_limit_counts_from_the_requests_arrival(
 
 
 @pytest.mark.parametrize("value", ["", "0", "-5", "1.5", "soon", "86400001", "9" * 5000, "1, 2", "+5", "٣"])
-async def test_a_wrong_time_limit_is_refused_by_the_headers_name(connection: ClientConnection, value: str) -> None:
+async def test_invalid_time_limit_header_is_refused_by_name(connection: ClientConnection, value: str) -> None:
     response = await connection.request("POST", COMPLETIONS, GREEDY, [(TIMEOUT, value)])
     assert (response.status, response.error["param"]) == (400, TIMEOUT)
     assert "from 1 to 86400000" in response.error["message"]
@@ -236,7 +234,7 @@ async def test_a_wrong_time_limit_is_refused_by_the_headers_name(connection: Cli
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_expires_before_its_first_token_is_a_499(
+async def test_request_that_expires_before_its_first_token_is_answered_499(
     connection: ClientConnection, backend: FakeBackend, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
@@ -250,7 +248,7 @@ async def test_a_request_that_expires_before_its_first_token_is_a_499(
 
 
 @pytest.mark.parametrize("together", [False, True])
-async def test_a_stream_that_expires_keeps_its_tokens_and_ends_with_the_error(
+async def test_expired_stream_keeps_its_tokens_and_ends_with_the_error(
     connection: ClientConnection, backend: FakeBackend, together: bool
 ) -> None:
     ids = token_ids("the cat")
@@ -262,7 +260,7 @@ async def test_a_stream_that_expires_keeps_its_tokens_and_ends_with_the_error(
     assert f"after {len(ids)} tokens" in last["error"]["message"]
 
 
-async def test_a_stop_string_that_came_with_the_expiry_counts(
+async def test_stop_string_in_the_last_batch_wins_over_the_expiry(
     connection: ClientConnection, backend: FakeBackend
 ) -> None:
     backend.script = lambda _: [TokenBatch(token_ids("the cat"), Finish.EXPIRED)]

@@ -1,4 +1,4 @@
-"""Structured output in the frontend: which grammar reaches the backend, and what is told of one that cannot be used."""
+"""Structured output in the frontend: the grammar that reaches the backend, and the error for an unusable one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def format_of(schema: Any, **fields: Any) -> dict[str, Any]:
     ],
     ids=lambda value: str(value)[:60],
 )
-async def test_what_reaches_the_backend(
+async def test_requested_grammar_reaches_the_backend(
     connection: ClientConnection, backend: FakeBackend, path: str, fields: dict[str, Any], grammar: Grammar | None
 ) -> None:
     for stream in (False, True):
@@ -61,13 +61,13 @@ async def test_what_reaches_the_backend(
 @pytest.mark.parametrize(
     "choice", ["yes", 'say "no"', "back\\slash", "tab\tnew\nline", "猫🐈", "/x/", "\x00\x1f", "a" * 500]
 )
-def test_any_text_may_be_a_choice(choice: str) -> None:
+def test_any_text_can_be_a_choice(choice: str) -> None:
     grammar = choice_grammar([choice, "other"])
     assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.text))
 
 
 @pytest.mark.parametrize("num_characters", [MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_CHARACTERS + 1])
-async def test_the_longest_grammar_there_may_be(connection: ClientConnection, num_characters: int) -> None:
+async def test_grammar_longer_than_the_limit_is_refused(connection: ClientConnection, num_characters: int) -> None:
     response = await connection.post(CHAT, {**BODY, "guided_regex": "x" * num_characters})
     assert response.status == (200 if num_characters == MAX_GRAMMAR_CHARACTERS else 400)
     if response.status == 400:
@@ -86,7 +86,7 @@ async def test_the_longest_grammar_there_may_be(connection: ClientConnection, nu
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ],
 )
-async def test_a_grammar_that_cannot_be_used_is_told_by_its_field(
+async def test_unusable_grammar_is_reported_by_its_field(
     connection: ClientConnection,
     backend: FakeBackend,
     path: str,

@@ -18,7 +18,7 @@ def run(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Character by character: the first end of any stop string, the longest of those that end there."""
+    """Search character by character: the first end of any stop string, the longest of those that end there."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -28,14 +28,14 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=6))
-def test_any_split_gives_what_the_whole_text_gives(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_any_split_gives_the_same_result_as_the_whole_text(text: str, stops: list[str], cuts: list[int]) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(bounds)]
     assert run(pieces, stops) == reference(text, stops)
 
 
 @given(text=TEXT, stops=STOPS)
-def test_nothing_is_held_that_cannot_become_a_stop_string(text: str, stops: list[str]) -> None:
+def test_only_a_possible_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(tuple(stops))
     passed = matcher.push(text)
     held = matcher.flush()
@@ -50,7 +50,7 @@ def test_without_stop_strings_text_passes_at_once() -> None:
     assert matcher.flush() == ""
 
 
-def test_nothing_comes_after_a_match() -> None:
+def test_nothing_is_returned_after_a_match() -> None:
     matcher = StopMatcher(("b",))
     assert matcher.push("abc") == "a"
     assert matcher.push("d") == ""

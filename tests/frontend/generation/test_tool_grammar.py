@@ -54,7 +54,7 @@ def told(message: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_calls_are_told_in_every_format(name: str) -> None:
+async def test_calls_are_reported_in_every_format(name: str) -> None:
     model = MODELS[name]
     form = model.served().syntax.tools
     assert form is not None
@@ -70,7 +70,7 @@ async def test_calls_are_told_in_every_format(name: str) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 4, 1000])
 @pytest.mark.parametrize("name", MODELS)
-async def test_a_stream_tells_calls_as_openai_does(name: str, batch_size: int) -> None:
+async def test_stream_reports_calls_as_openai_does(name: str, batch_size: int) -> None:
     model = MODELS[name]
     form = model.served().syntax.tools
     assert form is not None
@@ -92,7 +92,7 @@ async def test_a_stream_tells_calls_as_openai_does(name: str, batch_size: int) -
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == ""
 
 
-async def test_arguments_come_while_they_are_written() -> None:
+async def test_arguments_stream_while_the_model_writes_them() -> None:
     model = Model()
     backend = FakeBackend(script=lambda _: [])
     async with talking(model, backend) as connection:
@@ -109,32 +109,32 @@ async def test_arguments_come_while_they_are_written() -> None:
     assert events[-2]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_call_that_is_cut_off_ends_by_length() -> None:
+async def test_call_that_is_cut_off_has_finish_reason_length() -> None:
     _, choice = await posted(Model(), TOOLS, '<tool_call>{"name": "get_time", "arguments": {"a', finish=Finish.LENGTH)
     assert told(choice["message"]) == [("get_time", '{"a')]
     assert choice["finish_reason"] == "length"
 
 
-async def test_text_stands_beside_calls() -> None:
+async def test_text_is_kept_beside_calls() -> None:
     text = 'Let me see.\n<tool_call>\n{"name": "get_time"}\n</tool_call>\nDone.'
     _, choice = await posted(Model(), TOOLS, text)
     assert (choice["message"]["content"], told(choice["message"])) == ("Let me see.\nDone.", [("get_time", "{}")])
 
 
-async def test_what_is_no_call_is_text() -> None:
+async def test_malformed_call_is_text() -> None:
     _, choice = await posted(Model(), TOOLS, "<tool_call>{oops}</tool_call>")
     assert choice["message"] == {"role": "assistant", "content": "<tool_call>{oops}</tool_call>", "refusal": None}
     assert choice["finish_reason"] == "stop"
 
 
-async def test_without_tools_nothing_is_a_call() -> None:
+async def test_calls_are_text_without_tools() -> None:
     text = '<tool_call>{"name": "get_time"}</tool_call>'
     for body in (HI, {**TOOLS, "tool_choice": "none"}):
         _, choice = await posted(Model(), body, text)
         assert choice["message"]["content"] == text
 
 
-async def test_one_call_ends_the_answer_where_one_is_wanted() -> None:
+async def test_first_call_ends_the_answer_if_the_request_limits_calls() -> None:
     calls = written(MODELS["hermes"].served().syntax.tools, CALLS)  # type: ignore[arg-type]
     for fields in ({"parallel_tool_calls": False}, {"tool_choice": NAMED}):
         backend, choice = await posted(Model(), {**TOOLS, **fields}, calls)
@@ -143,20 +143,20 @@ async def test_one_call_ends_the_answer_where_one_is_wanted() -> None:
         assert backend.streams[0].cancelled.is_set()
 
 
-async def test_stop_strings_do_not_count_in_calls() -> None:
+async def test_stop_strings_in_calls_are_ignored() -> None:
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "END"}}</tool_call>'
     _, choice = await posted(Model(), {**TOOLS, "stop": ["END", "tool_call"]}, text)
     assert told(choice["message"]) == [("get_weather", '{"city": "END"}')]
 
 
-async def test_calls_come_with_their_tokens_when_those_are_wanted() -> None:
+async def test_calls_have_token_ids_if_requested() -> None:
     backend, choice = await posted(Model(), {**TOOLS, "return_token_ids": True}, '<tool_call>{"name": "get_time"}')
     assert told(choice["message"]) == [("get_time", "{}")]
     assert choice["token_ids"][:-1] == Model().tokenizer.encode('<tool_call>{"name": "get_time"}').ids
     assert backend.last.constraints is None
 
 
-async def test_special_tokens_that_are_no_marks_stay_out() -> None:
+async def test_special_tokens_other_than_markers_are_skipped() -> None:
     model = MODELS["hermes, special marks"]
     _, choice = await posted(model, TOOLS, 'a<|im_start|>b<tool_call>{"name": "get_time"}</tool_call><|im_end|>')
     assert (choice["message"]["content"], told(choice["message"])) == ("ab", [("get_time", "{}")])
@@ -166,7 +166,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
 
 
-async def test_some_of_the_tools_may_be_allowed() -> None:
+async def test_allowed_tools_limit_the_callable_functions() -> None:
     backend, _ = await posted(Model(), {**TOOLS, "tool_choice": allowed("auto", "get_time")})
     assert "get_time" in Model().prompt(backend)
     assert "get_weather" not in Model().prompt(backend)
@@ -178,7 +178,7 @@ async def test_some_of_the_tools_may_be_allowed() -> None:
     assert "get_weather" not in constraints.grammar.text
 
 
-async def test_the_template_is_shown_the_tools() -> None:
+async def test_template_receives_the_tools() -> None:
     backend, _ = await posted(Model(), TOOLS)
     prompt = Model().prompt(backend)
     assert json.dumps(WEATHER) in prompt
@@ -188,7 +188,7 @@ async def test_the_template_is_shown_the_tools() -> None:
     assert "get_weather" not in Model().prompt(backend)
 
 
-async def test_calls_and_their_results_go_back_to_the_template() -> None:
+async def test_template_receives_calls_and_their_results() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": '{"zone": "é"}'}}
     bare = {"id": "call_2", "type": "function", "function": {"name": "get_time", "arguments": ""}}
     messages = [
@@ -203,7 +203,7 @@ async def test_calls_and_their_results_go_back_to_the_template() -> None:
     assert "<tool_response>\nnoon\n</tool_response>" in prompt
 
 
-async def test_a_result_has_the_name_of_its_function() -> None:
+async def test_tool_result_has_the_name_of_its_function() -> None:
     template = "{% for message in messages %}{{ message.role }}:{{ message.name }} {% endfor %}"
     call = {"id": "a", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
     results = [
@@ -262,7 +262,7 @@ def deep(depth: int) -> Any:
         ),
     ],
 )
-async def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str | None, says: str) -> None:
+async def test_invalid_tool_field_is_refused_by_name(fields: dict[str, Any], param: str | None, says: str) -> None:
     async with talking(Model(), FakeBackend()) as connection:
         response = await connection.post(CHAT, {**TOOLS, **fields})
     assert response.status == 400
@@ -281,7 +281,7 @@ async def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: 
         (Model(HERMES, parsers=ParserNames(tools="none")), "required", 400),
     ],
 )
-async def test_a_model_that_knows_no_tools(model: Model, choice: str, status: int) -> None:
+async def test_model_without_a_tool_format_only_makes_forced_calls(model: Model, choice: str, status: int) -> None:
     async with talking(model, FakeBackend()) as connection:
         response = await connection.post(CHAT, {**TOOLS, "tool_choice": choice})
     assert response.status == status
@@ -305,13 +305,15 @@ async def test_a_model_that_knows_no_tools(model: Model, choice: str, status: in
         (None, (), (None, None)),
     ],
 )
-def test_the_template_tells_how_a_model_writes(source: str | None, tokens: tuple[str, ...], expected: Any) -> None:
+def test_model_syntax_is_chosen_by_template_and_tokens(
+    source: str | None, tokens: tuple[str, ...], expected: Any
+) -> None:
     syntax = choose_model_syntax(source, {token: number for number, token in enumerate(tokens)})
     found = (syntax.tools and syntax.tools.name, syntax.reasoning and syntax.reasoning.name)
     assert found == expected
 
 
-def test_the_operator_may_say_how_a_model_writes() -> None:
+def test_operator_can_choose_the_parsers() -> None:
     syntax = choose_model_syntax(HERMES, {"[ARGS]": 5}, "mistral", "think")
     assert isinstance(syntax.tools, Mistral)
     assert syntax.tools.around("f") == ("[TOOL_CALLS]f[ARGS]", "")
@@ -324,11 +326,13 @@ async def constraints_of(model: Model, **fields: Any) -> Constraints | None:
     return backend.last.constraints
 
 
-async def test_only_calls_that_must_be_well_formed_have_a_grammar() -> None:
+async def test_only_enforced_calls_have_a_grammar() -> None:
     assert await constraints_of(Model()) is None
     assert await constraints_of(Model(), tool_choice="none") is None
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-    assert await constraints_of(MODELS["hermes, text marks"], tools=[strict]) is None  # its calls begin with no token
+    assert (
+        await constraints_of(MODELS["hermes, text marks"], tools=[strict]) is None
+    )  # its calls do not begin with a token
     for fields in ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"tools": [strict, TIME]}):
         constraints = await constraints_of(Model(), **fields)
         assert constraints is not None
@@ -337,14 +341,14 @@ async def test_only_calls_that_must_be_well_formed_have_a_grammar() -> None:
         assert (" call){0," in constraints.grammar.text) == (fields.get("tool_choice") is not NAMED)
 
 
-async def test_where_calls_look_like_answers_a_grammar_is_of_the_answer_alone() -> None:
+async def test_grammar_covers_only_the_answer_if_calls_look_like_answers() -> None:
     for name in ("llama3_json", "pythonic"):
         constraints = await constraints_of(MODELS[name], response_format={"type": "json_object"})
         assert constraints is not None
         assert constraints.grammar == Grammar("json_schema", '{"type":"object"}')
 
 
-async def test_a_grammar_leaves_out_what_is_only_told() -> None:
+async def test_grammar_omits_annotations_of_the_schema() -> None:
     parameters = {
         "type": "object",
         "title": "T",
@@ -366,7 +370,7 @@ async def test_a_grammar_leaves_out_what_is_only_told() -> None:
     }
 
 
-async def test_a_forced_call_comes_behind_the_reasoning() -> None:
+async def test_grammar_of_a_forced_call_starts_after_the_reasoning() -> None:
     model = Model(ALWAYS_THINKING)
     constraints = await constraints_of(model, tool_choice="required")
     assert constraints is not None
@@ -377,14 +381,14 @@ async def test_a_forced_call_comes_behind_the_reasoning() -> None:
     assert told(choice["message"]) == [("get_time", "{}")]
 
 
-async def test_a_stream_of_no_tokens_at_all(connect: Callable[..., ClientConnection]) -> None:
+async def test_stream_without_tokens_is_complete(connect: Callable[..., ClientConnection]) -> None:
     backend = FakeBackend(script=lambda _: [TokenBatch([], Finish.LENGTH)])
     async with talking(Model(), backend) as connection:
         choice = (await connection.post(CHAT, TOOLS)).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
-async def test_tokens_come_one_by_one_where_a_call_may_end_the_answer_and_together_where_nothing_does() -> None:
+async def test_batch_delivery_is_off_if_a_call_may_end_the_answer() -> None:
     for body, batch_delivery in ((TOOLS, False), ({**TOOLS, "tool_choice": "none"}, True), (HI, True)):
         backend, _ = await posted(Model(THINKING_HERMES), body, "<think>a</think>b")
         assert backend.last.batch_delivery is batch_delivery

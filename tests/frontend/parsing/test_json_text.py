@@ -1,4 +1,4 @@
-"""JSON in pieces, against Python's own parser."""
+"""JSON in pieces, compared with Python's parser."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def is_json(text: str) -> bool:
         json.loads(text, parse_constant=refuse)
     except ValueError:
         return False
-    return text == text.strip()  # what stands around a value is another's affair
+    return text == text.strip()  # spaces around the value are not part of it
 
 
 def read(pieces: list[str]) -> tuple[bool, str, str]:
-    """Whether it is a value and no more, what was passed on, and what is left."""
+    """Return whether it is exactly one value, what was emitted, and what is left."""
     reader, told, left = Reader(), list[str](), list[str]()
     reading = read_json(reader, told.append)
     is_value = True
@@ -55,7 +55,7 @@ def read(pieces: list[str]) -> tuple[bool, str, str]:
 @example('{"a":01}')
 @example('"\\u00g0"')
 @example("[1,]")
-def test_what_python_refuses_is_refused(text: str) -> None:
+def test_json_that_python_refuses_is_refused(text: str) -> None:
     is_value, told, left = read([text])
     assert is_value == is_json(text)
     assert told + left == text
@@ -63,6 +63,6 @@ def test_what_python_refuses_is_refused(text: str) -> None:
 
 @settings(max_examples=50)
 @given(JSON, st.sampled_from([None, 2]), CUTS)
-def test_what_python_writes_is_read_however_it_is_cut(value: object, indent: int | None, cuts: list[int]) -> None:
+def test_json_that_python_writes_is_read_in_any_split(value: object, indent: int | None, cuts: list[int]) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=bool(cuts))
     assert read(cut(text, cuts)) == (True, text, "")

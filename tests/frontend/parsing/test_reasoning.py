@@ -1,4 +1,4 @@
-"""Reasoning: told apart from the answer, limited, or left out."""
+"""Reasoning: separated from the answer, limited, or dropped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def talking(model: Model, backend: FakeBackend) -> AsyncIterator[ClientCon
 
 
 async def answered(model: Model, text: str, finish: Finish = Finish.STOP, **fields: Any) -> Any:
-    """The whole answer's choice with its usage, after the stream has said the same."""
+    """Return the choice of a whole answer with its usage, after comparing it with the streamed answer."""
     backend = FakeBackend(script=model.says(text, finish=finish))
     async with talking(model, backend) as connection:
         response = await connection.post(CHAT, {**HI, **fields})
@@ -57,7 +57,7 @@ async def answered(model: Model, text: str, finish: Finish = Finish.STOP, **fiel
 
 
 async def sent(model: Model, **fields: Any) -> tuple[str, Constraints | None]:
-    """What the backend is asked: prompt and constraints."""
+    """Return the prompt and constraints that the backend receives."""
     backend = FakeBackend(script=model.says("x"))
     async with talking(model, backend) as connection:
         response = await connection.post(CHAT, {**HI, **fields})
@@ -70,18 +70,18 @@ SPECIAL_MARKS = Model(THINKING_HERMES, added=(), special=("<think>", "</think>")
 
 
 @pytest.mark.parametrize("model", [OPENS_ITSELF, TEXT_MARKS, SPECIAL_MARKS])
-async def test_what_stands_between_the_marks_is_reasoning(model: Model) -> None:
+async def test_text_between_the_markers_is_reasoning(model: Model) -> None:
     message = await answered(model, "<think>\nLet me see: été 🐈\n</think>\n\nYes.\n")
     assert message["reasoning_content"] == "Let me see: été 🐈"
     assert message["content"] == "Yes.\n"
     assert message["finish_reason"] == "stop"
     tokens = len(model.tokenizer.encode("<think>\nLet me see: été 🐈\n</think>").ids)
-    # Where the mark is no token, its first characters may still be the answer's.
+    # If the marker is not a token, its first characters may be the answer's.
     num_unsure = len("<think") if model is TEXT_MARKS else 0
     assert message["completion_tokens_details"] == {"reasoning_tokens": tokens - num_unsure}
 
 
-async def test_a_prompt_may_open_the_reasoning() -> None:
+async def test_reasoning_is_recognized_if_the_prompt_opens_it() -> None:
     message = await answered(OPEN, "Let me see.</think>Yes.")
     assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
     prompt, _ = await sent(OPEN)
@@ -90,20 +90,20 @@ async def test_a_prompt_may_open_the_reasoning() -> None:
     assert (message["reasoning_content"], message["content"]) == ("Once more.", "Yes.")
 
 
-async def test_a_mark_in_the_question_opens_nothing() -> None:
+async def test_marker_in_the_question_does_not_open_the_reasoning() -> None:
     messages = [{"role": "user", "content": "<think>"}]
     message = await answered(OPENS_ITSELF, "A tag.", messages=messages)
     assert (message["content"], message.get("reasoning_content")) == ("A tag.", None)
 
 
-async def test_mistral_has_marks_of_its_own() -> None:
+async def test_mistral_markers_are_recognized() -> None:
     model = Model("[THINK][/THINK]", special=("[THINK]", "[/THINK]"), added=())
     assert model.served().syntax.reasoning is MISTRAL_THINK
     message = await answered(model, "[THINK]Hm.[/THINK]Yes.")
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 
 
-async def test_an_answer_without_reasoning_has_none() -> None:
+async def test_answer_without_reasoning_has_no_reasoning_content() -> None:
     message = await answered(OPENS_ITSELF, "  A <think> tag opens, </think> closes.")
     assert message["content"] == "  A <think> tag opens, </think> closes."
     assert "reasoning_content" not in message
@@ -111,27 +111,27 @@ async def test_an_answer_without_reasoning_has_none() -> None:
 
 
 @pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
-async def test_reasoning_that_never_ends_is_all_there_is(finish: Finish) -> None:
+async def test_reasoning_that_never_ends_leaves_no_text(finish: Finish) -> None:
     message = await answered(OPEN, "on and on </thi", finish)
     assert message["reasoning_content"] == "on and on </thi"
     assert not message["content"]
     assert message["finish_reason"] == ("stop" if finish is Finish.STOP else "length")
 
 
-async def test_reasoning_may_be_left_out() -> None:
+async def test_include_reasoning_false_drops_the_reasoning() -> None:
     message = await answered(OPEN, "Hm.</think>Yes.", include_reasoning=False)
     assert "reasoning_content" not in message
     assert message["content"] == "Yes."
     assert message["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
-async def test_stop_strings_count_in_the_answer_only() -> None:
+async def test_stop_strings_in_the_reasoning_are_ignored() -> None:
     message = await answered(OPEN, "Is it END? Hm.</think>Yes. END of it", stop=["END"])
     assert (message["reasoning_content"], message["content"]) == ("Is it END? Hm.", "Yes. ")
     assert message["finish_reason"] == "stop"
 
 
-async def test_the_operator_may_leave_reasoning_in_the_text() -> None:
+async def test_operator_can_leave_the_reasoning_in_the_text() -> None:
     message = await answered(Model(THINKING_HERMES, parsers=ParserNames(reasoning="none")), "<think>a</think>b")
     assert message["content"] == "<think>a</think>b"
 
@@ -149,18 +149,18 @@ async def test_the_operator_may_leave_reasoning_in_the_text() -> None:
         ({"chat_template_kwargs": {"enable_thinking": False}}, True),
     ],
 )
-async def test_the_template_hears_whether_to_think(fields: dict[str, Any], closed: bool) -> None:
+async def test_template_receives_enable_thinking(fields: dict[str, Any], closed: bool) -> None:
     prompt, constraints = await sent(OPENS_ITSELF, **fields)
     assert prompt.endswith("assistant\n<think>\n\n</think>\n\n" if closed else "assistant\n")
     assert constraints is None
 
 
-async def test_the_template_hears_the_effort() -> None:
+async def test_template_receives_reasoning_effort() -> None:
     prompt, _ = await sent(Model("{{ reasoning_effort }}"), reasoning_effort="high")
     assert prompt == "high"
 
 
-async def test_no_budget_ends_the_reasoning_at_once() -> None:
+async def test_budget_of_0_closes_the_reasoning_in_the_prompt() -> None:
     prompt, constraints = await sent(OPEN, thinking_budget=0)
     assert prompt.endswith("assistant\n<think>\n</think>\n\n")
     assert constraints is None
@@ -171,14 +171,14 @@ async def test_no_budget_ends_the_reasoning_at_once() -> None:
 
 
 @pytest.mark.parametrize("model", [OPEN, OPENS_ITSELF])
-async def test_a_budget_is_the_backends_to_keep(model: Model) -> None:
+async def test_backend_receives_the_thinking_budget(model: Model) -> None:
     end = (model.tokenizer.token_to_id("</think>"),)
     prompt, constraints = await sent(model, thinking_budget=50)
     assert prompt.endswith("<think>\n")
     assert constraints == Constraints(thinking_budget_tokens=50, thinking_end=end)
 
 
-async def test_a_budget_that_cannot_be_kept_is_refused() -> None:
+async def test_budget_is_refused_if_the_end_marker_is_not_a_token() -> None:
     backend = FakeBackend()
     async with talking(Model(ALWAYS_THINKING, added=()), backend) as connection:
         response = await connection.post(CHAT, {**HI, "thinking_budget": 5})
@@ -187,7 +187,7 @@ async def test_a_budget_that_cannot_be_kept_is_refused() -> None:
     assert (prompt.endswith("assistant\n"), constraints) == (True, None)  # it does not reason
 
 
-async def test_a_grammar_begins_behind_the_reasoning() -> None:
+async def test_grammar_starts_after_the_reasoning() -> None:
     end = (OPEN.tokenizer.token_to_id("</think>"),)
     prompt, constraints = await sent(OPEN, **SCHEMA)
     assert prompt.endswith("<think>\n")
@@ -201,7 +201,7 @@ async def test_a_grammar_begins_behind_the_reasoning() -> None:
     assert constraints.grammar_after == end
 
 
-async def test_a_grammar_allows_the_reasoning_that_a_model_may_begin_with() -> None:
+async def test_grammar_allows_optional_reasoning() -> None:
     _, constraints = await sent(OPENS_ITSELF, **SCHEMA)
     assert constraints is not None
     assert constraints.grammar is not None
@@ -215,7 +215,7 @@ async def test_a_grammar_allows_the_reasoning_that_a_model_may_begin_with() -> N
     assert (constraints.grammar.kind, constraints.grammar_after) == ("json_schema", ())
 
 
-async def test_reasoning_whose_end_is_no_token_is_left_out_before_a_grammar() -> None:
+async def test_reasoning_without_an_end_token_is_skipped_before_a_grammar() -> None:
     model = Model(ALWAYS_THINKING, added=())
     prompt, constraints = await sent(model, **SCHEMA)
     assert prompt.endswith("<think>\n</think>\n\n")
@@ -224,14 +224,14 @@ async def test_reasoning_whose_end_is_no_token_is_left_out_before_a_grammar() ->
 
 
 @pytest.mark.parametrize(("said", "reasoning"), [("<think>\nWell", ", hm."), ("<think>a</think>Well", "")])
-async def test_a_message_to_be_continued_may_end_in_its_reasoning(said: str, reasoning: str) -> None:
+async def test_continued_message_may_end_within_its_reasoning(said: str, reasoning: str) -> None:
     messages = [*HI["messages"], {"role": "assistant", "content": said}]
     message = await answered(OPENS_ITSELF, ", hm.</think>Yes.", messages=messages, continue_final_message=True)
     assert (message.get("reasoning_content") or "") == reasoning
     assert message["content"] == ("Yes." if reasoning else ", hm.</think>Yes.")
 
 
-async def test_each_of_several_choices_has_its_own() -> None:
+async def test_each_choice_has_its_own_reasoning() -> None:
     backend = FakeBackend(script=OPEN.says("Hm.</think>Yes."))
     async with talking(OPEN, backend) as connection:
         whole = (await connection.post(CHAT, {**HI, "n": 3})).json()
@@ -244,14 +244,14 @@ PARTS = ["<think>", "</think>", "<thi", "nk>", "hm", " ", "\n", "<tool_call>", '
 
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), CUTS, st.booleans())
-def test_reasoning_and_calls_are_read_alike_however_they_are_cut(text: str, cuts: list[int], is_open: bool) -> None:
+def test_reasoning_and_calls_are_read_alike_in_any_split(text: str, cuts: list[int], is_open: bool) -> None:
     shape = AnswerShape(THINK, is_reasoning_open=is_open, tools=Hermes(), function_names=NAMES)
     assert read(shape, cut(text, cuts)) == read(shape, [text])
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), st.sampled_from([2, 3, 50]))
-def test_how_tokens_are_batched_changes_nothing(text: str, batch_size: int) -> None:
+def test_batching_of_tokens_does_not_change_the_answer(text: str, batch_size: int) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
 
     async def run(batch_size: int) -> Any:

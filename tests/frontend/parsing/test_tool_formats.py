@@ -84,7 +84,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=50)
 @given(CALLS, CUTS, st.booleans(), st.sampled_from([None, 1]))
-def test_what_is_written_is_read_however_it_is_cut(
+def test_written_calls_are_read_in_any_split(
     name: str, calls: list[tuple[str, dict[str, Any]]], cuts: list[int], ascii_only: bool, indent: int | None
 ) -> None:
     form = FORMATS[name]
@@ -108,7 +108,7 @@ FRAGMENTS = [
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join), CUTS, st.booleans())
-def test_any_text_is_read_alike_however_it_is_cut_and_none_is_lost(
+def test_any_text_is_read_completely_and_alike_in_any_split(
     name: str, text: str, cuts: list[int], reasons: bool
 ) -> None:
     shape = AnswerShape(THINK if reasons else None, tools=FORMATS[name], function_names=NAMES)
@@ -151,7 +151,7 @@ def test_any_text_is_read_alike_however_it_is_cut_and_none_is_lost(
         ),
     ],
 )
-def test_calls_as_models_write_them(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_calls_are_read_as_models_write_them(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert calls_in(name, text) == (content, calls)
 
 
@@ -186,7 +186,7 @@ def test_calls_as_models_write_them(name: str, text: str, content: str, calls: l
         ("pythonic", "see [f()]"),
     ],
 )
-def test_what_is_no_call_is_text(name: str, text: str) -> None:
+def test_malformed_call_is_text(name: str, text: str) -> None:
     assert calls_in(name, text) == (text, [])
 
 
@@ -199,19 +199,17 @@ def test_what_is_no_call_is_text(name: str, text: str) -> None:
         ("pythonic", "[f(), oops]", ", oops]", [("f", "{}")]),
     ],
 )
-def test_a_call_that_breaks_off_goes_on_as_text(
-    name: str, text: str, content: str, calls: list[tuple[str, str]]
-) -> None:
+def test_broken_call_continues_as_text(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert calls_in(name, text) == (content, calls)
 
 
-def test_a_broken_call_and_the_next_one_are_two() -> None:
+def test_broken_call_and_the_next_are_separate_calls() -> None:
     text = '<tool_call>{"name":"f","arguments":{"a":!<tool_call>{"name":"g"}</tool_call>'
     assert calls_in("hermes", text) == ("!", [("f", '{"a":'), ("g", "{}")])
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_answer_may_end_with_its_first_call(name: str) -> None:
+def test_first_call_ends_the_answer_with_single_call(name: str) -> None:
     form = FORMATS[name]
     text = written(form, [("f", '{"a": 1}'), ("g", "{}")]) + " and more"
     assert calls_in(name, text, single_call=True) == ("", [("f", '{"a": 1}')])
@@ -220,7 +218,7 @@ def test_the_answer_may_end_with_its_first_call(name: str) -> None:
     assert parser.is_complete
 
 
-def test_arguments_are_told_as_they_come() -> None:
+def test_arguments_are_emitted_as_they_arrive() -> None:
     parser = AnswerShape(tools=Hermes(), function_names=NAMES).new_parser()
     assert parser.push('<tool_call>{"name": "f", "arg') == []
     opening, *pieces = parser.push('uments": {"text": "once')
@@ -236,7 +234,7 @@ def test_text_is_held_only_while_it_may_be_a_marker() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_have_ids_that_nobody_can_guess(name: str) -> None:
+def test_call_ids_are_random(name: str) -> None:
     ids = {FORMATS[name].new_call_id() for _ in range(1000)}
     assert len(ids) == 1000
     form = r"[a-zA-Z0-9]{9}" if name.startswith("mistral") else r"call_[0-9a-f]{24}"

@@ -1,4 +1,4 @@
-"""docs/api.md's table of what each endpoint does with each parameter, made from the bodies' types."""
+"""The table in docs/api.md of what each endpoint does with each parameter, generated from the bodies' types."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_EFFECT_BY_BODY = {
     MessagesBody: {"cache_control", "context_management", "inference_geo", "speed"},
 }
 _REPEATED = {ResponsesBody: {"metadata", "store", "user", "safety_identifier", "prompt_cache_key"}}
-"""Taken by others without effect; a response has them."""
+"""Repeated in a response; other endpoints accept them without effect."""
 
 
 def cell(body: type[Struct], field: str) -> str:

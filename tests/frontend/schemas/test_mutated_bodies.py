@@ -1,4 +1,4 @@
-"""Bodies of the Responses and Messages APIs and of the utilities with something wrong anywhere in them."""
+"""Bodies of the Responses and Messages APIs and of the utilities, with an error anywhere in them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def app() -> App:
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Where in a body something may be put."""
+    """Return the places in a body where a value can be replaced."""
     if path:
         yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -125,7 +125,7 @@ async def check(connection: ClientConnection, path: str, body: Any) -> int:
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)
-async def test_a_full_body_is_answered(path: str) -> None:
+async def test_body_with_every_field_is_answered(path: str) -> None:
     connection = ClientConnection(app())
     assert await check(connection, path, FULL_BODIES[path]) == 200
     await connection.end()
@@ -134,7 +134,7 @@ async def test_a_full_body_is_answered(path: str) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("path", FULL_BODIES)
-async def test_nothing_that_is_wrong_is_a_fault_of_ours(path: str, data: st.DataObject) -> None:
+async def test_no_mutated_body_causes_a_server_error(path: str, data: st.DataObject) -> None:
     body = FULL_BODIES[path]
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.sampled_from(list(places(body))))
@@ -147,7 +147,7 @@ async def test_nothing_that_is_wrong_is_a_fault_of_ours(path: str, data: st.Data
 
 
 @pytest.mark.parametrize("path", FULL_BODIES)
-async def test_what_is_no_json_object_is_refused(path: str) -> None:
+async def test_body_that_is_not_a_json_object_is_refused(path: str) -> None:
     connection = ClientConnection(app())
     for data in (*NOT_JSON, *(json.dumps(value).encode() for value in NOT_AN_OBJECT)):
         assert await check(connection, path, data) == 400
@@ -156,7 +156,7 @@ async def test_what_is_no_json_object_is_refused(path: str) -> None:
 
 @pytest.mark.parametrize("path", FULL_BODIES)
 @pytest.mark.parametrize("depth", [100, 500, 990, 5000])
-async def test_what_is_nested_deeply_is_refused_or_read(path: str, depth: int) -> None:
+async def test_deeply_nested_body_is_refused_or_read(path: str, depth: int) -> None:
     connection = ClientConnection(app())
     body = FULL_BODIES[path]
     deep = b'{"a":' * depth + b"1" + b"}" * depth

@@ -1,4 +1,4 @@
-"""Every generation parameter of chats and completions: what reaches the backend, and what the answer looks like."""
+"""Every generation parameter of chats and completions: its effect on the backend's request and on the answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def backend() -> ScoringBackend:
 
 
 async def ask(connection: ClientConnection, path: str, *, stream: bool = False, **fields: Any) -> Any:
-    """The choices, whole or put together again from a stream, with the text of each under "text"; and the usage."""
+    """Return the choices, whole or joined from a stream, with each text under "text"; and the usage."""
     body = {**BASE[path], **fields, "stream": stream}
     if stream:
         body.setdefault("stream_options", {"include_usage": True})
@@ -92,12 +92,12 @@ def _extended(logprobs: Any, more: Any) -> Any:
 
 
 def changed(request: GenerationRequest, **changes: Any) -> GenerationRequest:
-    """Fields of the request, or of its sampling."""
+    """Return the request with changed fields, its own or its sampling's."""
     sampling = {name: changes.pop(name) for name in list(changes) if name in Sampling.__struct_fields__}
     return dataclasses.replace(request, sampling=msgspec.structs.replace(request.sampling, **sampling), **changes)
 
 
-# fields, what they change in the request that reaches the backend
+# fields, expected changes in the request that reaches the backend
 REACHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_tokens": 7}, {"max_tokens": 7}),
     ({"temperature": 1.25}, {"temperature": 1.25}),
@@ -167,7 +167,7 @@ REACHING_FROM_COMPLETION: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_what_reaches_the_backend(
+async def test_parameter_reaches_the_backend(
     connection: ClientConnection, backend: ScoringBackend, path: str, fields: Any, changes: Any, stream: bool
 ) -> None:
     backend.text = ""
@@ -184,7 +184,7 @@ async def test_what_reaches_the_backend(
 
 
 @PATHS
-async def test_prompt_log_probabilities_reach_the_backend(
+async def test_request_for_prompt_logprobs_reaches_the_backend(
     connection: ClientConnection, backend: ScoringBackend, path: str
 ) -> None:
     await ask(connection, path, prompt_logprobs=3)
@@ -202,7 +202,7 @@ async def test_prompt_log_probabilities_reach_the_backend(
     ],
 )
 @PATHS
-async def test_a_prompt_is_cut_to_what_was_asked(
+async def test_prompt_is_truncated_as_requested(
     connection: ClientConnection, backend: ScoringBackend, path: str, fields: Any, expected: slice
 ) -> None:
     text = "a sentence with many words " * 300
@@ -233,7 +233,7 @@ async def test_a_prompt_is_cut_to_what_was_asked(
     ],
     ids=lambda value: str(value)[:60],
 )
-async def test_what_ends_the_text_and_what_is_told_of_it(
+async def test_finish_and_stop_reason_report_what_ended_the_text(
     connection: ClientConnection,
     backend: ScoringBackend,
     path: str,
@@ -253,7 +253,7 @@ async def test_what_ends_the_text_and_what_is_told_of_it(
 
 @PATHS
 @STREAMS
-async def test_special_tokens_are_shown_where_they_are_wanted(
+async def test_special_tokens_are_shown_if_requested(
     connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
 ) -> None:
     backend.of = lambda _: [*token_ids("a"), MARK, *token_ids("b")]
@@ -265,7 +265,7 @@ async def test_special_tokens_are_shown_where_they_are_wanted(
 @PATHS
 @STREAMS
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
-async def test_token_ids_are_all_that_were_generated(
+async def test_token_ids_include_all_generated_tokens(
     connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool, batch_size: int
 ) -> None:
     backend.text, backend.batch_size = "été 猫", batch_size
@@ -285,7 +285,9 @@ async def test_token_ids_are_all_that_were_generated(
 
 @PATHS
 @STREAMS
-async def test_several_choices(connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool) -> None:
+async def test_each_choice_has_its_own_text(
+    connection: ClientConnection, backend: ScoringBackend, path: str, stream: bool
+) -> None:
     backend.of = lambda request: token_ids(str(request.sampling.seed))
     answer = await ask(connection, path, stream=stream, n=3)
     seeds = [str(told.request.sampling.seed) for told in backend.streams]
@@ -295,11 +297,11 @@ async def test_several_choices(connection: ClientConnection, backend: ScoringBac
     assert answer["usage"]["completion_tokens"] == sum(len(token_ids(seed)) + 1 for seed in seeds)
 
 
-async def test_the_best_of_several_are_those_with_the_likeliest_tokens(
+async def test_best_of_returns_the_choices_with_the_likeliest_tokens(
     connection: ClientConnection, backend: ScoringBackend
 ) -> None:
     backend.of = lambda _: token_ids(str(len(backend.streams)))
-    backend.offset = -0.5  # each next one is likelier
+    backend.offset = -0.5  # each stream is likelier than the one before
     answer = await ask(connection, COMPLETIONS, prompt=["a", "b"], n=2, best_of=4)
     assert [choice["text"] for choice in answer["choices"]] == ["3", "2", "7", "6"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
@@ -308,7 +310,7 @@ async def test_the_best_of_several_are_those_with_the_likeliest_tokens(
     assert all(told.request.sampling.num_logprobs == 0 for told in backend.streams)
 
 
-async def test_the_best_is_found_by_the_mean_over_all_tokens_the_end_among_them(
+async def test_best_of_ranks_by_the_mean_over_all_tokens_with_the_end(
     connection: ClientConnection, backend: ScoringBackend
 ) -> None:
     # -0.5 - place each: a longer text has a lower mean, however it is batched
@@ -345,7 +347,7 @@ async def test_usage_in_every_chunk_grows_with_the_answer(
     ],
 )
 @pytest.mark.parametrize("content", ["Once upon", [{"type": "text", "text": "Once upon"}]])
-async def test_where_the_prompt_of_a_chat_ends(
+async def test_prompt_ends_as_add_generation_prompt_and_continue_final_message_say(
     connection: ClientConnection, backend: ScoringBackend, fields: Any, ending: str, content: Any
 ) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
@@ -354,7 +356,7 @@ async def test_where_the_prompt_of_a_chat_ends(
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nOnce upon" + ending
 
 
-async def test_template_variables_reach_the_template(backend: ScoringBackend) -> None:
+async def test_chat_template_kwargs_reach_the_template(backend: ScoringBackend) -> None:
     keeper = ModelKeeper(backend)  # type: ignore[arg-type]
     keeper.current = served_model(model_card(), template="{{ style }}:{{ messages[0]['content'] }}")
     keeper.settled.set()
@@ -369,7 +371,7 @@ async def test_template_variables_reach_the_template(backend: ScoringBackend) ->
 
 
 @pytest.mark.parametrize(("path", "struct"), [(CHAT, ChatBody), (COMPLETIONS, CompletionBody)])
-async def test_fields_that_are_null_are_not_given(
+async def test_null_fields_are_treated_as_absent(
     connection: ClientConnection, backend: ScoringBackend, path: str, struct: type[msgspec.Struct]
 ) -> None:
     nulls = {field.name: None for field in msgspec.structs.fields(struct)}
@@ -388,7 +390,7 @@ async def test_fields_that_are_null_are_not_given(
         ({"stop": ["x"]}, False),
     ],
 )
-async def test_tokens_are_wanted_one_by_one_only_where_somebody_reads_them_so(
+async def test_batch_delivery_is_off_only_if_tokens_are_read_one_by_one(
     backend: FakeBackend, connection: ClientConnection, fields: dict[str, Any], batch_delivery: bool
 ) -> None:
     response = await connection.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 3, **fields})

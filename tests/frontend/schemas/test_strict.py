@@ -1,4 +1,4 @@
-"""Fields that nobody knows: passed over with a debug line, or refused under --strict."""
+"""Unknown fields: ignored with a debug line, or refused under --strict."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "x"},
 }
 
-# endpoint, fields, the path that is told
+# endpoint, fields, the reported path
 UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     *((path, {"something_new": 1}, "something_new") for path in BODIES),
     (CHAT, {"messages": [{"role": "user", "content": "hi", "weight": 1}]}, "messages[0].weight"),
@@ -63,7 +63,7 @@ KNOWN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "told"), UNKNOWN, ids=lambda value: str(value)[:40])
-async def test_strict_names_what_it_refuses(
+async def test_strict_refuses_an_unknown_field_by_name(
     connect: Callable[..., ClientConnection], backend: FakeBackend, path: str, fields: dict[str, Any], told: str
 ) -> None:
     connection = connect(refuses_unknown_fields=True)
@@ -79,7 +79,7 @@ async def test_strict_names_what_it_refuses(
 
 @pytest.mark.parametrize(("path", "fields"), KNOWN, ids=lambda value: str(value)[:40])
 @pytest.mark.parametrize("strict", [False, True])
-async def test_what_is_known_or_asks_for_nothing_passes(
+async def test_strict_accepts_known_fields_and_values_that_ask_for_nothing(
     connect: Callable[..., ClientConnection], path: str, fields: dict[str, Any], strict: bool
 ) -> None:
     connection = connect(refuses_unknown_fields=strict)
@@ -87,7 +87,7 @@ async def test_what_is_known_or_asks_for_nothing_passes(
 
 
 @pytest.mark.parametrize(("path", "fields", "told"), UNKNOWN, ids=lambda value: str(value)[:40])
-async def test_otherwise_a_debug_line_names_them(
+async def test_without_strict_a_debug_line_names_unknown_fields(
     connection: ClientConnection, path: str, fields: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert (await connection.post(path, {**BODIES[path], **fields})).status == 200
@@ -98,7 +98,9 @@ async def test_otherwise_a_debug_line_names_them(
     assert line.endswith(f"has unknown fields, which are ignored: {told}")
 
 
-async def test_a_line_lists_no_more_than_a_few(connection: ClientConnection, caplog: pytest.LogCaptureFixture) -> None:
+async def test_debug_line_lists_only_a_few_fields(
+    connection: ClientConnection, caplog: pytest.LogCaptureFixture
+) -> None:
     many = {f"field_{number}_{'x' * 500}": 1 for number in range(1000)}
     with caplog.at_level(logging.DEBUG, "penstock.bodies"):
         assert (await connection.post(COMPLETIONS, {"prompt": "x", **many})).status == 200
@@ -107,7 +109,7 @@ async def test_a_line_lists_no_more_than_a_few(connection: ClientConnection, cap
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt":5,"new":1}', b"[" * 100_000, b'{"prompt":"\xff"}'])
-async def test_what_is_wrong_in_other_ways_is_told_as_ever(
+async def test_other_errors_are_reported_as_without_strict(
     connect: Callable[..., ClientConnection], connection: ClientConnection, body: bytes
 ) -> None:
     strict = await connect(refuses_unknown_fields=True).post(COMPLETIONS, body)

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of the common model families, against transformers' own rendering."""
+"""Chat templates like those of common model families, compared with transformers' rendering."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_rendered_as_transformers_renders(template: str, conversation: str) -> None:
+def test_template_renders_as_in_transformers(template: str, conversation: str) -> None:
     oracle = PreTrainedTokenizerFast(
         tokenizer_object=byte_level_tokenizer(), bos_token="<|begin|>", eos_token="<|end|>", unk_token="<unk>"
     )
@@ -186,7 +186,7 @@ def render(source: str, *messages: ChatMessage) -> str:
 
 
 @pytest.mark.parametrize("content", ["Once upon", "a ", "<", "im_end", "e", "{", "", " \n", "<|im_end|>", "été 猫"])
-def test_a_final_message_is_gone_on_with_whatever_the_template_writes_behind_it(content: str) -> None:
+def test_final_message_is_continued_whatever_the_template_writes_after_it(content: str) -> None:
     source = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
         "{# e #}the end {"
@@ -197,13 +197,13 @@ def test_a_final_message_is_gone_on_with_whatever_the_template_writes_behind_it(
     assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{content.rstrip()}"
 
 
-def test_a_final_message_that_the_template_leaves_out_cannot_be_gone_on_with() -> None:
+def test_final_message_that_the_template_omits_cannot_be_continued() -> None:
     body = ChatBody(messages=[ChatMessage("assistant", "e")], continue_final_message=True)
     with pytest.raises(TemplateRefusedError, match="final message"):
         ChatTemplate("the end", {}).render(body)
 
 
-def test_the_sandbox_holds() -> None:
+def test_sandbox_blocks_unsafe_access() -> None:
     for source in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
@@ -232,39 +232,39 @@ def test_the_sandbox_holds() -> None:
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
-def test_a_template_that_fails_on_the_messages_refuses_them(source: str) -> None:
+def test_template_that_fails_on_the_messages_refuses_them(source: str) -> None:
     with pytest.raises(TemplateRefusedError):
         render(source)
 
 
-def test_the_templates_own_words_are_passed_on() -> None:
+def test_message_of_raise_exception_is_passed_on() -> None:
     with pytest.raises(TemplateRefusedError, match="only one message"):
         render("{{ raise_exception('only one message') }}")
 
 
-def test_a_template_with_a_fault_is_refused_when_it_is_loaded() -> None:
+def test_template_with_a_syntax_error_is_refused_at_load() -> None:
     with pytest.raises(ValueError, match="line 2"):
         ChatTemplate("{% if x %}\n{% endfor %}", {})
 
 
-def test_a_developer_is_a_system_unless_the_template_knows_it() -> None:
+def test_developer_role_becomes_system_unless_the_template_knows_it() -> None:
     source = "{% for message in messages %}{{ message.role }} {% endfor %}"
     developer = ChatMessage("developer", "be brief")
     assert render(source, developer) == "system "
     assert render(source + "{# developer #}", developer) == "developer "
 
 
-def test_the_date_is_todays() -> None:
+def test_strftime_now_gives_todays_date() -> None:
     assert render("{{ strftime_now('%Y') }}") == str(datetime.datetime.now(tz=datetime.UTC).astimezone().year)
 
 
-def test_a_message_has_only_the_keys_it_was_given() -> None:
+def test_message_has_only_the_keys_that_were_sent() -> None:
     source = "{% for message in messages %}{{ message.keys() | sort | join(' ') }}|{% endfor %}"
     assert render(source, ChatMessage("user", "x"), ChatMessage("assistant")) == "content role|role|"
 
 
 @pytest.mark.parametrize("place", ["jinja", "json", "config", "named", "none"])
-def test_every_place_where_a_checkpoint_may_keep_it(tmp_path: Path, place: str) -> None:
+def test_template_is_found_in_every_place(tmp_path: Path, place: str) -> None:
     config: dict[str, Any] = {}
     if place == "jinja":
         (tmp_path / "chat_template.jinja").write_text("T", encoding="utf-8")
@@ -279,7 +279,7 @@ def test_every_place_where_a_checkpoint_may_keep_it(tmp_path: Path, place: str) 
 
 
 @pytest.mark.parametrize("place", ["directory", "config", "json"])
-def test_chats_with_tools_may_have_a_template_of_their_own(tmp_path: Path, place: str) -> None:
+def test_chats_with_tools_use_their_own_template(tmp_path: Path, place: str) -> None:
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     named = {
         "chat_template": [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "<tool_call>"}]
@@ -301,12 +301,12 @@ def test_chats_with_tools_may_have_a_template_of_their_own(tmp_path: Path, place
     assert (template.source, template.tool_source) == ("plain", "<tool_call>")
 
 
-def test_special_tokens_are_texts_or_objects() -> None:
+def test_special_tokens_are_read_from_strings_or_objects() -> None:
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None, "model_max": 5}
     assert special_tokens_of(config) == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def test_a_checkpoints_tokenizer_is_loaded_whole(tmp_path: Path) -> None:
+def test_tokenizer_is_loaded_with_template_and_special_tokens(tmp_path: Path) -> None:
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<|im_start|>", "chat_template": "{{bos_token}}"})
@@ -317,6 +317,6 @@ def test_a_checkpoints_tokenizer_is_loaded_whole(tmp_path: Path) -> None:
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() == TOKENIZER.get_vocab_size()
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+def test_checkpoint_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         ModelTokenizer.load(tmp_path)

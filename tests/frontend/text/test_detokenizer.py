@@ -1,4 +1,4 @@
-"""Streamed text against the tokenizer's own decoding of all the tokens at once."""
+"""Streamed text, compared with the tokenizer's decoding of all tokens at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORPUS = ["the cat sat on the mat, été 猫 🐈", "return self.name  # two  sp
 
 
 def sentencepiece_like(*, metaspace: bool) -> Tokenizer:
-    """As Llama 2 and Mistral: a space is ▁, one begins the text, and unknown characters are bytes <0x00>…<0xFF>."""
+    """Like Llama 2 and Mistral: a space is ▁, one starts the text, and unknown characters are bytes <0x00>…<0xFF>."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -72,9 +72,7 @@ def test_any_tokens_of_a_byte_level_tokenizer_stream_to_what_it_decodes(data: st
 
 @pytest.mark.parametrize("name", ["llama", "metaspace"])
 @given(data=st.data(), cuts=st.lists(st.integers(0, 1000), max_size=8))
-def test_any_tokens_at_all_stream_to_the_same_text_in_any_split(
-    name: str, data: st.DataObject, cuts: list[int]
-) -> None:
+def test_any_tokens_stream_to_the_same_text_in_any_split(name: str, data: st.DataObject, cuts: list[int]) -> None:
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 5), max_size=60))
     assert "".join(streamed(tokenizer, ids, cuts)) == "".join(streamed(tokenizer, ids, []))
@@ -90,7 +88,7 @@ def test_tokens_without_text_do_not_swallow_the_space_after_them(name: str) -> N
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_bytes_that_never_make_a_character_do_not_pile_up(name: str) -> None:
+def test_window_stays_short_for_bytes_that_never_become_a_character(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     longest = 0
 
@@ -106,7 +104,7 @@ def test_bytes_that_never_make_a_character_do_not_pile_up(name: str) -> None:
     assert longest < 32
 
 
-def test_a_character_in_four_tokens_comes_whole() -> None:
+def test_character_in_four_tokens_is_emitted_whole() -> None:
     tokenizer = TOKENIZERS["llama"]
     detokenizer = Detokenizer(tokenizer.decode)
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🐈".encode()]
@@ -114,7 +112,7 @@ def test_a_character_in_four_tokens_comes_whole() -> None:
     assert detokenizer.flush() == ""
 
 
-def test_an_unfinished_character_at_the_end_is_replaced() -> None:
+def test_incomplete_character_at_the_end_is_replaced() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     ids = tokenizer.encode("a🐈", add_special_tokens=False).ids[:-1]
     detokenizer = Detokenizer(tokenizer.decode)

@@ -1,4 +1,4 @@
-"""Tools, calls and their results in chat templates, against transformers' own rendering."""
+"""Tools, calls and results in chat templates, compared with transformers' rendering."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 
 
 def as_clients_send(message: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI has arguments as a text, and no content beside calls."""
+    """Convert to OpenAI's form: arguments as a string, and no content beside calls."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -75,7 +75,9 @@ def as_clients_send(message: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_rendered_as_transformers_renders(template: str, conversation: str, tools: list[dict[str, Any]] | None) -> None:
+def test_template_renders_as_in_transformers(
+    template: str, conversation: str, tools: list[dict[str, Any]] | None
+) -> None:
     oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())
     oracle.chat_template = TEMPLATES[template]
     messages = CONVERSATIONS[conversation]
