@@ -97,7 +97,7 @@ def generate_randomly(
     tokens: list[int] = []
     row, output = np.zeros(-(-vocab_size // 32), np.uint32), ChoiceOutput()
     for _ in range(4000):
-        constraints.fill(row)
+        constraints.fill_mask(row)
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
         may_end = end in allowed
         preferred = sorted(preferred_ids.intersection(allowed)) + [end] * may_end
@@ -158,7 +158,7 @@ def test_forced_call_follows_the_reasoning(directory: Path, seed: int) -> None:
 def test_model_may_reason_before_a_forced_call(directory: Path) -> None:
     model = Model(THINKING_HERMES)
     rules = rules_for(model, tool_choice="required")
-    messages = [
+    outputs = [
         generate_randomly(model, rules, directory, seed, preferred_texts=("<think>", "</think>")) for seed in range(12)
     ]
     assert any(output.tool_calls for output in outputs)
@@ -173,9 +173,7 @@ def test_calls_of_a_strict_function_are_valid_within_free_text(directory: Path) 
     model = MODELS["hermes"]
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
     rules = rules_for(model, tools=strict)
-    messages = [
-        generate_randomly(model, rules, directory, seed, preferred_texts=("<tool_call>",)) for seed in range(30)
-    ]
+    outputs = [generate_randomly(model, rules, directory, seed, preferred_texts=("<tool_call>",)) for seed in range(30)]
     assert any(output.tool_calls for output in outputs)
     assert any(output.text for output in outputs)
     for output in outputs:
@@ -199,7 +197,7 @@ def test_answer_is_valid_json_or_valid_calls(directory: Path) -> None:
 def test_json_answer_follows_the_reasoning(model: Model, directory: Path) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
     rules = rules_for(model, tools=None, response_format=schema)
-    messages = [
+    outputs = [
         generate_randomly(model, rules, directory, seed, preferred_texts=("<think>", "</think>")) for seed in range(8)
     ]
     assert any(output.reasoning for output in outputs)
