@@ -16,7 +16,7 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 async def connect(backend: FakeBackend) -> AsyncIterator[Callable[..., ClientConnection]]:
-    """Opens connections to an app over the backend; one app for all that are opened with the same options."""
+    """Open connections, each to a new app over the backend."""
     async with contextlib.AsyncExitStack() as stack:
 
         def connect(**options: Any) -> ClientConnection:

@@ -1,4 +1,4 @@
-"""A frontend without sockets: raw bytes into the real protocol and app, over a backend that is a Python object."""
+"""A frontend without sockets: raw bytes go into the real protocol and app, over a fake backend."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ CHAT_TEMPLATE = """\
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Every byte is a token; some pairs of them too; <|end|> and two chat marks are special."""
+    """Return a tokenizer with a token for every byte and some pairs, and <|end|> and two chat marks as special
+    tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,7 +58,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def save_model_files(directory: Path) -> None:
-    """What a frontend reads of a checkpoint."""
+    """Write the files of a checkpoint that a frontend reads."""
     TOKENIZER.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
@@ -78,7 +79,7 @@ def model_card(**changes: Any) -> ModelCard:
 
 
 class FakeStream:
-    """A TokenStream that says what it is given."""
+    """A TokenStream that yields the given batches."""
 
     def __init__(self, request: GenerationRequest, batches: Iterable[TokenBatch]) -> None:
         self.request = request
@@ -122,7 +123,7 @@ Script = Callable[[GenerationRequest], Iterable[TokenBatch]]
 
 
 def says(text: str, *, batch_size: int = 1, finish: Finish = Finish.STOP) -> Script:
-    """Every request is answered with this text, cut to its max_tokens."""
+    """Answer every request with this text, cut to its max_tokens."""
 
     def script(request: GenerationRequest) -> list[TokenBatch]:
         ids = token_ids(text) + ([END_TOKEN] if finish is Finish.STOP else [])
@@ -153,7 +154,7 @@ class FakeBackend:
     backend_counters: dict[str, int] | None = field(default_factory=lambda: {"running": 2, "pages_used": 5})
     board: FrontendBoard = field(default_factory=FrontendBoard.private)
     joins: bool = False
-    """Streams opened from now on listen to what another request had started."""
+    """Whether new streams report that they joined another request's sequence."""
     queue_s: float = 0.0
     num_preemptions: int = 0
 
@@ -190,7 +191,8 @@ def served_model(
 
 
 def make_app(backend: FakeBackend, **options: Any) -> App:
-    """An app whose model is loaded, if there is one. options: keeper, api_keys, admission, or those of WorkerLimits."""
+    """Return an app with a loaded model, if the backend has one. options: keeper, api_keys, admission, or those of
+    WorkerLimits."""
     keeper = options.pop("keeper", None)
     if keeper is None:
         keeper = ModelKeeper(backend)  # type: ignore[arg-type]
@@ -201,7 +203,7 @@ def make_app(backend: FakeBackend, **options: Any) -> App:
 
 
 class MockTransport(asyncio.Transport):
-    """What a socket's transport looks like to the protocol. `block` makes it a client that does not read."""
+    """A socket's transport as the protocol sees it. `block` makes it a client that does not read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +244,7 @@ class MockTransport(asyncio.Transport):
         self.close()
 
     def reset(self) -> None:
-        """The peer has gone."""
+        """The client closes the connection."""
         self.closed = True
         self.changed.set()
         self._lost(ConnectionResetError())
@@ -272,7 +274,7 @@ class Response:
         return error
 
     def events(self) -> list[Any]:
-        """The data of the server-sent events; [DONE] as a string, comments left out."""
+        """Return the data of the server-sent events, [DONE] as a string, without comments."""
         assert self.headers["content-type"].startswith("text/event-stream")
         blocks = [block for block in self.body.decode().split("\n\n") if block and not block.startswith(":")]
         assert all(block.startswith("data: ") for block in blocks)
@@ -306,7 +308,7 @@ class ClientConnection:
     """A client's connection to the app."""
 
     def __init__(self, app: App, config: uvicorn.Config | None = None, loop: Any = None) -> None:
-        """Connections of one config are counted together. loop is what the protocol takes for the event loop."""
+        """Connections of one config are counted together. loop replaces the protocol's event loop."""
         config = config or server_config(app)
         if not config.loaded:
             config.load()
@@ -329,7 +331,7 @@ class ClientConnection:
             self.protocol.data_received(data)
 
     async def output(self, wanted: bytes, timeout_s: float = 5.0) -> None:
-        """Waits until the server has sent these bytes."""
+        """Wait until the server has sent these bytes."""
         async with asyncio.timeout(timeout_s):
             while wanted not in self.transport.output:
                 assert not self.transport.closed, bytes(self.transport.output)
@@ -337,7 +339,7 @@ class ClientConnection:
                 await self.transport.changed.wait()
 
     async def response(self, timeout_s: float = 5.0) -> Response:
-        """The next whole response."""
+        """Return the next whole response."""
         async with asyncio.timeout(timeout_s):
             while True:
                 fresh = bytes(self.transport.output[self._num_read :])
@@ -367,7 +369,7 @@ class ClientConnection:
         return await self.request("POST", path, body)
 
     async def idle(self) -> None:
-        """Waits until no request runs on it any more."""
+        """Wait until no request runs on the connection."""
         while self.state.tasks:
             await asyncio.gather(*self.state.tasks)
 
@@ -378,7 +380,7 @@ class ClientConnection:
 
 
 def request_bytes(method: str, path: str, body: Any = None, headers: Sequence[tuple[str, str]] = ()) -> bytes:
-    """A request as a client writes it; body is bytes, or what becomes JSON."""
+    """Return a request as a client writes it. body is bytes, or is encoded as JSON."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", *(f"{name}: {value}" for name, value in headers)]
     if body is not None:

@@ -13,11 +13,11 @@ REASONED_CALLS = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "été 🐈"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 )
-"""What a model of the Hermes family says that thinks, answers and calls twice."""
+"""Output of a Hermes model that thinks, answers and calls twice."""
 
 
 def named_events(response: Response) -> list[dict[str, Any]]:
-    """Their data; the name must be the data's type."""
+    """Return the events' data; each name must be the data's type."""
     assert response.status == 200, response.body
     assert response.headers["content-type"].startswith("text/event-stream")
     told = []
@@ -31,6 +31,6 @@ def named_events(response: Response) -> list[dict[str, Any]]:
 
 
 def names(events: Sequence[dict[str, Any]]) -> list[str]:
-    """The events' types, each of a run of the same once."""
+    """Return the events' types, with runs of the same type collapsed."""
     types = [event["type"] for event in events]
     return [name for place, name in enumerate(types) if place == 0 or types[place - 1] != name]

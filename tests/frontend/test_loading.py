@@ -1,4 +1,4 @@
-"""Before there is a model: who waits for it, for how long, and who does not."""
+"""Requests before a model is loaded: which of them wait for it, and how long."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture
 def keeper(backend: FakeBackend) -> ModelKeeper:
-    """As it is when its worker has just started."""
+    """A ModelKeeper as in a worker that has just started."""
     return ModelKeeper(backend)  # type: ignore[arg-type]
 
 
@@ -58,7 +58,7 @@ def load(keeper: ModelKeeper) -> None:
 
 
 async def waiting(connection: ClientConnection, method: str = "POST", path: str = CHAT) -> None:
-    """A request that waits for the model now."""
+    """Send a request that is now waiting for the model."""
     connection.send(request_bytes(method, path, BODY if method == "POST" else None))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -66,7 +66,7 @@ async def waiting(connection: ClientConnection, method: str = "POST", path: str 
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/models/test/model")])
-async def test_a_request_waits_for_a_model_that_loads(
+async def test_request_waits_for_a_model_that_loads(
     connect: Callable[[], ClientConnection], keeper: ModelKeeper, method: str, path: str
 ) -> None:
     connection, other = connect(), connect()
@@ -77,7 +77,9 @@ async def test_a_request_waits_for_a_model_that_loads(
     assert (await other.request("GET", "/ready")).status == 200
 
 
-async def test_no_more_than_the_limit_wait(connect: Callable[[], ClientConnection], keeper: ModelKeeper) -> None:
+async def test_requests_over_the_limit_do_not_wait_for_a_model(
+    connect: Callable[[], ClientConnection], keeper: ModelKeeper
+) -> None:
     first, second = connect(), connect()
     await waiting(first)
     assert (await second.request("POST", CHAT, BODY)).status == 429
@@ -85,7 +87,7 @@ async def test_no_more_than_the_limit_wait(connect: Callable[[], ClientConnectio
     assert (await first.response()).status == 200
 
 
-async def test_it_does_not_wait_for_ever(
+async def test_waiting_for_a_model_ends_after_the_timeout(
     connect: Callable[[], ClientConnection], app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.frontend.endpoints.context._MODEL_TIMEOUT_S", 0.01)
@@ -93,7 +95,7 @@ async def test_it_does_not_wait_for_ever(
     assert (response.status, response.error["code"]) == (503, "backend_unavailable")
 
 
-async def test_a_client_that_leaves_while_it_waits_is_noticed(
+async def test_hang_up_while_waiting_for_a_model_is_noticed(
     connect: Callable[[], ClientConnection], app: App, backend: FakeBackend, keeper: ModelKeeper
 ) -> None:
     connection = connect()
@@ -105,7 +107,9 @@ async def test_a_client_that_leaves_while_it_waits_is_noticed(
     assert not backend.streams
 
 
-async def test_what_waits_when_the_drain_ends_is_told_so(connect: Callable[[], ClientConnection], app: App) -> None:
+async def test_requests_waiting_for_a_model_get_503_when_the_drain_ends(
+    connect: Callable[[], ClientConnection], app: App
+) -> None:
     connection = connect()
     await waiting(connection)
     app.exchanges.end_all()
@@ -113,7 +117,7 @@ async def test_what_waits_when_the_drain_ends_is_told_so(connect: Callable[[], C
     assert (response.status, response.error["code"]) == (503, "shutting_down")
 
 
-async def test_a_client_that_leaves_after_it_has_waited_is_noticed(
+async def test_hang_up_after_waiting_for_a_model_is_noticed(
     connect: Callable[[], ClientConnection], backend: FakeBackend, keeper: ModelKeeper
 ) -> None:
     backend.script = silent
@@ -136,7 +140,7 @@ async def watching(keeper: ModelKeeper) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_without_a_backend_waiting_ends_soon_after_the_start_and_with_one_it_begins_anew(
+async def test_requests_wait_for_a_backend_only_shortly_after_the_start(
     backend: FakeBackend, keeper: ModelKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_module, "_START_TIMEOUT_S", 0.01)
@@ -161,7 +165,7 @@ async def test_without_a_backend_waiting_ends_soon_after_the_start_and_with_one_
     assert keeper.current is not None
 
 
-async def test_nobody_waits_for_a_model_that_cannot_be_loaded(
+async def test_no_request_waits_for_a_model_that_cannot_be_loaded(
     backend: FakeBackend, keeper: ModelKeeper, tmp_path: Path
 ) -> None:
     backend.model = model_card(model_dir=str(tmp_path))
@@ -173,7 +177,7 @@ async def test_nobody_waits_for_a_model_that_cannot_be_loaded(
 @pytest.mark.parametrize(
     ("parsers", "expected"), [(ParserNames(), (None, "think")), (ParserNames("mistral", "none"), ("mistral", None))]
 )
-async def test_a_loaded_model_is_read_as_its_template_or_the_operator_says(
+async def test_parsers_follow_the_template_or_the_options(
     tmp_path: Path, parsers: ParserNames, expected: tuple[str | None, str | None]
 ) -> None:
     save_model_files(tmp_path)

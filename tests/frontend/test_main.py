@@ -25,7 +25,7 @@ BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
 
 
 class Frontend:
-    """`frontend` on a free port; its standard error is kept."""
+    """Run `frontend` on a free port and keep its standard error."""
 
     def __init__(self, socket_path: Path, *options: str, max_fds: int | None = None) -> None:
         argv = [] if max_fds is None else ["sh", "-c", f'ulimit -n {max_fds}; exec "$@"', "sh"]
@@ -57,13 +57,13 @@ class Frontend:
         return psutil.Process(self.process.pid).children()
 
     def wait_until_closed(self) -> None:
-        """Until no new connection is taken."""
+        """Wait until no new connection is accepted."""
         with contextlib.suppress(httpx.TransportError):
             while True:
                 httpx.get(self.client.base_url.join("/health"))
 
     def end(self) -> int:
-        """The exit status."""
+        """Return the exit status."""
         assert self.process.stderr is not None
         if not self.process.stderr.closed:
             self.log += self.process.stderr.read()
@@ -99,7 +99,7 @@ def start(directory: Path) -> Iterator[Callable[..., Frontend]]:
         yield start
 
 
-def test_workers_share_the_port_and_one_that_is_killed_is_replaced(
+def test_workers_share_the_port_and_a_killed_one_is_replaced(
     scripted: BackendProcess, start: Callable[..., Frontend]
 ) -> None:
     frontend = start("--workers", "2")
@@ -120,7 +120,7 @@ def test_workers_share_the_port_and_one_that_is_killed_is_replaced(
     assert frontend.end() == 0
 
 
-def test_a_worker_that_is_restarted_refuses_nobody_while_its_backend_is_there(
+def test_restarted_worker_refuses_no_request_while_the_backend_runs(
     scripted: BackendProcess, start: Callable[..., Frontend]
 ) -> None:
     frontend = start()
@@ -129,12 +129,12 @@ def test_a_worker_that_is_restarted_refuses_nobody_while_its_backend_is_there(
         (worker,) = frontend.workers()
         worker.kill()
         worker.wait()
-        # It waits in the listening socket, and is the first thing that the new worker sees.
+        # It waits in the listening socket until the new worker accepts it.
         answer = httpx.post(frontend.client.base_url.join("/v1/completions"), json=BODY, timeout=30)
         assert answer.status_code == 200
 
 
-def test_a_worker_is_light(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
+def test_worker_imports_no_heavy_module(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
     frontend = start()
     frontend.wait_for("serving scripted")
     assert frontend.client.post("/v1/completions", json=BODY).status_code == 200
@@ -144,7 +144,7 @@ def test_a_worker_is_light(scripted: BackendProcess, start: Callable[..., Fronte
     assert not re.search(r"/(torch|numpy|cupy|transformers)/", mapped)
 
 
-def test_sigterm_lets_streams_finish_and_takes_nothing_new(
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(
     scripted: BackendProcess, start: Callable[..., Frontend]
 ) -> None:
     frontend = start()
@@ -161,7 +161,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(
     assert frontend.end() == 0
 
 
-def test_a_second_sigterm_ends_streams_with_an_error_event(
+def test_second_sigterm_ends_streams_with_an_error_event(
     scripted: BackendProcess, start: Callable[..., Frontend]
 ) -> None:
     frontend = start()
@@ -178,7 +178,7 @@ def test_a_second_sigterm_ends_streams_with_an_error_event(
     assert frontend.end() == 0
 
 
-def test_with_few_file_descriptors_idle_connections_make_room(
+def test_idle_connections_are_closed_when_file_descriptors_run_out(
     scripted: BackendProcess, start: Callable[..., Frontend]
 ) -> None:
     frontend = start(max_fds=64)
@@ -195,7 +195,7 @@ def test_with_few_file_descriptors_idle_connections_make_room(
 
 
 @pytest.mark.parametrize(("soft", "hard", "allowed"), [(64, 256, 216), (64, 64, 24), (20, 20, 1), (64, 16384, 8192)])
-def test_a_worker_takes_what_the_hard_limit_of_file_descriptors_allows(soft: int, hard: int, allowed: int) -> None:
+def test_worker_raises_its_file_descriptor_limit_to_the_hard_limit(soft: int, hard: int, allowed: int) -> None:
     code = "import resource as r; from penstock.frontend.transport.connections import raise_fd_limit as f"
     code += "; print(f(), *r.getrlimit(r.RLIMIT_NOFILE))"
     limited = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"'
@@ -204,7 +204,7 @@ def test_a_worker_takes_what_the_hard_limit_of_file_descriptors_allows(soft: int
     assert ended.stdout.split() == [str(allowed), str(hard), str(hard)]
 
 
-def test_without_a_backend_it_is_live_and_not_ready_and_becomes_ready(
+def test_frontend_is_healthy_without_a_backend_and_ready_with_one(
     directory: Path, start: Callable[..., Frontend]
 ) -> None:
     frontend = start()
@@ -218,9 +218,7 @@ def test_without_a_backend_it_is_live_and_not_ready_and_becomes_ready(
         assert frontend.client.get("/ready").status_code == 200
 
 
-def test_a_backend_that_is_killed_is_a_pause_in_the_stream(
-    scripted: BackendProcess, start: Callable[..., Frontend]
-) -> None:
+def test_killed_backend_only_pauses_the_stream(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
     frontend = start()
     frontend.wait_for("serving scripted")
     body = {**BODY, "max_tokens": 400, "stream": True}
@@ -242,7 +240,7 @@ def run_to_its_end(directory: Path, *options: str) -> tuple[int, str]:
     return ended.returncode, ended.stderr + ended.stdout
 
 
-def test_a_busy_port_is_one_line_and_status_1(directory: Path) -> None:
+def test_busy_port_is_reported_in_one_line_with_status_1(directory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         status, output = run_to_its_end(directory, "--port", str(port))
@@ -265,7 +263,7 @@ def test_a_busy_port_is_one_line_and_status_1(directory: Path) -> None:
         (("--listen-fd", "0"), "--listen-fd 0"),
     ],
 )
-def test_a_wrong_option_is_named(directory: Path, options: tuple[str, ...], named: str) -> None:
+def test_invalid_option_is_named(directory: Path, options: tuple[str, ...], named: str) -> None:
     status, output = run_to_its_end(directory, *options)
     assert status != 0
     assert named in output
@@ -285,15 +283,17 @@ def test_keys_come_from_the_environment_and_stay_off_the_command_line(
         assert b"key-one" not in Path(f"/proc/{process}/cmdline").read_bytes()
 
 
-def test_workers_die_with_a_killed_parent(start: Callable[..., Frontend]) -> None:
+def test_workers_end_when_their_parent_is_killed(start: Callable[..., Frontend]) -> None:
     frontend = start("--workers", "2")
     frontend.client.get("/health")
     frontend.process.kill()
-    # The pipe ends when the last process that holds it is gone, and the workers hold it too.
+    # The pipe ends when the last process with its write end is gone, and the workers have it too.
     assert frontend.end() == -signal.SIGKILL
 
 
-def test_any_worker_tells_the_whole_systems_numbers(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
+def test_every_worker_reports_the_whole_systems_metrics(
+    scripted: BackendProcess, start: Callable[..., Frontend]
+) -> None:
     frontend = start("--workers", "2")
     for _ in range(2):
         frontend.wait_for("serving scripted")
@@ -306,7 +306,7 @@ def test_any_worker_tells_the_whole_systems_numbers(scripted: BackendProcess, st
         return worker, {name: float(value) for name, value in re.findall(r"^(penstock_\S+) (\S+)$", page, re.MULTILINE)}
 
     pages: dict[str, dict[str, float]] = {}
-    # The backend adds up four times a second; a new connection each time, so that either worker may answer.
+    # The backend sums the boards four times a second. A new connection each time, so that either worker may answer.
     while len(pages) < 2 or any(page['penstock_streams_total{outcome="length"}'] < 6 for page in pages.values()):
         worker, page = scrape()
         pages[worker] = page
@@ -320,7 +320,7 @@ def test_any_worker_tells_the_whole_systems_numbers(scripted: BackendProcess, st
     assert sum(own) == 12
 
 
-def test_strict_refuses_fields_that_nobody_knows(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
+def test_strict_refuses_unknown_fields(scripted: BackendProcess, start: Callable[..., Frontend]) -> None:
     frontend = start("--strict", "--log-level", "debug")
     frontend.wait_for("serving scripted")
     refused = frontend.client.post("/v1/completions", json={**BODY, "temprature": 0.5})

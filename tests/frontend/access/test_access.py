@@ -1,4 +1,4 @@
-"""API keys: where they come from, what they let in, and what they may use."""
+"""API keys: where they come from, which requests they allow, and their rate limits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Clock:
 # The file
 
 
-def test_a_key_file_has_a_key_a_line_with_its_name_and_limits(tmp_path: Path) -> None:
+def test_key_file_has_one_key_per_line_with_name_and_limits(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(
         "# ours\n\nsk-one\nsk-two name=alice requests_in_flight=4\n"
@@ -78,7 +78,7 @@ def test_a_key_file_has_a_key_a_line_with_its_name_and_limits(tmp_path: Path) ->
         ("sk-é\n", "printable ASCII"),
     ],
 )
-def test_a_wrong_line_is_told_without_the_key(tmp_path: Path, content: str, said: str) -> None:
+def test_invalid_line_is_reported_without_the_key(tmp_path: Path, content: str, said: str) -> None:
     path = tmp_path / "keys"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(KeyFileError, match=re.escape(said)) as raised:
@@ -87,13 +87,13 @@ def test_a_wrong_line_is_told_without_the_key(tmp_path: Path, content: str, said
     assert "\n" not in str(raised.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match="none: No such file"):
         read_key_file(tmp_path / "none")
 
 
 @given(st.binary(max_size=300))
-def test_no_file_does_anything_but_be_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_file_is_either_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any-keys"
     path.write_bytes(data)
     keys, told = [], ""
@@ -106,19 +106,19 @@ def test_no_file_does_anything_but_be_read_or_refused(tmp_path_factory: pytest.T
     assert "\n" not in told
 
 
-def test_a_key_that_is_there_twice_is_refused_by_its_names() -> None:
+def test_duplicate_keys_are_refused_by_their_names() -> None:
     with pytest.raises(ValueError, match="the keys key-1 and key-3 are the same"):
         Keyring(named_keys(("a", "b", "a")))
 
 
-def test_more_limited_keys_than_there_is_room_for_are_refused() -> None:
+def test_too_many_keys_with_limits_are_refused() -> None:
     keys = [limited(str(number), requests_in_flight=1) for number in range(MAX_LIMITED_KEYS + 1)]
     Keyring(keys[1:])
     with pytest.raises(ValueError, match=str(MAX_LIMITED_KEYS)):
         Keyring(keys)
 
 
-# At the door
+# Checking a request
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_more_limited_keys_than_there_is_room_for_are_refused() -> None:
         ([("authorization", "Bearer two"), ("authorization", "Bearer two")], 401),
     ],
 )
-async def test_a_key_lets_in_and_nothing_else_does(
+async def test_only_a_valid_key_is_accepted(
     connect: Callable[..., ClientConnection], headers: Any, status: int
 ) -> None:
     response = await connect(api_keys=("one", "two", "three")).request("GET", "/v1/models", headers=headers)
@@ -146,7 +146,7 @@ async def test_a_key_lets_in_and_nothing_else_does(
     assert (response.headers.get("www-authenticate") == "Bearer") == (status == 401)
 
 
-async def test_the_log_line_names_the_key_and_never_shows_it(
+async def test_log_line_names_the_key_and_never_shows_it(
     connect: Callable[..., ClientConnection], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "penstock")
@@ -159,7 +159,7 @@ async def test_the_log_line_names_the_key_and_never_shows_it(
     assert "sk-" not in caplog.text
 
 
-async def test_keys_that_are_replaced_let_in_no_more(backend: FakeBackend) -> None:
+async def test_replaced_keys_are_no_longer_accepted(backend: FakeBackend) -> None:
     admission = Admission(named_keys(("old", "both")))
     connection = ClientConnection(make_app(backend, admission=admission))
 
@@ -182,7 +182,7 @@ def ratelimit(response: Response) -> dict[str, str]:
     return {name.removeprefix(prefix): told for name, told in response.headers.items() if name.startswith(prefix)}
 
 
-async def test_requests_a_minute_are_told_and_kept(backend: FakeBackend) -> None:
+async def test_requests_per_minute_are_limited_and_reported(backend: FakeBackend) -> None:
     clock = Clock()
     admission = Admission([limited(requests_per_minute=2), ApiKey(b"free", "free")], clock=clock)
     connection = ClientConnection(make_app(backend, admission=admission))
@@ -206,7 +206,7 @@ async def test_requests_a_minute_are_told_and_kept(backend: FakeBackend) -> None
     free = await ask("free")
     assert (free.status, ratelimit(free)) == (200, {})
     assert (await connection.request("GET", "/v1/models", headers=bearer("secret-a"))).status == 200
-    # Half of the limit is free again in the middle of the next minute, as the answer said.
+    # Half of the limit is available again in the middle of the next minute, as retry-after said.
     assert refused.headers["retry-after"] == "90"
     clock.now_s += 89
     assert (await ask()).status == 429
@@ -229,7 +229,7 @@ async def test_tokens_of_prompts_and_answers_are_charged_streamed_or_not(backend
         response = await connection.request("POST", COMPLETIONS, body, bearer("secret-a"))
         assert response.status == 200
         remaining.append(int(ratelimit(response)["remaining-tokens"]))
-    # The headers know of the prompt; what is generated is counted at the end.
+    # The headers count the prompt; generated tokens are counted at the end.
     assert remaining == [20 - 5, 20 - 8 - 5, 0]
     refused = await connection.request("POST", COMPLETIONS, BODY, bearer("secret-a"))
     assert (refused.status, refused.error["message"]) == (
@@ -239,7 +239,7 @@ async def test_tokens_of_prompts_and_answers_are_charged_streamed_or_not(backend
     await connection.end()
 
 
-async def test_a_request_that_is_refused_takes_no_tokens(backend: FakeBackend) -> None:
+async def test_refused_request_uses_no_tokens(backend: FakeBackend) -> None:
     backend.script = says("abc", finish=Finish.LENGTH)
     connection = ClientConnection(
         make_app(backend, admission=Admission([limited(tokens_per_minute=20)], clock=Clock()))
@@ -259,7 +259,7 @@ async def test_a_request_that_is_refused_takes_no_tokens(backend: FakeBackend) -
     await connection.end()
 
 
-async def test_requests_in_flight_end_however_they_end(backend: FakeBackend) -> None:
+async def test_request_counts_as_in_flight_until_it_ends_in_any_way(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend, admission=Admission([limited(requests_in_flight=2)]))
     running = [ClientConnection(app) for _ in range(2)]
@@ -294,7 +294,7 @@ def request(body: Any = None, **fields: Any) -> bytes:
     return request_bytes("POST", COMPLETIONS, body or {**BODY, **fields}, bearer("secret-a"))
 
 
-async def test_a_body_that_is_on_its_way_is_in_flight(backend: FakeBackend) -> None:
+async def test_request_whose_body_is_arriving_counts_as_in_flight(backend: FakeBackend) -> None:
     app = make_app(backend, admission=Admission([limited(requests_in_flight=1)]))
     slow, other = ClientConnection(app), ClientConnection(app)
     whole = request()
@@ -310,7 +310,7 @@ async def test_a_body_that_is_on_its_way_is_in_flight(backend: FakeBackend) -> N
         await connection.end()
 
 
-def test_workers_count_together_and_a_restarted_one_starts_anew() -> None:
+def test_workers_count_together_and_a_restarted_one_starts_from_zero() -> None:
     clock, key = Clock(), limited(requests_per_minute=3, requests_in_flight=3)
     fd = UsagePage.create_fd(2)
     accounts = [Account(key, UsagePage.attach(fd, 2, worker), clock) for worker in range(2)]
@@ -320,13 +320,13 @@ def test_workers_count_together_and_a_restarted_one_starts_anew() -> None:
         assert dict(account.headers())[b"x-ratelimit-remaining-requests"] == b"0"
         with pytest.raises(ApiError, match="3 requests in flight"):
             account.admit()
-    # What died with its worker is no longer in flight.
+    # Requests of a worker that died are no longer in flight.
     restarted = Account(key, UsagePage.attach(fd, 2, 1), clock)
     restarted.admit()
     assert dict(accounts[0].headers())[b"x-ratelimit-remaining-requests"] == b"1"
 
 
-def test_new_limits_hold_at_once_and_what_was_used_stays() -> None:
+def test_new_limits_apply_at_once_and_usage_stays() -> None:
     clock = Clock()
     old, other = limited(requests_per_minute=5), limited("b", requests_per_minute=5)
     quotas = RateLimiter(UsagePage.private(), [old, other], clock)
@@ -344,7 +344,7 @@ def test_new_limits_hold_at_once_and_what_was_used_stays() -> None:
     st.integers(1, 50),
     st.lists(st.tuples(st.floats(0, 200), st.booleans()), min_size=1, max_size=80),
 )
-def test_no_minute_ever_has_more_than_twice_the_limit_and_the_wait_is_told_right(
+def test_no_minute_exceeds_twice_the_limit_and_retry_after_is_right(
     limit: int, steps: list[tuple[float, bool]]
 ) -> None:
     clock = Clock()
@@ -369,7 +369,7 @@ def test_no_minute_ever_has_more_than_twice_the_limit_and_the_wait_is_told_right
         assert len(recent) <= 2 * limit
 
 
-def test_as_many_keys_as_there_is_room_for_keep_apart() -> None:
+def test_maximum_number_of_keys_are_counted_separately() -> None:
     page, clock = UsagePage.private(), Clock()
     keys = [limited(str(number), requests_per_minute=MAX_LIMITED_KEYS) for number in range(MAX_LIMITED_KEYS)]
     quotas = RateLimiter(page, keys, clock)

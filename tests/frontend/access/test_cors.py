@@ -1,4 +1,4 @@
-"""What browsers are told: as the Fetch standard's CORS protocol has it."""
+"""CORS headers, as the Fetch standard defines them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def preflight(origin: str, method: str = "POST", **more: str) -> list[tuple[str,
         ("https://a\r\nx: y", False),
     ],
 )
-def test_what_no_browser_would_send_is_refused_at_start(
+def test_origin_that_no_browser_sends_is_refused_at_start(
     origin: str, is_one: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = FrontendOptions(cors_allow_origin=(origin,))
@@ -59,7 +59,7 @@ def test_what_no_browser_would_send_is_refused_at_start(
     assert "is not an origin" in capsys.readouterr().err
 
 
-async def test_unless_asked_no_page_is_told_anything(connect: Callable[..., ClientConnection]) -> None:
+async def test_without_allowed_origins_answers_have_no_cors_headers(connect: Callable[..., ClientConnection]) -> None:
     connection = connect()
     answer = await connection.request("GET", "/v1/models", headers=[("origin", OURS)])
     assert (answer.status, allowed(answer), "vary" in answer.headers) == (200, {}, False)
@@ -67,7 +67,7 @@ async def test_unless_asked_no_page_is_told_anything(connect: Callable[..., Clie
     assert (refused.status, allowed(refused)) == (405, {})
 
 
-async def test_a_page_of_an_allowed_origin_may_read_answers_and_errors(
+async def test_page_of_an_allowed_origin_may_read_answers_and_errors(
     connect: Callable[..., ClientConnection],
 ) -> None:
     connection = connect(admission=Admission(cors_origins=(OURS, "http://localhost:3000")))
@@ -84,14 +84,16 @@ async def test_a_page_of_an_allowed_origin_may_read_answers_and_errors(
 
 
 @pytest.mark.parametrize("origin", [THEIRS, "null", OURS + "x", OURS.upper(), "http://chat.example.org", ""])
-async def test_a_page_of_another_origin_may_not(connect: Callable[..., ClientConnection], origin: str) -> None:
+async def test_page_of_another_origin_may_not_read_answers(
+    connect: Callable[..., ClientConnection], origin: str
+) -> None:
     connection = connect(admission=Admission(cors_origins=(OURS,)))
     answer = await connection.request("GET", "/v1/models", headers=[("origin", origin)])
     assert (answer.status, allowed(answer), answer.headers["vary"]) == (200, {}, "origin")
     assert (await connection.request("OPTIONS", CHAT, headers=preflight(origin))).status == 405
 
 
-async def test_a_preflight_is_answered_before_any_key(connect: Callable[..., ClientConnection]) -> None:
+async def test_preflight_is_answered_before_any_key(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(admission=Admission(cors_origins=(OURS,)))
     asked = "authorization,content-type, x-stainless-lang"
     answer = await connection.request("OPTIONS", CHAT, headers=preflight(OURS, headers=asked))
@@ -117,7 +119,7 @@ async def test_strange_header_names_are_not_echoed(connect: Callable[..., Client
 
 
 @pytest.mark.parametrize("origin", [THEIRS, "null"])
-async def test_a_star_is_every_origin(connect: Callable[..., ClientConnection], origin: Any) -> None:
+async def test_star_allows_every_origin(connect: Callable[..., ClientConnection], origin: Any) -> None:
     connection = connect(admission=Admission(cors_origins=("*",)))
     answer = await connection.request("POST", CHAT, BODY, [("origin", origin)])
     assert (answer.status, allowed(answer)["allow-origin"]) == (200, "*")

@@ -1,4 +1,4 @@
-"""A server without a key answers to its own names only: a page that rebinds its name gets nothing."""
+"""A server without keys answers to its own host names only: DNS rebinding gets 403."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def status(connection: ClientConnection, *asked: str, path: str = "/v1/mod
         "LLM.example.org:443",
     ],
 )
-async def test_a_name_that_no_stranger_can_own_is_answered(connect: Callable[..., ClientConnection], host: str) -> None:
+async def test_private_host_name_is_answered(connect: Callable[..., ClientConnection], host: str) -> None:
     assert await status(connected(connect, "llm.example.org"), host) == 200
 
 
@@ -65,25 +65,25 @@ async def test_a_name_that_no_stranger_can_own_is_answered(connect: Callable[...
         "[::1].evil.example.org",
     ],
 )
-async def test_a_name_that_a_stranger_can_own_is_refused(connect: Callable[..., ClientConnection], host: str) -> None:
+async def test_public_host_name_is_refused(connect: Callable[..., ClientConnection], host: str) -> None:
     assert await status(connected(connect, "llm.example.org"), host) == 403
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("GET", "/metrics"), ("OPTIONS", CHAT), ("GET", "/")])
-async def test_nothing_at_all_is_told_to_a_foreign_page(
+async def test_foreign_page_gets_403_everywhere(
     connect: Callable[..., ClientConnection], method: str, path: str
 ) -> None:
     assert await status(connected(connect), "evil.example.org", method, path=path) == 403
 
 
-async def test_the_refusal_names_the_header_its_value_and_the_way_out(connect: Callable[..., ClientConnection]) -> None:
+async def test_refusal_names_the_header_its_value_and_the_remedy(connect: Callable[..., ClientConnection]) -> None:
     error = (await ask(connected(connect), "evil.example.org:8000")).json()["error"]
     assert (error["param"], error["code"]) == ("host", "host_not_allowed")
     assert "evil.example.org" in error["message"]
     assert "--allowed-host" in error["message"]
 
 
-async def test_with_a_key_or_the_star_every_name_is_answered(connect: Callable[..., ClientConnection]) -> None:
+async def test_every_host_name_is_answered_with_a_key_or_a_star(connect: Callable[..., ClientConnection]) -> None:
     assert await status(connected(connect, "*"), "evil.example.org") == 200
     admission = Admission([ApiKey(b"sk", "one")])
     keyed = connect(admission=admission)
@@ -91,7 +91,7 @@ async def test_with_a_key_or_the_star_every_name_is_answered(connect: Callable[.
     assert await status(keyed, "evil.example.org") == 401
 
 
-async def test_names_are_looked_at_once_the_last_key_is_gone(connect: Callable[..., ClientConnection]) -> None:
+async def test_host_names_are_checked_once_the_last_key_is_removed(connect: Callable[..., ClientConnection]) -> None:
     admission = Admission([ApiKey(b"sk", "one")], allowed_hosts=())
     connection = connect(admission=admission)
     assert await status(connection, "evil.example.org", path="/health") == 200
@@ -110,7 +110,7 @@ async def test_names_are_looked_at_once_the_last_key_is_gone(connect: Callable[.
         (socket.AF_UNIX, "", False),
     ],
 )
-def test_only_who_listens_on_a_loopback_address_serves_one_machine(
+def test_only_a_loopback_address_serves_one_machine(
     family: socket.AddressFamily, address: tuple[str, int] | str, is_one: bool
 ) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as listening:

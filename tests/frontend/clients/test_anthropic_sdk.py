@@ -14,8 +14,8 @@ from anthropic.types import Message
 from penstock.shm.client import Overloaded
 from tests.frontend.clients.test_openai_sdk import Script, over_the_link, serving, until
 from tests.frontend.harness import FakeBackend, make_app, says, silent, token_ids
+from tests.frontend.model_families import THINKING_HERMES, Model
 from tests.frontend.named_events import REASONED_CALLS
-from tests.frontend.response_shapes import THINKING_HERMES, Model
 from tests.shm.scripted_backend import echoed, hashed
 
 MODEL = Model(template=THINKING_HERMES)
@@ -48,7 +48,7 @@ def strictly(message: Message) -> Message:
     return Message.model_validate(message.model_dump(mode="json", exclude_unset=True))
 
 
-async def test_a_message_and_its_tokens(url: str, backend: FakeBackend) -> None:
+async def test_message_is_answered_and_its_tokens_counted(url: str, backend: FakeBackend) -> None:
     backend.script = says("Hello, 猫 🐈!")
     async with sdk(url) as client:
         message = await client.messages.create(**HI, system="be brief", extra_body={"temperature": 0.5})
@@ -61,7 +61,7 @@ async def test_a_message_and_its_tokens(url: str, backend: FakeBackend) -> None:
         assert counted.input_tokens == message.usage.input_tokens + cached
 
 
-async def test_the_models_are_anthropics_too(url: str) -> None:
+async def test_models_are_listed_for_anthropics_sdk(url: str) -> None:
     async with sdk(url) as client:
         (model,) = [model async for model in client.models.list()]
         assert (model.id, model.type, model.display_name) == ("test/model", "model", "test/model")
@@ -70,7 +70,7 @@ async def test_the_models_are_anthropics_too(url: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 1000])
-async def test_the_stream_helper_puts_the_answer_together(backend: FakeBackend, batch_size: int) -> None:
+async def test_stream_helper_assembles_the_answer(backend: FakeBackend, batch_size: int) -> None:
     backend.script = MODEL.says(REASONED_CALLS, batch_size=batch_size)
     thinking: Any = {"type": "enabled", "budget_tokens": 100}
     async with serving(MODEL.app(backend)) as url, sdk(url) as client:
@@ -91,7 +91,7 @@ async def test_the_stream_helper_puts_the_answer_together(backend: FakeBackend, 
     assert final.usage == whole.usage
 
 
-async def test_results_of_tools_go_back(backend: FakeBackend) -> None:
+async def test_tool_results_are_returned_to_the_model(backend: FakeBackend) -> None:
     backend.script = MODEL.says(REASONED_CALLS)
     async with serving(MODEL.app(backend)) as url, sdk(url) as client:
         first = await client.messages.create(**HI, tools=TOOLS)
@@ -110,7 +110,7 @@ async def test_results_of_tools_go_back(backend: FakeBackend) -> None:
     assert said.count("<tool_response>\nfine") == 2
 
 
-async def test_errors_are_the_sdks_own_exceptions(url: str, backend: FakeBackend) -> None:
+async def test_errors_raise_the_sdks_own_exceptions(url: str, backend: FakeBackend) -> None:
     async with sdk(url) as client:
         with pytest.raises(anthropic.BadRequestError, match=r"max_tokens: expected int >= 1, got 0"):
             await client.messages.create(**{**HI, "max_tokens": 0})
@@ -125,7 +125,7 @@ async def test_errors_are_the_sdks_own_exceptions(url: str, backend: FakeBackend
         assert (full.value.status_code, full.value.type) == (529, "overloaded_error")
 
 
-async def test_the_key_is_anthropics_header(backend: FakeBackend) -> None:
+async def test_key_is_sent_in_anthropics_header(backend: FakeBackend) -> None:
     async with serving(make_app(backend, api_keys=("right",))) as url:
         async with sdk(url, api_key="wrong") as client:
             with pytest.raises(anthropic.AuthenticationError):
@@ -136,7 +136,7 @@ async def test_the_key_is_anthropics_header(backend: FakeBackend) -> None:
             assert (await client.messages.create(**HI)).content
 
 
-async def test_a_stream_that_is_closed_is_cancelled(url: str, backend: FakeBackend) -> None:
+async def test_closed_stream_is_cancelled(url: str, backend: FakeBackend) -> None:
     backend.script = silent
     async with sdk(url) as client:
         creating = asyncio.create_task(client.messages.create(**HI, stream=True))
@@ -168,7 +168,7 @@ async def test_over_the_link_streams_equal_whole_answers() -> None:
         assert await asyncio.gather(*map(streamed, prompts)) == await asyncio.gather(*map(whole, prompts))
 
 
-async def test_a_silent_stream_is_kept_alive_and_still_read() -> None:
+async def test_silent_stream_is_kept_alive_and_still_read() -> None:
     async with over_the_link(Script(next_token=echoed), keep_alive_interval_s=0.02) as (url, scripted):
         scripted.engine.paused = True
         async with sdk(url) as client:

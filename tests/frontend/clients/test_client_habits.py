@@ -1,4 +1,4 @@
-"""What clients send by habits of other servers: other names for a field, longer names of tools."""
+"""What clients of other servers send: other names for a field, longer names of tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.frontend.endpoints.responses.test_responses import talking
 from tests.frontend.harness import ClientConnection, FakeBackend
-from tests.frontend.response_shapes import ALWAYS_THINKING, HERMES, Model
+from tests.frontend.model_families import ALWAYS_THINKING, HERMES, Model
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -26,7 +26,7 @@ LONG_NAME = "mcp__plugin_" + "x" * 116
         ("/v1/responses", {"input": "hi", "tools": [{"type": "function", "name": LONG_NAME}]}),
     ],
 )
-async def test_a_tools_name_may_hold_its_servers(path: str, body: dict[str, Any]) -> None:
+async def test_tool_name_may_contain_its_servers_name(path: str, body: dict[str, Any]) -> None:
     call = f'<tool_call>\n{{"name": "{LONG_NAME}", "arguments": {{"a": 1}}}}\n</tool_call>'
     backend = FakeBackend(script=Model(HERMES).says(call))
     async with talking(backend, Model(HERMES)) as connection:
@@ -46,7 +46,7 @@ def asked_schema(backend: FakeBackend) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-async def test_a_schema_beside_the_type_of_the_response_format(
+async def test_schema_next_to_the_response_format_type_is_read(
     connection: ClientConnection, backend: FakeBackend, kind: str
 ) -> None:
     form = {"type": kind, "schema": SCHEMA}
@@ -57,7 +57,7 @@ async def test_a_schema_beside_the_type_of_the_response_format(
     assert (both.status, both.error["param"]) == (400, "response_format.schema")
 
 
-async def test_the_output_format_of_anthropics_beta(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_output_format_of_anthropics_beta_is_read(connection: ClientConnection, backend: FakeBackend) -> None:
     form = {"type": "json_schema", "schema": SCHEMA}
     body = {**HI, "max_tokens": 50}
     assert (await connection.post("/v1/messages", {**body, "output_format": form})).status == 200
@@ -67,7 +67,7 @@ async def test_the_output_format_of_anthropics_beta(connection: ClientConnection
     assert (await connection.post("/v1/messages", {**both, "output_config": {"effort": "low"}})).status == 200
 
 
-async def test_the_budget_of_thinking_by_vllms_name() -> None:
+async def test_vllms_name_for_the_thinking_budget_is_read() -> None:
     backend = FakeBackend(script=THINKING.says("Yes."))
     async with talking(backend, THINKING) as connection:
         for name in ("thinking_budget", "thinking_token_budget"):
@@ -82,9 +82,7 @@ async def test_the_budget_of_thinking_by_vllms_name() -> None:
 
 @pytest.mark.parametrize("field", ["ebnf", "lora", "lora_path", "regex", "stop_regex", "structural_tag"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
-async def test_what_other_servers_would_do_is_refused_by_name(
-    connection: ClientConnection, field: str, path: str
-) -> None:
+async def test_fields_of_other_servers_are_refused_by_name(connection: ClientConnection, field: str, path: str) -> None:
     body = {**HI, "max_tokens": 5} if path == "/v1/messages" else HI if path == CHAT else {"prompt": "a"}
     if path == "/v1/responses":
         body = {"input": "a"}
@@ -94,7 +92,7 @@ async def test_what_other_servers_would_do_is_refused_by_name(
     assert (await connection.post(path, {**body, field: None})).status == 200
 
 
-async def test_an_editors_completion_has_many_stop_strings(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_completion_may_have_many_stop_strings(connection: ClientConnection, backend: FakeBackend) -> None:
     stops = [f"<{number}>" for number in range(15)]
     for path, body, field in (
         ("/v1/completions", {"prompt": "hi"}, "stop"),
@@ -109,9 +107,7 @@ async def test_an_editors_completion_has_many_stop_strings(connection: ClientCon
         assert (await connection.post(path, {**body, field: [*stops, "wor", "x"]})).status == 400
 
 
-async def test_a_refusal_is_handed_back_as_the_assistants_words(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
+async def test_refusal_is_returned_as_the_assistants_text(connection: ClientConnection, backend: FakeBackend) -> None:
     parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "Ask else."}]
     messages = [*HI["messages"], {"role": "assistant", "content": parts}, *HI["messages"]]
     assert (await connection.post(CHAT, {"messages": messages})).status == 200
@@ -156,7 +152,7 @@ async def test_a_refusal_is_handed_back_as_the_assistants_words(
         ),
     ],
 )
-async def test_a_value_that_is_none_of_a_few_is_answered_with_those(
+async def test_invalid_choice_is_answered_with_the_valid_ones(
     connection: ClientConnection, path: str, fields: dict[str, Any], said: str
 ) -> None:
     refused = await connection.post(path, {**HI, **fields})

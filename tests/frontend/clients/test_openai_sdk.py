@@ -40,7 +40,7 @@ from tests.shm.scripted_backend import model_card as scripted_card
 
 @contextlib.asynccontextmanager
 async def serving(app: App) -> AsyncIterator[str]:
-    """The app behind a real socket; the base URL."""
+    """Serve the app on a real socket; yield the base URL."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     server = HttpServer(app, app.exchanges, listening, drain_timeout_s=5)
@@ -68,7 +68,7 @@ async def url(backend: FakeBackend) -> AsyncIterator[str]:
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
-async def test_chat_and_completion_and_models(url: str, backend: FakeBackend) -> None:
+async def test_chat_completion_and_models_work_with_the_sdk(url: str, backend: FakeBackend) -> None:
     backend.script = says("Hello, 猫 🐈!")
     async with sdk(url) as client:
         chat = await client.chat.completions.create(model="test/model", messages=MESSAGES)
@@ -98,7 +98,7 @@ async def test_streams_equal_whole_answers(url: str, backend: FakeBackend) -> No
         assert "".join([piece.choices[0].text async for piece in pieces]) == "Hello, 猫 🐈!"
 
 
-async def test_errors_are_the_sdks_own_exceptions(url: str, backend: FakeBackend) -> None:
+async def test_errors_raise_the_sdks_own_exceptions(url: str, backend: FakeBackend) -> None:
     async with sdk(url) as client:
         with pytest.raises(openai.NotFoundError) as missing:
             await client.chat.completions.create(model="other", messages=MESSAGES)
@@ -115,7 +115,7 @@ async def test_errors_are_the_sdks_own_exceptions(url: str, backend: FakeBackend
         assert unavailable.value.status_code == 503
 
 
-async def test_an_expired_deadline_is_not_tried_again(url: str, backend: FakeBackend) -> None:
+async def test_expired_deadline_is_not_retried(url: str, backend: FakeBackend) -> None:
     backend.script = lambda _: [TokenBatch([], Finish.EXPIRED)]
     async with sdk(url, max_retries=2) as client:
         with pytest.raises(openai.APIStatusError) as expired:
@@ -124,7 +124,7 @@ async def test_an_expired_deadline_is_not_tried_again(url: str, backend: FakeBac
     assert len(backend.streams) == 1
 
 
-async def test_the_sdk_passes_on_whether_an_answer_was_shared(url: str, backend: FakeBackend) -> None:
+async def test_sdk_shows_whether_an_answer_was_coalesced(url: str, backend: FakeBackend) -> None:
     backend.joins = True
     async with sdk(url) as client:
         raw = await client.chat.completions.with_raw_response.create(model="test/model", messages=MESSAGES)
@@ -134,7 +134,7 @@ async def test_the_sdk_passes_on_whether_an_answer_was_shared(url: str, backend:
         assert usage.model_extra == {"penstock": {"coalesced": True}}
 
 
-async def test_a_wrong_key_is_an_authentication_error(backend: FakeBackend) -> None:
+async def test_wrong_key_is_an_authentication_error(backend: FakeBackend) -> None:
     async with serving(make_app(backend, api_keys=("right",))) as url:
         async with sdk(url, api_key="wrong") as client:
             with pytest.raises(openai.AuthenticationError):
@@ -143,7 +143,7 @@ async def test_a_wrong_key_is_an_authentication_error(backend: FakeBackend) -> N
             assert (await client.chat.completions.create(model="test/model", messages=MESSAGES)).choices
 
 
-async def test_a_client_that_closes_its_stream_cancels_it(url: str, backend: FakeBackend) -> None:
+async def test_client_that_closes_its_stream_cancels_it(url: str, backend: FakeBackend) -> None:
     backend.script = silent
     async with sdk(url) as client:
         request = asyncio.create_task(client.completions.create(model="test/model", prompt="x", stream=True))
@@ -156,7 +156,7 @@ async def test_a_client_that_closes_its_stream_cancels_it(url: str, backend: Fak
             await backend.streams[0].cancelled.wait()
 
 
-async def test_a_client_that_gives_up_waiting_cancels_it(url: str, backend: FakeBackend) -> None:
+async def test_client_that_gives_up_waiting_cancels_it(url: str, backend: FakeBackend) -> None:
     backend.script = silent
     async with sdk(url) as client:
         request = asyncio.create_task(client.completions.create(model="test/model", prompt="x"))
@@ -167,7 +167,7 @@ async def test_a_client_that_gives_up_waiting_cancels_it(url: str, backend: Fake
         await asyncio.gather(request, return_exceptions=True)
 
 
-async def test_a_running_stream_survives_the_drain(backend: FakeBackend) -> None:
+async def test_running_stream_survives_the_drain(backend: FakeBackend) -> None:
     backend.script = silent
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
@@ -183,7 +183,7 @@ async def test_a_running_stream_survives_the_drain(backend: FakeBackend) -> None
         assert (await anext(stream)).choices[0].text == "the"
         server.stop()
         async with asyncio.timeout(5):
-            while True:  # until it no longer accepts
+            while True:  # until the server no longer accepts
                 try:
                     async with httpx.AsyncClient() as other:
                         await other.get(url + "/models")
@@ -197,7 +197,7 @@ async def test_a_running_stream_survives_the_drain(backend: FakeBackend) -> None
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """For what happens in another thread."""
+    """Wait for something that happens in another thread."""
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
@@ -205,7 +205,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def over_the_link(script: Script, **limits: Any) -> AsyncIterator[tuple[str, ScriptedBackend]]:
-    """The whole frontend over the real link to a scripted backend."""
+    """Run the whole frontend over the real link to a scripted backend."""
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
         save_model_files(Path(directory))
         script.card = scripted_card(
@@ -245,7 +245,7 @@ async def test_streams_over_the_link_equal_the_script() -> None:
         assert [choice.text for choice in answer.choices] == expected
 
 
-async def test_a_prompt_too_long_for_a_message_goes_through_the_arena() -> None:
+async def test_prompt_too_long_for_a_message_goes_through_the_arena() -> None:
     async with over_the_link(Script(next_token=echoed)) as (url, _), sdk(url) as client:
         text = "the cat sat on the mat " * 1000
         answer = await client.completions.create(model="test/model", prompt=text, max_tokens=30)
@@ -254,7 +254,7 @@ async def test_a_prompt_too_long_for_a_message_goes_through_the_arena() -> None:
         assert answer.usage.prompt_tokens == len(token_ids(text)) > 4096
 
 
-async def test_a_chat_over_the_link_is_answered_and_its_drop_reaches_the_backend() -> None:
+async def test_chat_over_the_link_is_answered_and_its_drop_reaches_the_backend() -> None:
     async with over_the_link(Script(next_token=echoed, step_s=0.001)) as (url, scripted), sdk(url) as client:
         chat = await client.chat.completions.create(model="test/model", messages=MESSAGES, max_tokens=10)
         prompt = token_ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
@@ -268,7 +268,7 @@ async def test_a_chat_over_the_link_is_answered_and_its_drop_reaches_the_backend
         assert scripted.engine.num_cancellations == 1
 
 
-async def test_a_silent_stream_is_kept_alive_by_comments() -> None:
+async def test_silent_stream_is_kept_alive_by_comments() -> None:
     async with over_the_link(Script(next_token=echoed), keep_alive_interval_s=0.02) as (url, scripted):
         scripted.engine.paused = True
         body = {"prompt": "the cat", "max_tokens": 3, "stream": True}
@@ -283,8 +283,8 @@ async def test_a_silent_stream_is_kept_alive_by_comments() -> None:
         assert "".join(texts) == TOKENIZER.decode((token_ids("the cat") * 3)[:3])
 
 
-async def test_after_a_storm_of_dropped_requests_nothing_is_left() -> None:
-    """500 requests, half of them dropped at random moments; the others get their whole answers."""
+async def test_nothing_is_left_after_many_dropped_requests() -> None:
+    """Of 500 requests half are dropped at random moments; the others get their whole answers."""
     random = Random(5)
     prompt = "the cat sat"
     expected = TOKENIZER.decode((token_ids(prompt) * 10)[:20])

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from penstock.shm.messages import Finish
 from tests.frontend.clients.test_openai_sdk import Script, over_the_link, sdk, serving
 from tests.frontend.harness import END_TOKEN, FakeBackend, make_app, says, silent, token_ids
+from tests.frontend.model_families import THINKING_HERMES, Model
 from tests.frontend.named_events import REASONED_CALLS
-from tests.frontend.response_shapes import THINKING_HERMES, Model
 from tests.shm.scripted_backend import hashed
 
 MODEL = Model(template=THINKING_HERMES)
@@ -36,7 +36,7 @@ def strictly(response: Response) -> Response:
     return Response.model_validate(response.model_dump(mode="json", by_alias=True, exclude_unset=True))
 
 
-async def test_create_retrieve_and_go_on(url: str, backend: FakeBackend) -> None:
+async def test_response_is_created_retrieved_and_continued(url: str, backend: FakeBackend) -> None:
     backend.script = says("Hello, 猫 🐈!")
     async with sdk(url) as client:
         first = await client.responses.create(model="test/model", input="hi", instructions="be brief")
@@ -60,7 +60,7 @@ async def test_create_retrieve_and_go_on(url: str, backend: FakeBackend) -> None
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 1000])
-async def test_the_stream_helper_puts_the_answer_together(backend: FakeBackend, batch_size: int) -> None:
+async def test_stream_helper_assembles_the_answer(backend: FakeBackend, batch_size: int) -> None:
     backend.script = MODEL.says(REASONED_CALLS, batch_size=batch_size)
     async with serving(MODEL.app(backend)) as url, sdk(url) as client:
         whole = await client.responses.create(model="test/model", input="hi", tools=TOOLS)
@@ -80,7 +80,7 @@ async def test_the_stream_helper_puts_the_answer_together(backend: FakeBackend, 
     assert final.usage == whole.usage
 
 
-async def test_a_schema_is_parsed(url: str, backend: FakeBackend) -> None:
+async def test_schema_is_parsed(url: str, backend: FakeBackend) -> None:
     class Cat(BaseModel):
         name: str
 
@@ -92,7 +92,7 @@ async def test_a_schema_is_parsed(url: str, backend: FakeBackend) -> None:
             assert (await stream.get_final_response()).output_parsed == Cat(name="猫")
 
 
-async def test_a_background_response_is_polled_and_cancelled(url: str, backend: FakeBackend) -> None:
+async def test_background_response_is_polled_and_cancelled(url: str, backend: FakeBackend) -> None:
     backend.script = silent
     async with sdk(url) as client:
         created = await client.responses.create(model="test/model", input="hi", background=True)
@@ -103,7 +103,7 @@ async def test_a_background_response_is_polled_and_cancelled(url: str, backend: 
         assert (await client.responses.retrieve(created.id)).status == "cancelled"
 
 
-async def test_a_background_stream_is_resumed(url: str, backend: FakeBackend) -> None:
+async def test_background_stream_is_resumed(url: str, backend: FakeBackend) -> None:
     backend.script = silent
     async with sdk(url) as client:
         creating = asyncio.create_task(
@@ -124,7 +124,7 @@ async def test_a_background_stream_is_resumed(url: str, backend: FakeBackend) ->
         assert events[-1].response.output_text == "the cat"
 
 
-async def test_a_stream_that_is_closed_is_cancelled(url: str, backend: FakeBackend) -> None:
+async def test_closed_stream_is_cancelled(url: str, backend: FakeBackend) -> None:
     backend.script = silent
     async with sdk(url) as client:
         creating = asyncio.create_task(client.responses.create(model="test/model", input="hi", stream=True))
@@ -136,7 +136,7 @@ async def test_a_stream_that_is_closed_is_cancelled(url: str, backend: FakeBacke
         await asyncio.wait_for(backend.streams[0].cancelled.wait(), 5)
 
 
-async def test_errors_are_the_sdks_own_exceptions(url: str) -> None:
+async def test_errors_raise_the_sdks_own_exceptions(url: str) -> None:
     async with sdk(url) as client:
         with pytest.raises(openai.BadRequestError) as wrong:
             await client.responses.create(model="test/model", input="hi", tools=[{"type": "web_search"}])

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from tests.frontend.clients.test_openai_sdk import MESSAGES, sdk, serving
 from tests.frontend.harness import FakeBackend
+from tests.frontend.model_families import MODELS, THINKING_HERMES, Model
 from tests.frontend.parsing.test_tool_formats import written
-from tests.frontend.response_shapes import MODELS, THINKING_HERMES, Model
 
 MODEL = Model(THINKING_HERMES)
 ANSWER = (
@@ -49,7 +49,7 @@ def check(calls: Any) -> None:
     assert first.id != second.id
 
 
-async def test_parse_reads_calls_into_models(client: openai.AsyncOpenAI) -> None:
+async def test_parse_helper_reads_calls_into_models(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.parse(model="test/model", messages=MESSAGES, tools=TOOLS)
     (choice,) = answer.choices
     check(choice.message.tool_calls)
@@ -62,7 +62,7 @@ async def test_parse_reads_calls_into_models(client: openai.AsyncOpenAI) -> None
     assert answer.usage.completion_tokens_details.reasoning_tokens
 
 
-async def test_the_stream_helper_puts_calls_together(client: openai.AsyncOpenAI) -> None:
+async def test_stream_helper_assembles_calls(client: openai.AsyncOpenAI) -> None:
     done: list[tuple[str, str]] = []
     deltas: dict[int, str] = {}
     async with client.chat.completions.stream(model="test/model", messages=MESSAGES, tools=TOOLS) as stream:
@@ -80,7 +80,7 @@ async def test_the_stream_helper_puts_calls_together(client: openai.AsyncOpenAI)
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_the_stream_helper_with_every_format(name: str, backend: FakeBackend) -> None:
+async def test_stream_helper_works_with_every_tool_format(name: str, backend: FakeBackend) -> None:
     model = MODELS[name]
     form = model.served().syntax.tools
     assert form is not None
@@ -92,7 +92,9 @@ async def test_the_stream_helper_with_every_format(name: str, backend: FakeBacke
         assert call.function.parsed_arguments == GetWeather(city="é", days=3)
 
 
-async def test_a_conversation_goes_on_with_what_came_back(client: openai.AsyncOpenAI, backend: FakeBackend) -> None:
+async def test_conversation_continues_with_the_returned_message(
+    client: openai.AsyncOpenAI, backend: FakeBackend
+) -> None:
     answer = await client.chat.completions.create(model="test/model", messages=MESSAGES, tools=TOOLS)
     message = answer.choices[0].message
     assert message.tool_calls is not None
@@ -107,7 +109,7 @@ async def test_a_conversation_goes_on_with_what_came_back(client: openai.AsyncOp
     assert prompt.count("<tool_response>\nrain\n</tool_response>") == 2
 
 
-async def test_what_is_refused_is_a_bad_request(client: openai.AsyncOpenAI) -> None:
+async def test_refused_request_raises_bad_request_error(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         await client.chat.completions.create(
             model="test/model",

@@ -1,4 +1,4 @@
-"""docs/api.md says what the code does: every field, error and metric is in it, and no other."""
+"""docs/api.md matches the code: it has every field, error and metric, and no other."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def test_every_metric_is_in_the_table() -> None:
     assert listed == told
 
 
-def test_the_table_of_parameters_is_true() -> None:
+def test_table_of_parameters_matches_the_bodies() -> None:
     assert table() in section("Parameters by endpoint"), "python -m tests.frontend.schemas.parameter_table prints it"

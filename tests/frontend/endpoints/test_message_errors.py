@@ -1,4 +1,4 @@
-"""What Anthropic's clients are told when something is wrong."""
+"""Errors of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ API_DOC = (
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
-async def test_a_key_comes_in_either_header(connect: Callable[..., ClientConnection], header: str) -> None:
+async def test_key_is_read_from_either_header(connect: Callable[..., ClientConnection], header: str) -> None:
     connection = connect(api_keys=("right",))
     scheme = "Bearer " if header == "authorization" else ""
     version = ("anthropic-version", "2023-06-01")
@@ -49,7 +49,7 @@ async def test_a_key_comes_in_either_header(connect: Callable[..., ClientConnect
         ("POST", PATH, b" " * 3000, 413, "request_too_large"),
     ],
 )
-async def test_every_error_is_anthropics(
+async def test_every_error_has_anthropics_format(
     connect: Callable[..., ClientConnection], method: str, path: str, body: Any, status: int, kind: str
 ) -> None:
     refused = await connect(max_body_bytes=2000).request(method, path, body)
@@ -57,18 +57,18 @@ async def test_every_error_is_anthropics(
 
 
 @pytest.mark.parametrize("kind", ErrorKind)
-def test_every_error_has_a_type_of_anthropics(kind: ErrorKind) -> None:
+def test_every_error_has_one_of_anthropics_types(kind: ErrorKind) -> None:
     status, body = anthropic_error(ApiError(kind, "why"), "r1")
     assert status == (529 if kind is ErrorKind.OVERLOADED else kind.status)
     told = json.loads(body)
     assert (told["type"], told["request_id"], told["error"]["message"]) == ("error", "r1", "why")
-    if status != 413:  # of which the SDK's types know nothing, but Anthropic's pages do
+    if status != 413:  # missing in the SDK's types, but in Anthropic's documentation
         anthropic.types.ErrorResponse.model_validate(told)
     rows = re.findall(r"^\| ([\d, ]+) \| `(\w+)`", API_DOC, flags=re.MULTILINE)
     assert next(name for statuses, name in rows if str(status) in statuses.split(", ")) == told["error"]["type"]
 
 
-async def test_errors_of_the_system_are_anthropics(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_backend_errors_have_anthropics_format(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.refusal = Overloaded(7)
     full = await connection.post(PATH, HI)
     assert (full.status, error(full)["type"], full.headers["retry-after"]) == (529, "overloaded_error", "7")
@@ -84,7 +84,7 @@ async def test_errors_of_the_system_are_anthropics(connection: ClientConnection,
     assert (failed.status, error(failed)["type"]) == (500, "api_error")
 
 
-async def test_what_fails_in_a_stream_is_its_last_event(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_failure_in_a_stream_is_its_last_event(connection: ClientConnection, backend: FakeBackend) -> None:
     failure = TokenBatch([], Finish.FAILED, FailureCode.OVERLOADED)
     backend.script = lambda _: [TokenBatch(token_ids("a")), failure]
     response = await connection.post(PATH, {**HI, "stream": True})
@@ -94,7 +94,7 @@ async def test_what_fails_in_a_stream_is_its_last_event(connection: ClientConnec
     assert last["request_id"] == response.headers["request-id"]
 
 
-async def test_a_client_that_goes_cancels_its_message(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_hang_up_cancels_the_message(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = silent
     data = json.dumps({**HI, "stream": True}).encode()
     connection.send(b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
@@ -159,7 +159,7 @@ def said(*blocks: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ({**HI, "stream": "yes"}, "stream", "yes"),
     ],
 )
-async def test_what_is_wrong_is_named(
+async def test_invalid_field_is_named(
     connection: ClientConnection, body: dict[str, Any], param: str, shown: str
 ) -> None:
     response = await connection.post(PATH, body)

@@ -21,7 +21,7 @@ KEYS = {"type", "error", "request_id"}
 
 
 def error(response: Response) -> dict[str, Any]:
-    """Anthropic's error object, wherever it is told."""
+    """Check and return Anthropic's error object."""
     body = response.json()
     assert set(body) == KEYS
     assert body["type"] == "error"
@@ -31,7 +31,7 @@ def error(response: Response) -> dict[str, Any]:
     return told
 
 
-async def test_a_message_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_message_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
     response = await connection.post(PATH, {**HI, "model": "test/model", "metadata": {"user_id": "u"}})
     told = response.json()
     assert response.status == 200
@@ -56,7 +56,7 @@ async def test_a_message_is_answered_whole(connection: ClientConnection, backend
     assert response.headers["request-id"] == response.headers["x-request-id"]
 
 
-async def test_the_events_come_in_anthropics_order(connection: ClientConnection) -> None:
+async def test_events_come_in_anthropics_order(connection: ClientConnection) -> None:
     events = named_events(await connection.post(PATH, {**HI, "stream": True}))
     assert names(events) == [
         "message_start",
@@ -72,7 +72,7 @@ async def test_the_events_come_in_anthropics_order(connection: ClientConnection)
     assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-async def test_thinking_text_and_calls_are_blocks_one_after_the_other() -> None:
+async def test_thinking_text_and_calls_are_consecutive_blocks() -> None:
     backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
     body = {**HI, "tools": [WEATHER, TIME], "thinking": {"type": "enabled", "budget_tokens": 100}}
     async with talking(backend) as connection:
@@ -95,7 +95,7 @@ async def test_thinking_text_and_calls_are_blocks_one_after_the_other() -> None:
 
 
 def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client puts together."""
+    """Return the message that a client assembles from the events."""
     message: dict[str, Any] = dict(events[0]["message"])
     content: list[dict[str, Any]] = []
     raw: dict[int, str] = {}
@@ -123,7 +123,7 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def comparable(message: dict[str, Any]) -> dict[str, Any]:
-    """Without ids, and of each block what belongs to its kind."""
+    """Return the content without ids, and of each block the fields of its type."""
     fields = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("name", "input")}
     content = [{name: block[name] for name in ("type", *fields[block["type"]])} for block in message["content"]]
     return {name: value for name, value in message.items() if name != "id"} | {"content": content}
@@ -132,7 +132,7 @@ def comparable(message: dict[str, Any]) -> dict[str, Any]:
 @settings(max_examples=25, deadline=None)
 @given(SAID, CALLED, CALLED)
 @pytest.mark.parametrize(("batch_size", "finish"), [(1, Finish.STOP), (3, Finish.LENGTH), (1000, Finish.STOP)])
-async def test_a_stream_tells_what_a_whole_answer_tells(
+async def test_streamed_and_whole_answers_are_equal(
     batch_size: int, finish: Finish, said: str, first: str, second: str
 ) -> None:
     backend = FakeBackend(script=MODEL.says(f"x{said}{first}{second}", batch_size=batch_size, finish=finish))
@@ -153,7 +153,7 @@ async def test_a_stream_tells_what_a_whole_answer_tells(
         ({"stop_sequences": []}, "end_turn", None),
     ],
 )
-async def test_why_it_stopped_is_told(
+async def test_stop_reason_is_reported(
     connection: ClientConnection, changes: dict[str, Any], reason: str, sequence: str | None, stream: bool
 ) -> None:
     response = await connection.post(PATH, {**HI, **changes, "stream": stream})
@@ -199,15 +199,13 @@ async def test_every_kind_of_block_reaches_the_model() -> None:
     )
 
 
-async def test_a_last_message_of_the_assistants_is_gone_on_with(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
+async def test_last_assistant_message_is_continued(connection: ClientConnection, backend: FakeBackend) -> None:
     messages = [*HI["messages"], {"role": "assistant", "content": "I say: "}]
     assert (await connection.post(PATH, {**HI, "messages": messages})).status == 200
     assert prompt(backend).endswith("<|im_start|>assistant\nI say:")
 
 
-async def test_a_call_cannot_be_gone_on_with() -> None:
+async def test_tool_call_cannot_be_continued() -> None:
     called = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
     async with talking(FakeBackend(script=MODEL.says("ok"))) as connection:
         refused = await connection.post(PATH, {**HI, "messages": [*HI["messages"], called]})
@@ -224,7 +222,7 @@ async def test_a_call_cannot_be_gone_on_with() -> None:
         ({"type": "enabled", "budget_tokens": 9}, True),
     ],
 )
-async def test_only_who_asks_for_thinking_gets_it(thinking: dict[str, Any] | None, thinks: bool) -> None:
+async def test_thinking_is_off_unless_requested(thinking: dict[str, Any] | None, thinks: bool) -> None:
     backend = FakeBackend(script=MODEL.says("ok"))
     async with talking(backend) as connection:
         assert (await connection.post(PATH, {**HI, "thinking": thinking})).status == 200
@@ -243,7 +241,7 @@ async def test_only_who_asks_for_thinking_gets_it(thinking: dict[str, Any] | Non
         ({"type": "none"}, False, False),
     ],
 )
-async def test_the_choice_of_tools(choice: dict[str, Any], is_forced: bool, is_told: bool) -> None:
+async def test_tool_choice_reaches_the_model(choice: dict[str, Any], is_forced: bool, is_told: bool) -> None:
     backend = FakeBackend(script=MODEL.says("ok"))
     async with talking(backend) as connection:
         body = {**HI, "tools": [WEATHER, TIME], "tool_choice": choice}
@@ -261,7 +259,7 @@ async def test_the_choice_of_tools(choice: dict[str, Any], is_forced: bool, is_t
     assert any(block["type"] == "tool_use" for block in told["content"]) is is_told
 
 
-async def test_an_output_format_becomes_a_grammar(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_output_format_becomes_a_grammar(connection: ClientConnection, backend: FakeBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     body = {**HI, "output_config": {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}}
     assert (await connection.post(PATH, body)).status == 200
@@ -271,9 +269,7 @@ async def test_an_output_format_becomes_a_grammar(connection: ClientConnection, 
     assert json.loads(constraints.grammar.text) == schema
 
 
-async def test_tokens_are_counted_as_a_message_would_have_them(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
+async def test_counted_tokens_equal_the_messages_prompt(connection: ClientConnection, backend: FakeBackend) -> None:
     body = {"messages": HI["messages"], "system": "be brief"}
     told = (await connection.post(f"{PATH}/count_tokens", body)).json()
     await connection.post(PATH, {**HI, **body})
@@ -282,7 +278,7 @@ async def test_tokens_are_counted_as_a_message_would_have_them(
     assert error(refused)["type"] == "invalid_request_error"
 
 
-async def test_an_answer_of_nothing_has_no_content(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_empty_answer_has_no_content(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = says("")
     assert (await connection.post(PATH, HI)).json()["content"] == []
     events = named_events(await connection.post(PATH, {**HI, "stream": True}))

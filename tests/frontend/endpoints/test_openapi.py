@@ -1,4 +1,4 @@
-"""The OpenAPI document is one, is complete, and says what the server does; its page needs nothing from outside."""
+"""The OpenAPI document is valid, complete and true; its page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def routes(backend: FakeBackend) -> dict[str, dict[str, Route]]:
 
 @pytest.fixture
 def told(routes: dict[str, dict[str, Route]]) -> dict[str, Any]:
-    """The document as it goes out."""
+    """The document as a client receives it."""
     decoded: dict[str, Any] = json.loads(json.dumps(document(routes, "1.2.3")))
     return decoded
 
@@ -54,14 +54,14 @@ def check(told: dict[str, Any], response: Response, path: str, method: str = "ge
     jsonschema.validate(response.json(), schema_of(told, path, method, response.status))
 
 
-def test_it_is_a_document_of_openapi_3_1(told: dict[str, Any]) -> None:
+def test_document_is_valid_openapi_3_1(told: dict[str, Any]) -> None:
     assert told["openapi"].startswith("3.1")
     OpenAPIV31SpecValidator(told).validate()
     ids = [operation["operationId"] for methods in told["paths"].values() for operation in methods.values()]
     assert len(ids) == len(set(ids))
 
 
-def test_every_route_is_in_it_and_nothing_else(told: dict[str, Any], routes: dict[str, dict[str, Route]]) -> None:
+def test_document_has_exactly_the_routes(told: dict[str, Any], routes: dict[str, dict[str, Route]]) -> None:
     listed = {(path, method.upper()) for path, methods in told["paths"].items() for method in methods}
     assert listed == {(path, method) for path, methods in routes.items() for method in methods if method != "HEAD"}
     for path, methods in routes.items():
@@ -75,7 +75,7 @@ def test_every_route_is_in_it_and_nothing_else(told: dict[str, Any], routes: dic
             assert ("requestBody" in operation) == (route.doc.body is not None) == (path in BODIES)
 
 
-def test_every_field_that_does_something_is_explained_and_no_other_is_told(
+def test_document_explains_exactly_the_fields_with_an_effect(
     told: dict[str, Any], routes: dict[str, dict[str, Route]]
 ) -> None:
     bodies = {route.doc.body for methods in routes.values() for route in methods.values() if route.doc.body is not None}
@@ -92,7 +92,9 @@ def test_every_field_that_does_something_is_explained_and_no_other_is_told(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_answers_and_errors_are_as_it_says(connection: ClientConnection, told: dict[str, Any], path: str) -> None:
+async def test_answers_and_errors_match_the_document(
+    connection: ClientConnection, told: dict[str, Any], path: str
+) -> None:
     answer = await connection.post(path, BODIES[path])
     assert answer.status == 200
     check(told, answer, path, "post")
@@ -102,7 +104,7 @@ async def test_answers_and_errors_are_as_it_says(connection: ClientConnection, t
 
 
 @pytest.mark.parametrize("path", GENERATING)
-async def test_a_streams_events_are_as_it_says(connection: ClientConnection, told: dict[str, Any], path: str) -> None:
+async def test_stream_events_match_the_document(connection: ClientConnection, told: dict[str, Any], path: str) -> None:
     extras = {} if path in ("/v1/responses", "/v1/messages") else {"return_timings": True}
     response = await connection.post(path, {**BODIES[path], "stream": True, **extras})
     data = re.findall(r"^data: (\{.*)$", response.body.decode(), flags=re.MULTILINE)
@@ -111,7 +113,7 @@ async def test_a_streams_events_are_as_it_says(connection: ClientConnection, tol
         jsonschema.validate(json.loads(event), schema_of(told, path, "post", 200, "text/event-stream"))
 
 
-async def test_everything_that_is_asked_for_in_a_chat_is_as_it_says(
+async def test_chat_answer_with_every_option_matches_the_document(
     connection: ClientConnection, told: dict[str, Any]
 ) -> None:
     body = {**CHAT, "return_timings": True, "return_token_ids": True, "stop": "o", "n": 2}
@@ -126,7 +128,7 @@ READABLE.append(("/v1/models/test/model", "/v1/models/{model}"))
 
 
 @pytest.mark.parametrize(("asked", "path"), READABLE)
-async def test_what_is_read_is_as_it_says(
+async def test_get_answers_match_the_document(
     connection: ClientConnection, told: dict[str, Any], asked: str, path: str
 ) -> None:
     answer = await connection.request("GET", asked)
@@ -134,7 +136,7 @@ async def test_what_is_read_is_as_it_says(
     check(told, answer, path)
 
 
-async def test_a_kept_response_is_as_it_says(connection: ClientConnection, told: dict[str, Any]) -> None:
+async def test_kept_response_matches_the_document(connection: ClientConnection, told: dict[str, Any]) -> None:
     made = (await connection.post("/v1/responses", {"input": "x"})).json()["id"]
     for suffix in ("", "/input_items"):
         path = "/v1/responses/{response_id}" + suffix
@@ -146,7 +148,7 @@ async def test_a_kept_response_is_as_it_says(connection: ClientConnection, told:
     check(told, missing, path)
 
 
-async def test_it_needs_no_key_and_tells_where_one_is_needed(connect: Callable[..., ClientConnection]) -> None:
+async def test_document_needs_no_key_and_says_which_routes_do(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(api_keys=("secret",))
     first, second = [await connection.request("GET", "/openapi.json") for _ in range(2)]
     assert (first.status, first.body) == (200, second.body)
@@ -157,7 +159,7 @@ async def test_it_needs_no_key_and_tells_where_one_is_needed(connect: Callable[.
 # The page
 
 
-async def test_the_page_comes_whole_from_here_and_allows_nothing_else(connection: ClientConnection) -> None:
+async def test_page_loads_only_from_this_server(connection: ClientConnection) -> None:
     page = await connection.request("GET", "/docs")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     policy = page.headers["content-security-policy"]
@@ -173,7 +175,7 @@ async def test_the_page_comes_whole_from_here_and_allows_nothing_else(connection
         assert (await connection.request("GET", path)).status == 404
 
 
-def test_the_page_names_no_other_site_and_writes_no_markup() -> None:
+def test_page_names_no_other_site_and_writes_no_markup() -> None:
     for path in PAGE.iterdir():
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"https?://|//[a-z]|@import|url\(", text.replace("// ", "")), path

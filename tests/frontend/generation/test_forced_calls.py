@@ -27,7 +27,7 @@ from penstock.frontend.schemas.chat import ChatBody, check_chat
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import Constraints, Finish, Grammar
 from tests.frontend.harness import FakeStream
-from tests.frontend.response_shapes import ALWAYS_THINKING, MODELS, THINKING_HERMES, Model
+from tests.frontend.model_families import ALWAYS_THINKING, MODELS, THINKING_HERMES, Model
 
 CITY = {
     "type": "object",

@@ -14,9 +14,7 @@ from penstock.frontend.settings import ParserNames
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, Finish, Grammar
 from tests.frontend.harness import CHAT_TEMPLATE, ClientConnection, FakeBackend
-from tests.frontend.parsing.test_reasoning import CHAT, HI, talking
-from tests.frontend.parsing.test_tool_formats import written
-from tests.frontend.response_shapes import (
+from tests.frontend.model_families import (
     ALWAYS_THINKING,
     HERMES,
     LLAMA3,
@@ -26,6 +24,8 @@ from tests.frontend.response_shapes import (
     THINKING_HERMES,
     Model,
 )
+from tests.frontend.parsing.test_reasoning import CHAT, HI, talking
+from tests.frontend.parsing.test_tool_formats import written
 
 WEATHER: dict[str, Any] = {
     "type": "function",

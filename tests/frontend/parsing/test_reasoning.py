@@ -17,8 +17,8 @@ from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.settings import ParserNames
 from penstock.shm.messages import Constraints, Finish
 from tests.frontend.harness import ClientConnection, FakeBackend
+from tests.frontend.model_families import ALWAYS_THINKING, HERMES, THINKING_HERMES, Model
 from tests.frontend.parsing.test_tool_formats import CUTS, NAMES, cut, read
-from tests.frontend.response_shapes import ALWAYS_THINKING, HERMES, THINKING_HERMES, Model
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}

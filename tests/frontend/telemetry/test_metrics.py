@@ -23,7 +23,8 @@ DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "penstock.json"
 
 
 def parse(page: bytes) -> Samples:
-    """Every sample, having checked what the parser lets pass: each family and sample once, and named as it should."""
+    """Return every sample. Checks what the parser does not: each family and sample occurs once and is named
+    correctly."""
     text = page.decode()
     assert text.endswith("\n")
     samples: Samples = {}
@@ -54,7 +55,7 @@ def board() -> Iterator[BackendBoard]:
     board.close()
 
 
-async def test_it_is_prometheus_text_and_needs_no_key(backend: FakeBackend, board: BackendBoard) -> None:
+async def test_metrics_are_prometheus_text_and_need_no_key(backend: FakeBackend, board: BackendBoard) -> None:
     backend.backend_counters = board.values()
     connection = ClientConnection(make_app(backend, api_keys=("secret",)))
     assert (await connection.request("GET", "/v1/models")).status == 401
@@ -70,7 +71,7 @@ async def test_it_is_prometheus_text_and_needs_no_key(backend: FakeBackend, boar
     await connection.end()
 
 
-async def test_without_a_backend_the_workers_own_numbers_are_told(backend: FakeBackend) -> None:
+async def test_worker_metrics_are_reported_without_a_backend(backend: FakeBackend) -> None:
     backend.backend_counters, backend.ready, backend.model = None, False, None
     backend.board.tokens_streamed = 7
     connection = ClientConnection(make_app(backend))
@@ -81,7 +82,7 @@ async def test_without_a_backend_the_workers_own_numbers_are_told(backend: FakeB
     await connection.end()
 
 
-def test_every_number_of_the_boards_is_told_as_it_stands(board: BackendBoard) -> None:
+def test_every_counter_of_the_boards_is_reported(board: BackendBoard) -> None:
     for number, name in enumerate(BackendBoard.fields, start=1000):
         setattr(board, name, number)
     board.pages_used, board.pages_idle, board.pages_total = 11, 22, 100
@@ -99,7 +100,7 @@ def test_every_number_of_the_boards_is_told_as_it_stands(board: BackendBoard) ->
 
 
 def histogram_words() -> set[str]:
-    """On either board."""
+    """Return the names of all words of the histograms on both boards."""
     own = [item for kind in (BackendBoard, FrontendBoard) for item in vars(kind).values()]
     words = {word for item in own if isinstance(item, Histogram) for word in item.words}
     return words | {Board.TOTALS + word for word in words}
@@ -118,7 +119,7 @@ def histogram_words() -> set[str]:
         (FrontendBoard.latency_us, "e2e_request_latency_seconds", 1e6),
     ],
 )
-def test_a_histogram_is_cumulative_and_ends_with_its_count(histogram: Histogram, name: str, unit: float) -> None:
+def test_histogram_is_cumulative_and_ends_with_its_count(histogram: Histogram, name: str, unit: float) -> None:
     observed = [0, 1, histogram.bounds[0], histogram.bounds[0] + 1, histogram.bounds[-1], histogram.bounds[-1] + 9]
     of_backend = histogram in vars(BackendBoard).values()
     written: Any = BackendBoard.private() if of_backend else FrontendBoard.private()
@@ -138,7 +139,7 @@ def test_a_histogram_is_cumulative_and_ends_with_its_count(histogram: Histogram,
     assert value(samples, f"{name}_sum") == pytest.approx(sum(observed) / unit)
 
 
-def test_the_engine_tells_its_steps(board: BackendBoard) -> None:
+def test_step_metrics_of_the_engine_are_reported(board: BackendBoard) -> None:
     for duration_us, num_rows, num_tokens in ((400, 1, 1), (30_000, 64, 190), (9_000_000, 2, 8000)):
         board.observe_step(duration_us, num_rows, num_tokens)
     samples = parse(render(1, NOTHING, board.values()))
@@ -148,9 +149,7 @@ def test_the_engine_tells_its_steps(board: BackendBoard) -> None:
     assert value(samples, "step_tokens_sum") == 8191
 
 
-async def test_a_requests_times_are_counted_by_what_became_of_it(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
+async def test_request_latencies_are_counted_by_outcome(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = says("Hello", batch_size=1)
     for body in ({"prompt": "x", "max_tokens": 5}, {"prompt": "x", "stream": True}):
         assert (await connection.request("POST", "/v1/completions", body)).status == 200
@@ -169,7 +168,7 @@ async def test_a_requests_times_are_counted_by_what_became_of_it(
 
 
 def test_labels_are_bounded(board: BackendBoard) -> None:
-    """However many requests came, the page has the same samples."""
+    """The page has the same samples after any number of requests."""
     empty = render(1, NOTHING, board.values())
     for name in BackendBoard.fields:
         setattr(board, name, 1 << 62)
@@ -178,7 +177,7 @@ def test_labels_are_bounded(board: BackendBoard) -> None:
     assert metrics.CONTENT_TYPE.startswith(b"text/plain")
 
 
-def test_the_dashboard_uses_metrics_that_exist_and_labels_that_they_have(board: BackendBoard) -> None:
+def test_dashboard_uses_metrics_that_exist_and_labels_that_they_have(board: BackendBoard) -> None:
     labels: dict[str, set[str]] = {}
     for name, pairs in parse(render(1, NOTHING, board.values())):
         labels.setdefault(name, set()).update(key for key, _ in pairs)

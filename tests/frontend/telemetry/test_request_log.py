@@ -37,7 +37,7 @@ def test_lines_arrive_in_order(pipe: tuple[int, int]) -> None:
     assert lines == [f"line {number} \\udc80" for number in range(100)]
 
 
-def test_a_blocked_pipe_costs_lines_and_no_time() -> None:
+def test_blocked_pipe_loses_lines_but_does_not_block() -> None:
     reading, writing = os.pipe()
     handler = LineHandler(writing, max_lines=10)
     for _ in range(1000):
@@ -59,7 +59,7 @@ def test_a_blocked_pipe_costs_lines_and_no_time() -> None:
     assert counted == handler.num_dropped
 
 
-def test_a_line_as_json(pipe: tuple[int, int]) -> None:
+def test_log_line_is_written_as_json(pipe: tuple[int, int]) -> None:
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     handler = set_up_logging("info", as_json=True, fd=pipe[1])
@@ -95,7 +95,7 @@ async def logged(connection: ClientConnection, caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_answered_request_has_its_line(
+async def test_every_answered_request_is_logged(
     connection: ClientConnection, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
@@ -108,7 +108,7 @@ async def test_every_answered_request_has_its_line(
     assert all(float(fields[name]) > 0 for name in ("ttft_ms", "prompt_tps", "generation_tps", "latency_ms"))
 
 
-async def test_a_cancelled_request_has_its_line(
+async def test_cancelled_request_is_logged(
     connection: ClientConnection, backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
@@ -120,7 +120,7 @@ async def test_a_cancelled_request_has_its_line(
     assert (fields["finish_reason"], fields["completion_tokens"], fields["ttft_ms"]) == ("cancelled", "0", "-")
 
 
-async def test_a_failed_request_has_its_line(
+async def test_failed_request_is_logged(
     connection: ClientConnection, backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
@@ -129,7 +129,7 @@ async def test_a_failed_request_has_its_line(
     assert (await logged(connection, caplog))["finish_reason"] == "error"
 
 
-async def test_a_path_does_not_make_lines_of_its_own(
+async def test_path_cannot_inject_log_lines(
     connection: ClientConnection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_table: RouteTable, path: str) -> None:

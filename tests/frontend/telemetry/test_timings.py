@@ -1,4 +1,4 @@
-"""Where a request's time went: in the body for who asks, and in the Server-Timing header."""
+"""Timings of a request: in the body if requested, and in the Server-Timing header."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LLAMA_CPP = {
 
 
 def server_timing(value: str) -> dict[str, float]:
-    """As browsers read the header."""
+    """Parse the header as browsers do."""
     entries = [re.fullmatch(r'(\w+);(?:dur=([\d.]+)|desc="([\d.]+)")', entry) for entry in value.split(", ")]
     return {entry[1]: float(entry[2] or entry[3]) for entry in entries if entry is not None}
 
 
-def test_each_part_of_the_time_is_told_once() -> None:
+def test_each_part_of_the_time_is_reported_once() -> None:
     timings = Timings(
         received_s=10.0,
         submitted_s=10.1,
@@ -69,7 +69,7 @@ def test_each_part_of_the_time_is_told_once() -> None:
 
 
 @pytest.mark.parametrize(("completion_tokens", "first_token_s"), [(0, None), (1, 11.0), (0, 10.0)])
-def test_what_cannot_be_said_is_null(completion_tokens: int, first_token_s: float | None) -> None:
+def test_unknown_rate_is_null(completion_tokens: int, first_token_s: float | None) -> None:
     timings = Timings(10.0, 10.0, first_token_s, 11.0, 0.0, 5, 5, completion_tokens, 0)
     told = timings.as_dict()
     assert told["predicted_per_second"] is None
@@ -78,7 +78,7 @@ def test_what_cannot_be_said_is_null(completion_tokens: int, first_token_s: floa
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_timings_are_in_the_body_for_who_asks_and_in_the_header_for_all(
+async def test_timings_are_in_the_body_if_requested_and_always_in_the_header(
     connection: ClientConnection, backend: FakeBackend, path: str
 ) -> None:
     plain = await connection.post(path, PROMPTS[path])
@@ -95,7 +95,7 @@ async def test_timings_are_in_the_body_for_who_asks_and_in_the_header_for_all(
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("with_usage", [False, True])
-async def test_a_stream_has_them_in_its_last_chunk(connection: ClientConnection, path: str, with_usage: bool) -> None:
+async def test_stream_has_timings_in_its_last_chunk(connection: ClientConnection, path: str, with_usage: bool) -> None:
     body: dict[str, Any] = {**PROMPTS[path], "stream": True, "return_timings": True}
     if with_usage:
         body["stream_options"] = {"include_usage": True}
@@ -118,7 +118,9 @@ async def test_timings_per_token_are_in_every_chunk(connection: ClientConnection
     assert (counts[0], counts[-1], done) == (1, 14, "[DONE]")
 
 
-async def test_queue_and_preemptions_are_the_backends_word(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_queue_time_and_preemptions_come_from_the_backend(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     def script(request: GenerationRequest) -> list[TokenBatch]:
         return [TokenBatch(token_ids("ab")), TokenBatch(token_ids("c"), Finish.LENGTH)]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.frontend.schemas.chat import ChatBody, check_chat
 from penstock.frontend.text.chat_template import ChatTemplate, TemplateRefusedError
 from tests.frontend.harness import byte_level_tokenizer
-from tests.frontend.response_shapes import ALWAYS_THINKING, HERMES, LLAMA3, MISTRAL, PYTHONIC, THINKING_HERMES
+from tests.frontend.model_families import ALWAYS_THINKING, HERMES, LLAMA3, MISTRAL, PYTHONIC, THINKING_HERMES
 
 TEMPLATES = {
     "hermes": HERMES,

@@ -1,4 +1,4 @@
-"""A client that goes away, or stops reading, at every stage: its streams are cancelled and nothing is left open."""
+"""A client that hangs up or stops reading, at every stage: its streams are cancelled and nothing stays open."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ async def all_cancelled(backend: FakeBackend) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b'{"messages"', b"{" * 1000])
-async def test_before_the_body_is_complete(connection: ClientConnection, backend: FakeBackend, body: bytes) -> None:
+async def test_hang_up_before_the_body_is_complete_submits_nothing(
+    connection: ClientConnection, backend: FakeBackend, body: bytes
+) -> None:
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 5000\r\n"
     )
@@ -37,7 +39,7 @@ async def test_before_the_body_is_complete(connection: ClientConnection, backend
     assert not connection.transport.output
 
 
-async def test_in_the_middle_of_the_headers(connection: ClientConnection) -> None:
+async def test_hang_up_within_the_headers_closes_the_connection(connection: ClientConnection) -> None:
     connection.send(b"POST /v1/chat/completions HTTP/1.1\r\nho")
     connection.transport.reset()
     await connection.idle()
@@ -47,7 +49,7 @@ async def test_in_the_middle_of_the_headers(connection: ClientConnection) -> Non
 
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_while_it_waits_for_the_first_token(
+async def test_hang_up_before_the_first_token_cancels_the_streams(
     connection: ClientConnection, backend: FakeBackend, stream: bool, num_choices: int
 ) -> None:
     backend.script = silent
@@ -62,7 +64,7 @@ async def test_while_it_waits_for_the_first_token(
 
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_in_the_middle_of_the_answer(
+async def test_hang_up_within_the_answer_cancels_the_streams(
     connection: ClientConnection, backend: FakeBackend, stream: bool, num_choices: int
 ) -> None:
     backend.script = silent
@@ -78,7 +80,9 @@ async def test_in_the_middle_of_the_answer(
     await connection.idle()
 
 
-async def test_after_keep_alive_comments_only(connect: Callable[..., ClientConnection], backend: FakeBackend) -> None:
+async def test_hang_up_after_keep_alive_comments_cancels_the_streams(
+    connect: Callable[..., ClientConnection], backend: FakeBackend
+) -> None:
     backend.script = silent
     connection = connect(keep_alive_interval_s=0.0)
     app = connection.protocol.app
@@ -109,7 +113,7 @@ PREPARING: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "body"), PREPARING)
 @pytest.mark.parametrize("shuts_down", [False, True])
-async def test_while_the_prompt_is_made_into_tokens(
+async def test_hang_up_or_shutdown_while_tokenizing_submits_nothing(
     connection: ClientConnection,
     backend: FakeBackend,
     monkeypatch: pytest.MonkeyPatch,
@@ -137,7 +141,7 @@ async def test_while_the_prompt_is_made_into_tokens(
     assert len(connection.protocol.app.exchanges) == 0
 
 
-async def test_what_waits_for_a_thread_is_not_begun(
+async def test_hang_up_while_waiting_for_a_thread_renders_nothing(
     connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered: list[object] = []
@@ -166,7 +170,7 @@ async def test_what_waits_for_a_thread_is_not_begun(
     assert not backend.streams
 
 
-async def test_a_response_in_the_background_is_begun_whoever_goes(
+async def test_hang_up_does_not_stop_a_background_response(
     connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding, encoded = asyncio.Event(), asyncio.Event()
@@ -186,7 +190,9 @@ async def test_a_response_in_the_background_is_begun_whoever_goes(
     assert len(backend.streams) == 1
 
 
-async def test_a_second_request_on_the_way_does_not_hide_it(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_hang_up_behind_a_pipelined_request_is_noticed(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     backend.script = silent
     connection.send(request_bytes("POST", CHAT, BODY) + request_bytes("POST", CHAT, BODY))
     await backend.submitted.wait()
@@ -197,7 +203,7 @@ async def test_a_second_request_on_the_way_does_not_hide_it(connection: ClientCo
     assert len(backend.streams) == 1
 
 
-async def test_after_the_answer_nothing_is_cancelled(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_hang_up_after_the_answer_cancels_nothing(connection: ClientConnection, backend: FakeBackend) -> None:
     await connection.post(CHAT, BODY)
     connection.transport.reset()
     await connection.idle()
@@ -205,7 +211,7 @@ async def test_after_the_answer_nothing_is_cancelled(connection: ClientConnectio
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_does_not_read_is_dropped(
+async def test_client_that_does_not_read_is_dropped(
     connect: Callable[..., ClientConnection], backend: FakeBackend, stream: bool
 ) -> None:
     connection = connect(client_timeout_s=30.0)
@@ -227,7 +233,7 @@ async def test_a_client_that_does_not_read_is_dropped(
     assert len(app.exchanges) == 0
 
 
-async def test_a_body_that_never_comes_is_a_408(
+async def test_body_that_never_arrives_is_a_408(
     connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.frontend.endpoints.context._BODY_TIMEOUT_S", 0.01)
@@ -238,7 +244,7 @@ async def test_a_body_that_never_comes_is_a_408(
     assert not backend.streams
 
 
-async def test_draining_refuses_what_is_new_and_lets_the_rest_finish(backend: FakeBackend) -> None:
+async def test_draining_refuses_new_requests_and_lets_others_finish(backend: FakeBackend) -> None:
     app = make_app(backend)
     running, other = ClientConnection(app), ClientConnection(app)
     backend.script = silent
@@ -257,7 +263,7 @@ async def test_draining_refuses_what_is_new_and_lets_the_rest_finish(backend: Fa
 
 
 @pytest.mark.parametrize("num_bytes", [50, 1 << 20])
-async def test_draining_does_not_wait_for_a_body_that_does_not_come(
+async def test_draining_does_not_wait_for_a_body_that_does_not_arrive(
     connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
     monkeypatch.setattr("penstock.frontend.transport.open_exchanges._DRAINED_BODY_TIMEOUT_S", 0.01)
@@ -273,7 +279,9 @@ async def test_draining_does_not_wait_for_a_body_that_does_not_come(
 
 
 @pytest.mark.parametrize("stage", ["whole", "stream not started", "stream started"])
-async def test_what_the_drain_ends_is_told_so(connection: ClientConnection, backend: FakeBackend, stage: str) -> None:
+async def test_requests_ended_by_the_drain_get_an_error(
+    connection: ClientConnection, backend: FakeBackend, stage: str
+) -> None:
     backend.script = silent
     connection.send(request_bytes("POST", CHAT, {**BODY, "stream": stage != "whole"}))
     await backend.submitted.wait()

@@ -1,4 +1,4 @@
-"""What several choices say at once goes to their one connection in one piece, and nothing of it is lost."""
+"""Events that several choices write at the same time are sent together, and none is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BODY = {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": 4, 
 
 
 async def opened(connection: ClientConnection, backend: FakeBackend) -> list[bytes]:
-    """The writes to come."""
+    """Record the writes from now on."""
     backend.script = silent
     connection.send(request_bytes("POST", CHAT, BODY))
     await backend.submitted.wait()
@@ -33,12 +33,12 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_choices_say_in_one_turn_is_written_once(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_events_of_one_loop_turn_are_written_together(connection: ClientConnection, backend: FakeBackend) -> None:
     writes = await opened(connection, backend)
     for stream in backend.streams:
         stream.push(*token_ids("a"))
     await settled()
-    assert len(writes) == 2  # the headers, and all choices' first words
+    assert len(writes) == 2  # the headers, and all choices' first events
     for stream in backend.streams[:3]:
         stream.push(*token_ids("b"))
     await settled()
@@ -54,9 +54,7 @@ async def test_what_choices_say_in_one_turn_is_written_once(connection: ClientCo
     assert texts == {0: "abc", 1: "abc", 2: "abc", 3: "ac"}
 
 
-async def test_what_was_said_before_a_failure_comes_before_it(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
+async def test_events_before_a_failure_are_sent_before_it(connection: ClientConnection, backend: FakeBackend) -> None:
     await opened(connection, backend)
     for stream in backend.streams:
         stream.push(*token_ids("a"))
@@ -73,9 +71,7 @@ async def test_what_was_said_before_a_failure_comes_before_it(
     assert all(stream.cancelled.is_set() for stream in backend.streams[:3])
 
 
-async def test_a_client_that_does_not_read_holds_all_choices(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
+async def test_client_that_does_not_read_blocks_all_choices(connection: ClientConnection, backend: FakeBackend) -> None:
     writes = await opened(connection, backend)
     for stream in backend.streams:
         stream.push(*token_ids("a"))

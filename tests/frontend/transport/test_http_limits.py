@@ -78,7 +78,9 @@ BAD_REQUESTS: list[bytes] = [
 
 
 @pytest.mark.parametrize("data", BAD_REQUESTS, ids=lambda data: repr(data[-60:]))
-async def test_what_is_not_http_is_400_and_the_end_of_the_connection(connection: ClientConnection, data: bytes) -> None:
+async def test_bytes_that_are_not_http_are_400_and_close_the_connection(
+    connection: ClientConnection, data: bytes
+) -> None:
     connection.send(data)
     response = await connection.response()
     assert (response.status, response.error["code"]) == (400, "bad_http")
@@ -90,7 +92,7 @@ async def test_what_is_not_http_is_400_and_the_end_of_the_connection(connection:
 PLAIN_POST = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b"
 
 
-async def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(connection: ClientConnection) -> None:
+async def test_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(connection: ClientConnection) -> None:
     body = b'{"prompt":"x","stream":true}'
     connection.send(PLAIN_POST % (len(body), body))
     await connection.closed()
@@ -107,9 +109,7 @@ async def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection
     assert whole == "Hello, world!"
 
 
-async def test_parts_that_wait_for_a_slow_client_of_http_1_0_do_not_disturb_each_other(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
+async def test_parts_for_a_slow_http_1_0_client_do_not_mix(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = silent
     body = b'{"prompt":"x","stream":true}'
     connection.send(PLAIN_POST % (len(body), body))
@@ -133,7 +133,7 @@ async def test_parts_that_wait_for_a_slow_client_of_http_1_0_do_not_disturb_each
 
 
 @pytest.mark.parametrize("body", [b'{"prompt":"x"}', b"{"])
-async def test_what_has_a_length_has_it_over_http_1_0_too(connection: ClientConnection, body: bytes) -> None:
+async def test_answer_with_a_length_keeps_it_over_http_1_0(connection: ClientConnection, body: bytes) -> None:
     connection.send(PLAIN_POST % (len(body), body))
     response = await connection.response()
     assert int(response.headers["content-length"]) == len(response.body) > 0
@@ -147,7 +147,7 @@ async def test_http_1_0_is_served_and_closed(connection: ClientConnection) -> No
 
 
 @pytest.mark.parametrize("host", [b"localhost:8000", b"[::1]:8000", b"a.example", b"a_b-c.example:1", b""])
-async def test_a_host_is_a_host_and_a_port(connection: ClientConnection, host: bytes) -> None:
+async def test_host_header_must_be_a_host_and_a_port(connection: ClientConnection, host: bytes) -> None:
     connection.send(GET + b"host: " + host + b"\r\n\r\n")
     assert (await connection.response()).status == 200
 
@@ -166,14 +166,14 @@ async def test_endless_headers_are_cut_at_the_limit(connection: ClientConnection
 @pytest.mark.parametrize(
     "filler", [b"GET /", b"GET /health HTTP/1.1\r\n", b"\r\n" * 20_000, GET + b"host: a\r\n" + b"a" * 40_000]
 )
-async def test_no_part_of_the_head_is_without_a_limit(connection: ClientConnection, filler: bytes) -> None:
+async def test_every_part_of_the_head_is_limited(connection: ClientConnection, filler: bytes) -> None:
     connection.send(filler + b"y" * 40_000)
     assert (await connection.response()).status in (400, 431)
     await connection.closed()
 
 
 @pytest.mark.parametrize("spare", [0, 1])
-async def test_the_limit_of_the_head_is_exact(connection: ClientConnection, spare: int) -> None:
+async def test_limit_of_the_head_is_exact(connection: ClientConnection, spare: int) -> None:
     head = GET + b"host: a\r\nx: %s\r\n\r\n"
     data = head % (b"y" * (MAX_HEAD_BYTES - len(head) + 2 + spare))
     assert len(data) == MAX_HEAD_BYTES + spare
@@ -182,7 +182,7 @@ async def test_the_limit_of_the_head_is_exact(connection: ClientConnection, spar
 
 
 @pytest.mark.parametrize("excess", [0, 1])
-async def test_the_limit_of_header_lines_is_exact(connection: ClientConnection, excess: int) -> None:
+async def test_limit_of_header_lines_is_exact(connection: ClientConnection, excess: int) -> None:
     connection.send(GET + b"host: a\r\n" + b"x: y\r\n" * (MAX_HEADER_LINES - 1 + excess) + b"\r\n")
     assert (await connection.response()).status == (431 if excess else 200)
 
@@ -194,7 +194,7 @@ async def test_chunk_extensions_and_trailers_have_the_same_limits(connection: Cl
     await connection.closed()
 
 
-async def test_trailers_are_not_taken_for_headers(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_trailers_are_not_read_as_headers(connection: ClientConnection, backend: FakeBackend) -> None:
     body = b'e\r\n{"prompt":"x"}\r\n0\r\nx-request-id: trailer\r\n\r\n'
     connection.send(POST + b"transfer-encoding: chunked\r\n\r\n" + body)
     response = await connection.response()
@@ -211,7 +211,7 @@ async def test_slow_headers_are_408(connection: ClientConnection, monkeypatch: p
 
 
 class Clock:
-    """The loop as a protocol sees it, whose time passes when it is told to."""
+    """An event loop for a protocol, whose time a test advances."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -242,7 +242,7 @@ async def clock() -> Clock:
     return Clock()
 
 
-async def test_the_time_for_headers_is_for_each_request_anew(backend: FakeBackend, clock: Clock) -> None:
+async def test_each_request_gets_the_full_time_for_its_headers(backend: FakeBackend, clock: Clock) -> None:
     connection = ClientConnection(make_app(backend), loop=clock)
     for _ in range(3):
         connection.send(GET)
@@ -256,7 +256,7 @@ async def test_the_time_for_headers_is_for_each_request_anew(backend: FakeBacken
     await connection.end()
 
 
-async def test_a_body_that_nobody_wants_may_not_drip_for_ever(
+async def test_body_of_an_answered_request_must_end_in_time(
     connection: ClientConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "UNREAD_BODY_TIMEOUT_S", 0.01)
@@ -269,7 +269,7 @@ async def test_a_body_that_nobody_wants_may_not_drip_for_ever(
     assert connection.transport.aborted
 
 
-async def test_a_connection_that_says_nothing_is_closed(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_connection_is_closed(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.frontend.transport.server.KEEP_ALIVE_TIMEOUT_S", 0.01)
     connection = ClientConnection(make_app(backend))
     await connection.closed()
@@ -285,7 +285,7 @@ async def test_only_the_first_of_two_requests_at_once_is_answered(connection: Cl
     assert connection.transport.output.count(b"content-length: ") == 1
 
 
-async def test_a_hidden_second_request_is_not_run(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_hidden_second_request_is_not_run(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = silent
     hidden = request_bytes("POST", "/v1/completions", {"prompt": "hidden"})
     connection.send(request_bytes("POST", "/v1/completions", {"prompt": "x"}) + hidden)
@@ -296,7 +296,7 @@ async def test_a_hidden_second_request_is_not_run(connection: ClientConnection, 
 
 
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
-async def test_a_request_to_upgrade_is_answered_as_it_stands(connection: ClientConnection, upgrade: bytes) -> None:
+async def test_request_to_upgrade_is_answered_over_http_1_1(connection: ClientConnection, upgrade: bytes) -> None:
     headers = b"connection: upgrade, http2-settings\r\nupgrade: " + upgrade + b"\r\nhttp2-settings: AAMAAABk\r\n"
     connection.send(POST + headers + b'content-length: 14\r\n\r\n{"prompt"')
     connection.send(b':"x"}')
@@ -304,13 +304,13 @@ async def test_a_request_to_upgrade_is_answered_as_it_stands(connection: ClientC
     assert (await connection.request("GET", "/health")).status == 200
 
 
-async def test_a_get_with_an_upgrade_is_answered_too(connection: ClientConnection) -> None:
+async def test_get_with_an_upgrade_is_answered_too(connection: ClientConnection) -> None:
     connection.send(GET + b"host: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
     assert (await connection.response()).status == 200
     assert (await connection.request("GET", "/health")).status == 200
 
 
-async def test_a_head_request_has_no_body(connection: ClientConnection) -> None:
+async def test_head_request_has_no_body(connection: ClientConnection) -> None:
     connection.send(b"HEAD /health HTTP/1.1\r\nhost: a\r\n\r\n")
     await connection.output(b"\r\n\r\n")
     assert connection.transport.output.endswith(b"\r\n\r\n")
@@ -329,8 +329,8 @@ async def test_garbage_after_a_running_stream_ends_only_that_connection(
 
 
 @pytest.fixture
-async def crowd(backend: FakeBackend, clock: Clock) -> AsyncIterator[Callable[[], ClientConnection]]:
-    """Opens connections to a worker that takes three."""
+async def open_connection(backend: FakeBackend, clock: Clock) -> AsyncIterator[Callable[[], ClientConnection]]:
+    """Open connections to a worker that allows three."""
     app = make_app(backend)
     config = server_config(app, max_connections=3)
     connections: list[ClientConnection] = []
@@ -348,31 +348,31 @@ async def serves(connection: ClientConnection) -> bool:
     return (await connection.request("GET", "/health")).status == 200
 
 
-async def test_the_connection_that_was_idle_for_longest_makes_room(
-    crowd: Callable[[], ClientConnection], clock: Clock, caplog: pytest.LogCaptureFixture
+async def test_longest_idle_connection_is_closed_for_a_new_one(
+    open_connection: Callable[[], ClientConnection], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second, third = crowd(), crowd(), crowd()
+    first, second, third = open_connection(), open_connection(), open_connection()
     for connection in (second, first, third):
         assert await serves(connection)
         clock.advance(MIN_IDLE_S)
-    fourth = crowd()
+    fourth = open_connection()
     await second.closed()
-    fifth = crowd()
+    fifth = open_connection()
     await first.closed()
     for connection in (third, fourth, fifth):
         assert await serves(connection)
     assert caplog.text.count("3 connections") == 1
 
 
-async def test_one_that_is_answered_makes_no_room_and_the_newcomer_is_told(
-    crowd: Callable[[], ClientConnection], backend: FakeBackend, caplog: pytest.LogCaptureFixture
+async def test_busy_connections_stay_and_a_new_one_gets_429(
+    open_connection: Callable[[], ClientConnection], backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.script = silent
-    busy = [crowd() for _ in range(3)]
+    busy = [open_connection() for _ in range(3)]
     for connection in busy:
         connection.send(request_bytes("POST", "/v1/completions", {"prompt": "x", "stream": True}))
     for _ in range(5):
-        refused = crowd()
+        refused = open_connection()
         response = await refused.response()
         assert (response.status, response.error["code"]) == (429, "overloaded")
         assert "retry-after" in response.headers
@@ -380,13 +380,13 @@ async def test_one_that_is_answered_makes_no_room_and_the_newcomer_is_told(
         await asyncio.sleep(0)
     assert caplog.text.count("3 connections") == 1
     busy[0].transport.reset()
-    assert await serves(crowd())
-    assert (await crowd().response()).status == 429
+    assert await serves(open_connection())
+    assert (await open_connection().response()).status == 429
     assert caplog.text.count("3 connections") == 2
 
 
-async def test_one_that_has_only_just_come_makes_no_room(crowd: Callable[[], ClientConnection]) -> None:
-    there = [crowd() for _ in range(3)]
-    assert (await crowd().response()).status == 429
+async def test_new_connections_are_not_closed_for_newer_ones(open_connection: Callable[[], ClientConnection]) -> None:
+    there = [open_connection() for _ in range(3)]
+    assert (await open_connection().response()).status == 429
     for connection in there:
         assert await serves(connection)

@@ -1,4 +1,4 @@
-"""Bodies as large as the server takes them: what is wrong in them is found without looking at every part by itself."""
+"""Bodies as large as the server accepts: errors in them are found without visiting every part one by one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _depth(value: object) -> int:
 
 
 @given(value=_JSON, limit=st.integers(0, 6))
-def test_how_deep_a_value_is_nested(value: Any, limit: int) -> None:
+def test_nesting_depth_is_measured(value: Any, limit: int) -> None:
     assert is_shallow(value, limit) is (_depth(value) <= limit)
 
 
@@ -51,28 +51,28 @@ def test_how_deep_a_value_is_nested(value: Any, limit: int) -> None:
         ([[0], []], "prompt[1]", "empty"),
     ],
 )
-def test_lists_of_prompts(prompt: list[Any], param: str, shown: str) -> None:
+def test_lists_of_prompts_are_checked(prompt: list[Any], param: str, shown: str) -> None:
     with pytest.raises(ApiError, match=shown) as refused:
         decode_completion(msgspec.json.encode({"prompt": prompt}))
     assert refused.value.param == param
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_a_schema_that_is_too_long_is_refused_for_its_length(as_text: bool) -> None:
+def test_schema_that_is_too_long_is_refused_for_its_length(as_text: bool) -> None:
     schema = {"enum": [0] * 500_000}
     asked = {"guided_json": msgspec.json.encode(schema).decode() if as_text else schema}
     with pytest.raises(ApiError, match="guided_json: 1000010 characters"):
         requested_grammar(decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], **asked})))
 
 
-async def test_a_schema_that_is_nested_as_deep_as_a_body_may_be_is_refused(connection: ClientConnection) -> None:
+async def test_schema_nested_as_deep_as_a_body_may_be_is_refused(connection: ClientConnection) -> None:
     schema = b'{"a":' * 900 + b"{}" + b"}" * 900
     response = await connection.post("/v1/completions", b'{"prompt":"a","guided_json":%b}' % schema)
     assert (response.status, response.error["param"]) == (400, "guided_json")
 
 
 @pytest.mark.parametrize("end", ["}", "]", ',"n":0}'])
-def test_the_garbage_collector_runs_again_behind_a_large_body(end: str) -> None:
+def test_garbage_collector_runs_again_after_a_large_body(end: str) -> None:
     data = f'{{"prompt":{[0] * 50_000}{end}'.encode()
     try:
         decode_completion(data)
@@ -84,9 +84,7 @@ def test_the_garbage_collector_runs_again_behind_a_large_body(end: str) -> None:
 @pytest.mark.parametrize(
     "wanted", [{}, {"echo": True}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}]
 )
-async def test_log_probabilities_of_a_prompt_are_told_beside_the_loop(
-    monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
-) -> None:
+async def test_prompt_logprobs_are_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]) -> None:
     threads: list[threading.Thread] = []
     whole = CompletionFormat.whole
 
@@ -102,7 +100,7 @@ async def test_log_probabilities_of_a_prompt_are_told_beside_the_loop(
     await connection.end()
 
 
-async def test_of_the_longest_texts_two_are_made_into_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_at_most_two_of_the_longest_texts_are_tokenized_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = served_model(model_card()).tokenizer
     lock, pairs = threading.Lock(), threading.Barrier(2)
     running: set[int] = set()
@@ -125,7 +123,7 @@ async def test_of_the_longest_texts_two_are_made_into_tokens_at_a_time(monkeypat
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
-async def test_a_streamed_echo_is_told_beside_the_loop_as_it_is_not_streamed(
+async def test_streamed_echo_is_encoded_in_a_thread_and_equals_the_whole_one(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     threads: list[threading.Thread] = []

@@ -1,4 +1,4 @@
-"""Unix sockets and TLS as clients meet them: the real command, real sockets, files made for the test."""
+"""Unix sockets and TLS with the real command, real sockets and generated certificates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EC = ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 def make_certificate(
     folder: Path, name: str = "localhost", *, encrypted: bool = False, kind: tuple[str, ...] = EC
 ) -> tuple[Path, Path]:
-    """Certificate and key."""
+    """Write a certificate and its key."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     how = ["-passout", f"pass:{PASSWORD}"] if encrypted else ["-nodes"]
     argv = ["openssl", "req", "-x509", "-newkey", *kind, *how, "-days", "2"]
@@ -61,7 +61,7 @@ def trusting(certificate: Path) -> ssl.SSLContext:
 # TLS
 
 
-def test_clients_speak_https_streaming_and_not(
+def test_https_clients_are_served_streaming_and_not(
     scripted: BackendProcess, start: Callable[..., Frontend], certificates: Path
 ) -> None:
     files = certificates / "localhost.pem", certificates / "localhost.key"
@@ -83,7 +83,7 @@ def test_clients_speak_https_streaming_and_not(
     assert frontend.end() == 0
 
 
-def test_a_new_certificate_is_taken_at_sighup_and_a_bad_one_is_not(
+def test_sighup_loads_a_new_certificate_and_keeps_the_old_one_if_it_is_bad(
     scripted: BackendProcess, start: Callable[..., Frontend], certificates: Path, tmp_path: Path
 ) -> None:
     certificate, key = make_certificate(tmp_path, "first")
@@ -127,7 +127,7 @@ def test_a_new_certificate_is_taken_at_sighup_and_a_bad_one_is_not(
         (("", None), "No such file"),
     ],
 )
-def test_wrong_files_are_one_line_at_start(
+def test_unusable_tls_files_are_reported_in_one_line(
     certificates: Path, directory: Path, files: tuple[str, str | None], said: str
 ) -> None:
     options = [f"--ssl-certfile={certificates / files[0] if files[0] else 'none-here'}"]
@@ -139,11 +139,11 @@ def test_wrong_files_are_one_line_at_start(
     assert output.count("\n") == 1
 
 
-def test_a_key_without_a_certificate_is_named(directory: Path) -> None:
+def test_key_without_a_certificate_is_named(directory: Path) -> None:
     assert run_to_its_end(directory, "--ssl-keyfile", "x") == (1, "frontend: --ssl-keyfile needs --ssl-certfile\n")
 
 
-def test_an_encrypted_key_is_opened_with_its_password(certificates: Path) -> None:
+def test_encrypted_key_is_opened_with_its_password(certificates: Path) -> None:
     files = str(certificates / "encrypted.pem"), str(certificates / "encrypted.key")
     tls = ServerTls(TlsFiles(*files, PASSWORD))
     assert shown(tls) == (certificates / "encrypted.pem").read_text()
@@ -153,14 +153,14 @@ def test_an_encrypted_key_is_opened_with_its_password(certificates: Path) -> Non
             ServerTls(TlsFiles(*files, wrong))
 
 
-def test_a_certificate_and_its_key_may_be_in_one_file(certificates: Path, tmp_path: Path) -> None:
+def test_certificate_and_its_key_may_be_in_one_file(certificates: Path, tmp_path: Path) -> None:
     both = tmp_path / "both.pem"
     both.write_bytes((certificates / "localhost.pem").read_bytes() + (certificates / "localhost.key").read_bytes())
     assert shown(ServerTls(TlsFiles(str(both)))) == (certificates / "localhost.pem").read_text()
 
 
 def shown(tls: ServerTls, server_name: str | None = None, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> str:
-    """The certificate that a client is shown, in PEM."""
+    """Return the certificate that a client receives, in PEM."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode, context.maximum_version = False, ssl.CERT_NONE, version
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -176,7 +176,7 @@ def shown(tls: ServerTls, server_name: str | None = None, version: ssl.TLSVersio
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("server_name", [None, "localhost"])
-def test_half_of_a_new_pair_changes_nothing_and_the_whole_pair_all(
+def test_half_of_a_new_certificate_pair_changes_nothing(
     certificates: Path, tmp_path: Path, server_name: str | None, version: ssl.TLSVersion
 ) -> None:
     served = tmp_path / "served.pem", tmp_path / "served.key"
@@ -193,13 +193,13 @@ def test_half_of_a_new_pair_changes_nothing_and_the_whole_pair_all(
     with pytest.raises(TlsError, match="does not belong to the certificate"):
         tls.reload()
     assert shown(tls, server_name, version) == first
-    for name in ("other", "rsa", "localhost"):  # a key of another kind is not added to the old one
+    for name in ("other", "rsa", "localhost"):  # a key of another type is not added to the old one
         new = put(name)
         tls.reload()
         assert shown(tls, server_name, version) == new
 
 
-def test_connections_without_a_handshake_count_and_make_room(
+def test_connections_without_a_handshake_count_and_are_closed_for_new_ones(
     start: Callable[..., Frontend], certificates: Path
 ) -> None:
     files = certificates / "localhost.pem", certificates / "localhost.key"
@@ -211,7 +211,7 @@ def test_connections_without_a_handshake_count_and_make_room(
             stack.enter_context(socket.create_connection((address.host, address.port or 0), timeout=5))
             for _ in range(21)
         ]
-        # None has been silent for long enough to make room for one more; long before any handshake's time is up.
+        # None has been idle long enough to be closed for a new one, and no handshake has timed out.
         with contextlib.suppress(ConnectionResetError):
             assert silent[-1].recv(1) == b""
         frontend.wait_for("20 connections, the limit of this worker")
@@ -224,7 +224,7 @@ def test_connections_without_a_handshake_count_and_make_room(
             assert silent[0].recv(1) == b""
 
 
-def test_a_client_that_keeps_an_idle_connection_does_not_keep_the_server(
+def test_idle_tls_connection_does_not_keep_the_server_from_stopping(
     start: Callable[..., Frontend], certificates: Path
 ) -> None:
     files = certificates / "localhost.pem", certificates / "localhost.key"
@@ -232,9 +232,9 @@ def test_a_client_that_keeps_an_idle_connection_does_not_keep_the_server(
     address = frontend.client.base_url
     with httpx.Client(base_url=address, verify=trusting(files[0])) as client:
         assert client.get("/health").status_code == 200
-        with socket.create_connection((address.host, address.port or 0)):  # nor one without a handshake
+        with socket.create_connection((address.host, address.port or 0)):  # nor does a connection without a handshake
             frontend.process.terminate()
-            assert frontend.process.wait(timeout=15) == 0  # half of what it gets to confirm the end in uvloop
+            assert frontend.process.wait(timeout=15) == 0  # half of uvloop's timeout for the client's confirmation
 
 
 # Unix sockets
@@ -244,7 +244,7 @@ def unix_client(path: Path) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=10)
 
 
-def test_a_unix_socket_takes_the_place_of_the_port(
+def test_unix_socket_replaces_the_port(
     scripted: BackendProcess, start: Callable[..., Frontend], directory: Path
 ) -> None:
     path = directory / "web.sock"
@@ -263,9 +263,7 @@ def test_a_unix_socket_takes_the_place_of_the_port(
     assert not path.exists()
 
 
-def test_what_a_killed_server_left_is_taken_over_and_nothing_else_is(
-    start: Callable[..., Frontend], directory: Path
-) -> None:
+def test_only_the_stale_socket_of_a_killed_server_is_replaced(start: Callable[..., Frontend], directory: Path) -> None:
     path = directory / "web.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
@@ -284,7 +282,7 @@ def test_what_a_killed_server_left_is_taken_over_and_nothing_else_is(
     assert precious.read_text() == "kept"
 
 
-def test_the_file_that_another_server_has_put_there_stays(directory: Path) -> None:
+def test_unlink_keeps_another_servers_socket(directory: Path) -> None:
     path, next_path = directory / "web.sock", directory / "next.sock"
     first = listening_socket(FrontendOptions(uds=path), "frontend")
     second = listening_socket(FrontendOptions(uds=next_path), "frontend")
@@ -298,7 +296,7 @@ def test_the_file_that_another_server_has_put_there_stays(directory: Path) -> No
         unlink(second)
 
 
-def test_of_servers_that_start_at_once_over_a_stale_socket_one_serves(directory: Path) -> None:
+def test_one_of_several_servers_starting_over_a_stale_socket_serves(directory: Path) -> None:
     path = directory / "web.sock"
     code = (
         "import sys\nfrom pathlib import Path\nfrom penstock.frontend.main import listening_socket\n"
@@ -339,17 +337,17 @@ def test_of_servers_that_start_at_once_over_a_stale_socket_one_serves(directory:
         (("--api-key", "a,a"), "the keys key-1 and key-2 are the same"),
     ],
 )
-def test_a_wrong_option_is_one_line(directory: Path, options: tuple[str, ...], said: str) -> None:
+def test_invalid_option_is_reported_in_one_line(directory: Path, options: tuple[str, ...], said: str) -> None:
     status, output = run_to_its_end(directory, *options)
     assert status == 1
     assert said in output
     assert output.count("\n") == 1
 
 
-# Keys from a file, and a limit that two workers keep together
+# Keys from a file, and a limit that two workers share
 
 
-def test_a_key_file_is_read_again_at_sighup_and_its_limits_are_kept_by_all_workers(
+def test_sighup_reloads_the_key_file_and_all_workers_keep_its_limits(
     scripted: BackendProcess, start: Callable[..., Frontend], directory: Path
 ) -> None:
     keys = directory / "keys"
@@ -359,7 +357,7 @@ def test_a_key_file_is_read_again_at_sighup_and_its_limits_are_kept_by_all_worke
         frontend.wait_for("serving scripted")
 
     def ask(key: str) -> int:
-        # A connection of its own each time, so that either worker may get it.
+        # A new connection each time, so that either worker may answer.
         headers = {"authorization": f"Bearer {key}"}
         return httpx.post(frontend.client.base_url.join("/v1/completions"), json=BODY, headers=headers).status_code
 

@@ -1,4 +1,4 @@
-"""Responses that are kept: told again, gone on from, run in the background, cancelled."""
+"""Kept responses: retrieved, continued, run in the background, cancelled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.frontend.harness import END_TOKEN, ClientConnection, FakeBackend, mak
 from tests.frontend.named_events import REASONED_CALLS, named_events, names
 
 
-async def test_a_conversation_goes_on_from_a_response(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_conversation_continues_from_a_response(connection: ClientConnection, backend: FakeBackend) -> None:
     first = (await connection.post(PATH, {**HI, "instructions": "be brief"})).json()
     second = (await connection.post(PATH, {"input": "and you?", "previous_response_id": first["id"]})).json()
     assert second["previous_response_id"] == first["id"]
@@ -37,7 +37,7 @@ async def test_a_conversation_goes_on_from_a_response(connection: ClientConnecti
     assert prompt(backend).startswith("<|im_start|>user\nhi<|im_end|>")
 
 
-async def test_a_long_conversation_is_rendered_beside_the_loop_however_short_the_request(
+async def test_long_conversation_is_rendered_in_a_thread(
     connect: Callable[..., ClientConnection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
@@ -57,7 +57,7 @@ async def test_a_long_conversation_is_rendered_beside_the_loop_however_short_the
     assert len(threads) == 3
 
 
-async def test_an_input_of_many_empty_parts_counts_for_what_it_takes(
+async def test_input_of_many_empty_parts_counts_for_its_memory(
     connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
     backend.model = model_card(max_context_tokens=1 << 20)
@@ -81,7 +81,7 @@ async def test_calls_of_a_response_are_answered_in_the_next() -> None:
     assert '{"name": "get_weather", "arguments": {"city": "été 🐈"}}' in said
 
 
-async def test_an_item_of_a_response_is_referred_to() -> None:
+async def test_item_reference_is_resolved() -> None:
     backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
     async with talking(backend) as connection:
         first = (await connection.post(PATH, {**HI, "tools": [WEATHER, TIME]})).json()
@@ -96,7 +96,7 @@ async def test_an_item_of_a_response_is_referred_to() -> None:
             assert missing.error["param"] == "input[0].id"
 
 
-async def test_a_kept_response_is_told_again(connection: ClientConnection) -> None:
+async def test_kept_response_is_retrieved(connection: ClientConnection) -> None:
     for stream in (False, True):
         response = await connection.post(PATH, {**HI, "stream": stream})
         told = named_events(response)[-1]["response"] if stream else response.json()
@@ -104,7 +104,7 @@ async def test_a_kept_response_is_told_again(connection: ClientConnection) -> No
 
 
 @pytest.mark.parametrize("path", ["", "/cancel", "/input_items"])
-async def test_what_is_not_kept_is_404(connection: ClientConnection, path: str) -> None:
+async def test_response_that_is_not_kept_is_404(connection: ClientConnection, path: str) -> None:
     told = (await connection.post(PATH, {**HI, "store": False})).json()
     assert told["store"] is False
     method = "POST" if path == "/cancel" else "GET"
@@ -130,7 +130,7 @@ async def test_another_keys_response_does_not_exist(connect: Callable[..., Clien
     assert (await connection.request("GET", f"{PATH}/{told['id']}", headers=keys[0])).status == 200
 
 
-async def test_the_input_is_listed_in_pages(connection: ClientConnection) -> None:
+async def test_input_is_listed_in_pages(connection: ClientConnection) -> None:
     items = [{"role": "user", "content": f"{number}"} for number in range(5)]
     told = (await connection.post(PATH, {"input": items})).json()
     path = f"{PATH}/{told['id']}/input_items"
@@ -157,7 +157,7 @@ async def polled(connection: ClientConnection, response_id: str, status: str) ->
             await asyncio.sleep(0)
 
 
-async def test_a_background_response_runs_on_without_its_client(backend: FakeBackend) -> None:
+async def test_background_response_continues_without_its_client(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend)
     first, second = ClientConnection(app), ClientConnection(app)
@@ -178,7 +178,7 @@ async def test_a_background_response_runs_on_without_its_client(backend: FakeBac
 
 
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
-async def test_a_background_response_is_cancelled(backend: FakeBackend, method: str) -> None:
+async def test_background_response_is_cancelled(backend: FakeBackend, method: str) -> None:
     backend.script = silent
     app = make_app(backend)
     connection = ClientConnection(app)
@@ -197,13 +197,13 @@ async def test_a_background_response_is_cancelled(backend: FakeBackend, method: 
     await connection.end()
 
 
-async def test_a_response_of_the_foreground_cannot_be_cancelled(connection: ClientConnection) -> None:
+async def test_response_of_the_foreground_cannot_be_cancelled(connection: ClientConnection) -> None:
     told = (await connection.post(PATH, HI)).json()
     refused = await connection.request("POST", f"{PATH}/{told['id']}/cancel")
     assert (refused.status, refused.error["param"]) == (400, "response_id")
 
 
-async def test_a_background_stream_is_taken_up_where_it_broke_off(backend: FakeBackend) -> None:
+async def test_background_stream_is_resumed_where_it_broke_off(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend)
     first, second = ClientConnection(app), ClientConnection(app)
@@ -229,7 +229,7 @@ async def test_a_background_stream_is_taken_up_where_it_broke_off(backend: FakeB
     await second.end()
 
 
-async def test_only_background_streams_are_streamed_again(connection: ClientConnection) -> None:
+async def test_only_background_streams_can_be_resumed(connection: ClientConnection) -> None:
     for body in ({**HI, "background": True}, HI):
         told = (await connection.post(PATH, body)).json()
         refused = await connection.request("GET", f"{PATH}/{told['id']}?stream=true")
@@ -239,7 +239,7 @@ async def test_only_background_streams_are_streamed_again(connection: ClientConn
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_fails_before_a_background_response_runs_is_its_answer(
+async def test_failure_before_a_background_response_runs_is_its_answer(
     connection: ClientConnection, backend: FakeBackend, stream: bool
 ) -> None:
     backend.refusal = Overloaded(7)
@@ -250,14 +250,14 @@ async def test_what_fails_before_a_background_response_runs_is_its_answer(
     assert (long.status, long.error["param"]) == (400, "max_output_tokens")
 
 
-async def test_a_background_response_that_fails_says_so(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_background_response_that_fails_says_so(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = lambda _: [TokenBatch([], Finish.REJECTED, FailureCode.OVERLOADED)]
     told = (await connection.post(PATH, {**HI, "background": True})).json()
     failed = await polled(connection, told["id"], "failed")
     assert failed["error"]["code"] == "rate_limit_exceeded"
 
 
-async def test_shutting_down_ends_what_runs_in_the_background(backend: FakeBackend) -> None:
+async def test_shutdown_ends_background_responses(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend)
     connection = ClientConnection(app)
@@ -270,7 +270,7 @@ async def test_shutting_down_ends_what_runs_in_the_background(backend: FakeBacke
     await connection.end()
 
 
-async def test_shutting_down_is_told_to_who_listens(backend: FakeBackend) -> None:
+async def test_shutdown_is_reported_to_followers(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend)
     connection = ClientConnection(app)
@@ -284,7 +284,7 @@ async def test_shutting_down_is_told_to_who_listens(backend: FakeBackend) -> Non
     await connection.end()
 
 
-async def test_a_client_that_goes_cancels_its_response(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_hang_up_cancels_the_response(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = silent
     connection.send(_request({**HI, "stream": True}))
     await backend.submitted.wait()
@@ -298,7 +298,7 @@ def _request(body: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_many_in_the_background_are_too_many(
+async def test_too_many_background_responses_are_refused(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(
@@ -323,7 +323,7 @@ async def test_many_in_the_background_are_too_many(
     await last.end()
 
 
-async def test_a_background_stream_that_grows_too_large_fails(
+async def test_background_stream_that_grows_too_large_fails(
     connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.frontend.endpoints.responses.background.MAX_LOG_BYTES", 4000)

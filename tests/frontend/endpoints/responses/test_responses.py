@@ -22,8 +22,8 @@ from tests.frontend.harness import (
     says,
     token_ids,
 )
+from tests.frontend.model_families import THINKING_HERMES, Model
 from tests.frontend.named_events import REASONED_CALLS, named_events, names
-from tests.frontend.response_shapes import THINKING_HERMES, Model
 
 PATH = "/v1/responses"
 HI: dict[str, Any] = {"input": "hi"}
@@ -48,7 +48,7 @@ def prompt(backend: FakeBackend, model: Model | None = None) -> str:
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """What does not differ between two answers to the same."""
+    """Return the response without what differs between two equal requests."""
     told: dict[str, Any] = json.loads(json.dumps(response))
     for item in told["output"]:
         item.pop("id")
@@ -58,7 +58,7 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-async def test_a_response_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_response_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
     response = await connection.post(PATH, {**HI, "model": "test/model", "metadata": {"a": "b"}, "temperature": 0.5})
     told = response.json()
     assert (response.status, told["object"], told["status"]) == (200, "response", "completed")
@@ -78,7 +78,7 @@ async def test_a_response_is_answered_whole(connection: ClientConnection, backen
     }
 
 
-async def test_the_events_come_in_openais_order(connection: ClientConnection) -> None:
+async def test_events_come_in_openais_order(connection: ClientConnection) -> None:
     events = named_events(await connection.post(PATH, {**HI, "stream": True}))
     assert names(events) == [
         "response.created",
@@ -95,7 +95,7 @@ async def test_the_events_come_in_openais_order(connection: ClientConnection) ->
     assert "".join(event["delta"] for event in events if event["type"].endswith("delta")) == "Hello, world!"
 
 
-async def test_reasoning_text_and_calls_are_items_one_after_the_other() -> None:
+async def test_reasoning_text_and_calls_are_consecutive_items() -> None:
     backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
     async with talking(backend) as connection:
         body = {**HI, "tools": [WEATHER, TIME], "stream": True, "reasoning": {"effort": "low"}}
@@ -143,7 +143,7 @@ CALLED = st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(SAID, CALLED, CALLED, st.sampled_from([1, 2, 7, 1000]), st.sampled_from([Finish.STOP, Finish.LENGTH]))
-async def test_a_stream_tells_what_a_whole_answer_tells(
+async def test_streamed_and_whole_answers_are_equal(
     said: str, first: str, second: str, batch_size: int, finish: Finish
 ) -> None:
     text = f"x{said}{first}{second}"
@@ -163,7 +163,7 @@ async def test_a_stream_tells_what_a_whole_answer_tells(
         assert pieces.get(index, "") == told
 
 
-async def test_an_answer_that_is_cut_is_incomplete(connection: ClientConnection) -> None:
+async def test_truncated_answer_is_incomplete(connection: ClientConnection) -> None:
     body = {**HI, "max_output_tokens": 3}
     told = (await connection.post(PATH, body)).json()
     assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -173,7 +173,7 @@ async def test_an_answer_that_is_cut_is_incomplete(connection: ClientConnection)
     assert without_ids(last["response"]) == without_ids(told)
 
 
-async def test_an_empty_answer_has_an_empty_message(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_empty_answer_has_an_empty_message(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = says("")
     told = (await connection.post(PATH, HI)).json()
     assert told["output"][0]["content"][0]["text"] == ""
@@ -182,7 +182,7 @@ async def test_an_empty_answer_has_an_empty_message(connection: ClientConnection
     )
 
 
-async def test_what_fails_in_a_stream_is_its_last_event(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_failure_in_a_stream_is_its_last_event(connection: ClientConnection, backend: FakeBackend) -> None:
     failure = TokenBatch([], Finish.FAILED, FailureCode.INTERNAL)
     backend.script = lambda _: [TokenBatch(token_ids("a")), failure]
     events = named_events(await connection.post(PATH, {**HI, "stream": True}))
@@ -198,7 +198,7 @@ async def test_what_fails_in_a_stream_is_its_last_event(connection: ClientConnec
     assert (whole.status, whole.error["code"]) == (500, "internal_error")
 
 
-async def test_logprobs_are_told_with_the_text(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_logprobs_come_with_the_text(connection: ClientConnection, backend: FakeBackend) -> None:
     ids = token_ids("Hello")
 
     def script(request: Any) -> list[TokenBatch]:
@@ -252,7 +252,7 @@ async def test_every_kind_of_item_reaches_the_model() -> None:
     )
 
 
-async def test_a_conversation_that_is_too_long_loses_its_oldest_turns(
+async def test_too_long_conversation_loses_its_oldest_turns(
     connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
     def said(number: int) -> list[dict[str, Any]]:
@@ -277,14 +277,14 @@ async def test_a_conversation_that_is_too_long_loses_its_oldest_turns(
 
 
 @pytest.mark.parametrize("effort", ["none", "high"])
-async def test_effort_none_keeps_the_model_from_thinking(effort: str) -> None:
+async def test_effort_none_turns_thinking_off(effort: str) -> None:
     backend = FakeBackend(script=MODEL.says("ok"))
     async with talking(backend) as connection:
         await connection.post(PATH, {**HI, "reasoning": {"effort": effort, "summary": "auto"}})
     assert prompt(backend, MODEL).endswith("</think>\n\n") is (effort == "none")
 
 
-async def test_a_schema_becomes_a_grammar(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_schema_becomes_a_grammar(connection: ClientConnection, backend: FakeBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
     told = (await connection.post(PATH, {**HI, "text": {"format": form, "verbosity": "low"}})).json()
@@ -295,7 +295,7 @@ async def test_a_schema_becomes_a_grammar(connection: ClientConnection, backend:
     assert json.loads(constraints.grammar.text) == schema
 
 
-async def test_allowed_tools_are_the_only_ones_told() -> None:
+async def test_only_allowed_tools_reach_the_model() -> None:
     backend = FakeBackend(script=MODEL.says("ok"))
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_time"}]}
     async with talking(backend) as connection:
@@ -364,7 +364,7 @@ async def test_allowed_tools_are_the_only_ones_told() -> None:
         ({**HI, "model": "other"}, "model", "other"),
     ],
 )
-async def test_what_is_wrong_is_named(
+async def test_invalid_field_is_named(
     connection: ClientConnection, body: dict[str, Any], param: str, shown: str
 ) -> None:
     for stream in (False, True) if param != "stream_options" else (False,):
@@ -374,7 +374,7 @@ async def test_what_is_wrong_is_named(
         assert shown in response.error["message"]
 
 
-async def test_the_input_is_counted(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_input_tokens_are_counted(connection: ClientConnection, backend: FakeBackend) -> None:
     told = (await connection.post(f"{PATH}/input_tokens", HI)).json()
     await connection.post(PATH, HI)
     assert told == {"object": "response.input_tokens", "input_tokens": len(backend.last.token_ids)}

@@ -1,4 +1,4 @@
-"""The store of responses, held to its bounds whatever is done with it."""
+"""The store of responses keeps its bounds under any sequence of operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def response(response_id: str, num_bytes: int) -> StoredResponse:
 
 
 class Store(RuleBasedStateMachine):
-    """Compared with dictionaries that are searched through."""
+    """Compares the store with a model made of plain dictionaries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Store(RuleBasedStateMachine):
             max_bytes=MAX_BYTES, max_responses=MAX_RESPONSES, max_idle_s=MAX_IDLE_S, clock=lambda: self.now_s
         )
         self.kept: OrderedDict[tuple[bytes, str], tuple[int, float]] = OrderedDict()
-        """Size and last use, in the order of use."""
+        """Responses with size and last use, least recently used first."""
 
     def expire(self) -> None:
         for key, (_, used_s) in list(self.kept.items()):
@@ -91,7 +91,7 @@ TestStore = Store.TestCase
 TestStore.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 
 
-def test_what_is_larger_than_the_store_is_not_kept() -> None:
+def test_response_larger_than_the_store_is_not_kept() -> None:
     store = ResponseStore(max_bytes=2000, max_responses=5, max_idle_s=10.0)
     store.put(b"", response("small", 10))
     store.put(b"", response("large", 5000))
@@ -99,6 +99,6 @@ def test_what_is_larger_than_the_store_is_not_kept() -> None:
     assert store.num_bytes <= 2000
 
 
-def test_stores_name_their_responses_apart() -> None:
+def test_stores_make_different_ids() -> None:
     stores = [ResponseStore(max_bytes=0, max_responses=0, max_idle_s=1.0) for _ in range(2)]
     assert stores[0].tag != stores[1].tag

@@ -1,4 +1,4 @@
-"""What a well-behaved client sees."""
+"""Chat and text completions as a client sees them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPLETIONS = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_a_chat_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_chat_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
     response = await connection.post(CHAT, {**HI, "model": "test/model"})
     answer = response.json()
     assert response.status == 200
@@ -51,7 +51,7 @@ async def test_a_chat_is_answered_whole(connection: ClientConnection, backend: F
     }
 
 
-async def test_a_completion_is_answered_whole(connection: ClientConnection) -> None:
+async def test_completion_is_answered_whole(connection: ClientConnection) -> None:
     answer = (await connection.post(COMPLETIONS, {"prompt": "once"})).json()
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
@@ -60,7 +60,7 @@ async def test_a_completion_is_answered_whole(connection: ClientConnection) -> N
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
 @pytest.mark.parametrize("text", ["Hello, world!", "été 猫 🐈\n", "x", "猫" * 9])
-async def test_the_stream_is_the_whole_answer_in_pieces(
+async def test_stream_is_the_whole_answer_in_pieces(
     connection: ClientConnection, backend: FakeBackend, text: str, batch_size: int
 ) -> None:
     backend.script = says(text, batch_size=batch_size)
@@ -112,7 +112,7 @@ async def test_max_tokens_ends_with_length(connection: ClientConnection) -> None
         ("!!", "Hello, world!"),
     ],
 )
-async def test_a_stop_string_ends_the_text_and_is_never_sent(
+async def test_stop_string_ends_the_text_and_is_never_sent(
     connection: ClientConnection,
     backend: FakeBackend,
     stop: str | list[str],
@@ -175,7 +175,7 @@ async def test_every_parameter_reaches_the_backend(connection: ClientConnection,
     )
 
 
-async def test_what_is_not_given_is_the_models_default(
+async def test_missing_parameters_take_the_models_defaults(
     connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
     backend.model = model_card(default_sampling=Sampling(temperature=0.7, top_p=0.8, top_k=20))
@@ -193,7 +193,7 @@ async def test_ignore_eos_leaves_only_the_requests_own_stop_tokens(
     assert backend.last.stop_token_ids == (4,)
 
 
-async def test_greedy_requests_that_differ_in_nothing_that_matters_are_the_same(
+async def test_greedy_requests_that_differ_without_effect_are_the_same(
     connection: ClientConnection, backend: FakeBackend
 ) -> None:
     for extra in ({}, {"seed": 5}, {"top_p": 0.5, "top_k": 3, "min_p": 0.2}):
@@ -201,14 +201,14 @@ async def test_greedy_requests_that_differ_in_nothing_that_matters_are_the_same(
     assert len({stream.request.sampling for stream in backend.streams}) == 1
 
 
-async def test_without_a_seed_every_request_has_its_own(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_requests_without_a_seed_get_different_seeds(connection: ClientConnection, backend: FakeBackend) -> None:
     for _ in range(3):
         await connection.post(COMPLETIONS, {"prompt": "x"})
     assert len({stream.request.sampling.seed for stream in backend.streams}) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_several_prompts_with_several_choices_each(
+async def test_several_prompts_get_several_choices_each(
     connection: ClientConnection, backend: FakeBackend, stream: bool
 ) -> None:
     def script(request: Any) -> list[TokenBatch]:
@@ -239,14 +239,16 @@ async def test_several_prompts_with_several_choices_each(
     ("prompt", "expected"),
     [([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]]), (["a", "b"], [token_ids("a"), token_ids("b")])],
 )
-async def test_every_form_of_prompt(
+async def test_every_form_of_prompt_is_accepted(
     connection: ClientConnection, backend: FakeBackend, prompt: Any, expected: list[list[int]]
 ) -> None:
     assert (await connection.post(COMPLETIONS, {"prompt": prompt})).status == 200
     assert [list(stream.request.token_ids) for stream in backend.streams] == expected
 
 
-async def test_content_parts_and_a_developer_message(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_content_parts_and_developer_messages_reach_the_template(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -256,7 +258,7 @@ async def test_content_parts_and_a_developer_message(connection: ClientConnectio
     assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>")
 
 
-async def test_a_prompt_too_long_for_the_loop_is_encoded_all_the_same(
+async def test_long_prompt_is_encoded_in_a_thread(
     connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
     backend.model = model_card(max_context_tokens=1 << 20)
@@ -265,54 +267,14 @@ async def test_a_prompt_too_long_for_the_loop_is_encoded_all_the_same(
     assert list(backend.last.token_ids) == token_ids(text)
 
 
-async def test_models_are_listed_and_described(connection: ClientConnection) -> None:
-    listed = (await connection.request("GET", "/v1/models")).json()
-    assert listed["object"] == "list"
-    (model,) = listed["data"]
-    assert model["id"] == "test/model"
-    assert (await connection.request("GET", "/v1/models/test/model")).json() == model
-    assert (await connection.request("GET", "/v1/models/test%2Fmodel")).json() == model
-    assert (await connection.request("GET", "/v1/models/test%252Fmodel")).status == 404
-    missing = await connection.request("GET", "/v1/models/other")
-    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
-
-
-async def test_ready_follows_the_backend_and_health_does_not(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
-    ready = await connection.request("GET", "/ready")
-    assert (ready.status, ready.json()) == (200, {"status": "ready", "running": 2, "pages_used": 5})
-    backend.ready = False
-    not_ready = await connection.request("GET", "/ready")
-    assert not_ready.status == 503
-    assert int(not_ready.headers["retry-after"]) >= 1
-    assert (await connection.request("GET", "/health")).status == 200
-    refused = await connection.post(CHAT, HI)
-    assert (refused.status, refused.error["code"]) == (503, "backend_unavailable")
-
-
-async def test_before_the_model_is_known_only_health_is_green(backend: FakeBackend) -> None:
-    backend.model = None
-    connection = ClientConnection(make_app(backend))
-    assert (await connection.request("GET", "/health")).status == 200
-    for path in ("/ready", "/v1/models", "/v1/models/x"):
-        response = await connection.request("GET", path)
-        assert response.status == 503
-        assert "retry-after" in response.headers
-    assert (await connection.post(CHAT, HI)).status == 503
-    await connection.end()
-
-
-async def test_a_full_queue_is_429_and_says_when_to_come_back(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
+async def test_full_queue_is_429_with_retry_after(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.refusal = Overloaded(7)
     response = await connection.post(CHAT, HI)
     assert (response.status, response.headers["retry-after"]) == (429, "7")
     assert response.error["type"] == "rate_limit_error"
 
 
-async def test_all_choices_or_none(connection: ClientConnection, backend: FakeBackend) -> None:
+async def test_choices_are_submitted_all_or_none(connection: ClientConnection, backend: FakeBackend) -> None:
     def script(request: Any) -> list[TokenBatch]:
         if len(backend.streams) == 2:
             raise Overloaded(1)
@@ -337,7 +299,7 @@ async def test_all_choices_or_none(connection: ClientConnection, backend: FakeBa
 )
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_backends_failures_are_told(
+async def test_backend_failures_become_errors(
     connection: ClientConnection,
     backend: FakeBackend,
     code: FailureCode,
@@ -362,7 +324,7 @@ async def test_the_backends_failures_are_told(
     assert (await connection.request("GET", "/health")).status == 200
 
 
-async def test_the_request_id_is_echoed_if_it_is_sane(connection: ClientConnection) -> None:
+async def test_valid_request_id_is_echoed(connection: ClientConnection) -> None:
     for value, echoed in (("abc-1.2:3_x", True), ("a b", False), ("x" * 129, False), ('"><script>', False)):
         response = await connection.request("GET", "/health", headers=[("x-request-id", value)])
         assert (response.headers["x-request-id"] == value) is echoed
@@ -382,7 +344,7 @@ async def test_the_request_id_is_echoed_if_it_is_sane(connection: ClientConnecti
         ("Bearer \u00e9", 401),
     ],
 )
-async def test_a_key_is_asked_for_where_there_are_keys(
+async def test_key_is_required_when_there_are_keys(
     connect: Callable[..., ClientConnection], header: str | None, status: int
 ) -> None:
     connection = connect(api_keys=("one", "two"))

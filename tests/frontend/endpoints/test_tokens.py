@@ -1,8 +1,7 @@
-"""/tokenize, /detokenize, /apply-template, /version and /v1/load."""
+"""/tokenize, /detokenize and /apply-template."""
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_a_prompt_becomes_tokens_as_at_vllm(connection: ClientConnection) -> None:
+async def test_prompt_becomes_tokens_as_in_vllm(connection: ClientConnection) -> None:
     body = {"model": "test/model", "prompt": "the cat 猫", "return_token_strs": True}
     told = (await connection.post("/tokenize", body)).json()
     ids = token_ids("the cat 猫")
@@ -32,7 +31,7 @@ async def test_messages_become_the_tokens_of_their_chat(connection: ClientConnec
     assert short["tokens"] == token_ids(RENDERED.removesuffix("<|im_start|>assistant\n"))
 
 
-async def test_a_content_becomes_tokens_as_at_llama_cpp(connection: ClientConnection) -> None:
+async def test_content_becomes_tokens_as_in_llama_cpp(connection: ClientConnection) -> None:
     assert (await connection.post("/tokenize", {"content": "the cat"})).json() == {"tokens": token_ids("the cat")}
     told = (await connection.post("/tokenize", {"content": "the 猫", "with_pieces": True})).json()["tokens"]
     assert [piece["id"] for piece in told] == token_ids("the 猫")
@@ -40,7 +39,7 @@ async def test_a_content_becomes_tokens_as_at_llama_cpp(connection: ClientConnec
     assert raw == "the 猫".encode()
 
 
-async def test_what_is_told_of_each_of_many_tokens_is_as_of_few(connection: ClientConnection) -> None:
+async def test_token_texts_are_the_same_for_many_tokens_and_few(connection: ClientConnection) -> None:
     few, times = 'the 猫 "\\', 500
     for body, field in (({"content": few, "with_pieces": True}, "tokens"), ({"return_token_strs": True}, "token_strs")):
         source = "content" if "content" in body else "prompt"
@@ -57,20 +56,8 @@ async def test_tokens_become_a_text_under_both_names(connection: ClientConnectio
     assert (await connection.post("/detokenize", {"tokens": ids})).json() == {"prompt": text, "content": text}
 
 
-async def test_a_chat_becomes_its_prompt(connection: ClientConnection) -> None:
+async def test_chat_becomes_its_prompt(connection: ClientConnection) -> None:
     assert (await connection.post("/apply-template", HI)).json() == {"prompt": RENDERED}
-
-
-async def test_the_version_and_the_load(connection: ClientConnection) -> None:
-    assert (await connection.request("GET", "/version")).json() == {"version": importlib.metadata.version("penstock")}
-    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1, "running": 2, "pages_used": 5}
-
-
-async def test_before_there_is_a_backend_the_load_is_the_workers(
-    connection: ClientConnection, backend: FakeBackend
-) -> None:
-    backend.backend_counters = None
-    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +70,9 @@ async def test_before_there_is_a_backend_the_load_is_the_workers(
         ("GET", "/v1/load"),
     ],
 )
-async def test_each_needs_a_key(connect: Callable[..., ClientConnection], method: str, path: str) -> None:
+async def test_every_token_endpoint_needs_a_key(
+    connect: Callable[..., ClientConnection], method: str, path: str
+) -> None:
     assert (await connect(api_keys=("one",)).request(method, path, HI if method == "POST" else None)).status == 401
 
 
@@ -107,7 +96,7 @@ async def test_each_needs_a_key(connect: Callable[..., ClientConnection], method
         ("/apply-template", {**HI, "model": "other"}, "model", "other"),
     ],
 )
-async def test_what_is_wrong_is_named(
+async def test_invalid_field_is_named(
     connection: ClientConnection, path: str, body: dict[str, Any], param: str, shown: str
 ) -> None:
     response = await connection.post(path, body)

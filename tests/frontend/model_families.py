@@ -1,5 +1,5 @@
-"""Models that call tools and reason, as far as a frontend can tell: chat templates in the manner of the families that
-do, and tokenizers with their marks."""
+"""Models that call tools and reason, as a frontend sees them: chat templates like those of real model families, and
+tokenizers with their marks."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ class Model:
 
     template: str = HERMES
     special: tuple[str, ...] = ()
-    """Tokens that a detokenizer leaves out."""
+    """Special tokens, which a detokenizer skips."""
     added: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    """Tokens that are text."""
+    """Added tokens that are text."""
     parsers: ParserNames = ParserNames()  # noqa: RUF009 - frozen
 
     @property
@@ -134,7 +134,7 @@ class Model:
         return make_app(backend, keeper=keeper)
 
     def says(self, text: str, *, batch_size: int = 1, finish: Finish = Finish.STOP) -> Script:
-        """As `harness.says`, in this model's tokens."""
+        """Like `harness.says`, in this model's tokens."""
         tokenizer = self.tokenizer
 
         def script(request: GenerationRequest) -> list[TokenBatch]:
@@ -151,7 +151,7 @@ class Model:
         return script
 
     def prompt(self, backend: FakeBackend) -> str:
-        """What the backend was last asked to go on with."""
+        """Return the prompt that the backend received last."""
         token_ids: Any = backend.last.token_ids
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 

@@ -1,0 +1,62 @@
+"""GET /v1/models, /health, /ready, /version and /v1/load."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from tests.frontend.harness import (
+    ClientConnection,
+    FakeBackend,
+    make_app,
+)
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_models_are_listed_and_described(connection: ClientConnection) -> None:
+    listed = (await connection.request("GET", "/v1/models")).json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert model["id"] == "test/model"
+    assert (await connection.request("GET", "/v1/models/test/model")).json() == model
+    assert (await connection.request("GET", "/v1/models/test%2Fmodel")).json() == model
+    assert (await connection.request("GET", "/v1/models/test%252Fmodel")).status == 404
+    missing = await connection.request("GET", "/v1/models/other")
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+
+
+async def test_ready_follows_the_backend_and_health_does_not(
+    connection: ClientConnection, backend: FakeBackend
+) -> None:
+    ready = await connection.request("GET", "/ready")
+    assert (ready.status, ready.json()) == (200, {"status": "ready", "running": 2, "pages_used": 5})
+    backend.ready = False
+    not_ready = await connection.request("GET", "/ready")
+    assert not_ready.status == 503
+    assert int(not_ready.headers["retry-after"]) >= 1
+    assert (await connection.request("GET", "/health")).status == 200
+    refused = await connection.post(CHAT, HI)
+    assert (refused.status, refused.error["code"]) == (503, "backend_unavailable")
+
+
+async def test_only_health_is_200_before_the_model_is_known(backend: FakeBackend) -> None:
+    backend.model = None
+    connection = ClientConnection(make_app(backend))
+    assert (await connection.request("GET", "/health")).status == 200
+    for path in ("/ready", "/v1/models", "/v1/models/x"):
+        response = await connection.request("GET", path)
+        assert response.status == 503
+        assert "retry-after" in response.headers
+    assert (await connection.post(CHAT, HI)).status == 503
+    await connection.end()
+
+
+async def test_version_and_load_are_reported(connection: ClientConnection) -> None:
+    assert (await connection.request("GET", "/version")).json() == {"version": importlib.metadata.version("penstock")}
+    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1, "running": 2, "pages_used": 5}
+
+
+async def test_load_without_a_backend_is_the_workers_own(connection: ClientConnection, backend: FakeBackend) -> None:
+    backend.backend_counters = None
+    assert (await connection.request("GET", "/v1/load")).json() == {"server_load": 1}
