@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from penstock.frontend.schemas.generation import MAX_CHOICES
@@ -12,6 +13,9 @@ COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 HUGE = 10**400
 DEEP = b"[" * 100_000 + b"]" * 100_000
+
+FORBIDDEN_IN_ERRORS = re.compile(r"0x[0-9a-f]{6}|/dev/shm|ipc://|Traceback|File \"|msgspec|jinja2\.|object at ")
+"""Internals that no error message may show."""
 
 NOT_JSON: list[bytes] = [
     b"",

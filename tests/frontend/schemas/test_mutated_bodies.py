@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.frontend.app import App
-from tests.frontend.endpoints.test_invalid_bodies import DEEP, FORBIDDEN_IN_ERRORS, NOT_AN_OBJECT, NOT_JSON
+from tests.frontend.endpoints.invalid_bodies import DEEP, FORBIDDEN_IN_ERRORS, NOT_AN_OBJECT, NOT_JSON
 from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.model_families import HERMES, Model
 
