@@ -1,6 +1,7 @@
-"""config.json of a Hugging Face checkpoint as a DecoderConfig: every number bounded, every unsupported thing refused.
+"""Reads config.json of a Hugging Face checkpoint into a DecoderConfig. Every number is bounded; unsupported features
+are refused.
 
-What a key means when it is absent is what transformers 5 makes of it, architecture by architecture.
+An absent key has the default that transformers 5 gives it, for each architecture.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PerLayer = Meta(max_length=4096)
 
 
 class _HfConfig(Struct, frozen=True):
-    """The keys of config.json that decide how a supported model computes."""
+    """The keys of config.json that change how a supported model computes."""
 
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     hidden_size: _Width
@@ -89,7 +90,7 @@ def _windows_of_nope_layers(config: _HfConfig) -> _Windows:
 
 
 def _layered_windows(config: _HfConfig, *, default_window: int | None, default_slides: tuple[bool, ...]) -> _Windows:
-    """layer_types decides where it is given, else default_slides; use_sliding_window switches all windows."""
+    """layer_types decides if given, else default_slides. use_sliding_window switches all windows on or off."""
     window = default_window if config.sliding_window is UNSET else config.sliding_window
     window = window if config.use_sliding_window else None
     if config.layer_types is None:
@@ -118,7 +119,7 @@ def _interval_rope(config: _HfConfig) -> tuple[bool, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture fixes, and what an absent key means to it."""
+    """Fixed properties of an architecture, and its defaults for absent keys."""
 
     windows: Callable[[_HfConfig], _Windows]
     uses_rope: Callable[[_HfConfig], tuple[bool, ...]] = _rope_everywhere
@@ -153,10 +154,10 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) -> DecoderConfig:
-    """model_dir's config.json, checked.
+    """Read and check model_dir's config.json.
 
-    max_context_tokens narrows the context below what the model offers, and with it decides between LongRoPE's short
-    and long frequencies. Raises StartupError naming the field, its value and what is supported.
+    max_context_tokens limits the context below the model's own, and so it decides between LongRoPE's short and long
+    frequencies. Raises StartupError naming the field, its value and what is supported.
     """
     path = model_dir / CONFIG_FILE
     values = read_json_object(path)
@@ -167,7 +168,7 @@ def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) 
 
 
 def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None = None) -> DecoderConfig:
-    """As read_decoder_config, from the decoded JSON object."""
+    """As `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
     _refuse_unsupported(values)
     config = convert(values, _HfConfig, architecture)
@@ -192,7 +193,9 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     partial = rope_settings.partial_rotary_factor or config.partial_rotary_factor or 1.0
     rotary_dim = int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:
-        raise StartupError(f"head_dim {head_dim} with partial_rotary_factor {partial} rotates {rotary_dim} of them")
+        raise StartupError(
+            f"head_dim {head_dim} with partial_rotary_factor {partial} rotates {rotary_dim} dimensions; it must be even"
+        )
     rope = compute_rope(
         rope_settings,
         theta=rope_settings.rope_theta or config.rope_theta or family.rope_theta,
@@ -269,19 +272,21 @@ def _head_dim(config: _HfConfig, family: _Family) -> int:
 def _context_tokens(
     config: _HfConfig, rope: RopeSettings, original_positions: int, max_context_tokens: int | None
 ) -> int:
-    """YaRN's factor is what the operator adds to reach beyond max_position_embeddings; the others leave it in force."""
+    """Only YaRN extends the context beyond max_position_embeddings: by the factor that the operator adds."""
     offered = config.max_position_embeddings
     if rope.kind == "yarn" and rope.factor is not None:
         offered = min(max(offered, int(original_positions * rope.factor)), MAX_CONTEXT_TOKENS)
     if max_context_tokens is None:
         return offered
     if not 1 <= max_context_tokens <= offered:
-        raise StartupError(f"--max-context is {max_context_tokens}; this model has 1 to {offered}: lower --max-context")
+        raise StartupError(
+            f"--max-context is {max_context_tokens}; this model supports 1 to {offered}: lower --max-context"
+        )
     return max_context_tokens
 
 
 def read_declared_dtype(model_dir: Path) -> torch.dtype | None:
-    """The dtype that config.json declares (dtype, or torch_dtype as it was called); None where it declares none."""
+    """The dtype that config.json declares (dtype, formerly torch_dtype); None if it declares none."""
     values = read_json_object(model_dir / CONFIG_FILE)
     declared = values.get("dtype") or values.get("torch_dtype")
     return _DTYPES.get(declared) if isinstance(declared, str) else None

@@ -1,4 +1,4 @@
-"""The dimensions and switches of a Llama-family decoder, free of any checkpoint's spelling."""
+"""The dimensions and switches of a Llama-family decoder, independent of any checkpoint format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 class RopeConfig:
     """Rotary position embedding (arXiv 2104.09864), rotate-half layout.
 
-    inv_freq has rotary_dim / 2 entries, fp64, all scaling already applied; cos and sin are multiplied by
-    attention_factor (1.0 unless YaRN or LongRoPE says otherwise). long_inv_freq and long_attention_factor, where a
-    checkpoint has them (LongRoPE), are used by sequences that can outgrow original_max_positions.
+    inv_freq has rotary_dim / 2 entries in fp64, with all scaling applied. cos and sin are multiplied by
+    attention_factor, which is 1.0 unless YaRN or LongRoPE changes it.
     """
 
     rotary_dim: int
@@ -43,4 +42,4 @@ class DecoderConfig:
     layer_uses_rope: tuple[bool, ...] = ()
     """False for the NoPE layers of SmolLM3."""
     layer_window_tokens: tuple[int | None, ...] = ()
-    """Sliding window: a token sees itself and the window - 1 tokens before it. None is full attention."""
+    """Sliding window: a token attends to itself and the window - 1 tokens before it. None is full attention."""

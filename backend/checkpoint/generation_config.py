@@ -1,4 +1,4 @@
-"""What a checkpoint says about generating: the tokens that end a text, and the sampling it was tuned for."""
+"""A checkpoint's defaults for generation: the tokens that end a text, and sampling settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _EndTokens(Struct, frozen=True):
                 return tuple(dict.fromkeys(token_ids))
 
 
-# Each key within the bounds that the wire puts on it, or null.
+# Each key has the bounds of the wire format, or is null.
 _SamplingSettings = msgspec.defstruct(
     "_SamplingSettings",
     [
@@ -46,17 +46,17 @@ _SamplingSettings = msgspec.defstruct(
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What holds for a request that does not say otherwise."""
+    """Defaults for requests."""
 
     eos_token_ids: tuple[int, ...]
     sampling: Sampling
 
 
 def read_generation_defaults(model_dir: Path) -> GenerationDefaults:
-    """From generation_config.json; the end tokens from config.json where that names none or is missing.
+    """Read generation_config.json. End tokens come from config.json if that file names none or is missing.
 
-    Settings count whatever do_sample says: it is a default of transformers' generate (greedy), while clients of this
-    API expect temperature 1 unless the model's authors chose another. Raises StartupError naming field and value.
+    do_sample is ignored: it sets the default of transformers' generate (greedy), while clients of this API expect
+    temperature 1 unless the model's authors chose another. Raises StartupError naming field and value.
     """
     path = model_dir / GENERATION_FILE
     values: dict[str, Any] = read_json_object(path) if path.is_file() else {}

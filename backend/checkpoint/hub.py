@@ -1,4 +1,4 @@
-"""From what the operator typed after --model to a directory: a path as it is, a hub id by way of the hub's cache."""
+"""Resolves --model to a directory: a path is used as it is; a hub id is downloaded into the hub's cache."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def resolve_model(model: str, revision: str | None = None, config_dir: Path | None = None) -> Path:
-    """The checkpoint's directory: model itself where that is one, else the hub's snapshot of that id, of the same
-    commit as config_dir where `resolve_config` has been asked before.
+    """The checkpoint's directory: model itself if it is one, else the hub's snapshot of that id.
 
-    A download goes through huggingface_hub: its cache, its progress bars, HF_HUB_OFFLINE, HF_TOKEN. The small files
-    come first, since the index among them tells which weights will be read; nothing else is fetched. Raises
-    StartupError in one line.
+    config_dir is the result of `resolve_config`, if it was called before: the same commit is used. Downloads use
+    huggingface_hub with its cache, progress bars, HF_HUB_OFFLINE and HF_TOKEN. The small files come first, because the
+    index among them names the weight files; nothing else is downloaded. Raises StartupError in one line.
     """
     if (path := _local_directory(model, revision)) is not None:
         return path
@@ -43,24 +42,24 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path:
-    """As `resolve_model`, but of a hub's model config.json is all that is fetched."""
+    """As `resolve_model`, but downloads config.json only."""
     return _local_directory(model, revision) or _download_with_config(model, revision, (CONFIG_FILE,))
 
 
 def _pinned(revision: str | None, snapshot: Path) -> str | None:
-    """The revision to ask for after a snapshot has been fetched: the same commit, whatever has been pushed since."""
+    """The revision for further downloads: the snapshot's own commit, whatever has been pushed since."""
     return snapshot.name if _COMMIT.fullmatch(snapshot.name) else revision
 
 
 def _local_directory(model: str, revision: str | None) -> Path | None:
-    """None where model can only be a hub id. Raises StartupError."""
+    """None if model can only be a hub id. Raises StartupError."""
     path = Path(model).expanduser()
     if model and path.is_dir():
         if not (path / CONFIG_FILE).is_file():
             raise StartupError(f"the model directory {path} has no {CONFIG_FILE}")
         if revision is not None:
             raise StartupError(
-                f"--revision is {shorten(revision)}; the model {path} is a directory, which has none: leave it out"
+                f"--revision is {shorten(revision)}; the model {path} is a directory, which has none: remove --revision"
             )
         return path
     if path.is_file():
@@ -78,7 +77,7 @@ def _download_with_config(model: str, revision: str | None, files: tuple[str, ..
 
 
 def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
-    # Imported here: it costs 0.3 s, and a local directory does not need it.
+    # Imported here: the import takes 0.3 s, and a local directory does not need it.
     import httpx2
     from huggingface_hub import errors, snapshot_download
 

@@ -1,4 +1,4 @@
-"""Reads the JSON files of a checkpoint into checked Structs; every fault is one line naming file, field and value."""
+"""Reads a checkpoint's JSON files into checked Structs. Every error is one line naming file, field and value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_JSON_BYTES = 64 << 20
-"""Largest file read as JSON: the index of a checkpoint with hundreds of thousands of tensors stays below it."""
+"""Largest file read as JSON. An index of hundreds of thousands of tensors is smaller."""
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ _PATH_STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole file. Raises StartupError where it is missing, unreadable or over MAX_JSON_BYTES."""
+    """The whole file. Raises StartupError if it is missing, unreadable or larger than MAX_JSON_BYTES."""
     try:
         num_bytes = path.stat().st_size
         if num_bytes > MAX_JSON_BYTES:
@@ -40,8 +40,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def decode_json_object(data: bytes | memoryview, where: object) -> dict[str, Any]:
-    """The JSON object in data. Raises StartupError that begins with where."""
-    # The codec raises these four for hostile bytes; RecursionError for nesting beyond the interpreter's limit.
+    """The JSON object in data. Raises StartupError; its message begins with `where`."""
+    # msgspec raises these four for invalid input; RecursionError for nesting beyond the interpreter's limit.
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -49,7 +49,7 @@ def decode_json_object(data: bytes | memoryview, where: object) -> dict[str, Any
 
 
 def convert(values: dict[str, Any], into: type[T], where: object) -> T:
-    """values as the Struct `into`, every type and bound checked. Raises StartupError naming the field and its value."""
+    """Convert to the Struct `into`, checking types and bounds. Raises StartupError naming the field and its value."""
     try:
         return msgspec.convert(values, into)
     except msgspec.ValidationError as error:
@@ -63,13 +63,13 @@ def convert(values: dict[str, Any], into: type[T], where: object) -> T:
 
 
 def shorten(value: object) -> str:
-    """value as it would be written, cut where it is too long for a line."""
+    """value's repr, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _look_up(values: Any, path: str) -> Any:
-    # The codec writes [...] for a key of a mapping, and does not tell which.
+    # msgspec writes [...] for a key of a mapping, without the key.
     for step in _PATH_STEP.finditer(path.partition("[...]")[0]):
         values = values[step["key"]] if step["key"] else values[int(step["index"])]
     return values

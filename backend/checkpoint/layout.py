@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint in the Hugging Face layout. Imports no torch: start-up looks around before it."""
+"""The files of a checkpoint in the Hugging Face layout. Imports no torch, because start-up reads these files first."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _Index(Struct, frozen=True):
 
 
 def shard_names(index: Path) -> tuple[str, ...]:
-    """The files that an index names, each a plain file name. Raises StartupError."""
+    """The shard files that an index names. Raises StartupError."""
     return tuple(sorted(set(read_index(index).values())))
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Tensor name → shard's file name, each a plain name and never a path."""
+    """Tensor name → file name of its shard, always a plain name and never a path. Raises StartupError."""
     weight_map = convert(read_json_object(path), _Index, path).weight_map
     names = set(weight_map.values())
     for name in names:

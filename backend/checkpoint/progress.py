@@ -1,4 +1,4 @@
-"""How far the loading of weights has come: a bar on a terminal, a line now and then in a log."""
+"""Progress of loading weights: a bar on a terminal, or a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG_INTERVAL_S = 5.0
 
 
 class Progress(Protocol):
-    """Counts bytes up to a total; ends with close."""
+    """Counts bytes up to a total, until it is closed."""
 
     def advance(self, num_bytes: int) -> None: ...
 
@@ -26,7 +26,7 @@ class BarProgress:
     """A rich progress bar on standard error."""
 
     def __init__(self, total_bytes: int) -> None:
-        # Imported here: rich costs 50 ms, and a service without a terminal never needs it.
+        # Imported here: the import takes 50 ms, and a service without a terminal never needs it.
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as RichProgress
@@ -70,5 +70,5 @@ class LogProgress:
 
 
 def make_progress(total_bytes: int) -> Progress:
-    """A bar where standard error is a terminal, else log lines."""
+    """A bar if standard error is a terminal, else log lines."""
     return BarProgress(total_bytes) if sys.stderr.isatty() else LogProgress(total_bytes)

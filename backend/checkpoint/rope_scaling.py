@@ -1,7 +1,7 @@
-"""The inverse frequencies of rotary position embedding, for every scaling rule that is supported.
+"""The inverse frequencies of rotary position embedding, for every supported scaling rule.
 
-All arithmetic is in fp32 on torch, in the order transformers does it: checkpoints were trained with those roundings,
-and at position 100,000 a last bit of fp32 turns a phase by 0.01.
+All arithmetic is in fp32 on torch, in the same order as in transformers: checkpoints were trained with these roundings,
+and at position 100,000 the last bit of fp32 changes a phase by 0.01.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Factors = Annotated[tuple[_Positive, ...], Meta(min_length=1, max_length=4096)]
 
 
 class RopeSettings(Struct, frozen=True):
-    """rope_parameters (or the older rope_scaling) of a config.json; what a rope type does not use is ignored."""
+    """rope_parameters (or the older rope_scaling) of a config.json. Keys that a rope type does not use are ignored."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -46,7 +46,7 @@ class RopeSettings(Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The rope type under either of its names; "su" is what LongRoPE was first called."""
+        """The rope type, under either key. "su" is an older name of LongRoPE."""
         kind = self.rope_type or self.type or "default"
         return "longrope" if kind == "su" else kind
 
@@ -60,11 +60,11 @@ def compute_rope(
     original_max_positions: int,
     context_tokens: int,
 ) -> RopeConfig:
-    """What config.json's settings mean for sequences of up to context_tokens.
+    """Frequencies for sequences of up to context_tokens.
 
-    LongRoPE (arXiv 2402.13753) has two sets of frequencies. One sequence must see one set from its first token to its
-    last, so the choice falls here: the short set where no sequence can outgrow original_max_positions, else the long
-    one. Dynamic NTK leaves frequencies alone up to max_position_embeddings, which is as far as sequences go.
+    LongRoPE (arXiv 2402.13753) has two sets of frequencies. A sequence must use one set from its first token to its
+    last, so the choice is made here: the short set if no sequence can exceed original_max_positions, else the long
+    one. Dynamic NTK does not change frequencies up to max_position_embeddings, the longest sequence here.
 
     Raises StartupError naming the setting that is missing, unknown or of the wrong length.
     """
@@ -102,7 +102,7 @@ def _required(settings: RopeSettings, field: str) -> float:
 
 
 def _llama3(inv_freq: Tensor, settings: RopeSettings, original_max_positions: int) -> Tensor:
-    """Long waves are stretched by factor, short ones kept, those between blended (Llama 3.1)."""
+    """Llama 3.1: long waves are stretched by factor, short ones are kept, those between are blended."""
     factor = _required(settings, "factor")
     low, high = _required(settings, "low_freq_factor"), _required(settings, "high_freq_factor")
     if high <= low:
@@ -117,7 +117,7 @@ def _llama3(inv_freq: Tensor, settings: RopeSettings, original_max_positions: in
 def _yarn(
     wave_scales: Tensor, settings: RopeSettings, factor: float, theta: float, original_max_positions: int
 ) -> Tensor:
-    """YaRN, arXiv 2309.00071: a ramp over dimensions from kept frequencies to those divided by factor."""
+    """YaRN (arXiv 2309.00071): a ramp over dimensions, from kept frequencies to frequencies divided by factor."""
     rotary_dim = 2 * len(wave_scales)
 
     def dimension_turning(rotations: float) -> float:

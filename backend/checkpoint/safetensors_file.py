@@ -1,8 +1,8 @@
-"""One safetensors file: its header checked against the file's size, its tensors copied out through a moving window.
+"""One safetensors file: checks its header against the file's size and copies tensors out through a moving window.
 
 The format: 8 bytes little-endian header length, the header (JSON: name → dtype, shape, data_offsets), then the data.
-The safetensors package maps a file whole and copies a tensor beside its own mapped pages, so that an embedding, often
-a quarter of a model, counts twice. Here at most WINDOW_BYTES are mapped at a time, at the same speed.
+The safetensors package maps the whole file, so while a tensor is copied its memory counts twice; an embedding is often
+a quarter of a model. Here at most WINDOW_BYTES are mapped at a time, at the same speed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _HeaderEntry(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies: first_byte counts from the beginning of the file."""
+    """Location of a tensor. first_byte counts from the beginning of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,10 +54,10 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """An open file; every tensor of the header lies within it. Close it when done."""
+    """An open file. Every tensor of its header is within the file. The caller closes it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises StartupError where the file is missing, truncated or its header is not what the format says."""
+        """Raises StartupError if the file is missing or truncated, or its header is invalid."""
         self.path = path
         try:
             self._file: BinaryIO = path.open("rb")
@@ -70,9 +70,9 @@ class SafetensorsFile:
             raise
 
     def copy(self, tensor: StoredTensor, target: Tensor, advance: Callable[[int], None]) -> None:
-        """Copies a float tensor into target (contiguous, as many elements), converting to its dtype.
+        """Copy a float tensor into target (contiguous, the same number of elements), converting to its dtype.
 
-        advance is called with the number of stored bytes after each window.
+        Calls advance with the number of stored bytes after each window.
         """
         source_dtype = FLOAT_DTYPES[tensor.dtype]
         item_bytes = _ITEM_BYTES[tensor.dtype]

@@ -1,6 +1,6 @@
-"""Which tensors a decoder is made of: under the checkpoint's names and shapes, and as the model takes them.
+"""The tensors of a decoder: their names and shapes in a checkpoint, and the form that the model uses.
 
-Reads no file: what computes with other weights, random ones for instance, needs no more than this.
+Reads no file, so models with random weights use it too.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor as the checkpoint names it, and the shape it must have."""
+class TensorSpec:
+    """Name of a tensor in the checkpoint, and its required shape."""
 
     name: str
     shape: tuple[int, ...]
 
 
-def expected_tensors(config: DecoderConfig) -> Iterator[Part]:
-    """Every tensor of the checkpoint that the model needs, with the shape it must have."""
-    yield embedding_part(config)
+def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
+    """Every tensor that the model needs from the checkpoint."""
+    yield embedding_spec(config)
     for index in range(config.num_layers):
-        for parts in layer_parts(config, index).values():
-            yield from parts
-    yield final_norm_part(config)
+        for specs in layer_specs(config, index).values():
+            yield from specs
+    yield final_norm_spec(config)
     if not config.tie_embeddings:
-        yield lm_head_part(config)
+        yield lm_head_spec(config)
 
 
-def embedding_part(config: DecoderConfig) -> Part:
-    return Part(EMBEDDING, (config.vocab_size, config.hidden_size))
+def embedding_spec(config: DecoderConfig) -> TensorSpec:
+    return TensorSpec(EMBEDDING, (config.vocab_size, config.hidden_size))
 
 
-def final_norm_part(config: DecoderConfig) -> Part:
-    return Part(FINAL_NORM, (config.hidden_size,))
+def final_norm_spec(config: DecoderConfig) -> TensorSpec:
+    return TensorSpec(FINAL_NORM, (config.hidden_size,))
 
 
-def lm_head_part(config: DecoderConfig) -> Part:
-    return Part(LM_HEAD, (config.vocab_size, config.hidden_size))
+def lm_head_spec(config: DecoderConfig) -> TensorSpec:
+    return TensorSpec(LM_HEAD, (config.vocab_size, config.hidden_size))
 
 
-def layer_parts(config: DecoderConfig, index: int) -> dict[str, tuple[Part, ...]]:
-    """LayerWeights' fields that this model has → the checkpoint's tensors that make them up, in order."""
+def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec, ...]]:
+    """Field of LayerWeights that this model has → the checkpoint's tensors that are stacked into it, in order."""
     prefix = f"model.layers.{index}."
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -89,14 +89,14 @@ def layer_parts(config: DecoderConfig, index: int) -> dict[str, tuple[Part, ...]
         qkv = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
         gate_up = {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}
 
-    def weights(rows_by_name: dict[str, int], inputs: int) -> tuple[Part, ...]:
-        return tuple(Part(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in rows_by_name.items())
+    def weights(rows_by_name: dict[str, int], inputs: int) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(f"{prefix}{name}.weight", (rows, inputs)) for name, rows in rows_by_name.items())
 
-    def vector(name: str, size: int) -> tuple[Part, ...]:
-        return (Part(f"{prefix}{name}.weight", (size,)),)
+    def vector(name: str, size: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(f"{prefix}{name}.weight", (size,)),)
 
-    def biases(rows_by_name: dict[str, int]) -> tuple[Part, ...]:
-        return tuple(Part(f"{prefix}{name}.bias", (rows,)) for name, rows in rows_by_name.items())
+    def biases(rows_by_name: dict[str, int]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(f"{prefix}{name}.bias", (rows,)) for name, rows in rows_by_name.items())
 
     o, down = {"self_attn.o_proj": hidden}, {"mlp.down_proj": hidden}
     layout = {

@@ -6,9 +6,9 @@
         for i in range(config.num_layers):
             layer = weights.layer(i, dtype)
 
-Canonical means: q, k and v stacked into one matrix, gate and up into another, whatever the checkpoint stores. Every
-tensor is a fresh copy owned by the caller; besides what the caller keeps, one window of the file is resident. The one
-exception is `mapped_embedding`, for a table of which rows are looked up and which need not be held in memory at all.
+Canonical means: q, k and v are stacked into one matrix, gate and up into another, whatever the checkpoint stores. Every
+tensor is a new copy that the caller owns; only one window of the file is in memory beside them. The exception is
+`mapped_embedding`, for an embedding table that is not held in memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from penstock.backend.checkpoint.safetensors_file import FLOAT_DTYPES, Safetenso
 from penstock.backend.checkpoint.tensors import (
     EMBEDDING,
     LayerWeights,
-    Part,
-    embedding_part,
+    TensorSpec,
+    embedding_spec,
     expected_tensors,
-    final_norm_part,
-    layer_parts,
-    lm_head_part,
+    final_norm_spec,
+    layer_specs,
+    lm_head_spec,
 )
 from penstock.backend.errors import StartupError
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class DecoderWeights:
-    """An open checkpoint whose every needed tensor is known to be there. Close it, or use it in a `with` block."""
+    """An open checkpoint that has every needed tensor. Close it, or use it in a `with` block."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DecoderWeights:
         progress: Progress,
         closers: ExitStack,
     ) -> None:
-        """files: tensor name → the open file it lies in; closers closes them."""
+        """files: tensor name → the open file that has it. closers closes the files."""
         self._config = config
         self._files = files
         self._declared_dtype = declared_dtype
@@ -74,7 +74,7 @@ class DecoderWeights:
         self.close()
 
     def close(self) -> None:
-        """Closes the files and ends the progress report. Idempotent."""
+        """Close the files and end the progress report. Idempotent."""
         self._closers.close()
 
     @property
@@ -83,60 +83,60 @@ class DecoderWeights:
         return _stored_bytes(self._config, self._files)
 
     def choose_dtype(self, requested: str, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
-        """The dtype to compute in: "bf16", "fp32", or for "auto" what config.json declares, else what is stored.
+        """The dtype to compute in: "bf16", "fp32", or for "auto" the dtype in config.json, else the stored one.
 
-        fp16 becomes fp16_as: bf16 has its size, and CPUs are made for it. Raises StartupError on another name.
+        fp16 becomes fp16_as: bf16 has the same size, and CPUs support it. Raises StartupError for another name.
         """
         stored = FLOAT_DTYPES[_stored(self._files, EMBEDDING).dtype]
         return choose_dtype(requested, self._declared_dtype or stored, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor:
         """[vocab_size, hidden_size]"""
-        return self._load((embedding_part(self._config),), dtype)
+        return self._load((embedding_spec(self._config),), dtype)
 
     def mapped_embedding(self) -> Tensor:
         """[vocab_size, hidden_size] in the stored dtype, mapped from the file and not copied.
 
-        For looking rows up: only pages with rows that were asked for become resident. Stays valid after close.
+        For row lookups: only the rows that are used come into memory. Stays valid after close.
         """
         return self._files[EMBEDDING].map(_stored(self._files, EMBEDDING))
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights:
-        layout = layer_parts(self._config, index)
-        return LayerWeights(**{field: self._load(parts, dtype) for field, parts in layout.items()})
+        layout = layer_specs(self._config, index)
+        return LayerWeights(**{field: self._load(specs, dtype) for field, specs in layout.items()})
 
     def final_norm(self, dtype: torch.dtype) -> Tensor:
         """[hidden_size]"""
-        return self._load((final_norm_part(self._config),), dtype)
+        return self._load((final_norm_spec(self._config),), dtype)
 
     def lm_head(self, dtype: torch.dtype) -> Tensor | None:
-        """[vocab_size, hidden_size], or None where the embedding is used again."""
-        return None if self._config.tie_embeddings else self._load((lm_head_part(self._config),), dtype)
+        """[vocab_size, hidden_size]; None if the embedding is used instead."""
+        return None if self._config.tie_embeddings else self._load((lm_head_spec(self._config),), dtype)
 
-    def _load(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Tensor:
-        """The parts stacked along their first dimension."""
-        rows = sum(part.shape[0] for part in parts)
-        stacked = torch.empty(rows, *parts[0].shape[1:], dtype=dtype)
+    def _load(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor:
+        """The tensors stacked along their first dimension."""
+        rows = sum(spec.shape[0] for spec in specs)
+        stacked = torch.empty(rows, *specs[0].shape[1:], dtype=dtype)
         row = 0
-        for part in parts:
-            target = stacked[row : row + part.shape[0]]
-            self._files[part.name].copy(_stored(self._files, part.name), target, self._progress.advance)
-            row += part.shape[0]
+        for spec in specs:
+            target = stacked[row : row + spec.shape[0]]
+            self._files[spec.name].copy(_stored(self._files, spec.name), target, self._progress.advance)
+            row += spec.shape[0]
         return stacked
 
 
 def open_weights(
     model_dir: Path, config: DecoderConfig, make_progress: Callable[[int], Progress] = make_progress
 ) -> DecoderWeights:
-    """Opens model.safetensors, or the shards of its index, and checks every tensor that config needs.
+    """Open model.safetensors, or the shards of its index, and check every tensor that config needs.
 
-    Nothing is loaded yet; tensors that are not needed are ignored. make_progress takes the bytes to come. Raises
-    StartupError with the tensor's name, the expected and the found shape; with both sizes where a file is truncated.
+    Nothing is loaded yet. Other tensors are ignored. make_progress receives the number of bytes to load. Raises
+    StartupError with the tensor's name and both shapes, or both sizes if a file is truncated.
     """
     with ExitStack() as closers:
         files, where = _open_files(model_dir, closers)
-        for part in expected_tensors(config):
-            _check(part, files, where)
+        for spec in expected_tensors(config):
+            _check(spec, files, where)
         progress = closers.enter_context(closing(make_progress(_stored_bytes(config, files))))
         return DecoderWeights(config, files, read_declared_dtype(model_dir), progress, closers.pop_all())
 
@@ -154,7 +154,7 @@ def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.
 
 
 def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, SafetensorsFile], str]:
-    """Tensor name → the file it lies in, closed by closers; and where that is, in words."""
+    """Tensor name → the file that has it, closed by closers; and a description of the files for messages."""
     single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
     if single.exists():
         file = closers.enter_context(closing(SafetensorsFile(single)))
@@ -172,17 +172,17 @@ def _open_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, Safetens
     return {tensor: shards[name] for tensor, name in weight_map.items()}, f"the files of {index}"
 
 
-def _check(part: Part, files: dict[str, SafetensorsFile], where: str) -> None:
-    if part.name not in files:
-        raise StartupError(f"tensor {part.name}, expected with shape {list(part.shape)}, is missing from {where}")
-    stored, path = _stored(files, part.name), files[part.name].path
-    if stored.shape != part.shape:
+def _check(spec: TensorSpec, files: dict[str, SafetensorsFile], where: str) -> None:
+    if spec.name not in files:
+        raise StartupError(f"tensor {spec.name}, expected with shape {list(spec.shape)}, is missing from {where}")
+    stored, path = _stored(files, spec.name), files[spec.name].path
+    if stored.shape != spec.shape:
         raise StartupError(
-            f"{path}: tensor {part.name} has shape {list(stored.shape)}; config.json makes it {list(part.shape)}"
+            f"{path}: tensor {spec.name} has shape {list(stored.shape)}; config.json makes it {list(spec.shape)}"
         )
     if stored.dtype not in FLOAT_DTYPES:
         raise StartupError(
-            f"{path}: tensor {part.name} has dtype {shorten(stored.dtype)}; it must be {', '.join(FLOAT_DTYPES)}"
+            f"{path}: tensor {spec.name} has dtype {shorten(stored.dtype)}; it must be {', '.join(FLOAT_DTYPES)}"
         )
 
 
@@ -191,4 +191,4 @@ def _stored(files: dict[str, SafetensorsFile], name: str) -> StoredTensor:
 
 
 def _stored_bytes(config: DecoderConfig, files: dict[str, SafetensorsFile]) -> int:
-    return sum(_stored(files, part.name).num_bytes for part in expected_tensors(config))
+    return sum(_stored(files, spec.name).num_bytes for spec in expected_tensors(config))

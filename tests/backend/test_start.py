@@ -133,7 +133,7 @@ def test_auto_says_what_was_free_and_what_is_kept(
         ("--host-kv-budget 4GB", "--host-kv-budget is 4.00 GB; the model runs on the CPU, whose KV cache is in the"),
         ("--host-kv-budget lots", 'for --host-kv-budget: "lots" is not a size; write 6GB, 512MiB or a number of bytes'),
         ("--kv-budget 1MB --max-context 2000", "--max-context is 2000; --kv-budget 1.00 MB holds 896 tokens: raise"),
-        ("--max-context 4096", "--max-context is 4096; this model has 1 to 2048: lower --max-context"),
+        ("--max-context 4096", "--max-context is 4096; this model supports 1 to 2048: lower --max-context"),
         ("--max-context 1", 'Invalid value "1" for --max-context. Must be >= 2.'),
         ("--max-context 0", "Must be >= 2."),
         ("--page-size 0", 'Invalid value "0" for --page-size. Must be >= 1.'),

@@ -142,7 +142,7 @@ def test_a_directory_is_its_own_config_and_model_whatever_its_name(tmp_path: Pat
 
 def test_a_directory_has_no_revision(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(StartupError, match=r"--revision is 'v1'; the model .* is a directory.*: leave it out"):
+    with pytest.raises(StartupError, match=r"--revision is 'v1'; the model .* is a directory.*: remove --revision"):
         resolve_config(str(tmp_path), "v1")
 
 
