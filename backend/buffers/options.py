@@ -1,4 +1,4 @@
-"""--shared-buffers: what it may be on which device, and what it makes."""
+"""--shared-buffers: the kinds of shared memory that a pass and its device support, and the exporter for them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _log = logging.getLogger("penstock.backend")
 
 
 def check_shared_buffers(choice: str, device: str) -> None:
-    """Raises StartupError where --shared-buffers cannot be had on the pass's device, before anything is loaded."""
+    """Raises StartupError if the pass's device does not support --shared-buffers. Called before anything is loaded."""
     if choice == "cuda" and device == "cpu":
         raise StartupError('--shared-buffers is "cuda"; the model runs on the CPU: use "host" or "auto"')
 
 
 def open_sharing_device(device: str) -> DeviceApi | None:
-    """For shared buffers: the pass's GPU. None on the CPU, and where the driver will not."""
+    """The pass's GPU, for shared buffers. None on the CPU, and after a warning when the driver refuses."""
     if device == "cpu":
         return None
     try:
         return DriverDevice(int(device.removeprefix("cuda:")))
     except DeviceError as error:
-        _log.warning("no memory is shared on %s: %s", device, error)
+        _log.warning("shared buffers are not available on %s, only on the host: %s", device, error)
         return None
 
 
@@ -42,7 +42,9 @@ def make_exporter(
     """choice is --shared-buffers; device is the pass's, None on the CPU. Raises StartupError."""
     has_device_outputs = device is not None and isinstance(forward_pass, IDeviceLogits)
     if choice == "cuda" and not has_device_outputs:
-        raise StartupError('--shared-buffers is "cuda"; this forward pass shares nothing there: use "host" or "auto"')
+        raise StartupError(
+            '--shared-buffers is "cuda"; this forward pass shares nothing on a GPU: use "host" or "auto"'
+        )
     kinds = {"cuda": (BufferKind.CUDA,), "host": (BufferKind.HOST,)}.get(
         choice, (BufferKind.CUDA, BufferKind.HOST) if has_device_outputs else (BufferKind.HOST,)
     )
@@ -50,10 +52,10 @@ def make_exporter(
         ContentSpec(BufferContent.TOKENS, 1, "<i4"),
         ContentSpec(BufferContent.LOGITS, forward_pass.spec.vocab_size, "<f4"),
     )
-    # A content is offered in every kind of memory or not at all.
+    # Each content is offered in every kind of memory, or not at all.
     if isinstance(forward_pass, IDeviceHiddenStates if BufferKind.CUDA in kinds else IHiddenStates):
         contents += (ContentSpec(BufferContent.HIDDEN_STATES, forward_pass.hidden_size, "<f4"),)
     if isinstance(forward_pass, IPromptEmbeddings):
         contents += (ContentSpec(BufferContent.PROMPT_EMBEDDINGS, forward_pass.embedding_size, "<f4"),)
-    # A pass whose outputs lie elsewhere reads prompts on the host.
+    # A pass without outputs on the device reads prompts on the host.
     return BufferExporter(kinds, contents, budget_bytes, device if has_device_outputs else None)

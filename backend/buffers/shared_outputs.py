@@ -1,4 +1,4 @@
-"""What clients get besides tokens: rows of a step's output, written to the buffers that they lent for them."""
+"""Logits and hidden states for clients: rows of a step's output, written to the clients' shared buffers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OUTPUT = attrgetter("output")
 
 
 def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, plan: Plan) -> None:
-    """To be called between `forward` and `sample`, on their thread; logits are those of plan.logit_rows.
+    """Write the rows that clients requested. Call it between `forward` and `sample`, on their thread.
 
-    Raises DeviceError where a copy on the device cannot be launched.
+    logits is the handle that `forward` returned. Raises DeviceError when a copy on the device cannot be launched.
     """
-    if not any(map(_OUTPUT, plan.sequences)):  # nearly always, so at next to no cost
+    if not any(map(_OUTPUT, plan.sequences)):  # the usual case, so it must be fast
         return
     on_host: dict[bool, NDArray[np.float32]] = {}
     on_device: dict[bool, DeviceRows] = {}
@@ -50,7 +50,7 @@ def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, plan: Plan) ->
             loan.write(generated_index, np.ascontiguousarray(on_host[hidden][row], np.float32).data)
 
 
-# Nothing is lent for what `make_exporter` did not find the pass to have.
+# Clients can request only what `make_exporter` found the pass to have, so the casts below hold.
 
 
 def _host_rows(forward_pass: IBatchedForwardPass, logits: Any, *, hidden: bool) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Prompts that clients hand in as embeddings: rows of the buffers that they lent for them, as a pass is given them."""
+"""Prompts that clients give as embeddings: rows of their shared buffers, in the form that a pass receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SharedPromptRows:
-    """See `EmbeddingRows`."""
+    """`EmbeddingRows` in a client's buffer."""
 
     loan: Loan
     first: int

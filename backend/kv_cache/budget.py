@@ -1,4 +1,4 @@
-"""The KV budget as a contract: from bytes to pages, and what a single sequence may then hold."""
+"""The KV budget: from bytes to pages, and to the longest sequence that they hold."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from penstock.backend.kv_cache.memory import MemoryInfo
 
 CPU_BUDGET_BYTES = 2_000_000_000
-"""Where nothing is said and the device is the CPU, whose memory is other programs' too."""
+"""CPU default; memory is shared with other programs."""
 MAX_PAGES = 1 << 22
-"""What keeps account of the pages is not in the budget: for so many it takes about 0.2 GB."""
+"""The engine's own records of pages are not in the budget; for this many they take about 0.2 GB."""
 MAX_PAGE_TABLE = 1 << 28
-"""Entries, of 4 bytes, for all sequences that may run."""
+"""Entries of 4 bytes, for all sequences that may run."""
 _MIN_CONTEXT_TOKENS = 2
-"""A token of the prompt and one of the answer."""
+"""One token of the prompt and one of the answer."""
 AUTO_HOST_BYTES = 4_000_000_000
-"""Of the host's memory beside a GPU, for pages that it has no room for: 30,000 tokens of a Llama 8B in bf16."""
+"""Default for evicted pages in the host's memory, beside a GPU: 30,000 tokens of a Llama 8B in bf16."""
 _HOST_SHARE = 4
 _RESERVE_SHARE = 10
 _MIN_RESERVE_BYTES = 512_000_000
@@ -29,7 +29,7 @@ _MIN_RESERVE_BYTES = 512_000_000
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Bytes for the KV cache; auto_parts say how auto came to them, and are empty where the operator named them."""
+    """Bytes for the KV cache. auto_parts are the numbers behind an "auto" budget; empty if the operator named it."""
 
     num_bytes: int
     auto_parts: tuple[tuple[str, int], ...] = ()
@@ -47,7 +47,7 @@ class KvBudget:
 
 
 def auto_budget(spec: PassSpec, memory: MemoryInfo) -> KvBudget:
-    """What is free, less what the pass takes and a reserve: a tenth of all memory, and at least 512 MB."""
+    """Free memory minus the pass's own and a reserve: a tenth of all memory, at least 512 MB."""
     reserve_bytes = max(memory.total_bytes // _RESERVE_SHARE, _MIN_RESERVE_BYTES)
     taken = [("for the weights", spec.weight_bytes), ("in reserve", reserve_bytes)]
     if spec.workspace_bytes:
@@ -56,21 +56,21 @@ def auto_budget(spec: PassSpec, memory: MemoryInfo) -> KvBudget:
     return KvBudget(max(0, left_bytes), ((f"free on {memory.name}", memory.free_bytes), *taken))
 
 
-def host_budget(wanted: int | Literal["auto"], device: str, memory: MemoryInfo) -> int:
-    """--host-kv-budget in bytes, beside a `PassOptions.device`; memory is the host's. Raises StartupError."""
-    if wanted == "auto":
+def host_budget(requested: int | Literal["auto"], device: str, memory: MemoryInfo) -> int:
+    """--host-kv-budget in bytes. device is `PassOptions.device`; memory is the host's. Raises StartupError."""
+    if requested == "auto":
         return 0 if device == "cpu" else min(AUTO_HOST_BYTES, memory.free_bytes // _HOST_SHARE)
-    if wanted and device == "cpu":
+    if requested and device == "cpu":
         raise StartupError(
-            f"--host-kv-budget is {format_size(wanted)}; the model runs on the CPU, whose KV cache is in the host's "
+            f"--host-kv-budget is {format_size(requested)}; the model runs on the CPU, whose KV cache is in the host's "
             "memory already: raise --kv-budget instead"
         )
-    return wanted
+    return requested
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """The whole pages that a budget holds in one KV dtype, as far as they can be kept account of."""
+class KvCapacity:
+    """The whole pages that a budget holds in one KV dtype; at most MAX_PAGES."""
 
     kv_dtype: str
     bytes_per_token: int
@@ -91,33 +91,33 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class DtypeChoice:
-    """What the budget holds in each KV dtype that was tried, in order; the last one is taken."""
+class KvDtypeChoice:
+    """The capacity in each KV dtype that was tried, in order; the last one is taken."""
 
-    tried: tuple[Capacity, ...]
+    tried: tuple[KvCapacity, ...]
     is_auto: bool
     full_context_tokens: int
     """--max-context, or the model's own."""
-    wanted_tokens: int
-    wanted_for: str
+    needed_tokens: int
+    needed_for: str
 
     @property
-    def chosen(self) -> Capacity:
+    def chosen(self) -> KvCapacity:
         return self.tried[-1]
 
     @property
     def reason(self) -> str:
         if not self.is_auto:
-            return f"{self.chosen.kv_dtype} was asked for"
-        wanted = f"{self.wanted_tokens:,} tokens ({self.wanted_for})"
-        if self.chosen.num_tokens < self.wanted_tokens:
-            return f"None holds {wanted}; {self.chosen.kv_dtype} is the narrowest"
-        return f"{self.chosen.kv_dtype} is the first that holds {wanted}"
+            return f"--kv-dtype is {self.chosen.kv_dtype}"
+        needed = f"{self.needed_tokens:,} tokens ({self.needed_for})"
+        if self.chosen.num_tokens < self.needed_tokens:
+            return f"None holds {needed}; {self.chosen.kv_dtype} is the narrowest"
+        return f"{self.chosen.kv_dtype} is the first that holds {needed}"
 
 
 @dataclass(frozen=True, slots=True)
-class KvPlan(Capacity):
-    """What is made of a budget: never more than it, and no more than max_running full contexts can use."""
+class KvPlan(KvCapacity):
+    """The pages planned for a budget: at most what it holds, and at most what max_running full contexts use."""
 
     max_context_tokens: int
     max_running: int
@@ -126,7 +126,7 @@ class KvPlan(Capacity):
     graph_bytes: int
     """A part of workspace_bytes."""
     budget: KvBudget
-    choice: DtypeChoice
+    choice: KvDtypeChoice
 
     @property
     def max_pages_per_sequence(self) -> int:
@@ -134,12 +134,12 @@ class KvPlan(Capacity):
 
     @property
     def device_bytes(self) -> int:
-        """All that the backend takes of the device's memory."""
+        """All device memory that the backend takes."""
         return self.num_bytes + self.weight_bytes + self.workspace_bytes
 
     @property
     def is_capped(self) -> bool:
-        """The budget would hold more than max_running of the longest sequences can use."""
+        """The budget holds more than max_running sequences of the longest kind can use."""
         return self.num_pages < self.choice.chosen.num_pages
 
     def describe(self) -> str:
@@ -160,45 +160,45 @@ def plan_kv(
     max_context_tokens: int | None,
     max_running: int,
 ) -> KvPlan:
-    """Pages for the budget, no more than max_running full contexts can use.
+    """Plan the pages of a budget: at most what max_running full contexts use.
 
-    kv_dtype "auto" is the first of the pass's whose pages hold what is asked for: max_running sequences of
-    max_context_tokens where that is given, one of the model's full context where it is not; the narrowest if none does.
+    kv_dtype "auto" takes the first of the pass's dtypes that holds enough tokens, or the narrowest if none does. Enough
+    is max_running sequences of max_context_tokens if that is given, otherwise one sequence of the model's full context.
     Raises StartupError naming the value, the limit and the remedy.
     """
     if max_context_tokens is not None and max_context_tokens > spec.max_context_tokens:
         raise StartupError(
-            f"--max-context is {max_context_tokens}; the model was made for {spec.max_context_tokens}: "
+            f"--max-context is {max_context_tokens}; the model supports at most {spec.max_context_tokens}: "
             "lower --max-context"
         )
     if spec.page_sizes and page_size_tokens not in spec.page_sizes:
         offered = ", ".join(map(str, spec.page_sizes))
-        raise StartupError(f"--page-size is {page_size_tokens}; this forward pass has {offered}: take one of these")
+        raise StartupError(f"--page-size is {page_size_tokens}; this forward pass supports {offered}: use one of these")
     choice = _choose_dtype(spec, budget, kv_dtype, page_size_tokens, max_context_tokens, max_running)
-    holds = choice.chosen
-    if holds.num_pages < 1:
+    capacity = choice.chosen
+    if capacity.num_pages < 1:
         raise StartupError(
-            f"--kv-budget is {budget}; one page of {page_size_tokens} tokens takes {format_size(holds.page_bytes)}: "
+            f"--kv-budget is {budget}; one page of {page_size_tokens} tokens takes {format_size(capacity.page_bytes)}: "
             f"{budget.remedy} or lower --page-size"
         )
-    context = min(max_context_tokens or spec.max_context_tokens, holds.num_tokens)
+    context = min(max_context_tokens or spec.max_context_tokens, capacity.num_tokens)
     if context < (max_context_tokens or _MIN_CONTEXT_TOKENS):
         raise StartupError(
             f"--max-context is {max_context_tokens or _MIN_CONTEXT_TOKENS}; --kv-budget {budget} holds "
-            f"{holds.num_tokens} tokens: {budget.remedy} or lower --max-context"
+            f"{capacity.num_tokens} tokens: {budget.remedy} or lower --max-context"
         )
     pages_per_sequence = -(-context // page_size_tokens)
     most_running = MAX_PAGE_TABLE // pages_per_sequence
     if max_running > most_running:
         raise StartupError(
-            f"--max-running is {max_running}; of sequences of {pages_per_sequence} pages {most_running} can run: "
+            f"--max-running is {max_running}; at most {most_running} sequences of {pages_per_sequence} pages can run: "
             "lower --max-running or --max-context, or raise --page-size"
         )
     return KvPlan(
-        kv_dtype=holds.kv_dtype,
-        bytes_per_token=holds.bytes_per_token,
+        kv_dtype=capacity.kv_dtype,
+        bytes_per_token=capacity.bytes_per_token,
         page_size_tokens=page_size_tokens,
-        num_pages=min(holds.num_pages, max_running * pages_per_sequence),
+        num_pages=min(capacity.num_pages, max_running * pages_per_sequence),
         max_context_tokens=context,
         max_running=max_running,
         weight_bytes=spec.weight_bytes,
@@ -216,28 +216,28 @@ def _choose_dtype(
     page_size_tokens: int,
     max_context_tokens: int | None,
     max_running: int,
-) -> DtypeChoice:
-    """See `plan_kv`. A dtype no narrower than one that was too wide is not tried. Raises StartupError."""
+) -> KvDtypeChoice:
+    """See `plan_kv`. Skips dtypes that are no narrower than one that held too little. Raises StartupError."""
     full_context_tokens = max_context_tokens or spec.max_context_tokens
     offered = {
-        name: Capacity(name, size, page_size_tokens, min(budget.num_bytes // (size * page_size_tokens), MAX_PAGES))
+        name: KvCapacity(name, size, page_size_tokens, min(budget.num_bytes // (size * page_size_tokens), MAX_PAGES))
         for name, size in spec.kv_bytes_per_token.items()
     }
     if max_context_tokens is None:
-        wanted = (full_context_tokens, full_context_tokens, "one full context")
+        needed = (full_context_tokens, full_context_tokens, "one full context")
     else:
-        wanted = (full_context_tokens, full_context_tokens * max_running, "--max-context times --max-running")
+        needed = (full_context_tokens, full_context_tokens * max_running, "--max-context times --max-running")
     if kv_dtype != "auto":
         if kv_dtype not in offered:
             raise StartupError(
-                f"--kv-dtype is {kv_dtype}; this forward pass has {', '.join(offered)}: take one of these, or auto"
+                f"--kv-dtype is {kv_dtype}; this forward pass has {', '.join(offered)}: use one of these, or auto"
             )
-        return DtypeChoice((offered[kv_dtype],), False, *wanted)
-    tried: list[Capacity] = []
+        return KvDtypeChoice((offered[kv_dtype],), False, *needed)
+    tried: list[KvCapacity] = []
     for capacity in offered.values():
         if tried and capacity.bytes_per_token >= tried[-1].bytes_per_token:
             continue
         tried.append(capacity)
-        if capacity.num_tokens >= wanted[1]:
+        if capacity.num_tokens >= needed[1]:
             break
-    return DtypeChoice(tuple(tried), True, *wanted)
+    return KvDtypeChoice(tuple(tried), True, *needed)

@@ -15,16 +15,15 @@ if TYPE_CHECKING:
 
 
 def plan_tables(plan: KvPlan, host_kv_bytes: int = 0) -> Group:
-    """What is taken of the device's memory and what it holds, and host_kv_bytes of the host's beside it; then the KV
-    dtypes that were tried."""
+    """Two tables: the memory taken and what it holds, on device and host; then the KV dtypes that were tried."""
     return Group(_plan_table(plan, host_kv_bytes), _choice_table(plan))
 
 
 def plan_rows(plan: KvPlan, host_kv_bytes: int = 0) -> list[tuple[str, str]]:
-    """Names and values."""
+    """The first table, as (name, value) rows."""
     auto = [(name, format_size(num_bytes)) for name, num_bytes in plan.budget.auto_parts]
     budget = "KV budget (auto)" if auto else "KV budget"
-    capped = f", all that --max-running {plan.max_running} can use" if plan.is_capped else ""
+    capped = f", the most that --max-running {plan.max_running} can use" if plan.is_capped else ""
     host = [("host memory for pages", f"{format_size(host_kv_bytes)} at most")] if host_kv_bytes else []
     graphs = [("of the workspace, graphs", f"{format_size(plan.graph_bytes)} (estimated)")] if plan.graph_bytes else []
     return [

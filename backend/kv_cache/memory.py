@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it is free: what `--kv-budget auto` and the check at start go by."""
+"""Total and free memory of a device, for `--kv-budget auto` and the check at start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Of one device, in bytes. Whose limit is the narrowest says the name."""
+    """Memory of one device, in bytes. name is the machine, GPU or container whose limit applies."""
 
     total_bytes: int
     free_bytes: int
@@ -22,25 +22,25 @@ class MemoryInfo:
 
 
 def device_memory(device: str) -> MemoryInfo:
-    """Of a `PassOptions.device`. Raises StartupError where a GPU does not say."""
+    """Memory of a `PassOptions.device`. Raises StartupError when a GPU does not report it."""
     kind, _, index = device.partition(":")
     return cuda_memory(int(index)) if kind == "cuda" else host_memory()
 
 
 def cuda_memory(index: int) -> MemoryInfo:
-    """Of one GPU. What its driver and this process's context take is no longer free. Raises StartupError."""
-    import torch  # at start-up the device is asked once, and never where it is the CPU
+    """Memory of one GPU. Memory of its driver and of this process's context is not free. Raises StartupError."""
+    import torch  # only needed once, at start, and never on the CPU
 
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     except (RuntimeError, AssertionError, ValueError) as error:  # torch asserts that it was built with CUDA
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise StartupError(f"GPU {index} does not say how much memory is free: {reason}") from None
+        raise StartupError(f"GPU {index} does not report its free memory: {reason}") from None
     return MemoryInfo(total_bytes, free_bytes, f"GPU {index}")
 
 
 def host_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> MemoryInfo:
-    """Of the machine, or of the control group that limits this process most where that leaves less."""
+    """Memory of the machine, or of the control group around this process that leaves the least."""
     meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     total_bytes = 1024 * int(meminfo["MemTotal"].split()[0])
     free_bytes = 1024 * int(meminfo["MemAvailable"].split()[0])
@@ -56,10 +56,10 @@ def host_memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> MemoryInfo:
 
 
 def _group_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
-    """(limit, use) of every control group around this process that has a limit, version 2 and version 1.
+    """(limit, use) of every control group around this process that has a limit, versions 2 and 1.
 
-    Cached file pages that are next to go do not count as used, as in the machine's own MemAvailable. Inside a container
-    /proc may name a path that is not mounted there; its own group is then the mount's root, which is asked as well.
+    Inactive cached file pages do not count as used, as in the machine's own MemAvailable. Inside a container, /proc may
+    name a path that is not mounted; its own group is then the root of the mount, so the root is read as well.
     """
     limits: list[tuple[int, int]] = []
     for line in (proc / "self/cgroup").read_text().splitlines():
@@ -79,7 +79,7 @@ def _group_limits(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
 
 
 def _group_limit(group: Path, limit_file: str, use_file: str, cached: str) -> tuple[int, int] | None:
-    """None where there is no limit, or no such group."""
+    """None if there is no limit, or no such group."""
     try:
         limit = (group / limit_file).read_text().strip()
         used_bytes = int((group / use_file).read_text())

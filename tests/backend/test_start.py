@@ -150,7 +150,7 @@ def test_auto_says_what_was_free_and_what_is_kept(
         ("--priority-step-s=-1", 'Invalid value "-1.0" for --priority-step-s. Must be >= 0'),
         ("--priority-step-s nan", 'Invalid value "nan" for --priority-step-s'),
         ("--kv-dtype int3", 'Invalid value "int3" for --kv-dtype. Choose from: "auto"'),
-        ("--kv-dtype q8_0 --forward-pass fake", "--kv-dtype is q8_0; this forward pass has fp32: take one of these"),
+        ("--kv-dtype q8_0 --forward-pass fake", "--kv-dtype is q8_0; this forward pass has fp32: use one of these"),
         ("--dtype int8", 'Invalid value "int8" for --dtype.'),
         ("--gpu first", '--gpu is "first"; write an index such as 0'),
         ("--revision main", "--revision is main; the demo model has none: give a hub id as --model, or leave it out"),

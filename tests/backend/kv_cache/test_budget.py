@@ -67,7 +67,7 @@ AUTO = KvBudget(0, (("free on this machine", 3_100_000_000), ("for the weights",
         ),
         (
             {"max_context_tokens": 1 << 20},
-            "--max-context is 1048576; the model was made for 65536: lower --max-context",
+            "--max-context is 1048576; the model supports at most 65536: lower --max-context",
         ),
         (
             {"max_context_tokens": 5000},
@@ -75,11 +75,11 @@ AUTO = KvBudget(0, (("free on this machine", 3_100_000_000), ("for the weights",
         ),
         (
             {"kv_dtype": "bf16"},
-            "--kv-dtype is bf16; this forward pass has fp32: take one of these, or auto",
+            "--kv-dtype is bf16; this forward pass has fp32: use one of these, or auto",
         ),
         (
             {"budget": 10 * GB, "page_size_tokens": 1, "max_running": 4097},
-            "--max-running is 4097; of sequences of 65536 pages 4096 can run: lower --max-running or --max-context, or",
+            "--max-running is 4097; at most 4096 sequences of 65536 pages can run: lower --max-running or",
         ),
     ],
 )
@@ -92,7 +92,7 @@ def test_an_impossible_setting_names_value_limit_and_remedy(changes: dict[str, A
 def test_a_page_size_that_the_pass_does_not_have_is_refused() -> None:
     spec = PassSpec(100, 4096, {"bf16": 1}, page_sizes=(16, 32))
     assert plan(spec, page_size_tokens=32).page_size_tokens == 32
-    with pytest.raises(StartupError, match="--page-size is 8; this forward pass has 16, 32: take one of these"):
+    with pytest.raises(StartupError, match="--page-size is 8; this forward pass supports 16, 32: use one of these"):
         plan(spec, page_size_tokens=8)
 
 
@@ -146,7 +146,7 @@ def test_auto_narrows_until_what_is_asked_for_fits(
 def test_a_dtype_that_was_asked_for_is_taken_whether_all_fits_or_not() -> None:
     kv = plan(SPEC, budget=10**6, kv_dtype="fp32")
     assert (kv.kv_dtype, kv.num_tokens) == ("fp32", 496)
-    assert kv.choice.reason == "fp32 was asked for"
+    assert kv.choice.reason == "--kv-dtype is fp32"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_table_says_what_is_taken_and_what_it_holds() -> None:
         "for the weights": "3.00 GB",
         "in reserve": "1.00 GB",
         "KV budget (auto)": "1.00 GB",
-        "KV cache": "262.14 MB, all that --max-running 64 can use",
+        "KV cache": "262.14 MB, the most that --max-running 64 can use",
         "KV dtype": "bf16",
         "bytes per token": "1,000",
         "tokens per page": "16",

@@ -108,4 +108,4 @@ def test_a_gpu_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
     with pytest.raises(StartupError) as refused:
         device_memory("cuda:9")
-    assert str(refused.value) == "GPU 9 does not say how much memory is free: CUDA error: invalid device ordinal"
+    assert str(refused.value) == "GPU 9 does not report its free memory: CUDA error: invalid device ordinal"
