@@ -49,10 +49,10 @@ def _batches(request: GenerationRequest, ids: list[int], size: int, lowered: flo
             ids, ended = ids[: place + 1], Finish.STOP
             break
     width = request.sampling.num_logprobs
-    told = [entry(token, place, max(0, width)) for place, token in enumerate(ids)]
-    told = [LogprobEntry(t.logprob - lowered, t.rank, t.top_ids, t.top_logprobs) for t in told]
+    entries = [entry(token, place, max(0, width)) for place, token in enumerate(ids)]
+    entries = [LogprobEntry(t.logprob - lowered, t.rank, t.top_ids, t.top_logprobs) for t in entries]
     batches = [
-        TokenBatch(ids[start : start + size], logprobs=told[start : start + size] if width >= 0 else None)
+        TokenBatch(ids[start : start + size], logprobs=entries[start : start + size] if width >= 0 else None)
         for start in range(0, len(ids), size)
     ]
     batches[-1].finish = ended

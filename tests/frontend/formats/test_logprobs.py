@@ -54,15 +54,15 @@ async def test_chat_has_logprobs(
     ids = token_ids(text)
     content = choice["logprobs"]["content"]
     assert choice["logprobs"]["refusal"] is None
-    assert bytes(byte for told in content for byte in told["bytes"]).decode() == text
-    for place, (token, told) in enumerate(zip(ids, content, strict=True)):
+    assert bytes(byte for reported in content for byte in reported["bytes"]).decode() == text
+    for place, (token, reported) in enumerate(zip(ids, content, strict=True)):
         expected = entry(token, place, width)
-        assert (told["token"], told["logprob"]) == (shown(token), expected.logprob)
-        assert told["top_logprobs"] == [
+        assert (reported["token"], reported["logprob"]) == (shown(token), expected.logprob)
+        assert reported["top_logprobs"] == [
             {"token": shown(top), "logprob": logprob, "bytes": list(raw(top))}
             for top, logprob in zip(expected.top_ids, expected.top_logprobs, strict=True)
         ]
-        assert len(told["top_logprobs"]) == width
+        assert len(reported["top_logprobs"]) == width
 
 
 @STREAMS
@@ -74,15 +74,15 @@ async def test_completion_has_logprobs(
 ) -> None:
     backend.text, backend.batch_size = text, batch_size
     (choice,) = (await ask(connection, COMPLETIONS, stream=stream, logprobs=width))["choices"]
-    told, ids = choice["logprobs"], token_ids(text)
+    reported, ids = choice["logprobs"], token_ids(text)
     expected = [entry(token, place, width) for place, token in enumerate(ids)]
-    assert told["tokens"] == [legacy(token) for token in ids]
-    assert told["token_logprobs"] == [one.logprob for one in expected]
-    for token, one, top in zip(ids, expected, told["top_logprobs"], strict=True):
+    assert reported["tokens"] == [legacy(token) for token in ids]
+    assert reported["token_logprobs"] == [one.logprob for one in expected]
+    for token, one, top in zip(ids, expected, reported["top_logprobs"], strict=True):
         likeliest = dict(zip(map(legacy, one.top_ids), one.top_logprobs, strict=True))
         assert top == {legacy(token): one.logprob} | likeliest | {legacy(token): one.logprob}
     ends = [len(TOKENIZER.decode(ids[:count]).rstrip("\ufffd")) for count in range(len(ids) + 1)]
-    assert told["text_offset"] == ends[:-1]
+    assert reported["text_offset"] == ends[:-1]
 
 
 @STREAMS
@@ -91,16 +91,16 @@ async def test_echoed_prompt_comes_first_with_its_logprobs(
 ) -> None:
     prompt = "猫 sat"
     (choice,) = (await ask(connection, COMPLETIONS, stream=stream, prompt=prompt, echo=True, logprobs=2))["choices"]
-    told, ids = choice["logprobs"], [*token_ids(prompt), *token_ids("Hello, world!")]
+    reported, ids = choice["logprobs"], [*token_ids(prompt), *token_ids("Hello, world!")]
     assert choice["text"] == prompt + "Hello, world!"
-    assert told["tokens"] == [legacy(token) for token in ids]
-    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
-    assert told["token_logprobs"][1] == entry(ids[1], 1, 2).logprob
-    assert told["token_logprobs"][len(token_ids(prompt))] == entry(0, 0, 2).logprob
-    for token, offset in zip(ids, told["text_offset"], strict=True):
+    assert reported["tokens"] == [legacy(token) for token in ids]
+    assert (reported["token_logprobs"][0], reported["top_logprobs"][0]) == (None, None)
+    assert reported["token_logprobs"][1] == entry(ids[1], 1, 2).logprob
+    assert reported["token_logprobs"][len(token_ids(prompt))] == entry(0, 0, 2).logprob
+    for token, offset in zip(ids, reported["text_offset"], strict=True):
         if "\ufffd" not in shown(token):
             assert choice["text"][offset:].startswith(shown(token))
-    assert told["text_offset"] == sorted(told["text_offset"])
+    assert reported["text_offset"] == sorted(reported["text_offset"])
 
 
 @STREAMS
@@ -139,10 +139,10 @@ async def test_prompt_logprobs_are_keyed_by_token_id(
     prompt = list(backend.last.token_ids)
     every = [answer["prompt_logprobs"]] if path == CHAT else [one["prompt_logprobs"] for one in answer["choices"]]
     assert len(every) == (1 if path == CHAT else 2)
-    for told in every:
-        assert len(told) == len(prompt)
-        assert told[0] is None
-        for place, (token, ranked) in enumerate(zip(prompt[1:], told[1:], strict=True), start=1):
+    for reported in every:
+        assert len(reported) == len(prompt)
+        assert reported[0] is None
+        for place, (token, ranked) in enumerate(zip(prompt[1:], reported[1:], strict=True), start=1):
             one = entry(token, place, 2)
             likeliest = {"logprob": one.top_logprobs[0], "rank": 1, "decoded_token": shown(one.top_ids[0])}
             own = {"logprob": one.logprob, "rank": 2, "decoded_token": shown(token)}
@@ -168,8 +168,8 @@ async def test_end_token_has_logprobs_if_token_ids_are_returned(
 ) -> None:
     fields = {"logprobs": True} if path == CHAT else {"logprobs": 0}
     (choice,) = (await ask(connection, path, stream=stream, return_token_ids=True, **fields))["choices"]
-    told = choice["logprobs"]["content"] if path == CHAT else choice["logprobs"]["tokens"]
-    assert len(told) == len(choice["token_ids"]) == len(token_ids("Hello, world!")) + 1
+    reported = choice["logprobs"]["content"] if path == CHAT else choice["logprobs"]["tokens"]
+    assert len(reported) == len(choice["token_ids"]) == len(token_ids("Hello, world!")) + 1
     assert choice["text"] == "Hello, world!"
 
 
@@ -184,8 +184,8 @@ async def test_logprobs_end_with_the_stop_string(
     fields = {"logprobs": True} if path == CHAT else {"logprobs": 0}
     for backend.batch_size in (1, 100):
         (choice,) = (await ask(connection, path, stream=stream, stop="wor", **fields))["choices"]
-        told = choice["logprobs"]
-        tokens = [one["token"] for one in told["content"]] if path == CHAT else told["tokens"]
+        reported = choice["logprobs"]
+        tokens = [one["token"] for one in reported["content"]] if path == CHAT else reported["tokens"]
         assert tokens == [shown(token) for token in ids[:count]]
 
 
@@ -198,7 +198,7 @@ async def test_minus_infinity_is_reported_as_a_number(connection: ClientConnecti
 
 
 @pytest.mark.parametrize(
-    ("path", "fields", "param", "told"),
+    ("path", "fields", "param", "reported"),
     [
         (CHAT, {"logprobs": 1}, "logprobs", "got int 1"),
         (CHAT, {"logprobs": "true"}, "logprobs", "true"),
@@ -220,12 +220,12 @@ async def test_minus_infinity_is_reported_as_a_number(connection: ClientConnecti
     ids=lambda value: str(value)[:50],
 )
 async def test_unavailable_logprobs_are_refused(
-    connection: ClientConnection, path: str, fields: Any, param: str, told: str
+    connection: ClientConnection, path: str, fields: Any, param: str, reported: str
 ) -> None:
     response = await connection.post(path, {"messages": [{"role": "user", "content": "hi"}], "prompt": "x", **fields})
     assert (response.status, response.error["param"]) == (400, param)
     assert response.error["message"].startswith(f"{param}: ")
-    assert told in response.error["message"]
+    assert reported in response.error["message"]
 
 
 async def test_penalties_are_ignored_if_only_the_prompt_is_returned(

@@ -101,25 +101,25 @@ async def test_invalid_coalesce_header_is_refused_by_name(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("joins", "told"), [(True, "joined"), (False, "none")])
+@pytest.mark.parametrize(("joins", "expected"), [(True, "joined"), (False, "none")])
 async def test_header_usage_and_log_report_whether_the_request_joined(
     connection: ClientConnection,
     backend: FakeBackend,
     caplog: pytest.LogCaptureFixture,
     stream: bool,
     joins: bool,
-    told: str,
+    expected: str,
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
     backend.joins = joins
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     response = await connection.post(COMPLETIONS, {**GREEDY, **options})
-    assert response.headers["x-penstock-coalesced"] == told
+    assert response.headers["x-penstock-coalesced"] == expected
     usage = response.events()[-2]["usage"] if stream else response.json()["usage"]
     assert usage["penstock"] == {"coalesced": joins}
     await connection.idle()
     (line,) = [item.message for item in caplog.records if item.name == "penstock.request"]
-    assert f" coalesced={told} " in line
+    assert f" coalesced={expected} " in line
 
 
 async def test_choices_that_join_their_own_first_choice_are_not_reported_as_coalesced(

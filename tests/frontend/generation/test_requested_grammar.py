@@ -54,8 +54,8 @@ async def test_requested_grammar_reaches_the_backend(
 ) -> None:
     for stream in (False, True):
         assert (await connection.post(path, {**BODY, **fields, "n": 2, "stream": stream})).status == 200
-    told = [one.request.constraints for one in backend.streams]
-    assert told == [None if grammar is None else Constraints(grammar=grammar)] * 4
+    constraints = [stream.request.constraints for stream in backend.streams]
+    assert constraints == [None if grammar is None else Constraints(grammar=grammar)] * 4
 
 
 @pytest.mark.parametrize(

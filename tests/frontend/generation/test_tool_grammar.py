@@ -49,7 +49,7 @@ async def posted(model: Model, body: dict[str, Any], text: str = "x", **options:
     return backend, response.events() if body.get("stream") else response.json()["choices"][0]
 
 
-def told(message: dict[str, Any]) -> list[tuple[str, str]]:
+def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
 
 
@@ -62,7 +62,7 @@ async def test_calls_are_reported_in_every_format(name: str) -> None:
     text = written(form, CALLS)
     _, choice = await posted(model, TOOLS, text)
     message = choice["message"]
-    assert told(message) == CALLS
+    assert calls_of(message) == CALLS
     assert (message["content"], choice["finish_reason"]) == (None, "tool_calls")
     assert all(call["type"] == "function" for call in message["tool_calls"])
     assert len({call["id"] for call in message["tool_calls"]}) == 2
@@ -111,14 +111,14 @@ async def test_arguments_stream_while_the_model_writes_them() -> None:
 
 async def test_call_that_is_cut_off_has_finish_reason_length() -> None:
     _, choice = await posted(Model(), TOOLS, '<tool_call>{"name": "get_time", "arguments": {"a', finish=Finish.LENGTH)
-    assert told(choice["message"]) == [("get_time", '{"a')]
+    assert calls_of(choice["message"]) == [("get_time", '{"a')]
     assert choice["finish_reason"] == "length"
 
 
 async def test_text_is_kept_beside_calls() -> None:
     text = 'Let me see.\n<tool_call>\n{"name": "get_time"}\n</tool_call>\nDone.'
     _, choice = await posted(Model(), TOOLS, text)
-    assert (choice["message"]["content"], told(choice["message"])) == ("Let me see.\nDone.", [("get_time", "{}")])
+    assert (choice["message"]["content"], calls_of(choice["message"])) == ("Let me see.\nDone.", [("get_time", "{}")])
 
 
 async def test_malformed_call_is_text() -> None:
@@ -138,7 +138,7 @@ async def test_first_call_ends_the_answer_if_the_request_limits_calls() -> None:
     calls = written(MODELS["hermes"].served().syntax.tools, CALLS)  # type: ignore[arg-type]
     for fields in ({"parallel_tool_calls": False}, {"tool_choice": NAMED}):
         backend, choice = await posted(Model(), {**TOOLS, **fields}, calls)
-        assert told(choice["message"]) == CALLS[:1]
+        assert calls_of(choice["message"]) == CALLS[:1]
         assert choice["finish_reason"] == "tool_calls"
         assert backend.streams[0].cancelled.is_set()
 
@@ -146,12 +146,12 @@ async def test_first_call_ends_the_answer_if_the_request_limits_calls() -> None:
 async def test_stop_strings_in_calls_are_ignored() -> None:
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "END"}}</tool_call>'
     _, choice = await posted(Model(), {**TOOLS, "stop": ["END", "tool_call"]}, text)
-    assert told(choice["message"]) == [("get_weather", '{"city": "END"}')]
+    assert calls_of(choice["message"]) == [("get_weather", '{"city": "END"}')]
 
 
 async def test_calls_have_token_ids_if_requested() -> None:
     backend, choice = await posted(Model(), {**TOOLS, "return_token_ids": True}, '<tool_call>{"name": "get_time"}')
-    assert told(choice["message"]) == [("get_time", "{}")]
+    assert calls_of(choice["message"]) == [("get_time", "{}")]
     assert choice["token_ids"][:-1] == Model().tokenizer.encode('<tool_call>{"name": "get_time"}').ids
     assert backend.last.constraints is None
 
@@ -159,7 +159,7 @@ async def test_calls_have_token_ids_if_requested() -> None:
 async def test_special_tokens_other_than_markers_are_skipped() -> None:
     model = MODELS["hermes, special marks"]
     _, choice = await posted(model, TOOLS, 'a<|im_start|>b<tool_call>{"name": "get_time"}</tool_call><|im_end|>')
-    assert (choice["message"]["content"], told(choice["message"])) == ("ab", [("get_time", "{}")])
+    assert (choice["message"]["content"], calls_of(choice["message"])) == ("ab", [("get_time", "{}")])
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -378,7 +378,7 @@ async def test_grammar_of_a_forced_call_starts_after_the_reasoning() -> None:
     text = '\nHm.\n</think>\n\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     _, choice = await posted(model, {**TOOLS, "tool_choice": "required"}, text)
     assert choice["message"]["reasoning_content"] == "Hm."
-    assert told(choice["message"]) == [("get_time", "{}")]
+    assert calls_of(choice["message"]) == [("get_time", "{}")]
 
 
 async def test_stream_without_tokens_is_complete(connect: Callable[..., ClientConnection]) -> None:

@@ -30,8 +30,8 @@ def is_json(text: str) -> bool:
 
 def read(pieces: list[str]) -> tuple[bool, str, str]:
     """Return whether it is exactly one value, what was emitted, and what is left."""
-    reader, told, left = Reader(), list[str](), list[str]()
-    reading = read_json(reader, told.append)
+    reader, emitted, left = Reader(), list[str](), list[str]()
+    reading = read_json(reader, emitted.append)
     is_value = True
     try:
         for piece in pieces:
@@ -46,7 +46,7 @@ def read(pieces: list[str]) -> tuple[bool, str, str]:
     reader.end()
     for _ in reader.rest(left.append):
         pass
-    return is_value and not left, "".join(told), "".join(left)
+    return is_value and not left, "".join(emitted), "".join(left)
 
 
 @settings(max_examples=300)
@@ -56,9 +56,9 @@ def read(pieces: list[str]) -> tuple[bool, str, str]:
 @example('"\\u00g0"')
 @example("[1,]")
 def test_json_that_python_refuses_is_refused(text: str) -> None:
-    is_value, told, left = read([text])
+    is_value, emitted, left = read([text])
     assert is_value == is_json(text)
-    assert told + left == text
+    assert emitted + left == text
 
 
 @settings(max_examples=50)

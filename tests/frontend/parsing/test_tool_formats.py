@@ -59,7 +59,7 @@ def written(form: ToolFormat, calls: list[tuple[str, str]]) -> str:
     around = [(form.around(name), arguments) for name, arguments in calls]
     return (
         form.opening
-        + form.separator.join(before + arguments + behind for (before, behind), arguments in around)
+        + form.separator.join(before + arguments + after for (before, after), arguments in around)
         + form.closing
     )
 
@@ -90,11 +90,11 @@ def test_written_calls_are_read_in_any_split(
     form = FORMATS[name]
     texts = [(call, json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)) for call, arguments in calls]
     shape = AnswerShape(THINK, tools=form, function_names=NAMES)
-    reasoning, content, told = read(shape, cut(f"<think>\nhm {{\n</think>\n\n{written(form, texts)}", cuts))
+    reasoning, content, read_calls = read(shape, cut(f"<think>\nhm {{\n</think>\n\n{written(form, texts)}", cuts))
     assert (reasoning, content) == ("hm {", "")
-    assert [(call, json.loads(arguments)) for call, arguments in told] == calls
+    assert [(call, json.loads(arguments)) for call, arguments in read_calls] == calls
     if name != "pythonic":
-        assert told == texts  # the model's own spelling
+        assert read_calls == texts  # the model's own spelling
 
 
 FRAGMENTS = [

@@ -290,7 +290,7 @@ async def test_each_choice_has_its_own_text(
 ) -> None:
     backend.of = lambda request: token_ids(str(request.sampling.seed))
     answer = await ask(connection, path, stream=stream, n=3)
-    seeds = [str(told.request.sampling.seed) for told in backend.streams]
+    seeds = [str(each.request.sampling.seed) for each in backend.streams]
     assert [choice["text"] for choice in answer["choices"]] == seeds
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert len(set(seeds)) == 3
@@ -307,7 +307,7 @@ async def test_best_of_returns_the_choices_with_the_likeliest_tokens(
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert answer["usage"]["completion_tokens"] == 8 * 2
     assert answer["choices"][0]["logprobs"] is None
-    assert all(told.request.sampling.num_logprobs == 0 for told in backend.streams)
+    assert all(each.request.sampling.num_logprobs == 0 for each in backend.streams)
 
 
 async def test_best_of_ranks_by_the_mean_over_all_tokens_with_the_end(

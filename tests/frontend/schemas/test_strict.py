@@ -62,18 +62,18 @@ KNOWN: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "told"), UNKNOWN, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("path", "fields", "reported"), UNKNOWN, ids=lambda value: str(value)[:40])
 async def test_strict_refuses_an_unknown_field_by_name(
-    connect: Callable[..., ClientConnection], backend: FakeBackend, path: str, fields: dict[str, Any], told: str
+    connect: Callable[..., ClientConnection], backend: FakeBackend, path: str, fields: dict[str, Any], reported: str
 ) -> None:
     connection = connect(refuses_unknown_fields=True)
     response = await connection.post(path, {**BODIES[path], **fields})
     assert response.status == 400
     message = response.json()["error"]["message"]
-    assert message.startswith(f"{told}: ")
+    assert message.startswith(f"{reported}: ")
     assert "--strict" in message
     if path in (CHAT, COMPLETIONS):
-        assert (response.error["param"], response.error["code"]) == (told, "unsupported_parameter")
+        assert (response.error["param"], response.error["code"]) == (reported, "unsupported_parameter")
     assert backend.streams == []
 
 
@@ -86,16 +86,16 @@ async def test_strict_accepts_known_fields_and_values_that_ask_for_nothing(
     assert (await connection.post(path, {**BODIES[path], **fields})).status == 200
 
 
-@pytest.mark.parametrize(("path", "fields", "told"), UNKNOWN, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("path", "fields", "reported"), UNKNOWN, ids=lambda value: str(value)[:40])
 async def test_without_strict_a_debug_line_names_unknown_fields(
-    connection: ClientConnection, path: str, fields: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+    connection: ClientConnection, path: str, fields: dict[str, Any], reported: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert (await connection.post(path, {**BODIES[path], **fields})).status == 200
     assert "ignored" not in caplog.text
     with caplog.at_level(logging.DEBUG, "penstock.bodies"):
         assert (await connection.post(path, {**BODIES[path], **fields})).status == 200
     (line,) = [record.getMessage() for record in caplog.records if record.name == "penstock.bodies"]
-    assert line.endswith(f"has unknown fields, which are ignored: {told}")
+    assert line.endswith(f"has unknown fields, which are ignored: {reported}")
 
 
 async def test_debug_line_lists_only_a_few_fields(
