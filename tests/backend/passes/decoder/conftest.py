@@ -1,4 +1,4 @@
-"""All implementations of the decoder's operations on the CPU, so that every test can run on each."""
+"""All implementations of the decoder's operations on the CPU, as fixtures: a test runs on each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_native_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, n
 
 
 def make_avx2_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:
-    """The kernels as a machine without AVX-512 has them."""
+    """The kernels of a machine without AVX-512."""
     try:
         library = open_library(cache_dir(), find_compiler(), AVX2_FLAGS)
     except LibraryUnavailableError as error:
@@ -73,5 +73,5 @@ DETERMINISTIC: dict[str, MakeOps] = {**NATIVE, "torch": make_deterministic_ops}
 
 @pytest.fixture(params=DETERMINISTIC)
 def make_deterministic(request: pytest.FixtureRequest) -> MakeOps:
-    """Operations that give each row the same bits in any company."""
+    """Operations that give each row the same bits in any batch."""
     return DETERMINISTIC[request.param]

@@ -1,4 +1,4 @@
-"""A miniature engine: builds StepBatches over a page table of its own, with nothing of the backend's."""
+"""A miniature engine: builds StepBatches over its own page table, without the backend's scheduler."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass
-class Row:
-    """One sequence: its tokens, how many of them are computed, and the pages that hold them."""
+class DriverRow:
+    """One sequence: its tokens, how many of them are computed, and its pages."""
 
     slot: int
     tokens: list[int]
@@ -32,11 +32,11 @@ class Row:
     announced: bool = False
     sampling: SamplingParams = GREEDY
     embeddings: NDArray[np.float32] | None = None
-    """[num_prompt_tokens, hidden], where the prompt is no tokens."""
+    """[num_prompt_tokens, hidden], if the prompt consists of embeddings."""
 
 
 class Driver:
-    """Runs sequences through a pass step by step. Pages are dealt from `free_pages` from its end."""
+    """Runs sequences through a pass step by step. Takes pages from the end of `free_pages`."""
 
     def __init__(
         self, forward_pass: Any, num_pages: int, page_size: int, kv_dtype: str = "fp32", seed: int = 0
@@ -44,31 +44,31 @@ class Driver:
         self.forward_pass = forward_pass
         self.page_size = page_size
         self.free_pages = np.random.default_rng(seed).permutation(num_pages).tolist()
-        self.rows: list[Row] = []
+        self.rows: list[DriverRow] = []
         self.read: Callable[[Any], NDArray[np.float32]] = forward_pass.host_logits
-        """What `step` returns of what it has computed."""
+        """Turns the result of `forward` into what `step` returns."""
         self.give: Callable[[NDArray[np.float32]], EmbeddingRows] = RowsOnHost
-        """What the pass is given of embeddings."""
+        """Wraps embeddings for the pass."""
         forward_pass.create_cache(num_pages, page_size, kv_dtype)
 
-    def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Row:
+    def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> DriverRow:
         used = {row.slot for row in self.rows}
         slot = next(slot for slot in range(len(used) + 1) if slot not in used)
-        row = Row(slot, list(prompt), len(prompt), sampling=sampling)
+        row = DriverRow(slot, list(prompt), len(prompt), sampling=sampling)
         self.rows.append(row)
         return row
 
-    def add_embedded(self, embeddings: NDArray[np.float32], sampling: SamplingParams = GREEDY) -> Row:
+    def add_embedded(self, embeddings: NDArray[np.float32], sampling: SamplingParams = GREEDY) -> DriverRow:
         row = self.add([FROM_EMBEDDINGS] * len(embeddings), sampling)
         row.embeddings = embeddings
         return row
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: DriverRow) -> None:
         self.rows.remove(row)
         self.free_pages.extend(row.pages)
 
-    def build(self, parts: Sequence[tuple[Row, int]]) -> StepBatch:
-        """A step that computes so many next tokens of each row; rows of one token come first, as the contract asks."""
+    def build(self, parts: Sequence[tuple[DriverRow, int]]) -> StepBatch:
+        """A step that computes the next `count` tokens of each (row, count); rows of one token come first."""
         parts = sorted(parts, key=lambda part: part[1] != 1)
         inits = []
         for row, count in parts:
@@ -95,15 +95,15 @@ class Driver:
             embeddings=tuple(self._embeddings(parts)),
         )
 
-    def _embeddings(self, parts: Sequence[tuple[Row, int]]) -> Iterator[EmbeddedTokens]:
+    def _embeddings(self, parts: Sequence[tuple[DriverRow, int]]) -> Iterator[EmbeddedTokens]:
         first = 0
         for row, count in parts:
             if row.embeddings is not None and row.computed < row.num_prompt_tokens:
                 yield EmbeddedTokens(first, self.give(row.embeddings[row.computed : row.computed + count]))
             first += count
 
-    def step(self, parts: Sequence[tuple[Row, int]]) -> dict[int, NDArray[np.float32]]:
-        """Runs one step; rows that catch up get their sampled token appended. Returns what `read` gave, by slot."""
+    def step(self, parts: Sequence[tuple[DriverRow, int]]) -> dict[int, NDArray[np.float32]]:
+        """Run one step and append sampled tokens to rows that caught up. Return the results of `read`, by slot."""
         batch = self.build(parts)
         ordered = sorted(parts, key=lambda part: part[1] != 1)
         logits = self.forward_pass.forward(batch)
@@ -116,7 +116,7 @@ class Driver:
         return {ordered[index][0].slot: host[i] for i, index in enumerate(batch.logit_rows.tolist())}
 
     def prefill(self, chunk: int | None = None) -> dict[int, NDArray[np.float32]]:
-        """Computes every row up to its last token, at most chunk tokens of a row a step. Last logits by slot."""
+        """Compute every row up to its last token, at most `chunk` tokens of it per step. Return last logits by slot."""
         logits: dict[int, NDArray[np.float32]] = {}
         while pending := [row for row in self.rows if row.computed < len(row.tokens) and row.slot not in logits]:
             parts = [(row, len(row.tokens) - row.computed) for row in pending]
@@ -124,6 +124,6 @@ class Driver:
         return logits
 
     def decode(self, num_tokens: int) -> None:
-        """Greedy tokens for every row in one batch."""
+        """Generate num_tokens tokens for every row, all rows in one batch."""
         for _ in range(num_tokens):
             self.step([(row, 1) for row in self.rows])

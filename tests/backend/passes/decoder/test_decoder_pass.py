@@ -1,4 +1,4 @@
-"""CpuDecoderPass against transformers, for every architecture, however prompts are cut and whoever shares the batch."""
+"""CpuDecoderPass against transformers, for every architecture, with any prefill chunks and in any batch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Prompt = tuple[int, ...]
 
-# A LongRoPE model has two sets of frequencies; one that may grow past the first uses the second from the start, as
-# transformers does for a prompt that long.
+# A LongRoPE model has two sets of frequencies. If the context may exceed the first set's, the second is used from the
+# start, as transformers does for a prompt of that length.
 LENGTHS = {"phi3-longrope": (65, 70, 81)}
 RAGGED = (1, 7, 16, 17, 45, 70)
 KV_DTYPES = ("fp32", "bf16", "q8_0")
@@ -41,7 +41,7 @@ KV_DTYPES = ("fp32", "bf16", "q8_0")
 
 @cache
 def checkpoint(architecture: str) -> Path:
-    """Of a preset; "mistral/32" has heads of 32, as q8_0 needs them, where the preset's are smaller."""
+    """A preset's checkpoint; "mistral/32" is the preset with heads of 32, which q8_0 needs."""
     preset, _, head_dim = architecture.partition("/")
     overrides = {"head_dim": int(head_dim)} if head_dim else {}
     return make_checkpoint(preset, Path(mkdtemp()), **overrides)
@@ -83,7 +83,7 @@ def run_prompts(driver: Driver, batch: list[Prompt], chunk: int | None = None) -
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 64])
 @pytest.mark.parametrize("architecture", PRESETS)
-def test_logits_of_ragged_prompts_are_those_of_transformers(
+def test_logits_of_ragged_prompts_equal_those_of_transformers(
     architecture: str, chunk: int | None, make_ops: MakeOps
 ) -> None:
     batch = prompts(LENGTHS.get(architecture, RAGGED))
@@ -94,10 +94,10 @@ def test_logits_of_ragged_prompts_are_those_of_transformers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", ["llama3", "qwen3"])
-def test_hidden_states_are_those_that_transformers_makes_its_logits_of(
+def test_hidden_states_equal_the_last_ones_of_transformers(
     architecture: str, dtype: torch.dtype, make_ops: MakeOps
 ) -> None:
-    """Of rows beside others that are not done with their prompts, and of decode."""
+    """In prefill, beside rows whose prompts are not finished, and in decode."""
     driver = Driver(make_pass(architecture, make_ops, dtype), num_pages=64, page_size=8)
     driver.read = driver.forward_pass.host_hidden_states
     rows = [driver.add(prompt) for prompt in prompts((1, 17, 40))]
@@ -115,7 +115,7 @@ def test_hidden_states_are_those_that_transformers_makes_its_logits_of(
                 assert np.linalg.norm(states - expected) < 0.05 * np.linalg.norm(expected)
 
 
-def test_without_logits_there_are_no_hidden_states(make_ops: MakeOps) -> None:
+def test_step_without_logit_rows_has_no_hidden_states(make_ops: MakeOps) -> None:
     driver = Driver(make_pass("llama3", make_ops), num_pages=8, page_size=8)
     logits = driver.forward_pass.forward(driver.build([(driver.add(range(9)), 4)]))
     assert driver.forward_pass.host_hidden_states(logits).shape == (0, driver.forward_pass.hidden_size)
@@ -129,21 +129,21 @@ def test_short_longrope_contexts_use_the_short_factors(make_ops: MakeOps) -> Non
 
 
 @pytest.mark.parametrize("architecture", PRESETS)
-def test_64_greedy_tokens_are_those_of_transformers(architecture: str, make_ops: MakeOps) -> None:
+def test_64_greedy_tokens_equal_those_of_transformers(architecture: str, make_ops: MakeOps) -> None:
     batch = prompts(LENGTHS.get(architecture, (3, 40)), seed=1)
     driver = Driver(make_pass(architecture, make_ops), num_pages=48, page_size=16)
     run_prompts(driver, batch)
     driver.decode(63)
     for row in driver.rows:
         generated = row.tokens[row.num_prompt_tokens :]
-        # Greedy by the oracle: each token is its choice after all before it.
+        # Each token is the oracle's choice after all tokens before it.
         choices = oracle_logits(architecture, tuple(row.tokens[:-1])).argmax(axis=1)[row.num_prompt_tokens - 1 :]
         assert generated == choices.tolist()
         assert len(generated) == 64
 
 
-def bits_kept(test: Callable[..., None]) -> Callable[..., None]:
-    """Runs a test with weights and caches of every type, for all operations that promise the same bits."""
+def for_all_dtypes(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test with every dtype of weights and of the cache."""
     for mark in (
         pytest.mark.parametrize("kv_dtype", KV_DTYPES),
         pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"]),
@@ -152,27 +152,29 @@ def bits_kept(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-@bits_kept
+@for_all_dtypes
 @pytest.mark.parametrize("architecture", ["llama3/32", "mistral/32", "qwen3"])
-def test_a_row_is_the_same_bits_alone_and_among_strangers(
+def test_row_is_the_same_bits_alone_and_in_a_batch(
     architecture: str, dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
 ) -> None:
-    """At prefill and at decode, in pages of other numbers."""
-    prompt, *strangers = prompts((37, *range(1, 60, 4)), seed=2)
-    alone, crowd = (
+    """In prefill and in decode, in other pages."""
+    prompt, *others = prompts((37, *range(1, 60, 4)), seed=2)
+    alone, busy = (
         Driver(make_pass(architecture, make_deterministic, dtype), 64, 16, kv_dtype, seed=seed) for seed in (0, 9)
     )
     expected = run_prompts(alone, [prompt])[0]
-    found = run_prompts(crowd, [*strangers[:7], prompt, *strangers[7:]])[7]
+    found = run_prompts(busy, [*others[:7], prompt, *others[7:]])[7]
     np.testing.assert_array_equal(found, expected)
     for _ in range(8):
         expected = alone.step([(alone.rows[0], 1)])[0]
-        np.testing.assert_array_equal(crowd.step([(row, 1) for row in crowd.rows])[7], expected)
+        np.testing.assert_array_equal(busy.step([(row, 1) for row in busy.rows])[7], expected)
 
 
-@bits_kept
-def test_logits_are_the_same_bits_in_any_chunks(dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps) -> None:
-    """Prompts together in chunks of 1, 7 and 64, and each whole by itself, in pages of other numbers."""
+@for_all_dtypes
+def test_logits_are_the_same_bits_in_any_prefill_chunks(
+    dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
+) -> None:
+    """Several prompts together in chunks of 1, 7 and 64, and each alone without chunks, in other pages."""
     batch = prompts((90, 64, 65, 3), seed=3)
 
     def driver(num_pages: int, seed: int) -> Driver:
@@ -183,27 +185,27 @@ def test_logits_are_the_same_bits_in_any_chunks(dtype: torch.dtype, kv_dtype: st
         np.testing.assert_array_equal(run_prompts(driver(32, seed=chunk), batch, chunk), whole)
 
 
-@bits_kept
-def test_logits_behind_found_pages_are_the_same_bits(
+@for_all_dtypes
+def test_logits_after_a_cached_prefix_are_the_same_bits(
     dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
 ) -> None:
-    """A prompt whose first pages another sequence has computed in other company gives what it gives alone."""
-    prompt, stranger = prompts((45, 50), seed=8)
+    """A sequence that reuses pages computed in a batch has the logits of one that ran alone."""
+    prompt, other = prompts((45, 50), seed=8)
     alone, driver = (
         Driver(make_pass("qwen3", make_deterministic, dtype), 32, 16, kv_dtype, seed=seed) for seed in (0, 5)
     )
     expected = run_prompts(alone, [prompt])[0]
-    first, _ = driver.add(prompt), driver.add(stranger)
+    first, _ = driver.add(prompt), driver.add(other)
     driver.prefill(chunk=13)
     second = driver.add(prompt)
     second.pages, second.computed = first.pages[:2], 32
     np.testing.assert_array_equal(driver.step([(second, 13)])[second.slot], expected)
 
 
-def test_a_torch_row_has_the_same_tokens_alone_and_among_strangers(make_ops: MakeOps) -> None:
-    prompt, *strangers = prompts((37, *range(1, 60, 4)), seed=2)
+def test_row_has_the_same_tokens_alone_and_in_a_batch(make_ops: MakeOps) -> None:
+    prompt, *others = prompts((37, *range(1, 60, 4)), seed=2)
     tokens = []
-    for batch in ([prompt], [prompt, *strangers]):
+    for batch in ([prompt], [prompt, *others]):
         driver = Driver(make_pass("llama3", make_ops), num_pages=128, page_size=16)
         run_prompts(driver, batch)
         driver.decode(20)
@@ -213,7 +215,7 @@ def test_a_torch_row_has_the_same_tokens_alone_and_among_strangers(make_ops: Mak
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_native_logits_are_the_same_bits_however_a_prompt_is_cut(data: st.DataObject) -> None:
+def test_native_logits_are_the_same_bits_for_random_chunks(data: st.DataObject) -> None:
     prompt = prompts((90,), seed=3)[0]
     page_size = data.draw(st.sampled_from([1, 5, 16, 32, 48, 64]), label="page size")
     kv_dtype = data.draw(st.sampled_from(KV_DTYPES), label="KV dtype")
@@ -233,8 +235,8 @@ def whole_prompt_logits(prompt: Prompt, kv_dtype: str) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("page_size", [8, 16])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_what_is_not_the_sequences_own_is_never_read(page_size: int, kv_dtype: str, make_ops: MakeOps) -> None:
-    """Every place of the cache that no token was written to holds NaN."""
+def test_unwritten_cache_positions_are_never_read(page_size: int, kv_dtype: str, make_ops: MakeOps) -> None:
+    """Every position of the cache without a token holds NaN."""
     batch = prompts((1, 15, 16, 17, 40), seed=5)
     results = []
     for poisoned in (False, True):
@@ -258,7 +260,7 @@ def cache_tensors(decoder: CpuDecoderPass) -> list[torch.Tensor]:
 
 
 def poison(decoder: CpuDecoderPass) -> None:
-    """NaN in every number of the cache that can be one: all bits set are a NaN in fp32, bf16 and binary16."""
+    """Fill the cache with NaN: all bits set are a NaN in fp32, bf16 and binary16."""
     for tensor in cache_tensors(decoder):
         tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 0xFF if tensor.dtype is torch.uint8 else -1)
 
@@ -273,9 +275,9 @@ def poison(decoder: CpuDecoderPass) -> None:
         (torch.bfloat16, "q8_0", 0.06),
     ],
 )
-def test_narrower_numbers_stay_near_fp32(dtype: torch.dtype, kv_dtype: str, bound: float, make_ops: MakeOps) -> None:
-    """Root mean square of the difference, relative to that of the logits; bf16 itself rounds to 0.004, q8_0 to as
-    much of a block's largest."""
+def test_narrower_dtypes_stay_near_fp32(dtype: torch.dtype, kv_dtype: str, bound: float, make_ops: MakeOps) -> None:
+    """The bound is the root mean square of the difference, relative to that of the logits. bf16 rounds to 0.004 of a
+    value, q8_0 to 0.004 of a block's largest value."""
     batch = prompts(seed=6)
     driver = Driver(make_pass("qwen3", make_ops, dtype), num_pages=64, page_size=16, kv_dtype=kv_dtype)
     for prompt, logits in zip(batch, run_prompts(driver, batch), strict=True):
@@ -283,7 +285,7 @@ def test_narrower_numbers_stay_near_fp32(dtype: torch.dtype, kv_dtype: str, boun
         assert np.sqrt(np.mean((logits - exact) ** 2) / np.mean(exact**2)) < bound
 
 
-def test_a_cache_has_exactly_the_bytes_that_were_announced(make_ops: MakeOps) -> None:
+def test_cache_has_exactly_the_announced_bytes(make_ops: MakeOps) -> None:
     for kv_dtype in KV_DTYPES:
         decoder = make_pass("qwen3", make_ops)
         decoder.create_cache(num_pages=7, page_size_tokens=16, kv_dtype=kv_dtype)
@@ -292,7 +294,7 @@ def test_a_cache_has_exactly_the_bytes_that_were_announced(make_ops: MakeOps) ->
         decoder.close()
 
 
-def test_kv_dtypes_are_offered_from_the_weights_own_down_and_wider_ones_last() -> None:
+def test_kv_dtypes_start_with_that_of_the_weights_and_end_with_wider_ones() -> None:
     def offered(dtype: str) -> dict[str, int]:
         return dict(CpuDecoderPass.describe(checkpoint("qwen3"), PassOptions(dtype=dtype)).kv_bytes_per_token)
 
@@ -303,7 +305,7 @@ def test_kv_dtypes_are_offered_from_the_weights_own_down_and_wider_ones_last() -
     assert list(offered("bf16")) == ["bf16", "q8_0", "fp32"]
 
 
-def test_heads_that_fill_no_blocks_have_no_q8_0() -> None:
+def test_heads_without_whole_blocks_have_no_q8_0() -> None:
     spec = CpuDecoderPass.describe(checkpoint("llama3"), PassOptions())
     assert set(spec.kv_bytes_per_token) == {"fp32", "bf16"}
     settings = {"page_size_tokens": 16, "max_context_tokens": None, "max_running": 4, "budget": KvBudget(1 << 30)}
@@ -311,7 +313,7 @@ def test_heads_that_fill_no_blocks_have_no_q8_0() -> None:
         plan_kv(spec, kv_dtype="q8_0", **settings)
 
 
-def test_a_step_without_logit_rows_gives_none_and_still_writes_its_keys(make_ops: MakeOps) -> None:
+def test_step_without_logit_rows_returns_no_logits_and_writes_its_keys(make_ops: MakeOps) -> None:
     prompt = prompts((20,))[0]
     driver = Driver(make_pass("llama3", make_ops), num_pages=8, page_size=16)
     row = driver.add(prompt)
@@ -320,13 +322,13 @@ def test_a_step_without_logit_rows_gives_none_and_still_writes_its_keys(make_ops
     np.testing.assert_allclose(logits, oracle_logits("llama3", prompt)[-1], atol=1e-3, rtol=0)
 
 
-def test_without_a_native_library_the_torch_operations_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_operations_run_without_a_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_pass, "load_library", lambda: None)
     config = read_decoder_config(checkpoint("llama3"))
     assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
 
 
-def test_heads_that_fill_no_vectors_are_served_by_torch() -> None:
+def test_torch_operations_run_heads_without_whole_vectors() -> None:
     config = read_decoder_config(make_checkpoint("llama2", Path(mkdtemp()), hidden_size=48))
     assert config.head_dim == 12
     assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)

@@ -1,5 +1,5 @@
-"""Through the whole engine: a request's tokens and log probabilities are the same bits whatever runs beside it and
-whatever is done to it.
+"""Through the whole engine: a request's tokens and log probabilities are the same bits in any batch, and when it is
+chunked, preempted, coalesced or starts from cached pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIONS = PassOptions(max_running=8, max_batch_tokens=64, deterministic=True)
 
 MakeBench = Callable[..., Bench]
 Token = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
-"""Its id, log probability and rank, and the likeliest ones in its place."""
+"""Token id, log probability and rank; ids and log probabilities of the likeliest tokens."""
 
 
 @cache
@@ -45,7 +45,7 @@ def load_on_cpu() -> CpuDecoderPass:
 
 
 def load_on_emulator() -> EmulatedCudaPass:
-    """In fp32, where the products of a row by itself and of several have different bits on a CPU."""
+    """In fp32: there, products of one row and of several differ in bits on a CPU."""
     return EmulatedCudaPass.load(checkpoint(head_dim=64), replace(OPTIONS, dtype="fp32"))
 
 
@@ -101,7 +101,7 @@ def tokens_of(received: Received) -> list[Token]:
 
 
 def tokens_alone(make_bench: MakeBench) -> list[list[Token]]:
-    """Of each sampling, with nothing else ever in the engine."""
+    """For each sampling, in an engine that runs nothing else."""
     found = []
     for sampling in SAMPLINGS.values():
         bench = make_bench()
@@ -112,7 +112,7 @@ def tokens_alone(make_bench: MakeBench) -> list[list[Token]]:
     return found
 
 
-def add_strangers(bench: Bench) -> None:
+def add_other_requests(bench: Bench) -> None:
     for index, length in enumerate((1, 5, 33, 60, 16, 17)):
         sampling = Sampling(temperature=1.0, seed=index)
         bench.submit(prompt(length, seed=index + 1), 5 + 4 * index, request_id=100 + index, sampling=sampling)
@@ -120,18 +120,18 @@ def add_strangers(bench: Bench) -> None:
 
 @pytest.mark.parametrize("capacity", [0, 1, 3])
 @pytest.mark.parametrize("max_batch_tokens", [1, 7, 64])
-def test_among_strangers_in_any_chunks_with_any_number_of_plans_ahead(
+def test_tokens_are_the_same_in_any_batch_and_chunks(
     max_batch_tokens: int, capacity: int, make_bench: MakeBench
 ) -> None:
     bench = make_bench(max_batch_tokens=max_batch_tokens, capacity=capacity)
-    add_strangers(bench)
+    add_other_requests(bench)
     bench.turn()
     submit_all(bench)
     bench.run_dry()
     assert tokens(bench) == tokens_alone(make_bench)
 
 
-def test_preempted_and_resumed(make_bench: MakeBench) -> None:
+def test_tokens_are_the_same_after_preemption(make_bench: MakeBench) -> None:
     bench = make_bench(num_pages=9)
     bench.submit(prompt(40, seed=9), 60, request_id=50)
     bench.turn()
@@ -141,9 +141,9 @@ def test_preempted_and_resumed(make_bench: MakeBench) -> None:
     assert tokens(bench) == tokens_alone(make_bench)
 
 
-def test_coalesced(make_bench: MakeBench) -> None:
+def test_coalesced_requests_have_the_same_tokens(make_bench: MakeBench) -> None:
     bench = make_bench()
-    add_strangers(bench)
+    add_other_requests(bench)
     submit_all(bench, may_share=True)
     for _ in range(9):
         bench.turn()
@@ -153,14 +153,14 @@ def test_coalesced(make_bench: MakeBench) -> None:
     assert tokens(bench) == tokens(bench, first_id=10) == tokens_alone(make_bench)
 
 
-def test_with_prefix_hits(make_bench: MakeBench) -> None:
+def test_tokens_are_the_same_after_a_prefix_hit(make_bench: MakeBench) -> None:
     bench = make_bench()
-    add_strangers(bench)
+    add_other_requests(bench)
     bench.submit(PROMPT[:35], 3, request_id=50)
     bench.run_dry()
     submit_all(bench)
     bench.run_dry()
     started = bench.received().started
     assert started is not None
-    assert started.cached_tokens == 35  # three of them in a page that was copied
+    assert started.cached_tokens == 35  # three of them in a copied page
     assert tokens(bench) == tokens_alone(make_bench)

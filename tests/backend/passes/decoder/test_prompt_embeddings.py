@@ -1,4 +1,4 @@
-"""Prompts given as embeddings, on the CPU: against transformers, and against the same prompts as tokens."""
+"""Prompts given as embeddings, on the CPU: compared with transformers, and with the same prompts as tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HIDDEN = 64
 
 
 def looked_up(architecture: str, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """What the checkpoint's table gives for them, [n, hidden]."""
+    """Their rows of the checkpoint's embedding table, [n, hidden]."""
     with torch.inference_mode():
         rows: NDArray[np.float32] = oracle(architecture).get_input_embeddings()(torch.tensor(tokens)).numpy()
     return rows
 
 
 def oracle_logits(architecture: str, embeddings: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float32]:
-    """After embeddings and then tokens, [vocab]."""
+    """Logits after the embeddings and then the tokens, [vocab]."""
     rows = np.concatenate([embeddings, looked_up(architecture, tokens)]) if tokens else embeddings
     with torch.inference_mode():
         logits: NDArray[np.float32] = oracle(architecture)(inputs_embeds=torch.from_numpy(rows)[None]).logits[0, -1]
@@ -39,7 +39,7 @@ def oracle_logits(architecture: str, embeddings: NDArray[np.float32], tokens: Se
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("architecture", ["llama3", "llama-tied", "qwen3"])
-def test_embeddings_of_tokens_give_what_the_tokens_do_bit_for_bit_beside_them(
+def test_embeddings_of_tokens_have_the_same_bits_as_the_tokens(
     architecture: str, chunk: int | None, make_deterministic: MakeOps
 ) -> None:
     driver = Driver(make_pass(architecture, make_deterministic), num_pages=96, page_size=8)
@@ -54,9 +54,7 @@ def test_embeddings_of_tokens_give_what_the_tokens_do_bit_for_bit_beside_them(
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_embeddings_that_are_no_tokens_give_what_transformers_gives_for_them(
-    chunk: int | None, make_ops: MakeOps
-) -> None:
+def test_arbitrary_embeddings_match_transformers(chunk: int | None, make_ops: MakeOps) -> None:
     rng = np.random.default_rng(1)
     driver = Driver(make_pass("llama3", make_ops), num_pages=64, page_size=8)
     assert driver.forward_pass.embedding_size == HIDDEN
@@ -73,7 +71,7 @@ def test_embeddings_that_are_no_tokens_give_what_transformers_gives_for_them(
         assert generated == chosen
 
 
-def test_embeddings_that_are_no_numbers_spoil_their_own_row_and_no_later_one(make_ops: MakeOps) -> None:
+def test_nan_embeddings_affect_their_own_row_only(make_ops: MakeOps) -> None:
     driver = Driver(make_pass("llama3", make_ops), num_pages=6, page_size=8)
     prompt = prompts((17,))[0]
     embeddings = looked_up("llama3", prompt).copy()
@@ -85,13 +83,13 @@ def test_embeddings_that_are_no_numbers_spoil_their_own_row_and_no_later_one(mak
     assert good.tokens[-1] == expected
     for row in (bad, good):
         driver.remove(row)
-    # In pages that hold what is no number.
+    # In pages that hold NaN.
     after = [driver.add(prompt), driver.add_embedded(looked_up("llama3", prompt))]
     driver.prefill(7)
     assert [row.tokens[-1] for row in after] == [expected] * 2
 
 
-def test_a_step_that_gives_embeddings_of_other_tokens_than_it_names_is_refused(make_ops: MakeOps) -> None:
+def test_step_whose_embeddings_do_not_match_its_tokens_is_refused(make_ops: MakeOps) -> None:
     driver = Driver(make_pass("llama3", make_ops), num_pages=16, page_size=8)
     row = driver.add_embedded(looked_up("llama3", prompts((9,))[0]))
     batch = driver.build([(row, 9)])

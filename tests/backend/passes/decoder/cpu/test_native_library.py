@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -21,7 +20,6 @@ from penstock.backend.passes.decoder.cpu.native_library import (
     load_library,
     open_library,
 )
-from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads, num_usable_cores
 
 
 @pytest.fixture(scope="module")
@@ -218,27 +216,3 @@ def test_cache_follows_xdg_and_ignores_a_relative_path(tmp_path: Path, monkeypat
     assert cache_dir() == tmp_path / "penstock"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_dir() == Path.home() / ".cache" / "penstock"
-
-
-@pytest.mark.parametrize(
-    ("content", "quota"), [("max 100000", None), ("150000 100000", 2), ("1000 100000", 1), ("?", None)]
-)
-def test_usable_cores_respect_affinity_and_quota(content: str, quota: int | None, tmp_path: Path) -> None:
-    cpu_max = tmp_path / "cpu.max"
-    cpu_max.write_text(content)
-    own = len(os.sched_getaffinity(0))
-    assert num_usable_cores(cpu_max) == (own if quota is None else min(own, quota))
-    assert num_usable_cores(tmp_path / "missing") == own
-
-
-def test_torch_threads_sleep_unless_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    configure_torch_threads()
-    assert os.environ["OMP_WAIT_POLICY"] == "passive"
-    assert int(os.environ["OMP_NUM_THREADS"]) == num_usable_cores()
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    configure_torch_threads()
-    assert "OMP_WAIT_POLICY" not in os.environ

@@ -17,7 +17,7 @@ from penstock.backend.passes.decoder.cuda.cuda_graphs import DecodeGraphs
 from penstock.backend.passes.decoder.cuda.ops import matmul
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.decoder.cuda.tiny_models import checkpoint, options, prompts
-from tests.backend.passes.decoder.driver import Driver, Row
+from tests.backend.passes.decoder.driver import Driver, DriverRow
 
 NUM_TOKENS = 6
 PROMPT = prompts((45,), seed=20)[0]
@@ -56,7 +56,7 @@ def make(model: Model, seed: int = 0, *, deterministic: bool = True) -> Driver:
     return Driver(made, num_pages=32, page_size=16, kv_dtype=kv_dtype, seed=seed)
 
 
-def generate(driver: Driver, row: Row, chunk: int | None = None) -> list[NDArray[np.float32]]:
+def generate(driver: Driver, row: DriverRow, chunk: int | None = None) -> list[NDArray[np.float32]]:
     """Return the logits from which each new token of the row was chosen; the driver's other rows share the steps."""
     found = [driver.prefill(chunk)[row.slot]]
     while len(found) < NUM_TOKENS:

@@ -23,7 +23,7 @@ from tests.backend.passes.decoder.cuda.tiny_models import (
 from tests.backend.passes.decoder.driver import GREEDY, Driver
 
 if TYPE_CHECKING:
-    from tests.backend.passes.decoder.driver import Row
+    from tests.backend.passes.decoder.driver import DriverRow
 
 DRAWN = SamplingParams(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, seed=1 << 40)
 PENALISED = SamplingParams(
@@ -35,7 +35,7 @@ PENALISED = SamplingParams(
 )
 
 
-def run(driver: Driver, rows: list[Row], count: int = 10) -> list[list[int]]:
+def run(driver: Driver, rows: list[DriverRow], count: int = 10) -> list[list[int]]:
     driver.prefill()
     driver.decode(count)
     return [generated(row) for row in rows]

@@ -12,7 +12,7 @@ import torch
 
 from penstock.backend.forward_pass import PassOptions
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
-from tests.backend.passes.decoder.driver import Driver, Row
+from tests.backend.passes.decoder.driver import Driver, DriverRow
 from tests.checkpoints import load_oracle, make_checkpoint
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ def run_prompts(driver: Driver, batch: list[Prompt], chunk: int | None = None) -
     return [logits[row.slot] for row in rows]
 
 
-def generated(row: Row) -> list[int]:
+def generated(row: DriverRow) -> list[int]:
     return row.tokens[row.num_prompt_tokens :]
 
 
-def greedy_choices(architecture: str, row: Row) -> list[int]:
+def greedy_choices(architecture: str, row: DriverRow) -> list[int]:
     """Return the oracle's greedy choice for each generated token, given all tokens before it."""
     choices = oracle_logits(architecture, row.tokens[:-1]).argmax(axis=1)[row.num_prompt_tokens - 1 :]
     chosen: list[int] = choices.tolist()

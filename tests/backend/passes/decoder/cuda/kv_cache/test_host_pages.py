@@ -19,7 +19,7 @@ from tests.backend.passes.decoder.cuda.deferred_device import DeferredCudaPass
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 from tests.backend.passes.decoder.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.decoder.cuda.tiny_models import checkpoint, generated, greedy_choices, options, prompts
-from tests.backend.passes.decoder.driver import Driver, Row
+from tests.backend.passes.decoder.driver import Driver, DriverRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ def make_driver(
 
 def run(
     driver: Driver,
-    parts: Sequence[tuple[Row, int]],
+    parts: Sequence[tuple[DriverRow, int]],
     restores: Sequence[tuple[int, int]] = (),
     copies: Sequence[tuple[int, int]] = (),
 ) -> NDArray[np.float32]:
@@ -255,13 +255,13 @@ def moves_without_waiting(driver: Driver, *, keeps_pages: bool) -> list[StepOutp
     moving = [driver.free_pages.pop() for _ in range(3)]
     pending = []
 
-    def step(row: Row, count: int, restores: tuple[tuple[int, int], ...] = ()) -> None:
+    def step(row: DriverRow, count: int, restores: tuple[tuple[int, int], ...] = ()) -> None:
         batch: StepBatch = replace(driver.build([(row, count)]), page_restores=restores)
         pending.append(forward_pass.sample(forward_pass.forward(batch), batch))
         row.computed += count
         row.tokens.append(7 + len(row.tokens) % 90)  # the sampled token is not known yet
 
-    def save(row: Row) -> None:
+    def save(row: DriverRow) -> None:
         if not keeps_pages:
             forward_pass.save_pages(tuple(zip(row.pages, host_pages[row.slot], strict=True)))
 

@@ -1,0 +1,157 @@
+"""Attention by each implementation against float64, over pages, heads and contexts of many sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.backend.checkpoint.decoder_config import DecoderConfig
+from tests.backend.passes.decoder.conftest import MakeOps
+from tests.backend.passes.decoder.cpu.ops_harness import (
+    BASE,
+    BF16,
+    FP32,
+    PLAIN,
+    OpsHarness,
+    assert_close,
+    randn,
+    step_batch,
+)
+from tests.backend.passes.decoder.cpu.test_kv_cache import quantise_exactly
+
+
+def attend_exactly(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -> Tensor:
+    """Attention of q [heads, dim] at `position` over k and v [n, kv_heads, dim], in float64."""
+    begin = 0 if window is None else max(0, position - window + 1)
+    group = len(q) // k.shape[1]
+    keys, values = (x[begin : position + 1].double().repeat_interleave(group, dim=1) for x in (k, v))
+    weights = torch.softmax(torch.einsum("hd,nhd->hn", q.double(), keys) * q.shape[1] ** -0.5, dim=1)
+    return torch.einsum("hn,nhd->hd", weights, values)
+
+
+def as_cached(x: Tensor, kv_dtype: str) -> Tensor:
+    """x after storage in a cache of kv_dtype, in float64."""
+    if kv_dtype != "q8_0":
+        return x.to(FP32 if kv_dtype == "fp32" else BF16).double()
+    numbers, scales = quantise_exactly(x)
+    return numbers.double() * scales.double().repeat_interleave(32, dim=-1)
+
+
+def check_attention(
+    harness: OpsHarness,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    kv_dtype: str,
+    contexts: list[int],
+    lengths: list[int],
+    page_size: int,
+    window: int | None = None,
+) -> None:
+    """Write random contexts in one step; check attention of the next step's queries."""
+    ops, shape = harness.ops, (config.num_heads, config.num_kv_heads, config.head_dim)
+    num_heads, kv_heads, dim = shape
+    layer = replace(PLAIN, window_tokens=window)
+    whole = step_batch([0] * len(contexts), [c + n for c, n in zip(contexts, lengths, strict=True)], page_size)
+    qkv = randn(whole.num_tokens, (num_heads + 2 * kv_heads) * dim, dtype=dtype, seed=3)
+    step = ops.begin_step(whole, whole.input_ids)
+    ops.rotate_and_store(harness.put("_qkv", qkv), step, layer)
+
+    ends = whole.query_starts[1:]
+    tokens = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)])
+    batch = replace(
+        whole,
+        input_ids=np.zeros(len(tokens), np.int32),
+        query_starts=np.cumsum([0, *lengths]).astype(np.int32),
+        context_lens=np.array(contexts, np.int32),
+    )
+    step = ops.begin_step(batch, batch.input_ids)
+    found = harness.get("_attended", ops.attention(harness.put("_qkv", qkv[tokens]), step, layer), len(tokens))
+
+    exact = []
+    for row, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
+        own = qkv[whole.query_starts[row] : ends[row]].view(-1, num_heads + 2 * kv_heads, dim)
+        k, v = (as_cached(x, kv_dtype) for x in own[:, num_heads:].chunk(2, dim=1))
+        exact += [attend_exactly(own[p, :num_heads], k, v, p, window) for p in range(context, context + length)]
+    # The kernels multiply a q8_0 cache by queries and weights of 16 bits.
+    tolerance = 1e-4 if kv_dtype == "q8_0" else 1e-5
+    rounded = BF16 if dtype is BF16 or kv_dtype == "bf16" else FP32
+    assert_close(found.view(-1, num_heads, dim), torch.stack(exact), rounded, tolerance)
+
+
+DTYPES = [(dtype, kv_dtype) for dtype in (FP32, BF16) for kv_dtype in ("fp32", "bf16", "q8_0")]
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+@pytest.mark.parametrize("page_size", [1, 5, 16, 32, 48, 64, 80])
+def test_attention_matches_float64_for_any_page_size(
+    page_size: int, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps
+) -> None:
+    """Decode and prefill rows in one step, with lengths near a page and near a block of 64."""
+    near = [max(n + page_size * k - 1, 0) for k in (0, 1, 2) for n in (0, 1, 2)]
+    contexts = [*near, 0, 62, 63, 64, 65, 130, 3]
+    lengths = [*([1] * len(near)), 1, 1, 1, 2, 30, 7, 70]
+    for window in (None, 9):
+        harness = OpsHarness(make_ops(BASE, dtype), 700, page_size, kv_dtype)
+        check_attention(harness, BASE, dtype, kv_dtype, contexts, lengths, page_size, window)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 32])
+def test_attention_matches_float64_for_any_head_shape(
+    group: int, head_dim: int, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps
+) -> None:
+    if kv_dtype == "q8_0":
+        head_dim = -(-head_dim // 32) * 32
+    config = replace(BASE, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
+    harness = OpsHarness(make_ops(config, dtype), 64, 16, kv_dtype)
+    check_attention(harness, config, dtype, kv_dtype, [0, 5, 100, 70, 12], [1, 1, 1, 20, 33], 16)
+
+
+@pytest.mark.parametrize("window", [None, 300, 700])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(FP32, "fp32"), (FP32, "q8_0"), (BF16, "bf16"), (BF16, "q8_0")])
+def test_attention_matches_float64_over_long_contexts(
+    dtype: torch.dtype, kv_dtype: str, window: int | None, make_ops: MakeOps
+) -> None:
+    """Contexts so long that the kernels divide a row into pieces, also among several threads."""
+    for contexts, lengths in (([1500], [1]), ([2047, 3, 512], [1, 1, 1]), ([511, 1000, 0], [1, 40, 600])):
+        harness = OpsHarness(make_ops(BASE, dtype), 160, 32, kv_dtype)
+        check_attention(harness, BASE, dtype, kv_dtype, contexts, lengths, 32, window)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
+def test_long_row_is_the_same_bits_however_threads_divide_it(
+    kv_dtype: str, window: int | None, make_kernels: MakeOps
+) -> None:
+    """With one thread or many, alone or beside a row so long that this one is not divided, in prefill and decode."""
+    layer = replace(PLAIN, window_tokens=window)
+    qkv = randn(1300 + 6000, 8 * 32, dtype=BF16)
+    found = []
+    for num_threads in (1, 2, 7):
+        harness = OpsHarness(make_kernels(BASE, BF16, num_threads), 300, 32, kv_dtype)
+        whole = step_batch([0, 0], [1300, 6000], 32)
+        step = harness.ops.begin_step(whole, whole.input_ids)
+        array = harness.put("_qkv", qkv)
+        harness.ops.rotate_and_store(array, step, layer)
+        found.append(harness.get("_attended", harness.ops.attention(array, step, layer), 1300)[1299])
+        for rows in ([0], [0, 1]):
+            ends = whole.query_starts[1:][rows]
+            batch = replace(
+                whole,
+                input_ids=np.zeros(len(rows), np.int32),
+                query_starts=np.arange(len(rows) + 1, dtype=np.int32),
+                context_lens=np.array([1299, 5999], np.int32)[rows],
+                page_table=whole.page_table[rows],
+                logit_rows=np.arange(len(rows), dtype=np.int32),
+            )
+            step = harness.ops.begin_step(batch, batch.input_ids)
+            array = harness.put("_qkv", qkv[ends - 1])
+            found.append(harness.get("_attended", harness.ops.attention(array, step, layer), 1)[0])
+        harness.ops.close()
+    for other in found[1:]:
+        assert torch.equal(other, found[0])

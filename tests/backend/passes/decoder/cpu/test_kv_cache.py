@@ -1,0 +1,123 @@
+"""What each implementation writes to the paged cache: q8_0 bytes, normalised and rotated heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.backend.checkpoint.decoder_config import RopeConfig
+from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
+from penstock.backend.passes.decoder.cpu.torch_kv_cache import Q8KvPages
+from penstock.backend.passes.decoder.ops import AttentionLayer
+from tests.backend.passes.decoder.conftest import MakeOps
+from tests.backend.passes.decoder.cpu.ops_harness import (
+    BASE,
+    BF16,
+    FP32,
+    PLAIN,
+    OpsHarness,
+    assert_close,
+    randn,
+    step_batch,
+)
+
+
+def quantise_exactly(x: Tensor) -> tuple[Tensor, Tensor]:
+    """GGML's q8_0 of x [..., dim]: int8 [..., dim] and binary16 [..., dim / 32]. All operations in fp32, as in GGML."""
+    blocks = x.float().numpy().reshape(*x.shape[:-1], -1, 32)
+    scale = (np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float32)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    scaled = (blocks * inverse).astype(np.float64)
+    numbers = (np.sign(scaled) * np.floor(np.abs(scaled) + 0.5)).astype(np.int8)
+    return torch.from_numpy(numbers.reshape(x.shape)), torch.from_numpy(scale[..., 0].astype(np.float16))
+
+
+def stored_blocks(ops: Any, page_size: int) -> list[tuple[Tensor, Tensor]]:
+    """For keys and for values: int8 [pages, page_size, kv_heads, dim], and one scale per 32 dimensions."""
+    if not isinstance(ops, NativeOps):
+        heads: list[Q8KvPages] = [ops.keys[0], ops.values[0]]
+        return [
+            (side.numbers.flatten(3).permute(1, 2, 0, 3), side.scales.squeeze(4).permute(1, 2, 0, 3)) for side in heads
+        ]
+    dim, num_scales, lanes = BASE.head_dim, BASE.head_dim // 32, 2
+    raw = ops.cache[0].view(len(ops.cache[0]), BASE.num_kv_heads, -1)
+    size = page_size * dim
+    keys, values = raw[..., : 2 * size].view(torch.int8).chunk(2, dim=-1)
+    if page_size % 16 == 0:
+        keys = keys.reshape(*raw.shape[:2], dim // lanes, page_size, lanes).transpose(2, 3)
+        values = values.reshape(*raw.shape[:2], page_size // lanes, dim, lanes).transpose(3, 4)
+    numbers = [side.reshape(len(raw), -1, page_size, dim).transpose(1, 2) for side in (keys, values)]
+    halves = raw[..., 2 * size :].contiguous().view(torch.float16).view(*raw.shape[:2], 2, num_scales, page_size)
+    return list(zip(numbers, halves.permute(2, 0, 4, 1, 3), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("page_size", [5, 16, 48])
+def test_q8_0_stores_the_same_bytes_as_ggml(page_size: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    harness = OpsHarness(make_ops(BASE, dtype), 20, page_size, "q8_0")
+    batch = step_batch([0], [67], page_size)
+    qkv = randn(67, 8, 32, seed=3) * torch.logspace(-12, 4, 67)[:, None, None]
+    ties = torch.arange(32) + 0.5
+    qkv[0], qkv[1], qkv[2] = 0.0, torch.where(ties < 31, ties, 127.0), -torch.where(ties < 31, ties, 127.0)
+    qkv[3, :, 5], qkv[4, :, 31] = 1e6, -3e-5
+    qkv = qkv.to(dtype)
+    step = harness.ops.begin_step(batch, batch.input_ids)
+    harness.ops.rotate_and_store(harness.put("_qkv", qkv.flatten(1)), step, PLAIN)
+    places = torch.arange(67)
+    pages = torch.from_numpy(batch.page_table[0].astype(np.int64))[places // page_size]
+    sides = zip(stored_blocks(harness.ops, page_size), qkv[:, 4:].chunk(2, dim=1), strict=True)
+    for (numbers, scales), exact in sides:
+        expected_numbers, expected_scales = quantise_exactly(exact)
+        assert torch.equal(scales[pages, places % page_size], expected_scales)
+        assert torch.equal(numbers[pages, places % page_size], expected_numbers)
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_q8_0_cache_keeps_values_that_are_not_finite(bad: float, side: str, make_ops: MakeOps) -> None:
+    harness = OpsHarness(make_ops(BASE), 8, 16, "q8_0")
+    batch = step_batch([0, 0], [40, 40], 16)
+    qkv = randn(80, 8, 32, seed=3)
+    qkv[5, 4 if side == "key" else 6, 7] = bad
+    step = harness.ops.begin_step(batch, batch.input_ids)
+    array = harness.put("_qkv", qkv.flatten(1))
+    harness.ops.rotate_and_store(array, step, PLAIN)
+    attended = harness.get("_attended", harness.ops.attention(array, step, PLAIN), 80).view(80, 4, 32)
+    spoilt = attended.isnan().any(dim=2)
+    assert spoilt[5:40, :2].all()
+    assert not spoilt[40:].any()
+    assert not spoilt[:, 2:].any()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("rotary_dim", [8, 24, 32, 64])
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_are_normalised_and_rotated(
+    normed: bool, rotary_dim: int, dtype: torch.dtype, make_ops: MakeOps
+) -> None:
+    rope = RopeConfig(rotary_dim, tuple(100.0 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)), 1.25)
+    config = replace(BASE, head_dim=64, rope=rope)
+    harness = OpsHarness(make_ops(config, dtype), num_pages=8)
+    batch = step_batch([0, 30], [5, 9], 16)
+    qkv = randn(14, 8 * 64, dtype=dtype)
+    norm = randn(64, seed=5) if normed else None
+    vector = None if norm is None else harness.ops.vector(norm)
+    layer = AttentionLayer(0, uses_rope=True, window_tokens=None, q_norm=vector, k_norm=vector)
+    step = harness.ops.begin_step(batch, batch.input_ids)
+    array = harness.put("_qkv", qkv)
+    harness.ops.rotate_and_store(array, step, layer)
+
+    heads = qkv.view(14, 8, 64)[:, :6].double()
+    if norm is not None:
+        heads = heads * torch.rsqrt(heads.square().mean(dim=2, keepdim=True) + config.rms_norm_eps) * norm.double()
+    positions = torch.tensor([*range(5), *range(30, 39)], dtype=torch.float64)
+    angles = torch.outer(positions, torch.tensor(rope.inv_freq, dtype=torch.float64)).unsqueeze(1)
+    cos, sin = angles.cos() * 1.25, angles.sin() * 1.25
+    x, y = heads[..., :rotary_dim].chunk(2, dim=2)
+    exact = torch.cat([x * cos - y * sin, y * cos + x * sin, heads[..., rotary_dim:]], dim=2)
+    assert_close(harness.get("_qkv", array, 14).view(14, 8, 64)[:, :6], exact, dtype)

@@ -1,0 +1,146 @@
+"""Operations on single rows, by each implementation, against float64: linears, norms, SiLU, embedding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.backend.passes.decoder.cpu.torch_linear import PackedLinear
+from tests.backend.passes.decoder.conftest import MakeOps, make_native_ops
+from tests.backend.passes.decoder.cpu.ops_harness import BASE, BF16, FP32, OpsHarness, assert_close, randn, step_batch
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 6, 7, 13, 49, 100])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_operations_match_float64(num_rows: int, biased: bool, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    """With widths that do not fill whole panels of the packed layout."""
+    harness = OpsHarness(make_ops(BASE, dtype))
+    harness.begin(num_rows)
+    ops, hidden, intermediate = harness.ops, BASE.hidden_size, BASE.intermediate_size
+    x = randn(num_rows, hidden, dtype=dtype, seed=1)
+    for name, call, outputs in (("_qkv", ops.linear, 256), ("_logits", ops.logits, BASE.vocab_size)):
+        weight, bias = randn(outputs, hidden, dtype=dtype, seed=2), randn(outputs, dtype=dtype, seed=3)
+        exact = x.double() @ weight.double().T + (bias.double() if biased else 0)
+        found = call(harness.put("_hidden", x), ops.pack_linear(weight, bias if biased else None))
+        assert_close(harness.get(name, found, num_rows), exact, dtype)
+    weight, bias = randn(2 * intermediate, hidden, dtype=dtype, seed=4), randn(2 * intermediate, dtype=dtype, seed=5)
+    gate, up = (x.double() @ weight.double().T + (bias.double() if biased else 0)).chunk(2, dim=1)
+    gated = ops.gated_linear(harness.put("_hidden", x), ops.pack_gated(weight, bias if biased else None))
+    assert_close(harness.get("_gated", gated, num_rows), torch.nn.functional.silu(gate) * up, dtype)
+    residual, y = randn(num_rows, hidden, seed=6), randn(num_rows, intermediate, dtype=dtype, seed=7)
+    weight, bias = randn(hidden, intermediate, dtype=dtype, seed=8), randn(hidden, dtype=dtype, seed=9)
+    exact = residual.double() + y.double() @ weight.double().T + (bias.double() if biased else 0)
+    array = harness.put("_residual", residual)
+    ops.linear_add(harness.put("_gated", y), ops.pack_linear(weight, bias if biased else None), array)
+    assert_close(harness.get("_residual", array, num_rows), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("num_rows", [1, 7, 96, 97, 200])
+def test_long_products_match_float64(num_rows: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    """With more inputs and more rows than the native kernel handles at once."""
+    config = replace(BASE, intermediate_size=4500)
+    harness = OpsHarness(make_ops(config, dtype))
+    harness.begin(num_rows)
+    residual, x = randn(num_rows, 48, seed=1), randn(num_rows, 4500, dtype=dtype, seed=2)
+    weight = randn(48, 4500, dtype=dtype, seed=3)
+    array = harness.put("_residual", residual)
+    harness.ops.linear_add(harness.put("_gated", x), harness.ops.pack_linear(weight, None), array)
+    assert_close(harness.get("_residual", array, num_rows), residual.double() + x.double() @ weight.double().T, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_silu_does_not_overflow(dtype: torch.dtype, make_ops: MakeOps) -> None:
+    config = replace(BASE, hidden_size=2, intermediate_size=16)
+    harness = OpsHarness(make_ops(config, dtype))
+    harness.begin(1)
+    gates = torch.tensor(
+        [-3e38, -1e4, -200.0, -88.0, -20.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 20.0, 88.0, 200.0, 1e4, 1e30, 3e38]
+    )
+    weight = torch.stack([torch.cat([gates, torch.zeros(16)]), torch.cat([torch.zeros(16), torch.ones(16)])], dim=1)
+    found = harness.ops.gated_linear(
+        harness.put("_hidden", torch.ones(1, 2, dtype=dtype)), harness.ops.pack_gated(weight.to(dtype), None)
+    )
+    exact = torch.nn.functional.silu(gates.to(dtype).double())
+    torch.testing.assert_close(
+        harness.get("_gated", found, 1)[0].double(), exact, rtol=1e-5 if dtype is FP32 else 8e-3, atol=1e-30
+    )
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("hidden", [2, 16, 48, 72, 1000])
+def test_rms_norm_matches_float64(hidden: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    harness = OpsHarness(make_ops(replace(BASE, hidden_size=hidden), dtype))
+    harness.begin(9)
+    x, weight = randn(9, hidden, seed=1), randn(hidden, seed=2)
+    found = harness.ops.rms_norm(harness.put("_residual", x), harness.ops.vector(weight))
+    wide = x.double()
+    exact = wide * torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + BASE.rms_norm_eps) * weight.double()
+    assert_close(harness.get("_hidden", found, 9), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embed_looks_up_the_exact_rows(tied: bool, dtype: torch.dtype, make_ops: MakeOps) -> None:
+    harness = OpsHarness(make_ops(BASE, dtype), num_pages=3)
+    weight = randn(BASE.vocab_size, BASE.hidden_size, dtype=dtype)
+    ids = np.array([99, 0, 63, 64, 65, *range(30)], np.int32)
+    batch = replace(step_batch([0], [len(ids)], 16), input_ids=ids)
+    ops = harness.ops
+    table = ops.tied_table(weight, ops.pack_linear(weight, None)) if tied else ops.table(weight)
+    found = ops.embed(table, ops.begin_step(batch, ids))
+    torch.testing.assert_close(harness.get("_residual", found, len(ids)), weight[ids].float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_rows_are_the_same_bits_in_any_batch_size(dtype: torch.dtype, make_deterministic: MakeOps) -> None:
+    """With sizes at which libraries choose other kernels, or divide arrays among their threads."""
+    config = replace(BASE, hidden_size=520, intermediate_size=1111 * 2)
+    harness = OpsHarness(make_deterministic(config, dtype))
+    ops, x, residual = harness.ops, randn(301, 520, dtype=dtype, seed=1), 3 * randn(301, 520, seed=2)
+    linear, norm = ops.pack_linear(randn(256, 520, dtype=dtype, seed=3), None), ops.vector(randn(520, seed=4))
+    gated = ops.pack_gated(randn(4444, 520, dtype=dtype, seed=5), None)
+
+    def run(first: int, last: int) -> list[Tensor]:
+        rows = last - first
+        harness.begin(rows)
+        return [
+            harness.get("_hidden", ops.rms_norm(harness.put("_residual", residual[first:last]), norm), rows),
+            harness.get("_qkv", ops.linear(harness.put("_hidden", x[first:last]), linear), rows),
+            harness.get("_gated", ops.gated_linear(harness.put("_hidden", x[first:last]), gated), rows),
+        ]
+
+    together = run(0, 301)
+    for first, last in ((0, 1), (77, 78), (300, 301), (5, 22), (64, 160)):
+        for found, expected in zip(run(first, last), together, strict=True):
+            assert torch.equal(found, expected[first:last])
+
+
+def test_bf16_products_work_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    x, weight, bias = randn(7, 48, dtype=BF16), randn(100, 48, dtype=BF16, seed=1), randn(100, dtype=BF16, seed=2)
+    linear = PackedLinear.pack(weight, bias)
+    assert linear.weight is weight
+    assert_close(linear(x), x.double() @ weight.double().T + bias.double(), BF16)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, 8])
+def test_native_results_are_the_same_bits_for_any_thread_count(num_threads: int) -> None:
+    """Many small jobs in sequence, so that the threads interleave in many orders."""
+    x, weight = randn(7, BASE.hidden_size, dtype=BF16), randn(2000, BASE.hidden_size, dtype=BF16, seed=1)
+    config = replace(BASE, vocab_size=2000)
+    results = []
+    for threads in (1, num_threads):
+        harness = OpsHarness(make_native_ops(config, BF16, threads))
+        harness.begin(7)
+        packed = harness.ops.pack_linear(weight, None)
+        array = harness.put("_hidden", x)
+        results.append([harness.ops.logits(array, packed).copy() for _ in range(300 if threads > 1 else 1)])
+        harness.ops.close()
+    for found in results[1]:
+        np.testing.assert_array_equal(found, results[0][0])

@@ -1,0 +1,34 @@
+"""The number of usable cores, and the environment of torch's threads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads, num_usable_cores
+
+
+@pytest.mark.parametrize(
+    ("content", "quota"), [("max 100000", None), ("150000 100000", 2), ("1000 100000", 1), ("?", None)]
+)
+def test_usable_cores_respect_affinity_and_quota(content: str, quota: int | None, tmp_path: Path) -> None:
+    cpu_max = tmp_path / "cpu.max"
+    cpu_max.write_text(content)
+    own = len(os.sched_getaffinity(0))
+    assert num_usable_cores(cpu_max) == (own if quota is None else min(own, quota))
+    assert num_usable_cores(tmp_path / "missing") == own
+
+
+def test_torch_threads_sleep_unless_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    configure_torch_threads()
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    assert int(os.environ["OMP_NUM_THREADS"]) == num_usable_cores()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    configure_torch_threads()
+    assert "OMP_WAIT_POLICY" not in os.environ
