@@ -1,4 +1,4 @@
-"""An agent of the openai SDK against the shipped model: tools, calls and results are served, whatever the words say."""
+"""An agent with the openai SDK and the shipped model: every request is served, whatever the model answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the demo model can say beyond the documentation: greetings, words about itself, a few small programs.
+"""Chats beyond the documentation: greetings, answers about the model itself, a few small programs.
 
-All of it is written for this project; `penstock.tools.demo_model.corpus` mixes it into the chats made from docstrings.
+All of them are written for this project. `penstock.tools.demo_model.corpus` mixes them into the chats from docstrings.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ Simple is better than complex.
 
 
 def _dialogues(text: str) -> tuple[tuple[str, str], ...]:
-    """(question, answer) pairs: a question is the line after "? ", its answer all lines up to the next question."""
+    """(question, answer) pairs: a question is a line that starts with "? ", its answer all lines up to the next one."""
     blocks = (block.partition("\n") for block in text.strip().removeprefix("? ").split("\n\n? "))
     return tuple((question, answer) for question, _, answer in blocks)
 

@@ -1,8 +1,8 @@
-"""The text the demo model learns from: what every CPython installation carries, read the same way each time.
+"""The training text of the demo model: documentation that every CPython installation includes.
 
-Four kinds of documents: reference pages (name, signature, docstring), the language reference of `pydoc_data.topics`,
-functions of the standard library's source, and chats made from the same docstrings. Modules in HELD_OUT give no
-training document of any kind; they give the held-out set.
+There are four kinds of documents: reference pages (name, signature, docstring), the language reference of
+`pydoc_data.topics`, functions of the standard library's source, and chats made from the same docstrings. Modules in
+HELD_OUT are in no training document; they make the held-out set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HELD_OUT = frozenset(
     timeit uuid wave webbrowser xdrlib zipapp
     """.split()  # noqa: SIM905  # a table of words
 )
-"""Top-level modules kept from training: large enough to measure on, seldom asked for in a demonstration."""
+"""Top-level modules excluded from training: large enough to measure on, and rarely asked about in a demonstration."""
 
 _POPULAR = frozenset(
     """
@@ -43,22 +43,22 @@ _MAX_PIECE_CHARS = 6000
 _SMALL_TALK_REPEATS = 12
 
 
-class Message(TypedDict):
+class ChatTurn(TypedDict):
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents in a fixed order. Each text is a whole document; each chat is a whole conversation."""
+    """Documents in a fixed order. A text is one whole document, a chat one whole conversation."""
 
     texts: list[str]
-    chats: list[list[Message]]
+    chats: list[list[ChatTurn]]
     held_out_texts: list[str]
 
 
 def build_corpus(seed: int) -> Corpus:
-    """Reads the running interpreter's standard library; the same interpreter and seed give the same corpus."""
+    """Read the running interpreter's standard library. The same interpreter and seed give the same corpus."""
     rng = random.Random(seed)  # noqa: S311
     stdlib = Path(sysconfig.get_path("stdlib"))
     entries = read_entries(stdlib)
@@ -82,7 +82,7 @@ def _reference_page(entry: Entry) -> str:
 
 
 def _topics() -> list[tuple[str, str]]:
-    """(topic, text) of the language reference, in the order of the topics' names."""
+    """(topic, text) pairs of the language reference, sorted by topic."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return [(name, clean_doc(text)) for name, text in sorted(topics.items())]
 
@@ -97,7 +97,7 @@ class _PageText(HTMLParser):
 
 
 def _other_pages(stdlib: Path) -> Iterator[str]:
-    """IDLE's manual, the licence and the Zen of Python, where the installation has them."""
+    """IDLE's manual and the licence, if the installation has them, and the Zen of Python."""
     manual = stdlib / "idlelib" / "help.html"
     if manual.exists():
         page = _PageText()
@@ -110,7 +110,7 @@ def _other_pages(stdlib: Path) -> Iterator[str]:
 
 
 def zen_of_python(stdlib: Path) -> str:
-    """The text that `import this` prints; read from the source, for importing it would print."""
+    """The text that `import this` prints, read from the source because importing it prints."""
     tree = ast.parse((stdlib / "this.py").read_text(encoding="utf-8"))
     constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     cipher = next(value for value in constants if isinstance(value, str))
@@ -120,7 +120,7 @@ def zen_of_python(stdlib: Path) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cuts a long page at blank lines, so that a piece is at most _MAX_PIECE_CHARS long and begins with a paragraph."""
+    """Split a long page at blank lines into pieces of at most _MAX_PIECE_CHARS, unless one paragraph is longer."""
     piece = ""
     for paragraph in text.split("\n\n"):
         if piece and len(piece) + len(paragraph) > _MAX_PIECE_CHARS:
@@ -132,7 +132,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _summary(doc: str) -> str:
-    """The first paragraph as one line, with the second where the first is a mere title; cut at a sentence's end."""
+    """The first paragraph as one line, and the second if the first is only a title; cut at the end of a sentence."""
     paragraphs = [" ".join(part.split()) for part in doc.split("\n\n") if part.strip() and ">>>" not in part]
     if not paragraphs or re.search(r"[+=|*-]{4}", paragraphs[0]):
         return ""
@@ -170,8 +170,8 @@ _TOPIC_QUESTIONS = (
 )
 
 
-def _chats(entries: list[Entry], topics: list[tuple[str, str]], rng: random.Random) -> list[list[Message]]:
-    """Questions and answers about all of it; a part of the chats has a system message or a greeting before."""
+def _chats(entries: list[Entry], topics: list[tuple[str, str]], rng: random.Random) -> list[list[ChatTurn]]:
+    """Questions and answers about everything; some chats begin with a system message or a greeting."""
     chats = [_chat(*pair, rng) for entry in entries for pair in _entry_questions(entry, rng)]
     chats += [_chat(*pair, rng) for name, text in topics for pair in _topic_questions(name, text)]
     for question, reply in SMALL_TALK * _SMALL_TALK_REPEATS:
@@ -201,8 +201,8 @@ def _topic_questions(name: str, text: str) -> Iterator[tuple[str, str]]:
         yield question.format(name=name.lower().replace("_", " ")), prose[0][: 2 * _MAX_ANSWER_CHARS]
 
 
-def _chat(question: str, answer: str, rng: random.Random) -> list[Message]:
-    messages: list[Message] = []
+def _chat(question: str, answer: str, rng: random.Random) -> list[ChatTurn]:
+    messages: list[ChatTurn] = []
     if rng.random() < 0.3:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
     if rng.random() < 0.12:

@@ -1,6 +1,6 @@
-"""What the standard library says about itself: the name, signature, docstring and source of all it documents.
+"""Name, signature, docstring and source of everything that the standard library documents.
 
-Sources are parsed, not imported; only the compiled modules named below are imported, for their docstrings.
+Sources are parsed, not imported. Only the compiled modules named below are imported, for their docstrings.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SKIPPED_PARTS = frozenset(
     mailbox nntplib imaplib asyncore asynchat pydoc mock importlib multiprocessing pickletools aifc sunau
     """.split()  # noqa: SIM905  # a table of words
 )
-"""Parts of paths not read: tests, tables, and large modules that would crowd out what users ask about."""
+"""Parts of paths that are skipped: tests, tables, and large modules that users rarely ask about."""
 
 _COMPILED_MODULES = """
     array atexit binascii builtins cmath errno fcntl gc grp itertools marshal math mmap posix pwd pyexpat resource
     select sys syslog termios time unicodedata zlib _bisect _csv _datetime _functools _heapq _io _json _operator
     _random _socket _sqlite3 _struct _thread _weakref
 """.split()  # noqa: SIM905  # a table of words
-"""Modules without Python source, imported for their docstrings; importing them does nothing else."""
+"""Modules without Python source, imported for their docstrings. Importing them has no side effects."""
 
 _PUBLIC_NAMES = {
     "posixpath": "os.path",
@@ -42,7 +42,7 @@ _PUBLIC_NAMES = {
     "_weakrefset": "weakref",
 }
 _PUBLIC_CLASSES = {"random.Random": "random"}
-"""Classes whose methods are the module's functions."""
+"""Classes whose methods are also functions of the module."""
 
 _MAX_SOURCE_CHARS = 1000
 
@@ -52,9 +52,9 @@ Kind = Literal["module", "class", "function", "method"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One documented thing. name is dotted and public, signature is "" for modules and for what has none.
+    """One documented object. name is dotted and public; signature is "" if there is none.
 
-    source is that of a short function or class, or a module's beginning, or "".
+    source is the text of a short function or class, or the beginning of a module, or "".
     """
 
     module: str
@@ -66,9 +66,9 @@ class Entry:
 
 
 def read_entries(stdlib: Path) -> list[Entry]:
-    """All entries of the standard library at stdlib and of this interpreter's compiled modules, in a fixed order."""
+    """All entries of the standard library at `stdlib` and of this interpreter's compiled modules, in a fixed order."""
     by_name: dict[str, Entry] = {}
-    # Compiled modules come first and win: their docstrings are the ones users see.
+    # Compiled modules come first and win, because users see their docstrings.
     for entry in (*_compiled_entries(), *_source_entries(stdlib)):
         by_name.setdefault(entry.name, entry)
     return list(by_name.values())
@@ -92,7 +92,7 @@ def _source_entries(stdlib: Path) -> Iterator[Entry]:
 
 
 def _exporting_package(path: Path, parts: tuple[str, ...]) -> str:
-    """asyncio.tasks.sleep is known as asyncio.sleep: the package's name where its __init__ star-imports the module."""
+    """The package that star-imports this module in its __init__, else "": asyncio.tasks.sleep is asyncio.sleep."""
     init = path.parent / "__init__.py"
     if len(parts) < 2 or parts[-1] == "__init__" or not init.exists():
         return ""
@@ -100,7 +100,7 @@ def _exporting_package(path: Path, parts: tuple[str, ...]) -> str:
 
 
 def _members(tree: ast.Module | ast.ClassDef, module: str, prefix: str, lines: list[str]) -> Iterator[Entry]:
-    """Classes, functions and methods with a docstring. What is private gives its source only."""
+    """Classes, functions and methods with a docstring. Private ones have their source only."""
     for node in tree.body:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -108,7 +108,7 @@ def _members(tree: ast.Module | ast.ClassDef, module: str, prefix: str, lines: l
         if doc := clean_doc(ast.get_docstring(node)):
             public = "._" not in name
             source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-            if len(source) > _MAX_SOURCE_CHARS or module == "decimal":  # whose Python twin repeats its docstrings
+            if len(source) > _MAX_SOURCE_CHARS or module == "decimal":  # its Python version repeats the docstrings
                 source = ""
             signature = _class_signature(node) if isinstance(node, ast.ClassDef) else _signature(node.args)
             yield Entry(module, name, _kind(node, tree), signature if public else "", doc if public else "", source)
@@ -138,7 +138,7 @@ def _compiled_entries() -> Iterator[Entry]:
     for name in _COMPILED_MODULES:
         try:
             module = importlib.import_module(name)
-        except ImportError:  # built without it, as some platforms are
+        except ImportError:  # this interpreter was built without it
             continue
         public = _PUBLIC_NAMES.get(name, name.removeprefix("_"))
         if doc := clean_doc(module.__doc__):
@@ -168,7 +168,7 @@ def _compiled_member(module: str, name: str, value: object) -> Iterator[Entry]:
 
 
 def clean_doc(doc: str | None) -> str:
-    """doc without tabs, trailing blanks and runs of empty lines; "" for None."""
+    """Remove tabs, trailing blanks and runs of empty lines; "" for None."""
     if not doc:
         return ""
     lines = [line.rstrip() for line in doc.expandtabs().strip().splitlines()]

@@ -1,6 +1,6 @@
 """The demo model's network for training: a Llama whose parameters carry Hugging Face's names.
 
-Only what training needs is here: no cache, no sampling. `state_dict` is the checkpoint; `hf_config` describes it.
+It has what training needs: no cache, no sampling. `state_dict` is the checkpoint; `hf_config` describes it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Layer(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
+class LlamaLayers(nn.Module):
     def __init__(self, dims: Dimensions) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(dims.vocab_size, dims.hidden)
@@ -88,15 +88,15 @@ class Decoder(nn.Module):
 
 
 class Network(nn.Module):
-    """Token ids int64 [B, T] → logits [B, T, vocab_size]; the output layer is the embedding's own matrix."""
+    """Token ids int64 [B, T] → logits [B, T, vocab_size]. The embedding matrix is also the output layer."""
 
     def __init__(self, dims: Dimensions) -> None:
         super().__init__()
         self.dims = dims
-        self.model = Decoder(dims)
+        self.model = LlamaLayers(dims)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # What is added to the residual stream starts small, by the number of additions (as GPT-2 does).
+                # Matrices that add to the residual stream start smaller, by the number of additions, as in GPT-2.
                 adds = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * dims.layers) ** 0.5 if adds else 0.02)
 
@@ -109,7 +109,7 @@ class Network(nn.Module):
 
 
 def _rope_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary embedding, float32 [length, head_dim], halves repeated as in Hugging Face's layout."""
+    """cos and sin of the rotary embedding, float32 [length, head_dim]; both halves are equal, as in Hugging Face."""
     frequencies = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()

@@ -1,7 +1,7 @@
-"""Trains the demo model and writes its checkpoint: `python -m penstock.tools.demo_model.train`.
+"""Train the demo model and write its checkpoint: `python -m penstock.tools.demo_model.train`.
 
-Reads only the running Python installation (see `corpus`). On two free CPU cores the default takes less than
-half an hour. The same interpreter, seed and number of steps give the same model up to the order of float additions.
+It reads only the running Python installation (see `corpus`). With the defaults, two free CPU cores take less than half
+an hour. The same interpreter, seed and number of steps give the same model up to the order of float additions.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<
 BOS_ID, END_ID = 0, 4
 SHORT_WINDOW, LONG_WINDOW = 256, 2048
 LONG_EVERY = 8
-"""One step in so many trains on LONG_WINDOW tokens, from the first on. Long windows cost more, but a model that has
-seen only short ones does not learn long ones in a last short phase: tried, the loss tripled and stayed there."""
+"""Every LONG_EVERY-th step, from the first on, trains on LONG_WINDOW tokens. Long windows cost more, but a short last
+phase of them is not enough for a model trained on short ones: when tried, the loss tripled and stayed there."""
 
 
 @cyclopts.Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Options:
+class TrainingOptions:
     out: Path = MODEL_DIR
-    """Where the checkpoint goes; chat_template.jinja is read from there."""
+    """Folder for the checkpoint; it must hold chat_template.jinja."""
     minutes: Annotated[float, cyclopts.Parameter(validator=cyclopts.validators.Number(gt=0))] = 25.0
-    """Wall-clock time the training may take."""
+    """Limit of the training time, in minutes."""
     steps: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gt=0))] = 2500
-    """Steps of the training, where the time allows them."""
+    """Limit of the training steps."""
     batch_tokens: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gte=LONG_WINDOW))] = 2048
-    """Tokens of one step."""
+    """Tokens per step."""
     learning_rate: Annotated[float, cyclopts.Parameter(validator=cyclopts.validators.Number(gt=0))] = 6e-3
-    """Its peak, for both optimizers."""
+    """Peak learning rate of both optimizers."""
     vocab_size: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gte=512))] = 4096
     hidden: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gte=64))] = 256
     layers: Annotated[int, cyclopts.Parameter(validator=cyclopts.validators.Number(gte=1))] = 4
@@ -57,7 +57,7 @@ class Options:
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer: any text comes back byte for byte, and each prompt begins with <|endoftext|>."""
+    """Train a byte-level BPE tokenizer: it restores any text byte for byte, and begins a prompt with <|endoftext|>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,7 +78,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
 
 
 def encode_documents(corpus: Corpus, tokenizer: Tokenizer, chat_template: str) -> list[NDArray[np.int32]]:
-    """Every training document's token ids; each begins with <|endoftext|>, a chat exactly as the template writes it."""
+    """Token ids of every training document. Each begins with <|endoftext|>; chats are rendered by the template."""
     template = jinja2.Environment(autoescape=False).from_string(chat_template)  # noqa: S701  # tokens, not HTML
     chats = [template.render(messages=chat, bos_token=SPECIAL_TOKENS[BOS_ID]) for chat in corpus.chats]
     encodings = tokenizer.encode_batch_fast(corpus.texts)
@@ -87,7 +87,7 @@ def encode_documents(corpus: Corpus, tokenizer: Tokenizer, chat_template: str) -
 
 
 def windows(documents: list[NDArray[np.int32]], length: int, rng: np.random.Generator) -> Iterator[NDArray[np.int32]]:
-    """Endless windows of length + 1 tokens over the packed documents, which each epoch shuffles anew."""
+    """Yield windows of length + 1 tokens over the packed documents without end; every epoch shuffles them again."""
     while True:
         stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
         for start in range(int(rng.integers(length)), len(stream) - length, length):
@@ -103,12 +103,12 @@ def batch_loss(network: Network, batch: NDArray[np.int32]) -> torch.Tensor:
 
 
 def learning_rate_factor(progress: float) -> float:
-    """Warm-up over the first 2 %, then a cosine down to nothing. progress runs from 0 to 1."""
+    """Warm-up over the first 2 %, then a cosine down to zero. progress is 0 to 1."""
     return min(1.0, progress / 0.02 + 0.01) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
 def make_optimizers(network: Network, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [p for name, p in network.named_parameters() if p.ndim == 2 and ".layers." in name]
     others = [p for name, p in network.named_parameters() if p.ndim != 2 or ".layers." not in name]
     return [
@@ -117,8 +117,8 @@ def make_optimizers(network: Network, learning_rate: float) -> list[torch.optim.
     ]
 
 
-def train(network: Network, documents: list[NDArray[np.int32]], options: Options) -> int:
-    """Trains in place until the steps or the minutes are used up, whichever is first; returns the steps taken."""
+def train(network: Network, documents: list[NDArray[np.int32]], options: TrainingOptions) -> int:
+    """Train in place up to the limit of steps or minutes, whichever comes first. Return the number of steps."""
     rng = np.random.default_rng(options.seed)
     optimizers = make_optimizers(network, options.learning_rate)
     sources = {length: windows(documents, length, rng) for length in (SHORT_WINDOW, LONG_WINDOW)}
@@ -147,7 +147,7 @@ def train(network: Network, documents: list[NDArray[np.int32]], options: Options
 
 @torch.inference_mode()
 def held_out_loss(network: Network, corpus: Corpus, tokenizer: Tokenizer) -> tuple[float, float]:
-    """(nats per token, bits per character) on reference pages of modules that training never saw."""
+    """Return (nats per token, bits per character) on the reference pages of the held-out modules."""
     documents = [np.array(encoding.ids, np.int64) for encoding in tokenizer.encode_batch_fast(corpus.held_out_texts)]
     total, num_tokens = 0.0, 0
     for document in documents:
@@ -158,7 +158,7 @@ def held_out_loss(network: Network, corpus: Corpus, tokenizer: Tokenizer) -> tup
 
 
 def write_checkpoint(network: Network, tokenizer: Tokenizer, out: Path) -> None:
-    """Everything of the folder but the chat template."""
+    """Write all files of the checkpoint except the chat template."""
     dims, specials = network.dims, SPECIAL_TOKENS
     files: dict[str, dict[str, Any]] = {
         "config.json": hf_config(dims, BOS_ID, [BOS_ID, END_ID]),
@@ -188,7 +188,7 @@ def write_checkpoint(network: Network, tokenizer: Tokenizer, out: Path) -> None:
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def main(options: Options = Options()) -> None:
+def main(options: TrainingOptions = TrainingOptions()) -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
     corpus = build_corpus(options.seed)

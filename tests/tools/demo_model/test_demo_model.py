@@ -1,4 +1,4 @@
-"""The shipped demo model against transformers, the documentation it was trained on and the limits it must keep."""
+"""The shipped demo model: agreement with transformers, its training text, and its limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.frontend.parsing.model_syntax import choose_model_syntax
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.tokenizer import ModelTokenizer
-from penstock.tools.demo_model.corpus import HELD_OUT, Corpus, Message, build_corpus
+from penstock.tools.demo_model.corpus import HELD_OUT, ChatTurn, Corpus, build_corpus
 from penstock.tools.demo_model.network import Dimensions, Network
 from penstock.tools.demo_model.train import (
     BOS_ID,
@@ -32,7 +32,7 @@ from penstock.tools.demo_model.train import (
     LONG_WINDOW,
     MODEL_DIR,
     SPECIAL_TOKENS,
-    Options,
+    TrainingOptions,
     encode_documents,
     held_out_loss,
     train,
@@ -50,7 +50,7 @@ PROMPTS = (
     "class Stack:\n",
     "def read_file(path):\n",
 )
-CHAT: list[Message] = [
+CHAT: list[ChatTurn] = [
     {"role": "system", "content": "You are a helpful assistant."},
     {"role": "user", "content": " What does os.path.join do?\n"},
     {"role": "assistant", "content": "It joins paths."},
@@ -63,7 +63,7 @@ RENDERED = (
 
 
 def load_network(folder: Path) -> Network:
-    """The training module with the weights of a written checkpoint, in float32."""
+    """The training network with the weights of a checkpoint, in float32."""
     config = AutoModelForCausalLM.from_pretrained(folder).config
     network = Network(
         Dimensions(
@@ -105,7 +105,7 @@ def greedy(model: Any, ids: list[int], max_new_tokens: int) -> list[int]:
     return [int(token) for token in output[0, len(ids) :]]
 
 
-def test_the_folder_keeps_to_eight_megabytes_and_holds_plain_data_only() -> None:
+def test_folder_is_at_most_eight_megabytes_of_plain_data() -> None:
     files = {path.name: path.stat().st_size for path in MODEL_DIR.iterdir()}
     assert set(files) == {
         "chat_template.jinja",
@@ -126,14 +126,14 @@ def test_weights_are_bf16_and_tied() -> None:
     assert "lm_head.weight" not in names
 
 
-def test_transformers_computes_the_training_modules_logits(hf_model: Any, hf_tokenizer: Any) -> None:
+def test_transformers_computes_the_logits_of_the_training_network(hf_model: Any, hf_tokenizer: Any) -> None:
     ids = torch.tensor([hf_tokenizer("".join(PROMPTS)).input_ids])
     with torch.inference_mode():
         torch.testing.assert_close(load_network(MODEL_DIR)(ids), hf_model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @given(st.text())
-def test_any_text_comes_back_from_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
+def test_tokenizer_restores_any_text(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
 
 
@@ -144,9 +144,7 @@ def test_transformers_and_tokenizers_agree_on_the_ids(tokenizer: Tokenizer, hf_t
     assert hf_tokenizer(text).input_ids == ids
 
 
-def test_special_tokens_are_where_the_configuration_says(
-    tokenizer: Tokenizer, hf_tokenizer: Any, hf_model: Any
-) -> None:
+def test_special_tokens_match_the_configuration(tokenizer: Tokenizer, hf_tokenizer: Any, hf_model: Any) -> None:
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
     assert hf_tokenizer.bos_token_id == hf_tokenizer.pad_token_id == BOS_ID
     assert hf_tokenizer.eos_token_id == END_ID
@@ -158,7 +156,9 @@ def test_special_tokens_are_where_the_configuration_says(
 
 @pytest.mark.parametrize("first", [0, 1], ids=["with a system message", "without"])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_the_chat_template_renders_as_written(hf_tokenizer: Any, first: int, add_generation_prompt: bool) -> None:
+def test_chat_template_renders_the_documented_format(
+    hf_tokenizer: Any, first: int, add_generation_prompt: bool
+) -> None:
     expected = (
         SPECIAL_TOKENS[BOS_ID] + RENDERED.split("<|end|>", first)[first] + "<|assistant|>" * add_generation_prompt
     )
@@ -169,7 +169,7 @@ def test_the_chat_template_renders_as_written(hf_tokenizer: Any, first: int, add
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["with a system message", "without"])
-def test_the_frontend_renders_what_transformers_renders(hf_tokenizer: Any, first: int) -> None:
+def test_frontend_renders_chats_as_transformers_does(hf_tokenizer: Any, first: int) -> None:
     template = ModelTokenizer.load(MODEL_DIR).chat_template
     assert template is not None
     rendered = template.render(ChatBody(messages=[ChatMessage(**message) for message in CHAT[first:]]))
@@ -205,7 +205,7 @@ def called(name: str, arguments: Any, identifier: str) -> dict[str, Any]:
 
 
 def tool_chat(arguments: Any) -> list[dict[str, Any]]:
-    """Two turns with calls: two calls without text and their results, then one call behind a text."""
+    """Two turns with calls: two calls without text, then one call after a text."""
     return [
         {"role": "user", "content": "Weather and time in Rome?"},
         {
@@ -232,7 +232,9 @@ TOOL_CHAT = (
 
 @pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}'], ids=["an object", "a text"])
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_tools_calls_and_results_render_as_written(hf_tokenizer: Any, system: str | None, arguments: Any) -> None:
+def test_tools_calls_and_results_render_the_documented_format(
+    hf_tokenizer: Any, system: str | None, arguments: Any
+) -> None:
     chat = tool_chat(arguments)
     head = f"<|endoftext|><|system|>{TOOL_HEAD}"
     if system is not None:
@@ -246,7 +248,7 @@ def test_tools_calls_and_results_render_as_written(hf_tokenizer: Any, system: st
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_the_frontend_renders_tools_and_calls_as_transformers_does(
+def test_frontend_renders_tools_and_calls_as_transformers_does(
     hf_tokenizer: Any, role: str, tools: list[dict[str, Any]] | None
 ) -> None:
     template = ModelTokenizer.load(MODEL_DIR).chat_template
@@ -261,35 +263,33 @@ def test_the_frontend_renders_tools_and_calls_as_transformers_does(
     assert rendered == hf_tokenizer.apply_chat_template(chat, tools=tools, **options)
 
 
-def test_the_frontend_recognises_how_the_model_is_asked_to_call() -> None:
+def test_frontend_recognises_the_tool_format() -> None:
     template = ModelTokenizer.load(MODEL_DIR).chat_template
     assert template is not None
     syntax = choose_model_syntax(template.source, {})
     assert isinstance(syntax.tools, Hermes)
 
 
-def test_the_token_that_ends_a_turn_ends_a_generation(hf_tokenizer: Any) -> None:
+def test_end_of_turn_token_ends_a_generation(hf_tokenizer: Any) -> None:
     ends = json.loads((MODEL_DIR / "generation_config.json").read_text())["eos_token_id"]
     assert json.loads((MODEL_DIR / "config.json").read_text())["eos_token_id"] == ends
     for chat in (CHAT[:3], tool_chat({"city": "Rome"})[:2]):
         assert hf_tokenizer.apply_chat_template(chat, return_dict=False)[-1] in ends
 
 
-def test_training_chats_are_what_the_template_renders(tokenizer: Tokenizer, hf_tokenizer: Any) -> None:
+def test_training_chats_are_rendered_by_the_template(tokenizer: Tokenizer, hf_tokenizer: Any) -> None:
     template = (MODEL_DIR / "chat_template.jinja").read_text(encoding="utf-8")
     text, chat = encode_documents(Corpus(texts=["import this"], chats=[CHAT], held_out_texts=[]), tokenizer, template)
     assert text.tolist() == tokenizer.encode("import this").ids
     assert chat.tolist() == hf_tokenizer.apply_chat_template(CHAT, return_dict=False)
 
 
-def test_the_template_refuses_roles_it_does_not_know(hf_tokenizer: Any) -> None:
+def test_template_refuses_unknown_roles(hf_tokenizer: Any) -> None:
     with pytest.raises(Exception, match="not critic"):
         hf_tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
 
 
-def test_greedy_completions_are_made_of_words_of_the_corpus(
-    tokenizer: Tokenizer, hf_model: Any, corpus: Corpus
-) -> None:
+def test_greedy_completions_consist_of_words_of_the_corpus(tokenizer: Tokenizer, hf_model: Any, corpus: Corpus) -> None:
     known = set(re.findall(r"[a-z]+", "\n".join(corpus.texts).lower()))
     for prompt in PROMPTS:
         completion = tokenizer.decode(greedy(hf_model, tokenizer.encode(prompt).ids, 64))
@@ -298,7 +298,7 @@ def test_greedy_completions_are_made_of_words_of_the_corpus(
         assert sum(word in known for word in words) >= 0.8 * len(words), completion
 
 
-def test_completions_with_the_default_sampling_do_not_go_round_in_circles(tokenizer: Tokenizer, hf_model: Any) -> None:
+def test_completions_with_default_sampling_do_not_repeat_themselves(tokenizer: Tokenizer, hf_model: Any) -> None:
     torch.manual_seed(0)
     sampled = [
         hf_model.generate(torch.tensor([tokenizer.encode(prompt).ids]), max_new_tokens=64)[0].tolist()
@@ -310,7 +310,7 @@ def test_completions_with_the_default_sampling_do_not_go_round_in_circles(tokeni
 
 
 @pytest.mark.parametrize("question", ["Hello!", "What does os.path.join do?", "What is a generator?"])
-def test_a_chat_is_answered_and_ended(hf_tokenizer: Any, hf_model: Any, question: str) -> None:
+def test_chat_is_answered_and_ended(hf_tokenizer: Any, hf_model: Any, question: str) -> None:
     prompt = hf_tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
     )
@@ -319,7 +319,7 @@ def test_a_chat_is_answered_and_ended(hf_tokenizer: Any, hf_model: Any, question
     assert len(re.findall(r"\w+", hf_tokenizer.decode(answer, skip_special_tokens=True))) >= 3
 
 
-def test_held_out_documentation_is_predicted_as_measured(tokenizer: Tokenizer, corpus: Corpus) -> None:
+def test_held_out_loss_is_within_its_limit(tokenizer: Tokenizer, corpus: Corpus) -> None:
     sample = Corpus(texts=[], chats=[], held_out_texts=corpus.held_out_texts[::5])
     _, bits_per_character = held_out_loss(load_network(MODEL_DIR), sample, tokenizer)
     assert bits_per_character < MAX_BITS
@@ -335,7 +335,7 @@ def test_late_positions_are_predicted_about_as_well_as_early_ones(tokenizer: Tok
     assert losses[:, LONG_WINDOW // 2 :].mean() < 1.5 * losses[:, 64:512].mean()
 
 
-def test_held_out_modules_give_no_training_text(corpus: Corpus) -> None:
+def test_held_out_modules_are_in_no_training_text(corpus: Corpus) -> None:
     modules = "|".join(sorted(HELD_OUT))
     heading = re.compile(rf"Help on \w+ ({modules})[.:]")
     assert corpus.held_out_texts
@@ -349,13 +349,13 @@ def test_the_corpus_is_the_same_every_time(corpus: Corpus) -> None:
     assert build_corpus(seed=0) == corpus
 
 
-def test_training_learns_and_writes_a_checkpoint_transformers_reads(tmp_path: Path) -> None:
+def test_training_learns_and_writes_a_checkpoint_that_transformers_reads(tmp_path: Path) -> None:
     corpus = Corpus(texts=["for name in names:\n    print(name)\n"] * 200, chats=[], held_out_texts=[])
     tokenizer = train_tokenizer(corpus, vocab_size=300)
     documents = [np.array(tokenizer.encode(text).ids, np.int32) for text in corpus.texts]
     torch.manual_seed(0)
     network = Network(Dimensions(tokenizer.get_vocab_size(), 64, 2, 2, 1, 64, 2048))
-    assert train(network, documents, Options(steps=30, batch_tokens=2048)) == 30
+    assert train(network, documents, TrainingOptions(steps=30, batch_tokens=2048)) == 30
     network.to(torch.bfloat16).to(torch.float32)
     probe = Corpus(texts=[], chats=[], held_out_texts=corpus.texts[:1])
     assert held_out_loss(network, probe, tokenizer)[0] < 0.5 * np.log(tokenizer.get_vocab_size())
