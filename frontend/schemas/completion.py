@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from penstock.frontend.schemas.generation import MAX_CHOICES, GenerationBody, TokenId
+from penstock.frontend.schemas.generation import MAX_CHOICES, GenerationBody
 from penstock.frontend.transport.errors import invalid
-from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS, TokenId
 
 
 class CompletionBody(GenerationBody, kw_only=True):

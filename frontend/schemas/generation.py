@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct, field
 
-from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS, TokenId
 
 MAX_TIMEOUT_MS = 86_400_000
 MAX_CHOICES = 128
@@ -19,7 +19,6 @@ MAX_PROMPT_LOGPROB_CELLS = 1 << 19
 MAX_STOP_STRINGS = 16
 """OpenAI allows 4; code editors send a dozen."""
 
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TypeName = Annotated[str, Meta(max_length=64)]
 ShortText = Annotated[str, Meta(max_length=512)]

@@ -9,8 +9,9 @@ from msgspec import Meta, Struct
 
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool
 from penstock.frontend.schemas.decoding import decode_body, decode_chat
-from penstock.frontend.schemas.generation import ShortText, TokenId
+from penstock.frontend.schemas.generation import ShortText
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
+from penstock.shm.messages import TokenId
 
 MAX_TOKENS = 1 << 20
 """Tokens of one request to /detokenize."""

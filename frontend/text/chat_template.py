@@ -114,7 +114,7 @@ class ChatTemplate:
         fixed = {
             **self._special_tokens,
             "messages": messages,
-            "tools": [_described(tool) for tool in body.offered_tools] or None,
+            "tools": [_tool_description(tool) for tool in body.offered_tools] or None,
             "documents": body.documents,
             "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
         }
@@ -141,7 +141,7 @@ class ChatTemplate:
             "content": content,
             "name": message.name,
             "tool_call_id": message.tool_call_id,
-            "tool_calls": [_called(call) for call in message.tool_calls] if message.tool_calls else None,
+            "tool_calls": [_tool_call(call) for call in message.tool_calls] if message.tool_calls else None,
             "reasoning_content": message.reasoning_content,
         }
         return {name: value for name, value in fields.items() if value is not None}
@@ -168,7 +168,7 @@ def _name_results(messages: list[dict[str, Any]]) -> None:
             message.setdefault("name", name)
 
 
-def _described(tool: ChatTool) -> dict[str, Any]:
+def _tool_description(tool: ChatTool) -> dict[str, Any]:
     """Describe a tool in the form and order that models are trained on. Templates rely on all three fields."""
     function = tool.function
     parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
@@ -176,7 +176,7 @@ def _described(tool: ChatTool) -> dict[str, Any]:
     return {"type": "function", "function": described}
 
 
-def _called(call: MessageToolCall) -> dict[str, Any]:
+def _tool_call(call: MessageToolCall) -> dict[str, Any]:
     """Decode the arguments: templates expect an object, empty if there are none. Invalid JSON is passed on as text."""
     function: dict[str, Any] = {"name": call.function.name, "arguments": call.function.arguments.strip() or "{}"}
     with contextlib.suppress(ValueError, RecursionError):
