@@ -56,7 +56,7 @@ def device(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dri
     return DriverDevice(1, library)
 
 
-def test_a_device_is_found_by_its_uuid_wherever_it_stands(device: DriverDevice, library: str) -> None:
+def test_device_is_found_by_its_uuid_at_any_ordinal(device: DriverDevice, library: str) -> None:
     api: DeviceApi = device
     assert api.uuid == bytes([41]) * UUID_BYTES
     assert open_device(api.uuid, library).uuid == api.uuid
@@ -66,7 +66,7 @@ def test_a_device_is_found_by_its_uuid_wherever_it_stands(device: DriverDevice, 
         DriverDevice(2, library)
 
 
-def test_an_allocation_begins_as_zeroes_and_ends_once(device: DriverDevice) -> None:
+def test_allocation_starts_as_zeroes_and_is_freed_once(device: DriverDevice) -> None:
     pointer = device.allocate(BLOCK_BYTES)
     assert device.read(pointer, BLOCK_BYTES) == bytes(BLOCK_BYTES)
     device.free(pointer)
@@ -77,7 +77,7 @@ def test_an_allocation_begins_as_zeroes_and_ends_once(device: DriverDevice) -> N
 
 
 @pytest.mark.parametrize("stream", [0, BUSY_STREAM])
-def test_another_process_reads_and_writes_and_its_event_is_seen(
+def test_another_process_reads_writes_and_records_an_event(
     device: DriverDevice, library: str, tmp_path: Path, stream: int
 ) -> None:
     exported = ExportedDeviceMemory(device, 1, BLOCK_BYTES)
@@ -98,7 +98,7 @@ def test_another_process_reads_and_writes_and_its_event_is_seen(
     assert os.listdir(tmp_path) == []
 
 
-def test_handles_that_are_none_open_nothing(device: DriverDevice) -> None:
+def test_invalid_handles_open_nothing(device: DriverDevice) -> None:
     pointer, event = device.allocate(BLOCK_BYTES), device.create_event()
     for bad in (b"short", bytes(HANDLE_BYTES), device.export_event(event)):
         with pytest.raises(DeviceError):
@@ -114,7 +114,7 @@ def test_handles_that_are_none_open_nothing(device: DriverDevice) -> None:
     device.free(pointer)
 
 
-def test_a_mapping_is_page_locked_read_in_place_and_unlocked(device: DriverDevice) -> None:
+def test_mapping_is_page_locked_read_in_place_and_unlocked(device: DriverDevice) -> None:
     with contextlib.closing(mmap.mmap(-1, 4 * mmap.PAGESIZE)) as mapping:
         lock = PageLock(device, mapping)
         with pytest.raises(DeviceError, match="cuMemHostRegister_v2"):
@@ -131,7 +131,7 @@ def test_a_mapping_is_page_locked_read_in_place_and_unlocked(device: DriverDevic
         PageLock(device, mapping).close()
 
 
-def test_memory_of_the_host_is_allocated_and_freed_once(device: DriverDevice) -> None:
+def test_host_memory_is_allocated_and_freed_once(device: DriverDevice) -> None:
     address = device.allocate_host(5000)
     ctypes.memmove(address, bytes(range(250)) * 20, 5000)
     assert ctypes.string_at(address + 4990, 10) == bytes(range(240, 250))

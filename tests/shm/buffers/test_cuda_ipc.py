@@ -73,7 +73,7 @@ def granted(memory: ExportedDeviceMemory, num_bytes: int = BLOCK, **changes: obj
 # Memory
 
 
-def test_what_one_side_writes_the_other_reads_and_it_begins_as_zeroes(
+def test_each_side_reads_what_the_other_writes_and_memory_starts_as_zeroes(
     device: FakeDevice, clients_device: FakeDevice
 ) -> None:
     exported = ExportedDeviceMemory(device, 2, BLOCK)
@@ -115,7 +115,7 @@ def test_every_buffer_is_an_allocation_of_whole_blocks(socket_path: Path, device
         {"device_uuid": b"short"},
     ],
 )
-def test_a_grant_that_does_not_hold_is_refused_and_nothing_stays_open(
+def test_invalid_grant_is_refused_and_nothing_stays_open(
     device: FakeDevice, clients_device: FakeDevice, changes: dict[str, object]
 ) -> None:
     exported = ExportedDeviceMemory(device, 2, BLOCK)
@@ -125,7 +125,7 @@ def test_a_grant_that_does_not_hold_is_refused_and_nothing_stays_open(
     exported.free()
 
 
-def test_a_stale_handle_opens_nothing(device: FakeDevice, clients_device: FakeDevice) -> None:
+def test_stale_handle_opens_nothing(device: FakeDevice, clients_device: FakeDevice) -> None:
     exported = ExportedDeviceMemory(device, 1, BLOCK)
     grant = granted(exported)
     exported.free()
@@ -133,13 +133,13 @@ def test_a_stale_handle_opens_nothing(device: FakeDevice, clients_device: FakeDe
         ImportedDeviceMemory(grant, lambda _uuid: clients_device)
 
 
-def test_memory_that_runs_out_midway_is_given_back(device: FakeDevice) -> None:
+def test_partial_allocation_is_freed_when_memory_runs_out(device: FakeDevice) -> None:
     with pytest.raises(DeviceError, match="out of memory"):
         ExportedDeviceMemory(device, 17, BLOCK)
     assert device.num_allocated == 0
 
 
-def test_the_fake_device_refuses_what_the_driver_leaves_undefined(device: FakeDevice, tmp_path: Path) -> None:
+def test_fake_device_refuses_what_the_driver_leaves_undefined(device: FakeDevice, tmp_path: Path) -> None:
     other, pointer = FakeDevice(tmp_path), device.allocate(BLOCK)
     opened, _ = other.open_memory(device.export_memory(pointer))
     with pytest.raises(DeviceError, match="undefined"):
@@ -159,7 +159,7 @@ def test_the_fake_device_refuses_what_the_driver_leaves_undefined(device: FakeDe
 # Order
 
 
-def test_a_client_reads_behind_the_backends_write_and_never_waits_for_it(
+def test_client_reads_after_the_backends_write_without_waiting_for_it(
     backend: TurnedBackend, device: FakeDevice, clients_device: FakeDevice
 ) -> None:
     step_stream, clients_stream = 7, 9
@@ -191,7 +191,7 @@ def test_a_client_reads_behind_the_backends_write_and_never_waits_for_it(
     backend.until(lambda: not device.num_allocated)
 
 
-def test_who_takes_a_buffer_next_writes_behind_the_backends_reading(
+def test_next_user_of_a_buffer_writes_after_the_backend_has_read_it(
     backend: TurnedBackend, device: FakeDevice, clients_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though whoever released it had not waited for that."""
@@ -231,7 +231,7 @@ def test_who_takes_a_buffer_next_writes_behind_the_backends_reading(
     backend.until(lambda: not device.num_allocated)
 
 
-def test_a_prompt_that_is_still_being_written_is_refused_and_not_waited_for(
+def test_prompt_that_is_still_being_written_is_refused(
     device: FakeDevice, clients_device: FakeDevice
 ) -> None:
     exported = ExportedDeviceMemory(device, 1, BLOCK)
@@ -250,7 +250,7 @@ def test_a_prompt_that_is_still_being_written_is_refused_and_not_waited_for(
 # Lives and deaths
 
 
-def test_a_client_that_says_farewell_lives_on_and_its_memory_is_freed(
+def test_memory_is_freed_when_a_client_reports_its_buffers_closed(
     backend: TurnedBackend, device: FakeDevice, clients_device: FakeDevice
 ) -> None:
     with backend.client(ON_DEVICE, clients_device):
@@ -260,7 +260,7 @@ def test_a_client_that_says_farewell_lives_on_and_its_memory_is_freed(
     assert device.num_allocated == 0
 
 
-def test_a_killed_process_gives_its_memory_back(
+def test_memory_of_a_killed_process_is_freed(
     backend: TurnedBackend, socket_path: Path, device: FakeDevice, tmp_path: Path
 ) -> None:
     with ClientProcess(backend, socket_path, tmp_path) as peer:
@@ -270,7 +270,7 @@ def test_a_killed_process_gives_its_memory_back(
     assert (backend.exporter.held_bytes, backend.exporter.num_orphans) == (0, 0)
 
 
-def test_the_memory_of_a_lost_connection_stays_while_its_process_lives(
+def test_memory_of_a_lost_connection_stays_while_its_process_runs(
     backend: TurnedBackend, socket_path: Path, device: FakeDevice, tmp_path: Path
 ) -> None:
     with ClientProcess(backend, socket_path, tmp_path) as peer:
@@ -286,7 +286,7 @@ def test_the_memory_of_a_lost_connection_stays_while_its_process_lives(
     assert (backend.exporter.held_bytes, backend.exporter.num_orphans) == (0, 0)
 
 
-def test_a_client_that_closes_while_it_holds_a_buffer_has_it_open_until_it_is_released(
+def test_buffer_held_at_close_stays_open_until_it_is_released(
     backend: TurnedBackend, socket_path: Path, device: FakeDevice, tmp_path: Path
 ) -> None:
     """Work of its own on the device may still use it; so there is no farewell, and the memory goes with the process."""
@@ -300,7 +300,7 @@ def test_a_client_that_closes_while_it_holds_a_buffer_has_it_open_until_it_is_re
         backend.until(lambda: not device.num_allocated)
 
 
-def test_what_a_client_has_open_is_not_freed_by_a_backend_that_ends(
+def test_backend_that_ends_does_not_free_what_a_client_has_open(
     socket_path: Path, device: FakeDevice, tmp_path: Path
 ) -> None:
     backend = TurnedBackend(socket_path, device)
@@ -310,7 +310,7 @@ def test_what_a_client_has_open_is_not_freed_by_a_backend_that_ends(
     device.die()
 
 
-def test_a_buffer_is_gone_with_its_connection(
+def test_buffer_is_gone_with_its_connection(
     socket_path: Path, device: FakeDevice, clients_device: FakeDevice
 ) -> None:
     backend = TurnedBackend(socket_path, device)
@@ -330,7 +330,7 @@ def test_a_buffer_is_gone_with_its_connection(
     device.die()  # the process that may have it open is this one
 
 
-def test_a_client_whose_device_cannot_be_opened_leaves_nothing(
+def test_client_that_cannot_open_the_device_leaves_nothing(
     backend: TurnedBackend, device: FakeDevice, tmp_path: Path
 ) -> None:
     def no_device(_uuid: bytes) -> FakeDevice:
@@ -342,7 +342,7 @@ def test_a_client_whose_device_cannot_be_opened_leaves_nothing(
     backend.until(lambda: not device.num_allocated)
 
 
-def test_the_budget_counts_what_the_dead_may_still_have_open(
+def test_budget_counts_what_departed_clients_may_have_open(
     socket_path: Path, device: FakeDevice, tmp_path: Path
 ) -> None:
     backend = TurnedBackend(socket_path, device, budget_bytes=3 * BLOCK)
@@ -364,7 +364,7 @@ def test_the_budget_counts_what_the_dead_may_still_have_open(
 # Page-locked buffers on the host
 
 
-def test_the_device_reads_buffers_on_the_host_in_place_for_as_long_as_their_client_lives(
+def test_device_reads_host_buffers_in_place_while_their_client_is_connected(
     backend: TurnedBackend, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = device.allocate(BLOCK)
@@ -397,7 +397,7 @@ def test_the_device_reads_buffers_on_the_host_in_place_for_as_long_as_their_clie
     device.free(target)
 
 
-def test_a_backend_that_ends_before_its_clients_keeps_nothing_page_locked(
+def test_backend_that_ends_before_its_clients_unlocks_all_pages(
     socket_path: Path, device: FakeDevice
 ) -> None:
     backend = TurnedBackend(socket_path, device)
@@ -411,7 +411,7 @@ def test_a_backend_that_ends_before_its_clients_keeps_nothing_page_locked(
     backend.close()
 
 
-def test_a_mapping_cannot_be_closed_before_it_is_unlocked(device: FakeDevice) -> None:
+def test_mapping_cannot_be_closed_before_it_is_unlocked(device: FakeDevice) -> None:
     with contextlib.closing(mmap.mmap(-1, mmap.PAGESIZE)) as mapping:
         lock = PageLock(device, mapping)
         with pytest.raises(BufferError):
@@ -419,7 +419,7 @@ def test_a_mapping_cannot_be_closed_before_it_is_unlocked(device: FakeDevice) ->
         lock.close()
 
 
-def test_a_device_that_refuses_to_page_lock_is_asked_once_and_what_is_lent_is_read_by_the_host(
+def test_refused_page_lock_is_tried_once_and_the_host_reads_instead(
     socket_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -446,7 +446,7 @@ def test_a_device_that_refuses_to_page_lock_is_asked_once_and_what_is_lent_is_re
 # The driver
 
 
-def test_without_a_driver_the_device_says_so() -> None:
+def test_missing_driver_is_reported() -> None:
     with pytest.raises(DeviceError, match="no usable CUDA driver"):
         DriverDevice(0, library="libno-such-driver.so.1")
     with pytest.raises(DeviceError, match="no usable CUDA driver"):

@@ -86,7 +86,7 @@ def row(value: float) -> memoryview:
 # One loan after the other
 
 
-def test_a_lent_buffer_comes_back_with_the_rows_that_were_written(backend: TurnedBackend, client: TurnedClient) -> None:
+def test_lent_buffer_returns_with_the_written_rows(backend: TurnedBackend, client: TurnedClient) -> None:
     buffers = client.session.buffers
     assert buffers is not None
     buffer = buffers.take()
@@ -107,7 +107,7 @@ def test_a_lent_buffer_comes_back_with_the_rows_that_were_written(backend: Turne
         buffer.rows()
 
 
-def test_nothing_is_written_after_the_end_nor_beyond_the_loan_nor_out_of_order(
+def test_writes_after_the_end_beyond_the_loan_or_out_of_order_are_dropped(
     backend: TurnedBackend, client: TurnedClient
 ) -> None:
     buffers = client.session.buffers
@@ -128,7 +128,7 @@ def test_nothing_is_written_after_the_end_nor_beyond_the_loan_nor_out_of_order(
     assert bytes(buffer.view()[ROW_BYTES:]) == bytes(4096 * 4 - ROW_BYTES)
 
 
-def test_a_later_loan_shows_nothing_of_an_earlier_one(backend: TurnedBackend, client: TurnedClient) -> None:
+def test_later_loan_shows_nothing_of_an_earlier_one(backend: TurnedBackend, client: TurnedClient) -> None:
     """One tenant's logits are not read as another's: only rows that this loan has written are."""
     buffers = client.session.buffers
     assert buffers is not None
@@ -149,7 +149,7 @@ def test_a_later_loan_shows_nothing_of_an_earlier_one(backend: TurnedBackend, cl
         buffer.release()
 
 
-def test_a_cancelled_request_gives_its_buffer_back(backend: TurnedBackend, client: TurnedClient) -> None:
+def test_cancelled_request_returns_its_buffer(backend: TurnedBackend, client: TurnedClient) -> None:
     buffers = client.session.buffers
     assert buffers is not None
     buffer = buffers.take()
@@ -164,7 +164,7 @@ def test_a_cancelled_request_gives_its_buffer_back(backend: TurnedBackend, clien
     assert buffers.num_lent == buffers.num_returned == 1
 
 
-def test_a_prompt_is_copied_out_and_its_buffer_returned_at_once(backend: TurnedBackend, client: TurnedClient) -> None:
+def test_buffer_of_a_prompt_returns_once_it_is_copied(backend: TurnedBackend, client: TurnedClient) -> None:
     buffers = client.session.buffers
     assert buffers is not None
     buffer = buffers.take()
@@ -182,7 +182,7 @@ def embeddings(num_rows: int, first: float = 1.0) -> bytes:
 
 
 @pytest.mark.parametrize("with_output", [False, True])
-def test_embeddings_are_read_in_place_until_the_end_and_come_back_once(
+def test_embeddings_are_read_in_place_and_return_at_the_end(
     backend: TurnedBackend, client: TurnedClient, *, with_output: bool
 ) -> None:
     buffers = client.session.buffers
@@ -213,7 +213,7 @@ def test_embeddings_are_read_in_place_until_the_end_and_come_back_once(
     assert loan.read_rows(0, 2) == bytes(2 * 4 * HIDDEN)
 
 
-def test_embeddings_of_a_request_that_is_rejected_or_cancelled_come_back(
+def test_embeddings_of_a_rejected_or_cancelled_request_return(
     backend: TurnedBackend, client: TurnedClient
 ) -> None:
     buffers = client.session.buffers
@@ -232,7 +232,7 @@ def test_embeddings_of_a_request_that_is_rejected_or_cancelled_come_back(
     assert not any(peer._loans for peer in backend.link._frontends.values())
 
 
-def test_a_dead_clients_loans_end(backend: TurnedBackend) -> None:
+def test_loans_of_a_dead_client_end(backend: TurnedBackend) -> None:
     with backend.client(ON_HOST) as client:
         buffers = client.session.buffers
         assert buffers is not None
@@ -275,7 +275,7 @@ def test_a_dead_clients_loans_end(backend: TurnedBackend) -> None:
     ],
     ids=lambda changes: " ".join(map(repr, changes.values())),
 )
-def test_a_forged_or_stale_loan_is_rejected_and_lends_nothing(
+def test_forged_or_stale_loan_is_rejected(
     backend: TurnedBackend, client: TurnedClient, changes: dict[str, object]
 ) -> None:
     client.send(make_submit(1, output=BufferRef(0, 5, LOGITS, 1)))
@@ -298,7 +298,7 @@ def test_a_forged_or_stale_loan_is_rejected_and_lends_nothing(
     assert outputs == [FailureCode.BAD_DESCRIPTOR]
 
 
-def test_a_buffer_cannot_be_lent_twice(backend: TurnedBackend, client: TurnedClient) -> None:
+def test_buffer_cannot_be_lent_twice(backend: TurnedBackend, client: TurnedClient) -> None:
     client.send(make_submit(1, output=BufferRef(1, 1, LOGITS, 1)))
     client.send(make_submit(2, output=BufferRef(1, 2, LOGITS, 1)))
     first = backend.submission().output
@@ -307,7 +307,7 @@ def test_a_buffer_cannot_be_lent_twice(backend: TurnedBackend, client: TurnedCli
     assert first.needs_row(0)
 
 
-def test_a_client_without_buffers_can_lend_none(backend: TurnedBackend) -> None:
+def test_client_without_buffers_cannot_lend(backend: TurnedBackend) -> None:
     with backend.client(None) as client:
         client.send(make_submit(1, output=BufferRef(0, 1, LOGITS, 1)))
         backend.until(lambda: backend.link.counters.faults == 1)
@@ -322,7 +322,7 @@ def test_a_client_without_buffers_can_lend_none(backend: TurnedBackend) -> None:
         (BufferReturn(0, 2, 5), "5 rows"),
     ],
 )
-def test_a_client_believes_no_return_of_what_it_has_not_lent(
+def test_client_rejects_the_return_of_what_it_has_not_lent(
     client: TurnedClient, returned: BufferReturn, message: str
 ) -> None:
     buffers = client.session.buffers
@@ -344,7 +344,7 @@ def test_a_client_believes_no_return_of_what_it_has_not_lent(
         (BufferRequest(64, 1 << 30), "64 shared buffers of 1073741824 bytes; 1073741824 of"),
     ],
 )
-def test_a_wish_that_cannot_be_granted_is_refused_with_the_reason(
+def test_impossible_buffer_request_is_refused_with_the_reason(
     backend: TurnedBackend, buffer_request: BufferRequest, reason: str
 ) -> None:
     with pytest.raises(WelcomeRefused, match=reason):
@@ -372,7 +372,7 @@ def scripted(socket_path: Path, **changes: object) -> ScriptedBackend:
     return ScriptedBackend(socket_path, Script(exporter=exporter, **changes))  # type: ignore[arg-type]
 
 
-async def test_a_client_gets_logits_beside_its_tokens(socket_path: Path) -> None:
+async def test_client_receives_logits_beside_its_tokens(socket_path: Path) -> None:
     with scripted(socket_path):
         async with connected(socket_path) as client:
             buffer = client.take_buffer()
@@ -383,7 +383,7 @@ async def test_a_client_gets_logits_beside_its_tokens(socket_path: Path) -> None
             buffer.release()
 
 
-async def test_a_client_hands_in_a_prompt_in_a_buffer(socket_path: Path) -> None:
+async def test_client_submits_a_prompt_in_a_buffer(socket_path: Path) -> None:
     with scripted(socket_path):
         async with connected(socket_path) as client:
             buffer = client.take_buffer()
@@ -394,7 +394,7 @@ async def test_a_client_hands_in_a_prompt_in_a_buffer(socket_path: Path) -> None
             buffer.release()
 
 
-async def test_a_client_hands_in_a_prompt_of_embeddings(socket_path: Path) -> None:
+async def test_client_submits_a_prompt_of_embeddings(socket_path: Path) -> None:
     with scripted(socket_path):
         async with connected(socket_path) as client:
             buffer, output = client.take_buffer(), client.take_buffer()
@@ -431,7 +431,7 @@ async def test_embeddings_that_cannot_be_lent_are_refused_before_they_are_sent(
             buffer.release()
 
 
-async def test_a_released_buffer_is_free_once_its_cancelled_request_is_forgotten(socket_path: Path) -> None:
+async def test_released_buffer_is_free_once_its_cancelled_request_has_ended(socket_path: Path) -> None:
     with scripted(socket_path, step_s=0.001):
         async with connected(socket_path) as client:
             taken = [client.take_buffer(), client.take_buffer()]
@@ -461,7 +461,7 @@ async def test_a_released_buffer_is_free_once_its_cancelled_request_is_forgotten
         ({"num_rows": 0}, "output.num_rows is 0"),
     ],
 )
-async def test_what_cannot_be_lent_is_refused_before_it_is_sent(
+async def test_buffer_that_cannot_be_lent_is_refused_before_it_is_sent(
     socket_path: Path, part: dict[str, object], message: str
 ) -> None:
     with scripted(socket_path):
@@ -479,7 +479,7 @@ async def test_what_cannot_be_lent_is_refused_before_it_is_sent(
                 client.submit(GenerationRequest([1], 1, GREEDY, output=both[1]))
 
 
-async def test_a_stream_that_uses_a_buffer_ends_with_its_backend_and_others_go_on(socket_path: Path) -> None:
+async def test_stream_with_a_buffer_ends_with_its_backend_and_others_go_on(socket_path: Path) -> None:
     client = BackendClient(socket_path, buffers=ON_HOST)
     await client.start()
     with scripted(socket_path, step_s=0.001):
@@ -505,7 +505,7 @@ async def test_a_stream_that_uses_a_buffer_ends_with_its_backend_and_others_go_o
         await client.close()
 
 
-async def test_a_request_that_is_never_sent_keeps_its_buffer(socket_path: Path) -> None:
+async def test_request_that_is_never_sent_keeps_its_buffer(socket_path: Path) -> None:
     with scripted(socket_path) as backend:
         async with connected(socket_path) as client:
             backend.engine.paused = True
@@ -525,7 +525,7 @@ async def test_a_request_that_is_never_sent_keeps_its_buffer(socket_path: Path) 
             client._send()
 
 
-async def test_a_backend_that_shares_nothing_says_so(socket_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_backend_without_shared_buffers_refuses_with_the_reason(socket_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with BackendProcess(socket_path):
         client = BackendClient(socket_path, buffers=ON_HOST)
         await client.start()
@@ -537,7 +537,7 @@ async def test_a_backend_that_shares_nothing_says_so(socket_path: Path, caplog: 
         await client.close()
 
 
-async def test_where_the_gpu_cannot_be_opened_the_hosts_buffers_serve(
+async def test_client_that_cannot_open_the_gpu_uses_host_buffers(
     socket_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -575,7 +575,7 @@ async def test_where_the_gpu_cannot_be_opened_the_hosts_buffers_serve(
     ],
 )
 @pytest.mark.parametrize("field", ["tokens", "output"])
-def test_a_reference_beyond_its_bounds_is_no_message(ref: BufferRef, field: str) -> None:
+def test_buffer_reference_outside_its_bounds_is_a_wire_error(ref: BufferRef, field: str) -> None:
     with pytest.raises(WireError):
         decode_to_backend(encode(make_submit(1, **{field: ref})))
 
@@ -590,12 +590,12 @@ def test_a_reference_beyond_its_bounds_is_no_message(ref: BufferRef, field: str)
         BufferRequest(1, 1, ()),
     ],
 )
-def test_a_wish_beyond_its_bounds_is_no_hello(buffer_request: BufferRequest) -> None:
+def test_buffer_request_outside_its_bounds_is_a_wire_error(buffer_request: BufferRequest) -> None:
     with pytest.raises(WireError):
         decode_hello(encode(Hello(PROTOCOL_VERSION, buffer_request)))
 
 
-def test_the_longest_grant_fits_a_welcome_and_odd_handles_do_not() -> None:
+def test_longest_grant_fits_a_welcome_and_invalid_handles_do_not() -> None:
     handles = (b"h" * 64,) * MAX_SHARED_BUFFERS
     grant = BufferGrant(BufferKind.CUDA, MAX_SHARED_BUFFERS, 1 << 30, (CONTENTS * 3)[:8], bytes(16), handles, handles)
     welcome = Welcome(1, b"i" * 16, "ipc:///x", 2, 4, 4096, 256, model_card(), grant)

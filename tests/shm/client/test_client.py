@@ -110,7 +110,7 @@ async def test_tokens_arrive_in_order_and_complete(socket_path: Path) -> None:
         assert counters.messages_out <= backend.engine.board.steps
 
 
-def test_the_client_runs_on_uvloop(socket_path: Path) -> None:
+def test_client_runs_on_uvloop(socket_path: Path) -> None:
     async def main() -> None:
         async with connected(socket_path) as client:
             prompts = [[n, n + 1, n + 2] for n in range(20)]
@@ -125,7 +125,7 @@ def test_the_client_runs_on_uvloop(socket_path: Path) -> None:
         runner.run(main())
 
 
-async def test_a_stop_token_is_the_last(socket_path: Path) -> None:
+async def test_stop_token_is_the_last(socket_path: Path) -> None:
     with ScriptedBackend(socket_path):
         async with connected(socket_path) as client:
             undisturbed = expected_tokens([5, 6], 30)
@@ -178,7 +178,7 @@ async def test_request_outside_its_bounds_is_refused_before_it_is_sent(
             assert backend.engine.link.counters.faults == 0
 
 
-async def test_started_tells_of_the_cache_and_the_queue_with_the_first_batch(socket_path: Path) -> None:
+async def test_first_batch_brings_cached_tokens_and_queue_time(socket_path: Path) -> None:
     with ScriptedBackend(socket_path):
         async with connected(socket_path) as client:
             stream = client.submit(request([1, 2], 3))
@@ -240,7 +240,7 @@ async def test_cancelling_after_the_end_is_normal(socket_path: Path) -> None:
                 await anext(stream)
 
 
-async def test_a_cancelled_reader_task_leaves_the_stream_usable(socket_path: Path) -> None:
+async def test_cancelled_reader_task_leaves_the_stream_usable(socket_path: Path) -> None:
     with ScriptedBackend(socket_path) as backend:
         backend.engine.paused = True
         async with connected(socket_path) as client:
@@ -269,7 +269,7 @@ async def test_closing_the_client_ends_its_streams_and_frees_the_backend(socket_
             client.submit(request([1], 1))
 
 
-async def test_a_storm_of_cancellations_leaves_survivors_whole_and_nothing_held(socket_path: Path) -> None:
+async def test_many_cancellations_leave_other_streams_whole_and_nothing_held(socket_path: Path) -> None:
     rng = random.Random(7)
     script = Script(model_card(max_context_tokens=LONG))
     with ScriptedBackend(socket_path, script) as backend:
@@ -300,7 +300,7 @@ async def test_a_storm_of_cancellations_leaves_survivors_whole_and_nothing_held(
 # The arena
 
 
-async def test_more_long_prompts_than_slots_all_get_through(socket_path: Path) -> None:
+async def test_more_long_prompts_than_slots_are_all_served(socket_path: Path) -> None:
     with ScriptedBackend(socket_path, Script(model_card(max_context_tokens=LONG))) as backend:
         async with connected(socket_path) as client:
             prompts = [[n] * 5000 for n in range(20)]
@@ -311,7 +311,7 @@ async def test_more_long_prompts_than_slots_all_get_through(socket_path: Path) -
             assert backend.engine.link.counters.faults == 0
 
 
-async def test_slots_of_cancelled_prompts_come_back_only_when_they_have_been_read(socket_path: Path) -> None:
+async def test_slot_of_a_cancelled_prompt_is_freed_after_the_backend_has_read_it(socket_path: Path) -> None:
     with BackendProcess(socket_path, max_context_tokens=LONG) as backend:
         async with connected(socket_path) as client:
             backend.signal(signal.SIGSTOP)
@@ -323,7 +323,7 @@ async def test_slots_of_cancelled_prompts_come_back_only_when_they_have_been_rea
             assert await tokens_of(stream) == expected_tokens([7] * 5000, 5)
 
 
-async def test_a_prompt_that_no_slot_holds_is_rejected_with_the_limit(socket_path: Path) -> None:
+async def test_prompt_that_no_slot_holds_is_rejected_with_the_limit(socket_path: Path) -> None:
     with ScriptedBackend(socket_path, Script(model_card(max_context_tokens=5000))):
         async with connected(socket_path) as client:
             _, last = await read(client.submit(request([1] * 9000, 5)))
@@ -337,7 +337,7 @@ async def test_a_prompt_that_no_slot_holds_is_rejected_with_the_limit(socket_pat
 # Flow
 
 
-async def test_a_slow_reader_gets_whole_batches(socket_path: Path) -> None:
+async def test_slow_reader_receives_whole_batches(socket_path: Path) -> None:
     with ScriptedBackend(socket_path) as backend:
         async with connected(socket_path) as client:
             stream = client.submit(request([1, 2], 500))
@@ -348,7 +348,7 @@ async def test_a_slow_reader_gets_whole_batches(socket_path: Path) -> None:
             assert batch.finish is Finish.LENGTH
 
 
-async def test_credits_return_in_time(socket_path: Path) -> None:
+async def test_credits_return_before_the_backend_runs_out(socket_path: Path) -> None:
     with ScriptedBackend(socket_path, Script(credit=4)) as backend:
         async with connected(socket_path) as client:
             for n in range(5):
@@ -357,7 +357,7 @@ async def test_credits_return_in_time(socket_path: Path) -> None:
             assert backend.engine.link.counters.stalled == 0
 
 
-async def test_a_full_queue_is_told_before_anything_is_sent(socket_path: Path) -> None:
+async def test_full_wait_queue_is_reported_before_anything_is_sent(socket_path: Path) -> None:
     script = Script(model_card(max_waiting=2), max_running=1)
     with ScriptedBackend(socket_path, script) as backend:
         backend.engine.paused = True
@@ -374,7 +374,7 @@ async def test_a_full_queue_is_told_before_anything_is_sent(socket_path: Path) -
             assert await tokens_of(client.submit(request([9], 5))) == expected_tokens([9], 5)
 
 
-async def test_a_full_queue_lets_the_backend_decide_on_who_may_join_another(socket_path: Path) -> None:
+async def test_shareable_request_is_sent_even_when_the_wait_queue_is_full(socket_path: Path) -> None:
     script = Script(model_card(max_waiting=1), max_running=1)
     with ScriptedBackend(socket_path, script) as backend:
         backend.engine.paused = True
@@ -390,7 +390,7 @@ async def test_a_full_queue_lets_the_backend_decide_on_who_may_join_another(sock
             assert [await tokens_of(s) for s in streams] == [expected_tokens([n], 5) for n in (0, 1, 0)]
 
 
-async def test_behind_a_full_link_nobody_waits_to_be_refused(
+async def test_shareable_request_is_refused_while_the_outbox_is_not_empty(
     socket_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = Script(model_card(max_waiting=1), max_running=1)
@@ -425,7 +425,7 @@ def test_retry_after_is_the_time_in_which_the_wait_queue_drains(
     assert rate.retry_after_s(waiting, 500 + finished) == retry_after_s
 
 
-async def test_the_frontends_board_tells_its_counts_to_the_backend(socket_path: Path) -> None:
+async def test_frontend_board_shows_its_counts_to_the_backend(socket_path: Path) -> None:
     with ScriptedBackend(socket_path) as backend:
         async with connected(socket_path) as client:
             await tokens_of(client.submit(request([1], 7)))
@@ -443,7 +443,7 @@ async def test_the_frontends_board_tells_its_counts_to_the_backend(socket_path: 
             assert client.backend_counters["generated_tokens"] == 8
 
 
-async def test_tokens_that_come_together_share_the_time_since_the_one_before(
+async def test_tokens_that_arrive_together_share_the_time_since_the_token_before(
     socket_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.shm.link.connected_frontend._MAX_HOLD_S", 60.0)
@@ -460,7 +460,7 @@ async def test_tokens_that_come_together_share_the_time_since_the_one_before(
             assert sum_us >= 8 * 10_000
 
 
-async def test_the_backends_board_adds_up_all_frontends_that_it_has_had(socket_path: Path) -> None:
+async def test_backend_board_adds_up_all_frontends_including_departed_ones(socket_path: Path) -> None:
     def totals(client: BackendClient) -> dict[str, int]:
         counters = client.backend_counters or {}
         return {name.removeprefix(Board.TOTALS): value for name, value in counters.items()}
@@ -483,7 +483,7 @@ async def test_the_backends_board_adds_up_all_frontends_that_it_has_had(socket_p
             assert sum(told[word] for word in FrontendBoard.itl_us.words[:-1]) == 6 + 4
 
 
-async def test_a_stream_learns_how_often_it_was_set_back(socket_path: Path) -> None:
+async def test_stream_counts_its_preemptions(socket_path: Path) -> None:
     with ScriptedBackend(socket_path, Script(step_s=0.002)) as backend:
         async with connected(socket_path) as client:
             streams = [client.submit(request([number], 30_000)) for number in range(2)]
@@ -499,7 +499,7 @@ async def test_a_stream_learns_how_often_it_was_set_back(socket_path: Path) -> N
                 stream.cancel()
 
 
-async def test_a_frontend_tells_each_backend_what_happened_since_the_one_before(socket_path: Path) -> None:
+async def test_each_backend_receives_what_was_counted_since_the_previous_one(socket_path: Path) -> None:
     client = BackendClient(socket_path)
     await client.start()
     client.board.count_response(503)
@@ -531,7 +531,7 @@ def submits_of(engine: ScriptedEngine) -> list[Submit]:
 
 
 @pytest.mark.parametrize("length", [3, 5000])
-async def test_the_terms_reach_the_backend_inline_and_through_the_arena(socket_path: Path, length: int) -> None:
+async def test_request_fields_reach_the_backend_inline_and_through_the_arena(socket_path: Path, length: int) -> None:
     with ScriptedBackend(socket_path) as backend:
         backend.engine.paused = True
         async with connected(socket_path) as client:
@@ -544,7 +544,7 @@ async def test_the_terms_reach_the_backend_inline_and_through_the_arena(socket_p
             stream.cancel()
 
 
-async def test_a_stream_learns_that_it_joined_another(socket_path: Path) -> None:
+async def test_stream_learns_that_it_is_coalesced(socket_path: Path) -> None:
     with ScriptedBackend(socket_path, Script(is_coalesced=True)):
         async with connected(socket_path) as client:
             stream = client.submit(request([1], 3))
@@ -553,7 +553,7 @@ async def test_a_stream_learns_that_it_joined_another(socket_path: Path) -> None
             assert stream.is_coalesced is True
 
 
-async def test_a_deadline_that_has_passed_ends_the_stream_unsent(socket_path: Path) -> None:
+async def test_passed_deadline_ends_the_stream_before_it_is_sent(socket_path: Path) -> None:
     with ScriptedBackend(socket_path) as backend:
         async with connected(socket_path) as client:
             tokens, last = await read(client.submit(expiring([1], 5, in_s=-1.0)))
@@ -563,7 +563,7 @@ async def test_a_deadline_that_has_passed_ends_the_stream_unsent(socket_path: Pa
             assert backend.engine.board.requests_accepted == 1
 
 
-async def test_a_backend_that_does_not_keep_a_deadline_is_cancelled(socket_path: Path) -> None:
+async def test_client_cancels_when_the_backend_misses_a_deadline(socket_path: Path) -> None:
     with ScriptedBackend(socket_path) as backend:
         async with connected(socket_path) as client:
             stream = client.submit(expiring([1], 30_000, in_s=0.05))
@@ -574,7 +574,7 @@ async def test_a_backend_that_does_not_keep_a_deadline_is_cancelled(socket_path:
             assert backend.engine.num_cancellations == 1
 
 
-async def test_a_deadline_passes_without_a_backend(socket_path: Path) -> None:
+async def test_deadline_ends_a_stream_without_a_backend(socket_path: Path) -> None:
     client = BackendClient(socket_path)
     await client.start()
     with BackendProcess(socket_path, step_s=0.005):
@@ -587,7 +587,7 @@ async def test_a_deadline_passes_without_a_backend(socket_path: Path) -> None:
     await client.close()
 
 
-async def test_the_next_backend_is_given_what_is_left_of_the_time(socket_path: Path) -> None:
+async def test_next_backend_receives_the_remaining_time(socket_path: Path) -> None:
     client = BackendClient(socket_path)
     await client.start()
     with BackendProcess(socket_path, step_s=0.005):
@@ -608,7 +608,7 @@ async def test_the_next_backend_is_given_what_is_left_of_the_time(socket_path: P
 # Readiness, death and return
 
 
-async def test_before_the_first_backend_nothing_is_ready_and_then_it_is(socket_path: Path) -> None:
+async def test_client_is_ready_once_the_first_backend_starts(socket_path: Path) -> None:
     client = BackendClient(socket_path)
     await client.start()
     await asyncio.sleep(0.01)
@@ -626,7 +626,7 @@ async def test_before_the_first_backend_nothing_is_ready_and_then_it_is(socket_p
     assert client.balance() == {}
 
 
-async def test_a_backend_that_makes_no_progress_is_not_ready(
+async def test_backend_without_progress_is_not_ready(
     socket_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ScriptedBackend(socket_path) as backend:
@@ -640,14 +640,14 @@ async def test_a_backend_that_makes_no_progress_is_not_ready(
             await until(lambda: client.ready)
 
 
-async def test_a_draining_backend_is_not_ready(socket_path: Path) -> None:
+async def test_draining_backend_is_not_ready(socket_path: Path) -> None:
     with ScriptedBackend(socket_path) as backend:
         async with connected(socket_path) as client:
             backend.engine.board.draining = 1
             assert not client.ready
 
 
-async def test_killed_backends_are_replaced_and_streams_go_on(socket_path: Path) -> None:
+async def test_streams_go_on_after_their_backend_is_killed_and_restarted(socket_path: Path) -> None:
     with BackendProcess(socket_path, step_s=0.005) as backend:
         async with connected(socket_path) as client:
             prompts = [[n, n + 1] for n in range(8)] + [[n] * 4090 for n in range(3)] + [[n] * 6000 for n in range(2)]
@@ -661,7 +661,7 @@ async def test_killed_backends_are_replaced_and_streams_go_on(socket_path: Path)
             assert client.counters["requests_resumed"] == 3 * len(prompts)
 
 
-async def test_a_lost_message_is_noticed_and_the_stream_resumes_whole(socket_path: Path) -> None:
+async def test_lost_message_is_noticed_and_the_stream_resumes_whole(socket_path: Path) -> None:
     with ScriptedBackend(socket_path, Script(step_s=0.001)) as backend:
         async with connected(socket_path) as client:
             reader = asyncio.create_task(tokens_of(client.submit(request([1, 2], 200))))
@@ -673,7 +673,7 @@ async def test_a_lost_message_is_noticed_and_the_stream_resumes_whole(socket_pat
             assert len(backend.engine.deaths) == 1
 
 
-async def test_a_cancelled_stream_is_not_submitted_again(socket_path: Path) -> None:
+async def test_cancelled_stream_is_not_resubmitted(socket_path: Path) -> None:
     async with connected_to_nothing_after_two_streams(socket_path) as (client, streams):
         streams[0].cancel()
         _, last = await read(streams[0])
@@ -704,7 +704,7 @@ async def connected_to_nothing_after_two_streams(
         client.ledger.check()
 
 
-async def test_without_a_new_backend_in_time_streams_fail(socket_path: Path) -> None:
+async def test_streams_fail_without_a_new_backend_in_time(socket_path: Path) -> None:
     async with connected_to_nothing_after_two_streams(socket_path, resume_timeout_s=0.05) as (client, streams):
         for stream in streams:
             _, last = await read(stream)
@@ -712,7 +712,7 @@ async def test_without_a_new_backend_in_time_streams_fail(socket_path: Path) -> 
         assert client.balance() == {}
 
 
-async def test_another_model_does_not_take_over_streams(socket_path: Path) -> None:
+async def test_backend_with_another_model_does_not_continue_streams(socket_path: Path) -> None:
     async with connected_to_nothing_after_two_streams(socket_path) as (client, streams):
         with ScriptedBackend(socket_path, Script(model_card(fingerprint="another"))) as backend:
             for stream in streams:
@@ -723,7 +723,7 @@ async def test_another_model_does_not_take_over_streams(socket_path: Path) -> No
             assert await tokens_of(client.submit(request([1], 5))) == expected_tokens([1], 5)
 
 
-async def test_a_request_that_kills_backends_is_given_up_and_others_finish(socket_path: Path) -> None:
+async def test_request_that_kills_backends_is_given_up_and_others_finish(socket_path: Path) -> None:
     with BackendProcess(socket_path, step_s=0.02) as backend:
         async with connected(socket_path) as client:
             innocent = asyncio.create_task(tokens_of(client.submit(request([1, 2], 100))))
@@ -738,7 +738,7 @@ async def test_a_request_that_kills_backends_is_given_up_and_others_finish(socke
             assert await innocent == expected_tokens([1, 2], 100)
 
 
-async def test_a_backend_of_another_protocol_version_is_refused_and_logged(
+async def test_backend_of_another_protocol_version_is_logged_and_not_used(
     socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("penstock.shm.link.join.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
@@ -772,7 +772,7 @@ print(json.dumps({"rss_kib": rss, "modules": sorted(name.partition(".")[0] for n
 """
 
 
-def test_the_client_is_light_and_imports_no_code_capable_codec(socket_path: Path) -> None:
+def test_client_process_is_small_and_imports_no_numpy_torch_or_pickle_codec(socket_path: Path) -> None:
     with BackendProcess(socket_path):
         result = subprocess.run(
             [sys.executable, "-c", LIGHT, str(socket_path)], capture_output=True, text=True, check=True, cwd=ROOT

@@ -194,7 +194,7 @@ def columns(outputs: list[StepOutputs]) -> list[tuple[int, int, int]]:
     ]
 
 
-def test_a_submission_arrives_whole(backend: Backend) -> None:
+def test_submission_arrives_whole(backend: Backend) -> None:
     sampling = Sampling(temperature=0.5, logit_bias=((3, 1.5),), seed=9)
     with backend.session() as frontend:
         frontend.submit(5, [1, 2, 3], num_prompt_tokens=2, sampling=sampling, stop_token_ids=(7,))
@@ -209,7 +209,7 @@ def test_a_submission_arrives_whole(backend: Backend) -> None:
         assert columns(frontend.receive(1)) == [(5, 42, Finish.STOP)]
 
 
-def test_one_message_a_step_carries_all_events_of_a_frontend(backend: Backend) -> None:
+def test_one_message_per_step_carries_all_events_of_a_frontend(backend: Backend) -> None:
     with backend.session() as one, backend.session() as two:
         for request_id in range(20):
             one.submit(request_id, [1])
@@ -226,7 +226,7 @@ def test_one_message_a_step_carries_all_events_of_a_frontend(backend: Backend) -
         assert backend.link.counters.events_out == 200
 
 
-def test_tokens_of_several_requests_are_pushed_together_and_those_of_closed_ones_are_left_out(
+def test_tokens_pushed_together_skip_closed_requests(
     backend: Backend,
 ) -> None:
     backend.link.push_tokens(12345, [0], [1])
@@ -244,7 +244,7 @@ def test_tokens_of_several_requests_are_pushed_together_and_those_of_closed_ones
         ]
 
 
-def test_tokens_that_nobody_waits_for_are_sent_with_the_first_that_somebody_does(backend: Backend) -> None:
+def test_held_tokens_are_sent_with_the_next_urgent_event(backend: Backend) -> None:
     with backend.session() as frontend:
         for request_id in (1, 2):
             frontend.submit(request_id, [1], batch_delivery=True)
@@ -273,7 +273,7 @@ def test_tokens_that_nobody_waits_for_are_sent_with_the_first_that_somebody_does
         assert columns(frontend.receive(1)) == [(1, NO_TOKEN, Finish.FAILED)]
 
 
-def test_tokens_that_nobody_waits_for_are_not_kept_for_long(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_tokens_are_sent_after_a_moment(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     with backend.session() as frontend:
         frontend.submit(1, [1], batch_delivery=True)
         backend.until(Submission)
@@ -285,7 +285,7 @@ def test_tokens_that_nobody_waits_for_are_not_kept_for_long(backend: Backend, mo
         assert columns(frontend.receive(1)) == [(1, 10, 0)]
 
 
-def test_a_long_prompt_goes_through_the_arena_and_its_slot_comes_back_at_once(backend: Backend) -> None:
+def test_long_prompt_uses_the_arena_and_its_slot_is_freed_at_once(backend: Backend) -> None:
     prompt = list(range(100_000))
     with backend.session() as frontend:
         slots = backend.link._frontends[frontend.epoch].arena_slots
@@ -319,7 +319,7 @@ def test_cancels_in_any_order_are_normal(backend: Backend) -> None:
         assert backend.link.counters.faults == 0
 
 
-def test_pushes_to_nobody_do_nothing(backend: Backend) -> None:
+def test_pushes_for_closed_requests_do_nothing(backend: Backend) -> None:
     backend.link.push(12345, 0, 1)
     with backend.session() as frontend:
         backend.link.push(frontend.epoch, 0, 1)
@@ -341,7 +341,7 @@ def test_pushes_to_nobody_do_nothing(backend: Backend) -> None:
         Submit(1, ArenaRef(0, 0, 1 << 26), 2, 1, Sampling()),
     ],
 )
-def test_a_submission_that_is_not_whole_is_rejected_and_the_third_time_expelled(
+def test_incomplete_submission_is_rejected_and_the_third_one_disconnects(
     backend: Backend, submit: Submit
 ) -> None:
     with backend.session() as honest, backend.session() as frontend:
@@ -368,7 +368,7 @@ def test_a_submission_that_is_not_whole_is_rejected_and_the_third_time_expelled(
     [(b"",), (b"\xc1",), (b"\x91" * 10_000,), (encode(Hello(1)),), (encode(Cancel(1)), b"more"), (b"x",) * 20_000],
     ids=["empty", "reserved", "depth", "another's", "two parts", "20,000 parts"],
 )
-def test_malformed_messages_are_counted_and_the_third_expels(backend: Backend, parts: tuple[bytes, ...]) -> None:
+def test_third_malformed_message_disconnects(backend: Backend, parts: tuple[bytes, ...]) -> None:
     with backend.session() as frontend:
         for _ in range(3):
             frontend.send_raw(*parts)
@@ -377,7 +377,7 @@ def test_malformed_messages_are_counted_and_the_third_expels(backend: Backend, p
         assert frontend.expelled()
 
 
-def test_a_request_id_that_is_open_cannot_be_submitted_again(backend: Backend) -> None:
+def test_open_request_id_cannot_be_submitted_again(backend: Backend) -> None:
     with backend.session() as frontend:
         for _ in range(3):
             frontend.submit(1, [1])
@@ -389,7 +389,7 @@ def test_a_request_id_that_is_open_cannot_be_submitted_again(backend: Backend) -
         assert columns(frontend.receive(1)) == [(1, 7, 0)]
 
 
-def test_credits_that_were_never_out_are_a_fault(backend: Backend) -> None:
+def test_excess_credit_is_a_fault(backend: Backend) -> None:
     with backend.session() as frontend:
         frontend.send(Credit(1))
         backend.settle()
@@ -420,7 +420,7 @@ def test_random_messages_never_disturb_another_frontend(backend: Backend) -> Non
             honest.send(Credit(1))
 
 
-def test_a_message_over_the_limit_is_cut_and_the_backend_lives(backend: Backend) -> None:
+def test_message_over_the_limit_is_dropped_and_the_backend_goes_on(backend: Backend) -> None:
     with backend.session() as honest, backend.session() as frontend:
         frontend.session._link._socket.send(b"x" * (1 << 20), zmq.NOBLOCK)
         honest.submit(1, [1])
@@ -428,7 +428,7 @@ def test_a_message_over_the_limit_is_cut_and_the_backend_lives(backend: Backend)
         assert backend.link.counters.messages_in == 1
 
 
-def test_without_credit_output_waits_and_others_are_served(backend: Backend) -> None:
+def test_output_waits_for_credit_while_others_are_served(backend: Backend) -> None:
     with backend.session() as slow, backend.session() as other:
         slow.submit(1, [1])
         other.submit(1, [1])
@@ -448,7 +448,7 @@ def test_without_credit_output_waits_and_others_are_served(backend: Backend) -> 
         assert backend.link.counters.blocked_sends == 0
 
 
-def test_a_frontend_that_returns_no_credit_is_given_up(backend: Backend) -> None:
+def test_frontend_that_returns_no_credit_is_disconnected(backend: Backend) -> None:
     with backend.session() as slow:
         slow.submit(1, [1])
         backend.until(Submission)
@@ -463,7 +463,7 @@ def test_a_frontend_that_returns_no_credit_is_given_up(backend: Backend) -> None
         assert backend.link.counters.stalled == 1
 
 
-def test_more_events_than_one_message_takes_are_split_in_order(
+def test_many_events_are_split_into_messages_in_order(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connected_frontend, "MAX_EVENTS_PER_MESSAGE", 10)
@@ -511,7 +511,7 @@ def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(backend:
         ]
 
 
-def test_a_second_peer_of_the_same_identity_gets_nothing(backend: Backend) -> None:
+def test_second_peer_with_the_same_identity_receives_nothing(backend: Backend) -> None:
     with backend.session() as frontend, zmq.Context() as context:
         identity = frontend.session._link._socket.getsockopt(zmq.IDENTITY)
         endpoint = frontend.session._link._socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -531,7 +531,7 @@ def test_a_second_peer_of_the_same_identity_gets_nothing(backend: Backend) -> No
         thief.close()
 
 
-def test_without_memory_a_newcomer_is_told_and_others_stay(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_frontend_is_refused_without_memory_and_others_stay(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(num_slots: int, slot_bytes: int) -> int:
         raise OSError(errno.ENOSPC, "no space")
 
@@ -561,7 +561,7 @@ def test_messages_of_strangers_are_counted_and_dropped(backend: Backend) -> None
         stranger.close()
 
 
-def test_a_wait_ends_by_the_wake_fd_by_a_message_and_by_a_newcomer(backend: Backend) -> None:
+def test_wake_fd_message_and_new_frontend_each_end_a_wait(backend: Backend) -> None:
     os.eventfd_write(backend.wake_fd, 1)
     backend.link.wait(None, backend.wake_fd)
     os.eventfd_read(backend.wake_fd)
@@ -581,7 +581,7 @@ def test_a_wait_ends_by_the_wake_fd_by_a_message_and_by_a_newcomer(backend: Back
         backend.until(FrontendDeath)
 
 
-def test_a_backend_that_closes_delivers_what_it_flushed(socket_path: Path) -> None:
+def test_closing_backend_delivers_what_it_flushed(socket_path: Path) -> None:
     backend = Backend(socket_path)
     with backend.session() as frontend:
         for request_id in range(500):
@@ -646,7 +646,7 @@ def wait_for(condition: threading.Event | object, timeout_s: float = 10.0) -> No
         time.sleep(0.002)
 
 
-def test_a_killed_frontend_is_noticed_once_and_leaves_nothing(socket_path: Path) -> None:
+def test_killed_frontend_is_noticed_once_and_leaves_nothing(socket_path: Path) -> None:
     with ScriptedBackend(socket_path, Script(step_s=0.001)) as backend:
         for round_ in range(1, 4):
             with frontend_process(socket_path) as child:
@@ -658,7 +658,7 @@ def test_a_killed_frontend_is_noticed_once_and_leaves_nothing(socket_path: Path)
         assert backend.engine.link.balance() == {}
 
 
-def test_a_stopped_frontend_blocks_nobody_and_resumes_under_a_new_epoch(socket_path: Path) -> None:
+def test_stopped_frontend_blocks_no_other_and_resumes_under_a_new_epoch(socket_path: Path) -> None:
     script = Script(step_s=0.001, credit=16, stall_limit_s=0.3)
     with ScriptedBackend(socket_path, script) as backend, frontend_process(socket_path) as stopped:
         stopped.send_signal(signal.SIGSTOP)

@@ -161,7 +161,7 @@ class Schedule(Backend):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_any_schedule_delivers_each_event_once_and_gives_everything_back(socket_path: Path, seed: int) -> None:
+def test_any_schedule_delivers_each_event_once_and_frees_everything(socket_path: Path, seed: int) -> None:
     schedule = Schedule(socket_path, seed)
     schedule.run(200)
     assert schedule.link.balance() == {}

@@ -58,7 +58,7 @@ def reason(peer: socket.socket) -> str:
     return answer.reason
 
 
-def test_a_proper_hello_is_welcomed_with_fds_and_its_end_is_a_death(rendezvous: Rendezvous, socket_path: Path) -> None:
+def test_hello_is_welcomed_with_fds_and_the_end_of_its_connection_is_a_death(rendezvous: Rendezvous, socket_path: Path) -> None:
     with connect(socket_path) as peer:
         peer.send(encode(Hello(PROTOCOL_VERSION)))
         settle_arrived, died = rendezvous.turn()
@@ -78,7 +78,7 @@ def test_a_proper_hello_is_welcomed_with_fds_and_its_end_is_a_death(rendezvous: 
     assert rendezvous.turn() == ([], [])
 
 
-def test_a_frontend_that_speaks_after_its_hello_is_dropped(rendezvous: Rendezvous, socket_path: Path) -> None:
+def test_frontend_that_sends_after_its_hello_is_dropped(rendezvous: Rendezvous, socket_path: Path) -> None:
     with connect(socket_path) as peer:
         peer.send(encode(Hello(PROTOCOL_VERSION)))
         rendezvous.turn()
@@ -88,7 +88,7 @@ def test_a_frontend_that_speaks_after_its_hello_is_dropped(rendezvous: Rendezvou
         assert rendezvous.turn() == ([], [connection])
 
 
-def test_another_protocol_version_is_told_both_versions(rendezvous: Rendezvous, socket_path: Path) -> None:
+def test_refusal_of_another_protocol_version_names_both_versions(rendezvous: Rendezvous, socket_path: Path) -> None:
     with connect(socket_path) as peer:
         peer.send(encode(Hello(PROTOCOL_VERSION + 6)))
         settle(rendezvous)
@@ -101,14 +101,14 @@ def test_another_protocol_version_is_told_both_versions(rendezvous: Rendezvous, 
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xdd\xff\xff\xff\xff", b"x" * 5000, encode(Cancel(1))]
 )
-def test_garbage_is_refused(rendezvous: Rendezvous, socket_path: Path, garbage: bytes) -> None:
+def test_malformed_hello_is_refused(rendezvous: Rendezvous, socket_path: Path, garbage: bytes) -> None:
     with connect(socket_path) as peer:
         peer.send(garbage)
         settle(rendezvous)
         assert reason(peer) == "not a Hello"
 
 
-def test_a_half_handshake_times_out_and_keeps_nobody_else_out(rendezvous: Rendezvous, socket_path: Path) -> None:
+def test_incomplete_handshake_times_out_without_blocking_others(rendezvous: Rendezvous, socket_path: Path) -> None:
     with connect(socket_path) as silent, connect(socket_path) as honest:
         honest.send(encode(Hello(PROTOCOL_VERSION)))
         rendezvous.turn()
@@ -122,7 +122,7 @@ def test_a_half_handshake_times_out_and_keeps_nobody_else_out(rendezvous: Rendez
         assert rendezvous.deadline_s() is None
 
 
-def test_a_peer_that_leaves_during_the_handshake_is_forgotten(rendezvous: Rendezvous, socket_path: Path) -> None:
+def test_peer_that_leaves_during_the_handshake_is_removed(rendezvous: Rendezvous, socket_path: Path) -> None:
     connect(socket_path).close()
     with connect(socket_path) as peer:
         peer.send(encode(Hello(PROTOCOL_VERSION)))
@@ -147,7 +147,7 @@ def test_connections_are_bounded(rendezvous: Rendezvous, socket_path: Path) -> N
         assert len(rendezvous.turn()[0]) == 1
 
 
-def test_without_free_fds_accepting_pauses_and_goes_on_after(rendezvous: Rendezvous, socket_path: Path) -> None:
+def test_accepting_pauses_while_no_fds_are_free(rendezvous: Rendezvous, socket_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with connect(socket_path) as peer:
         peer.send(encode(Hello(PROTOCOL_VERSION)))
@@ -167,14 +167,14 @@ def test_without_free_fds_accepting_pauses_and_goes_on_after(rendezvous: Rendezv
         assert len(arrived) == 1
 
 
-def test_a_second_backend_on_the_socket_gets_one_clear_line(rendezvous: Rendezvous, socket_path: Path) -> None:
+def test_second_backend_on_the_socket_fails_with_one_line(rendezvous: Rendezvous, socket_path: Path) -> None:
     with pytest.raises(AddressInUse, match=rf"another backend \(pid {os.getpid()}\) serves {socket_path}$"):
         Rendezvous(socket_path)
     with connect(socket_path):
         pass
 
 
-def test_a_killed_backends_socket_is_taken_over(socket_path: Path) -> None:
+def test_socket_of_a_killed_backend_is_reused(socket_path: Path) -> None:
     with BackendProcess(socket_path) as backend:
         backend.signal(signal.SIGKILL)
         backend.kill()
@@ -182,7 +182,7 @@ def test_a_killed_backends_socket_is_taken_over(socket_path: Path) -> None:
         Rendezvous(socket_path).close()
 
 
-def test_what_is_not_a_socket_is_never_removed(socket_path: Path) -> None:
+def test_file_that_is_not_a_socket_is_never_removed(socket_path: Path) -> None:
     socket_path.write_text("precious")
     with pytest.raises(UnsafeDirectory, match="not a socket"):
         Rendezvous(socket_path)
@@ -200,19 +200,19 @@ def test_directory_and_sockets_are_private_whatever_the_umask(tmp_path: Path) ->
         os.umask(previous)
 
 
-def test_a_directory_that_others_may_enter_is_refused(socket_path: Path) -> None:
+def test_directory_that_others_may_enter_is_refused(socket_path: Path) -> None:
     socket_path.parent.chmod(0o755)
     with pytest.raises(UnsafeDirectory, match="has mode 755"):
         Rendezvous(socket_path)
 
 
-def test_a_directory_that_cannot_be_made_is_named(socket_path: Path) -> None:
+def test_directory_that_cannot_be_created_is_named(socket_path: Path) -> None:
     socket_path.write_text("a file")
     with pytest.raises(CannotListen, match=f"^cannot create or enter {socket_path}: "):
         Rendezvous(socket_path / "s")
 
 
-def test_a_path_too_long_for_a_socket_is_refused(socket_path: Path) -> None:
+def test_path_too_long_for_a_socket_is_refused(socket_path: Path) -> None:
     with pytest.raises(UnsafeDirectory, match="the limit is 103"):
         Rendezvous(socket_path.with_name("x" * 100))
 
@@ -233,7 +233,7 @@ else:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_kept_out_by_the_modes_and_by_its_credentials(
+def test_modes_and_credentials_keep_other_users_out(
     rendezvous: Rendezvous, socket_path: Path
 ) -> None:
     def visit() -> str:
@@ -274,7 +274,7 @@ async def test_fifty_frontends_at_once_are_all_welcomed(socket_path: Path) -> No
         assert backend.engine.link.balance() == {}
 
 
-async def test_join_tells_no_backend_from_a_refusal(rendezvous: Rendezvous, socket_path: Path) -> None:
+async def test_join_raises_different_errors_without_a_backend_and_for_a_refusal(rendezvous: Rendezvous, socket_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         await join(socket_path.with_name("none"))
     peers = [connect(socket_path) for _ in range(4)]

@@ -7,7 +7,7 @@ import pytest
 from penstock.shm.memory.board import BackendBoard, Board, FrontendBoard, FrontendTotals
 
 
-def test_a_histogram_puts_each_value_below_the_first_bound_that_is_not_less() -> None:
+def test_histogram_counts_each_value_under_the_first_bound_not_below_it() -> None:
     board = FrontendBoard.private()
     first, second = FrontendBoard.itl_us.bounds[:2]
     for value in (0, first, first + 1, second, FrontendBoard.itl_us.bounds[-1] + 1):
@@ -18,12 +18,12 @@ def test_a_histogram_puts_each_value_below_the_first_bound_that_is_not_less() ->
     assert total == 2 * first + 1 + second + FrontendBoard.itl_us.bounds[-1] + 1 + 30
 
 
-def test_a_backends_board_has_every_field_of_its_frontends_but_the_pid() -> None:
+def test_backend_board_has_every_frontend_field_except_the_pid() -> None:
     totals = [name.removeprefix(Board.TOTALS) for name in BackendBoard.fields if name.startswith(Board.TOTALS)]
     assert totals == [name for name in FrontendBoard.fields if name != "pid"]
 
 
-def test_totals_keep_what_the_gone_counted_but_not_what_they_held() -> None:
+def test_totals_keep_counters_of_departed_frontends_but_not_present_values() -> None:
     totals, backend = FrontendTotals(), BackendBoard.create()
     stays, goes = FrontendBoard.private(), FrontendBoard.private()
     for board, number in ((stays, 5), (goes, 70)):
@@ -44,7 +44,7 @@ def test_totals_keep_what_the_gone_counted_but_not_what_they_held() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, (1 << 64) - 1])
-def test_what_a_frontend_writes_cannot_stop_the_sum(number: int) -> None:
+def test_any_value_on_a_frontend_board_can_be_summed(number: int) -> None:
     totals, backend = FrontendTotals(), BackendBoard.create()
     boards = [FrontendBoard.private() for _ in range(3)]
     for board in boards:

@@ -43,13 +43,13 @@ def pair() -> Iterator[Pair]:
     os.close(fd)
 
 
-def test_what_is_written_is_read(pair: Pair) -> None:
+def test_written_payload_is_read_back(pair: Pair) -> None:
     payloads = [os.urandom(size) for size in (4, 100, 4096, pair.writer.capacity_bytes)]
     refs = [pair.writer.write(payload) for payload in payloads]
     assert [pair.reader.read(ref) for ref in refs] == payloads
 
 
-def test_a_full_arena_says_so_and_a_freed_slot_is_used_again(pair: Pair) -> None:
+def test_full_arena_raises_and_a_freed_slot_is_reused(pair: Pair) -> None:
     refs = [pair.writer.write(b"abcd") for _ in range(SLOTS)]
     with pytest.raises(ArenaFull):
         pair.writer.write(b"abcd")
@@ -69,7 +69,7 @@ def test_freeing_is_idempotent_and_never_frees_a_later_payload(pair: Pair) -> No
     assert pair.reader.read(second) == b"efgh"
 
 
-def test_an_old_descriptor_is_refused_once_its_slot_holds_another_payload(pair: Pair) -> None:
+def test_old_descriptor_is_refused_after_its_slot_is_reused(pair: Pair) -> None:
     first = pair.writer.write(b"abcd")
     pair.writer.free(first)
     pair.writer.write(b"efgh")
@@ -78,14 +78,14 @@ def test_an_old_descriptor_is_refused_once_its_slot_holds_another_payload(pair: 
 
 
 @pytest.mark.parametrize("size", [0, 3, SLOT_BYTES])
-def test_a_payload_that_no_slot_holds_is_refused(pair: Pair, size: int) -> None:
+def test_payload_that_no_slot_holds_is_refused(pair: Pair, size: int) -> None:
     with pytest.raises(ValueError, match="a slot holds"):
         pair.writer.write(bytes(size))
     assert pair.writer.slots_in_use == 0
 
 
 @pytest.mark.parametrize("stage", ["invalidated", "half the payload", "payload without header"])
-def test_a_writer_that_dies_midway_leaves_nothing_valid(pair: Pair, stage: str) -> None:
+def test_writer_that_dies_midway_leaves_nothing_valid(pair: Pair, stage: str) -> None:
     """The same slot, length and sequence as a payload that was valid before, cut off at each stage."""
     old = pair.writer.write(b"o" * 1000)
     start = old.slot * SLOT_BYTES
@@ -99,14 +99,14 @@ def test_a_writer_that_dies_midway_leaves_nothing_valid(pair: Pair, stage: str) 
             pair.reader.read(ArenaRef(old.slot, sequence, 1000))
 
 
-def test_a_payload_that_changes_under_its_header_is_refused(pair: Pair) -> None:
+def test_payload_changed_after_its_header_is_refused(pair: Pair) -> None:
     ref = pair.writer.write(b"o" * 1000)
     pair.writer._write_payload(ref.slot * SLOT_BYTES, b"x")
     with pytest.raises(DescriptorError, match="checksum"):
         pair.reader.read(ref)
 
 
-def test_another_epochs_payload_is_refused(pair: Pair) -> None:
+def test_payload_of_another_epoch_is_refused(pair: Pair) -> None:
     ref = pair.writer.write(b"abcd")
     other = ArenaReader(pair.fd, SLOTS, SLOT_BYTES, EPOCH + 1)
     with pytest.raises(DescriptorError):
@@ -146,7 +146,7 @@ def test_forged_descriptors_are_refused(pair: Pair) -> None:
             pair.reader.read(ArenaRef(slot, 0, 512))
 
 
-def test_a_hostile_header_reads_nothing_beyond_the_slot(pair: Pair) -> None:
+def test_hostile_header_reads_nothing_outside_the_slot(pair: Pair) -> None:
     ref = pair.writer.write(b"abcd")
     pair.writer.write(b"secret of the next slot")
     with mmap.mmap(pair.fd, SLOTS * SLOT_BYTES) as hostile:
@@ -171,7 +171,7 @@ while True:
 """
 
 
-def test_what_is_read_is_whole_while_a_hostile_writer_flips_bytes(pair: Pair) -> None:
+def test_payload_is_whole_or_refused_while_a_hostile_writer_changes_bytes(pair: Pair) -> None:
     payload = b"o" * 4000
     ref = pair.writer.write(payload)
     outcomes = set()
@@ -204,7 +204,7 @@ while True:
 """
 
 
-def test_a_killed_writers_slots_are_whole_or_refused(pair: Pair) -> None:
+def test_slots_of_a_killed_writer_are_whole_or_refused(pair: Pair) -> None:
     for delay_s in (0.0, 0.003, 0.011, 0.017):
         with subprocess.Popen(
             [sys.executable, "-c", KILLED_WRITER, str(pair.fd)],
@@ -228,7 +228,7 @@ def test_a_killed_writers_slots_are_whole_or_refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4096, 4097, 32768, 131072, 1 << 20])
-def test_a_slot_holds_a_whole_context(num_tokens: int) -> None:
+def test_slot_holds_a_full_context(num_tokens: int) -> None:
     slots, slot_bytes = arena.geometry(num_tokens)
     assert slots >= 1
     assert slot_bytes % 4096 == 0
@@ -236,7 +236,7 @@ def test_a_slot_holds_a_whole_context(num_tokens: int) -> None:
         assert slot_bytes >= 4 * num_tokens + 32
 
 
-def test_a_sealed_region_cannot_be_resized(pair: Pair) -> None:
+def test_sealed_region_cannot_be_resized(pair: Pair) -> None:
     for size in (0, SLOT_BYTES, 10 * SLOTS * SLOT_BYTES):
         with pytest.raises(PermissionError):
             os.ftruncate(pair.fd, size)
@@ -244,7 +244,7 @@ def test_a_sealed_region_cannot_be_resized(pair: Pair) -> None:
         fcntl.fcntl(pair.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-def test_a_region_that_is_not_sealed_or_too_small_is_refused(tmp_path: Path) -> None:
+def test_unsealed_or_too_small_region_is_refused(tmp_path: Path) -> None:
     unsealed = region.create("t", 4096)
     with pytest.raises(region.RegionError):
         region.attach(unsealed, 4096, writable=False)
@@ -257,7 +257,7 @@ def test_a_region_that_is_not_sealed_or_too_small_is_refused(tmp_path: Path) -> 
         region.attach(file.fileno(), 0, writable=False)
 
 
-def test_a_board_is_read_by_others_and_written_by_its_owner_only() -> None:
+def test_only_the_owner_writes_a_board() -> None:
     board = BackendBoard.create()
     reader = BackendBoard.attach(board.fd)
     board.steps += 3
@@ -287,7 +287,7 @@ print(board.generated_tokens, board.seconds_since_beat() < 60, flush=True)
 """
 
 
-def test_another_process_sees_the_writers_values() -> None:
+def test_another_process_reads_the_writers_values() -> None:
     board = BackendBoard.create()
     board.generated_tokens = 41
     with subprocess.Popen(
@@ -309,7 +309,7 @@ def test_another_process_sees_the_writers_values() -> None:
     board.close()
 
 
-def test_a_board_of_another_kind_is_refused() -> None:
+def test_board_of_another_kind_is_refused() -> None:
     fd = FrontendBoard.create_fd()
     with pytest.raises(region.RegionError, match="BackendBoard"):
         BackendBoard.attach(fd)
@@ -322,7 +322,7 @@ def test_a_board_of_another_kind_is_refused() -> None:
     os.close(fd)
 
 
-def test_the_ledger_knows_who_holds_what() -> None:
+def test_ledger_records_owners() -> None:
     ledger = Ledger()
     ledger.acquire("slot", 1, "a")
     ledger.acquire("slot", 2, "b")

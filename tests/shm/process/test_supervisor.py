@@ -65,7 +65,7 @@ def read(process: subprocess.Popen[str]) -> tuple[str, int]:
     return word, int(pid)
 
 
-def test_a_killed_child_is_started_again(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_killed_child_is_restarted(start: Callable[..., subprocess.Popen[str]]) -> None:
     supervisor = start(("worker", LIVE, 0))
     _, first = read(supervisor)
     os.kill(first, signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_a_killed_child_is_started_again(start: Callable[..., subprocess.Popen[s
     assert "worker died by SIGKILL; restarting" in errors
 
 
-def test_a_child_that_fails_at_once_is_not_retried_and_its_status_is_passed_on(
+def test_child_that_fails_at_once_is_not_restarted_and_gives_the_exit_status(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
     supervisor = start(("backend", "import sys; sys.exit('no such model')", 0), ("frontend", LIVE, 1))
@@ -88,7 +88,7 @@ def test_a_child_that_fails_at_once_is_not_retried_and_its_status_is_passed_on(
     assert "backend exited with status 1 during its start; stopping" in errors
 
 
-def test_a_child_that_keeps_dying_is_given_up_with_a_truthful_status(
+def test_child_that_keeps_dying_is_given_up_with_its_status(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
     supervisor = start(("worker", SAY + "say('up'); os.kill(os.getpid(), signal.SIGSEGV)", 0))
@@ -98,7 +98,7 @@ def test_a_child_that_keeps_dying_is_given_up_with_a_truthful_status(
     assert "6 times in a row" in errors
 
 
-def test_the_higher_stage_has_ended_before_the_lower_is_asked(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_higher_stage_ends_before_the_lower_is_stopped(start: Callable[..., subprocess.Popen[str]]) -> None:
     last_words = SAY + (
         "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.05), say('{name}-ends'), sys.exit(0)))\n"
         "say('up')\nsignal.pause()"
@@ -113,7 +113,7 @@ def test_the_higher_stage_has_ended_before_the_lower_is_asked(start: Callable[..
     assert supervisor.returncode == 0
 
 
-def test_a_child_that_ends_badly_while_stopping_is_told(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_child_that_fails_while_stopping_is_logged(start: Callable[..., subprocess.Popen[str]]) -> None:
     supervisor = start(("worker", OBEY.format(status=7), 0))
     read(supervisor)
     supervisor.terminate()
@@ -125,7 +125,7 @@ def test_a_child_that_ends_badly_while_stopping_is_told(start: Callable[..., sub
 STUBBORN = SAY + "signal.signal(signal.SIGTERM, lambda *_: say('term'))\nsay('up')\nwhile True: signal.pause()"
 
 
-def test_a_child_that_does_not_end_is_killed_and_the_status_says_so(
+def test_child_that_does_not_stop_is_killed_and_the_status_shows_it(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
     supervisor = start(("worker", STUBBORN, 0), stop_timeout_s=0.2)
@@ -135,7 +135,7 @@ def test_a_child_that_does_not_end_is_killed_and_the_status_says_so(
     assert supervisor.returncode == 128 + signal.SIGKILL
 
 
-def test_a_second_signal_is_passed_on(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_second_signal_reaches_the_children(start: Callable[..., subprocess.Popen[str]]) -> None:
     twice = SAY + (
         "count = []\n"
         "signal.signal(signal.SIGTERM, lambda *_: (count.append(1), say('term'), len(count) == 2 and sys.exit(0)))\n"
@@ -151,7 +151,7 @@ def test_a_second_signal_is_passed_on(start: Callable[..., subprocess.Popen[str]
     assert supervisor.returncode == 0
 
 
-def test_a_hangup_reloads_at_any_time_and_never_hastens_a_stop(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_hangup_reloads_at_any_time_and_never_shortens_a_stop(start: Callable[..., subprocess.Popen[str]]) -> None:
     patient = SAY + (
         "for name in ('SIGTERM', 'SIGHUP'):\n"
         "    signal.signal(getattr(signal, name), lambda number, _: say(signal.Signals(number).name))\n"
@@ -181,7 +181,7 @@ def test_children_die_with_the_supervisor(start: Callable[..., subprocess.Popen[
     assert supervisor.stdout.read() == ""
 
 
-def test_children_have_the_signals_and_the_terminal_of_a_fresh_process(
+def test_children_start_with_default_signals_and_no_terminal_input(
     start: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
 ) -> None:
@@ -197,12 +197,12 @@ def test_children_have_the_signals_and_the_terminal_of_a_fresh_process(
     ("returncode", "status", "words"),
     [(0, 0, "exited with status 0"), (3, 3, "exited with status 3"), (-9, 137, "died by SIGKILL"), (-63, 191, "63")],
 )
-def test_an_end_in_words_and_as_a_status(returncode: int, status: int, words: str) -> None:
+def test_end_is_described_in_words_and_as_a_status(returncode: int, status: int, words: str) -> None:
     assert exit_status(returncode) == status
     assert words in describe_end(returncode)
 
 
-def test_an_exit_before_all_is_up_is_final_however_late(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_exit_before_all_is_up_is_final_at_any_time(start: Callable[..., subprocess.Popen[str]]) -> None:
     supervisor = start(("backend", SAY + "say('up')\nsys.exit(4)", 0), settle_s=0.0, is_up="lambda: False")
     read(supervisor)
     _, errors = supervisor.communicate()
@@ -210,14 +210,14 @@ def test_an_exit_before_all_is_up_is_final_however_late(start: Callable[..., sub
     assert "backend exited with status 4 during its start; stopping" in errors
 
 
-def test_once_all_is_up_an_exit_is_followed_by_a_restart(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_exit_after_all_is_up_leads_to_a_restart(start: Callable[..., subprocess.Popen[str]]) -> None:
     wait_then_exit = SAY + "say('up')\nsys.stdin.read()\nsys.exit(4)"
     supervisor = start(("backend", wait_then_exit, 0), settle_s=0.0, is_up="lambda: True")
     assert read(supervisor)[0] == "up"
     assert read(supervisor)[0] == "up"
 
 
-def test_once_all_is_up_even_an_exit_right_after_it_is_followed_by_a_restart(
+def test_exit_right_after_all_is_up_leads_to_a_restart(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
     exit_when_told = SAY + "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(4))\nsay('up')\nsignal.pause()"
