@@ -18,15 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.shm.messages import (
-    PROTOCOL_VERSION,
-    BuffersClosed,
-    Hello,
-    Refusal,
-    WireError,
-    decode_hello,
-    encode,
-)
+from penstock.shm.messages import PROTOCOL_VERSION, BuffersClosed, Hello, Refusal, WireError, decode_hello, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,7 +13,7 @@ import pytest
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.memory.arena import ArenaFull
 from penstock.shm.messages import NO_TOKEN, Cancel, Credit, Finish, StepOutputs
-from tests.shm.link.test_link import Backend, Event, Frontend, columns
+from tests.shm.link.harness import Backend, Event, Frontend, columns
 
 TINY, LONG = [1, 2], list(range(4100))
 

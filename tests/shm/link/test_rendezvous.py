@@ -58,7 +58,9 @@ def reason(peer: socket.socket) -> str:
     return answer.reason
 
 
-def test_hello_is_welcomed_with_fds_and_the_end_of_its_connection_is_a_death(rendezvous: Rendezvous, socket_path: Path) -> None:
+def test_hello_is_welcomed_with_fds_and_the_end_of_its_connection_is_a_death(
+    rendezvous: Rendezvous, socket_path: Path
+) -> None:
     with connect(socket_path) as peer:
         peer.send(encode(Hello(PROTOCOL_VERSION)))
         settle_arrived, died = rendezvous.turn()
@@ -233,9 +235,7 @@ else:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_modes_and_credentials_keep_other_users_out(
-    rendezvous: Rendezvous, socket_path: Path
-) -> None:
+def test_modes_and_credentials_keep_other_users_out(rendezvous: Rendezvous, socket_path: Path) -> None:
     def visit() -> str:
         with subprocess.Popen(
             [sys.executable, "-c", OTHER_USER, str(socket_path)], stdout=subprocess.PIPE, text=True, cwd="/"
@@ -274,7 +274,9 @@ async def test_fifty_frontends_at_once_are_all_welcomed(socket_path: Path) -> No
         assert backend.engine.link.balance() == {}
 
 
-async def test_join_raises_different_errors_without_a_backend_and_for_a_refusal(rendezvous: Rendezvous, socket_path: Path) -> None:
+async def test_join_raises_different_errors_without_a_backend_and_for_a_refusal(
+    rendezvous: Rendezvous, socket_path: Path
+) -> None:
     with pytest.raises(FileNotFoundError):
         await join(socket_path.with_name("none"))
     peers = [connect(socket_path) for _ in range(4)]

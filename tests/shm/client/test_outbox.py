@@ -1,0 +1,139 @@
+"""What waits in the client: long prompts without a slot, requests behind a full link or wait queue."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.shm.client import Overloaded
+from penstock.shm.client.overload import DrainRate
+from penstock.shm.client.session import Session
+from penstock.shm.messages import FailureCode, Finish
+from tests.shm.client.harness import LONG, at_base, connected, read, request, tokens_of, until
+from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens, model_card
+
+
+async def test_more_long_prompts_than_slots_are_all_served(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path, Script(model_card(max_context_tokens=LONG))) as backend:
+        async with connected(socket_path) as client:
+            prompts = [[n] * 5000 for n in range(20)]
+            streams = [client.submit(request(p, 5)) for p in prompts]
+            assert client.balance()["slot"] == 4
+            assert client.balance()["unsent"] == 16
+            assert [await tokens_of(stream) for stream in streams] == [expected_tokens(p, 5) for p in prompts]
+            assert backend.engine.link.counters.faults == 0
+
+
+async def test_slot_of_a_cancelled_prompt_is_freed_after_the_backend_has_read_it(socket_path: Path) -> None:
+    with BackendProcess(socket_path, max_context_tokens=LONG) as backend:
+        async with connected(socket_path) as client:
+            backend.signal(signal.SIGSTOP)
+            for n in range(6):
+                client.submit(request([n] * 5000, 5)).cancel()
+            stream = client.submit(request([7] * 5000, 5))
+            assert client.balance()["slot"] == 4
+            backend.signal(signal.SIGCONT)
+            assert await tokens_of(stream) == expected_tokens([7] * 5000, 5)
+
+
+async def test_prompt_that_no_slot_holds_is_rejected_with_the_limit(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path, Script(model_card(max_context_tokens=5000))):
+        async with connected(socket_path) as client:
+            _, last = await read(client.submit(request([1] * 9000, 5)))
+            assert (last.finish, last.failure, last.failure_limit) == (
+                Finish.REJECTED,
+                FailureCode.CONTEXT_TOO_LONG,
+                5000,
+            )
+
+
+async def test_slow_reader_receives_whole_batches(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path) as backend:
+        async with connected(socket_path) as client:
+            stream = client.submit(request([1, 2], 500))
+            await until(lambda: backend.engine.board.requests_finished == 1)
+            await until(lambda: at_base(client))
+            batch = await anext(stream)
+            assert batch.token_ids == expected_tokens([1, 2], 500)
+            assert batch.finish is Finish.LENGTH
+
+
+async def test_credits_return_before_the_backend_runs_out(socket_path: Path) -> None:
+    with ScriptedBackend(socket_path, Script(credit=4)) as backend:
+        async with connected(socket_path) as client:
+            for n in range(5):
+                assert await tokens_of(client.submit(request([n], 400))) == expected_tokens([n], 400)
+            assert backend.engine.link.counters.messages_out > 4
+            assert backend.engine.link.counters.stalled == 0
+
+
+async def test_full_wait_queue_is_reported_before_anything_is_sent(socket_path: Path) -> None:
+    script = Script(model_card(max_waiting=2), max_running=1)
+    with ScriptedBackend(socket_path, script) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            streams = [client.submit(request([n], 5)) for n in range(3)]
+            await until(lambda: backend.engine.board.waiting == 2)
+            with pytest.raises(Overloaded) as overloaded:
+                client.submit(request([9], 5))
+            assert 1 <= overloaded.value.retry_after_s <= 60
+            backend.engine.paused = False
+            os.eventfd_write(backend.engine.wake_fd, 1)
+            assert [await tokens_of(s) for s in streams] == [expected_tokens([n], 5) for n in range(3)]
+            await until(lambda: backend.engine.board.waiting == 0)
+            assert await tokens_of(client.submit(request([9], 5))) == expected_tokens([9], 5)
+
+
+async def test_shareable_request_is_sent_even_when_the_wait_queue_is_full(socket_path: Path) -> None:
+    script = Script(model_card(max_waiting=1), max_running=1)
+    with ScriptedBackend(socket_path, script) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            streams = [client.submit(request([n], 5)) for n in range(2)]
+            await until(lambda: backend.engine.board.waiting == 1)
+            streams.append(client.submit(replace(request([0], 5), may_share=True)))
+            await until(lambda: backend.engine.board.waiting == 2)
+            with pytest.raises(Overloaded):
+                client.submit(request([0], 5))
+            backend.engine.paused = False
+            os.eventfd_write(backend.engine.wake_fd, 1)
+            assert [await tokens_of(s) for s in streams] == [expected_tokens([n], 5) for n in (0, 1, 0)]
+
+
+async def test_shareable_request_is_refused_while_the_outbox_is_not_empty(
+    socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(model_card(max_waiting=1), max_running=1)
+    with ScriptedBackend(socket_path, script) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            streams = [client.submit(request([n], 5)) for n in range(2)]
+            await until(lambda: backend.engine.board.waiting == 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(Session, "send_submit", lambda *_: False)
+                streams.append(client.submit(replace(request([0], 5), may_share=True)))
+                with pytest.raises(Overloaded):
+                    client.submit(replace(request([0], 5), may_share=True))
+            backend.engine.paused = False
+            os.eventfd_write(backend.engine.wake_fd, 1)
+            assert [await tokens_of(s) for s in streams[:2]] == [expected_tokens([n], 5) for n in range(2)]
+            assert await tokens_of(streams[2]) == expected_tokens([0], 5)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "finished", "age_s", "retry_after_s"),
+    [(100, 50, 5.0, 10), (10, 1000, 5.0, 1), (1000, 1, 5.0, 60), (10, 0, 5.0, 1), (10, 50, 300.0, 1), (10, -5, 5.0, 1)],
+)
+def test_retry_after_is_the_time_in_which_the_wait_queue_drains(
+    monkeypatch: pytest.MonkeyPatch, waiting: int, finished: int, age_s: float, retry_after_s: int
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("penstock.shm.client.overload.time.monotonic", lambda: now_s)
+    rate = DrainRate()
+    assert rate.retry_after_s(waiting, 500) == 1
+    now_s += age_s
+    assert rate.retry_after_s(waiting, 500 + finished) == retry_after_s

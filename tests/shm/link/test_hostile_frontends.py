@@ -1,0 +1,150 @@
+"""Malformed, forged and excessive messages harm only their sender."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import zmq
+
+from penstock.shm.link.events import FrontendDeath, Submission
+from penstock.shm.messages import (
+    NO_TOKEN,
+    ArenaRef,
+    Cancel,
+    Credit,
+    Failure,
+    FailureCode,
+    Finish,
+    Hello,
+    Sampling,
+    Submit,
+    encode,
+)
+from tests.shm.link.harness import CREDIT, Backend, columns
+
+
+@pytest.mark.parametrize(
+    "submit",
+    [
+        Submit(1, b"\0" * 7, 1, 1, Sampling()),
+        Submit(1, b"\0" * 8, 3, 1, Sampling()),
+        Submit(1, ArenaRef(0, 0, 8), 2, 1, Sampling()),
+        Submit(1, ArenaRef(60_000, 0, 8), 2, 1, Sampling()),
+        Submit(1, ArenaRef(0, 0, 1 << 26), 2, 1, Sampling()),
+    ],
+)
+def test_incomplete_submission_is_rejected_and_the_third_one_disconnects(backend: Backend, submit: Submit) -> None:
+    with backend.session() as honest, backend.session() as frontend:
+        for _ in range(2):
+            frontend.send(submit)
+            (output,) = frontend.receive(1)
+            assert columns([output]) == [(1, NO_TOKEN, Finish.REJECTED)]
+            assert output.failures == (Failure(1, FailureCode.BAD_DESCRIPTOR),)
+        frontend.submit(2, [1])
+        assert isinstance(backend.until(Submission)[0], Submission)
+        frontend.send(submit)
+        assert backend.until(FrontendDeath) == [FrontendDeath(frontend.epoch)]
+        assert frontend.expelled()
+        frontend.submit(3, [1])
+        assert backend.settle() == []
+        assert backend.link.counters.strangers == 1
+        assert backend.link.counters.expelled == 1
+        honest.submit(4, [1])
+        assert isinstance(backend.until(Submission)[0], Submission)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(b"",), (b"\xc1",), (b"\x91" * 10_000,), (encode(Hello(1)),), (encode(Cancel(1)), b"more"), (b"x",) * 20_000],
+    ids=["empty", "reserved", "depth", "another's", "two parts", "20,000 parts"],
+)
+def test_third_malformed_message_disconnects(backend: Backend, parts: tuple[bytes, ...]) -> None:
+    with backend.session() as frontend:
+        for _ in range(3):
+            frontend.send_raw(*parts)
+        assert backend.until(FrontendDeath) == [FrontendDeath(frontend.epoch)]
+        assert backend.link.counters.faults == 3
+        assert frontend.expelled()
+
+
+def test_open_request_id_cannot_be_submitted_again(backend: Backend) -> None:
+    with backend.session() as frontend:
+        for _ in range(3):
+            frontend.submit(1, [1])
+        events = backend.until(Submission)
+        assert len(events) == 1
+        assert backend.link.counters.faults == 2
+        backend.link.push(frontend.epoch, 1, 7)
+        backend.link.flush()
+        assert columns(frontend.receive(1)) == [(1, 7, 0)]
+
+
+def test_excess_credit_is_a_fault(backend: Backend) -> None:
+    with backend.session() as frontend:
+        frontend.send(Credit(1))
+        backend.settle()
+        assert backend.link.counters.faults == 1
+        assert backend.link._frontends[frontend.epoch].credit == CREDIT
+
+
+def test_random_messages_never_disturb_another_frontend(backend: Backend) -> None:
+    rng = random.Random(11)
+    with backend.session() as honest:
+        honest.submit(1, [1])
+        backend.until(Submission)
+        for round_ in range(30):
+            with backend.session() as hostile:
+                for _ in range(100):
+                    kind = rng.randrange(4)
+                    if kind == 0:
+                        raw = rng.randbytes(rng.randrange(100))
+                    else:
+                        raw = bytearray(encode(Submit(rng.randrange(9), rng.randbytes(8), 2, 1, Sampling())))
+                        raw[rng.randrange(len(raw))] = rng.randrange(256)
+                    hostile.send_raw(bytes(raw))
+                backend.settle()
+            backend.until(FrontendDeath, 0)
+            backend.link.push(honest.epoch, 1, round_)
+            backend.link.flush()
+            assert columns(honest.receive(1)) == [(1, round_, 0)]
+            honest.send(Credit(1))
+
+
+def test_message_over_the_limit_is_dropped_and_the_backend_goes_on(backend: Backend) -> None:
+    with backend.session() as honest, backend.session() as frontend:
+        frontend.session._link._socket.send(b"x" * (1 << 20), zmq.NOBLOCK)
+        honest.submit(1, [1])
+        assert isinstance(backend.until(Submission)[0], Submission)
+        assert backend.link.counters.messages_in == 1
+
+
+def test_second_peer_with_the_same_identity_receives_nothing(backend: Backend) -> None:
+    with backend.session() as frontend, zmq.Context() as context:
+        identity = frontend.session._link._socket.getsockopt(zmq.IDENTITY)
+        endpoint = frontend.session._link._socket.getsockopt(zmq.LAST_ENDPOINT)
+        frontend.submit(1, [1])
+        assert [type(event) for event in backend.until(Submission)] == [Submission]
+        thief = context.socket(zmq.DEALER)
+        thief.setsockopt(zmq.LINGER, 0)
+        thief.setsockopt(zmq.IDENTITY, identity)
+        thief.connect(endpoint.rstrip(b"\0").decode())
+        thief.send(encode(Cancel(1)))
+        assert backend.settle() == []
+        backend.link.push(frontend.epoch, 1, 5)
+        backend.link.flush()
+        assert columns(frontend.receive(1)) == [(1, 5, 0)]
+        assert not thief.poll(50)
+        assert backend.settle() == []
+        thief.close()
+
+
+def test_messages_of_strangers_are_counted_and_dropped(backend: Backend) -> None:
+    with zmq.Context() as context:
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(f"ipc://{backend.path}.zmq")
+        stranger.send(encode(Submit(1, b"\0" * 4, 1, 1, Sampling())))
+        while not backend.link.counters.strangers:
+            assert backend.turn(0.1) == []
+        stranger.close()
