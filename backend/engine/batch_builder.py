@@ -12,6 +12,8 @@ from penstock.backend.buffers.shared_prompts import SharedPromptRows
 from penstock.backend.forward_pass import FROM_SLOT, EmbeddedTokens, SlotInit, StepBatch
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
 
@@ -30,8 +32,8 @@ class BatchBuilder:
             self._note_pages(sequence)
         for sequence in plan.grown:
             self._note_pages(sequence)
-        slots = np.array(plan.slots, np.int32)
-        lengths = np.array(plan.lengths, np.int32)
+        slots = _column(plan.slots)
+        lengths = _column(plan.lengths)
         query_starts = np.zeros(len(plan) + 1, np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         input_ids = np.full(query_starts[-1], FROM_SLOT, np.int32)
@@ -46,10 +48,10 @@ class BatchBuilder:
         return StepBatch(
             input_ids=input_ids,
             query_starts=query_starts,
-            context_lens=np.array(plan.ends, np.int32) - lengths,
+            context_lens=_column(plan.ends) - lengths,
             page_table=self._page_table[slots, : self._num_pages[slots].max()],
             slots=slots,
-            logit_rows=np.array(plan.logit_rows, np.int32),
+            logit_rows=_column(plan.logit_rows),
             slot_inits=tuple(map(_slot_init, plan.slot_init_sequences)),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
@@ -65,6 +67,10 @@ class BatchBuilder:
         for place in range(self._num_pages[slot], len(pages)):
             self._page_table[slot, place] = pages[place]
         self._num_pages[slot] = len(pages)
+
+
+def _column(values: list[int] | list[int | None]) -> NDArray[np.int32]:
+    return np.fromiter(values, np.int32, len(values))  # a third quicker than np.array
 
 
 def _slot_init(sequence: Sequence) -> SlotInit:

@@ -257,7 +257,7 @@ class LaunchedStep:
                     faults[place] = str(error)
             if place in faults:
                 token_id = token_ids[place] = NOT_FINITE
-            if token_id == NOT_FINITE or token_id in sequence.subscribers.common_stop_ids:
+            if token_id == NOT_FINITE or token_id in sequence.common_stop_ids:
                 sequence.stopped_generation = plan.generations[index]
                 stops.append(index)
         return StepResult(plan, token_ids, 0.0, stops=tuple(stops), logprobs=output.logprobs, faults=faults)

@@ -195,7 +195,7 @@ class Requests:
     def _join(self, sequence: Sequence, subscriber: Subscriber) -> None:
         """Of an equal request, in flight."""
         subscriber.has_joined = True
-        sequence.subscribers.add(subscriber)
+        sequence.subscribe(subscriber)
         self._open_for(subscriber, sequence)
         self._board.requests_coalesced += 1
         self._replay(sequence, subscriber)
@@ -278,16 +278,15 @@ class Requests:
         """
         special = []
         outputs: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-        rows = zip(plan.sequences, plan.generations, plan.ends, token_ids, strict=True)
-        for index, (sequence, generation, end, token_id) in enumerate(rows):
-            subscribers = sequence.subscribers
+        rows = zip(range(len(plan)), plan.sequences, plan.generations, plan.ends, token_ids, strict=True)
+        for index, sequence, generation, end, token_id in rows:
             if (
-                end < subscribers.fast_path_until
+                end < sequence.fast_path_until
                 and sequence.generation == generation
-                and token_id not in subscribers.stop_ids
+                and token_id not in sequence.stop_ids
             ):
                 sequence.tokens.append(token_id)
-                for frontend, request_id in subscribers.ids:
+                for frontend, request_id in sequence.subscriber_ids:
                     request_ids, tokens = outputs[frontend]
                     request_ids.append(request_id)
                     tokens.append(token_id)
@@ -436,7 +435,7 @@ class Requests:
         if not self._open[subscriber.frontend]:
             del self._open[subscriber.frontend]
         self._num_listening -= 1
-        sequence.subscribers.remove(subscriber)
+        sequence.unsubscribe(subscriber)
         if not sequence.subscribers:
             self._coalescer.withdraw(sequence)
             self._scheduler.remove(sequence)

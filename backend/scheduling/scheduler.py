@@ -125,9 +125,9 @@ class Scheduler:
             end = sequence.num_computed + 1
             if end <= sequence.num_given_tokens:
                 unfinished.append(sequence)
-            elif end >= sequence.subscribers.max_total_tokens:
+            elif end >= sequence.max_total_tokens:
                 continue  # the last token of all is never computed: nothing follows it
-            elif end > sequence.kv.capacity_tokens:
+            elif end > sequence.capacity_tokens:
                 short.append(sequence)
             else:
                 sequence.num_computed = end
@@ -220,7 +220,7 @@ class Scheduler:
                 continue
             # All its known tokens and the next must fit now, and what others take before its first step has been
             # applied, so that it is not preempted before it makes progress.
-            num_tokens = min(len(sequence.tokens) + 1, sequence.subscribers.max_total_tokens)
+            num_tokens = min(len(sequence.tokens) + 1, sequence.max_total_tokens)
             num_new = self._pages_for(num_tokens) - len(prefix.pages)
             num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
             if num_left < 0 or not self._is_enough(num_left, sequence):
@@ -236,13 +236,13 @@ class Scheduler:
         num_ahead = self._num_plans_ahead
         if num_left >= num_ahead * (len(self._running) + 1):
             return True
-        num_tokens, most = len(newcomer.tokens), newcomer.subscribers.max_total_tokens
+        num_tokens, most = len(newcomer.tokens), newcomer.max_total_tokens
         num_due = self._pages_for(min(num_tokens + max(1, num_ahead), most))
         num_due -= self._pages_for(min(num_tokens + 1, most))
         for sequence in self._running:
             num_tokens = max(sequence.num_computed, sequence.num_given_tokens) + num_ahead
-            last_computed = sequence.subscribers.max_total_tokens - 1
-            if num_tokens > sequence.kv.capacity_tokens < last_computed:
+            last_computed = sequence.max_total_tokens - 1
+            if num_tokens > sequence.capacity_tokens < last_computed:
                 num_due += self._pages_for(min(num_tokens, last_computed)) - len(sequence.kv.pages)
         return num_left >= num_due
 
@@ -288,9 +288,8 @@ class Scheduler:
         return True
 
     def _give_pages(self, sequence: Sequence, pages: list[int]) -> None:
-        kv = sequence.kv
-        kv.pages += pages
-        kv.capacity_tokens = len(kv.pages) * self._page_size
+        sequence.kv.pages += pages
+        sequence.capacity_tokens = len(sequence.kv.pages) * self._page_size
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""

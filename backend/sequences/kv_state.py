@@ -7,7 +7,6 @@ class KvState:
     """The pages of one sequence. All but `page_hashes` is empty while the sequence waits."""
 
     __slots__ = (
-        "capacity_tokens",
         "is_suspect",
         "next_page_end",
         "num_cached",
@@ -21,8 +20,6 @@ class KvState:
         self.page_hashes: list[bytes] = []
         """Hashes of the first full pages; extended on demand."""
         self.pages: list[int] = []
-        self.capacity_tokens = 0
-        """Tokens whose KV fits the pages."""
         self.num_cached = 0
         """Tokens whose KV was found in the prefix cache at admission."""
         self.num_prefilled = 0
@@ -37,7 +34,6 @@ class KvState:
     def clear(self) -> None:
         """Forget the pages. The caller has released them."""
         self.pages = []
-        self.capacity_tokens = 0
         self.num_cached = 0
         self.num_indexed_pages = 0
         self.is_suspect = False

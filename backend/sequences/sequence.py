@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.sequences.kv_state import KvState
 from penstock.backend.sequences.parking import Parking
 from penstock.backend.sequences.subscribers import Subscribers
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from penstock.backend.structured_output.constraints import SequenceConstraints
     from penstock.shm.buffers.buffer_export import Loan
     from penstock.shm.messages import EventLogprobs
+
+_NO_TOKEN = frozenset([NOT_FINITE])
 
 
 class Sequence:
@@ -29,12 +32,16 @@ class Sequence:
     """
 
     __slots__ = (
+        "capacity_tokens",
+        "common_stop_ids",
         "constraints",
         "embeddings",
         "ended",
+        "fast_path_until",
         "generation",
         "kept_logprobs",
         "kv",
+        "max_total_tokens",
         "needs_slot_init",
         "num_computed",
         "num_given_tokens",
@@ -48,7 +55,9 @@ class Sequence:
         "salt",
         "sampling",
         "slot",
+        "stop_ids",
         "stopped_generation",
+        "subscriber_ids",
         "subscribers",
         "tokens",
     )
@@ -76,13 +85,25 @@ class Sequence:
         self.embeddings: Loan | None = None
         """The prompt, if it is given as embeddings. The link ends the loan with the request."""
         # What subscribers receive
-        self.subscribers = Subscribers(subscriber)
+        self.subscribers = Subscribers()
         self.kept_logprobs: list[EventLogprobs] | None = None
         """Log probabilities of the generated tokens, for late joiners; None if nobody can join."""
         self.output: Loan | None = None
         """Buffer in which the only subscriber receives its logits. The link ends the loan with the request."""
         self.output_start = 0
         """Prompt tokens as the subscriber counts them; with a scored prompt more than num_prompt_tokens."""
+        # What its subscribers have in common. The loop reads these for each token, so they are not in `subscribers`.
+        self.max_total_tokens = 0
+        """The highest limit of all subscribers."""
+        self.common_stop_ids = subscriber.stop_token_ids
+        """Tokens at which all subscribers stop. After a removal more may be common: that costs a row, never a token."""
+        self.stop_ids: frozenset[int] = frozenset()
+        """Tokens that force the slow delivery path: any subscriber's stop tokens and NOT_FINITE."""
+        self.subscriber_ids: tuple[tuple[int, int], ...] = ()
+        """(frontend, request id) of each subscriber; valid on the fast path."""
+        self.fast_path_until = 0
+        """A step after which fewer tokens than this are computed brings a fast-path token; see `settle`."""
+        self.subscribe(subscriber)
         # Its turn
         self.rank = rank
         """Lower runs sooner and is preempted later."""
@@ -96,6 +117,8 @@ class Sequence:
         self.needs_slot_init = True
         """The next row must tell the pass which sequence the slot has."""
         self.kv = KvState()
+        self.capacity_tokens = 0
+        """Tokens whose KV fits the pages."""
         self.num_computed = 0
         """Tokens whose KV is computed by the steps launched so far."""
         self.num_given_tokens = len(self.tokens)
@@ -107,9 +130,29 @@ class Sequence:
         self.ended = False
         """Removed from the scheduler: finished, cancelled, expired or failed."""
 
+    def subscribe(self, subscriber: Subscriber) -> None:
+        self.subscribers.add(subscriber)
+        self.common_stop_ids &= subscriber.stop_token_ids
+        self.max_total_tokens = max(self.max_total_tokens, subscriber.max_total_tokens)
+        self.fast_path_until = 0
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        self.subscribers.remove(subscriber)
+        if self.subscribers and subscriber.max_total_tokens == self.max_total_tokens:
+            self.max_total_tokens = self.subscribers.max_total_tokens
+        self.fast_path_until = 0
+
     def settle(self) -> None:
-        """Allow the fast path after a token took the slow one. With log probabilities all tokens take the slow one."""
-        self.subscribers.settle(0 if self.sampling.num_logprobs >= 0 else self.kv.next_page_end)
+        """Allow the fast path after a token took the slow one.
+
+        A fast-path token is nothing but a token to all subscribers: it completes no page, all have started, none stops
+        at it or comes to its limit, and none receives log probabilities. A change of the subscribers ends it.
+        """
+        if not self.subscribers.first_end and self.subscribers.find_first_end():
+            self.stop_ids = _NO_TOKEN.union(*(subscriber.stop_token_ids for subscriber in self.subscribers))
+            self.subscriber_ids = tuple((subscriber.frontend, subscriber.request_id) for subscriber in self.subscribers)
+        has_logprobs = self.sampling.num_logprobs >= 0
+        self.fast_path_until = 0 if has_logprobs else min(self.kv.next_page_end, self.subscribers.first_end)
 
     @property
     def num_applied(self) -> int:
@@ -119,6 +162,7 @@ class Sequence:
     def restart(self) -> None:
         """Start over after preemption. Results of steps in flight are dropped; the caller has released the pages."""
         self.slot = None
+        self.capacity_tokens = 0
         self.kv.clear()
         self.parking.restart()
         self.rewind(0)
@@ -127,6 +171,6 @@ class Sequence:
         """Drop the results of steps in flight. The pages hold the KV of the first num_computed tokens."""
         self.num_computed = self.kv.num_prefilled = num_computed
         self.num_given_tokens = len(self.tokens)
-        self.subscribers.fast_path_until = 0
+        self.fast_path_until = 0
         self.needs_slot_init = True
         self.generation += 1

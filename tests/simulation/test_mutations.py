@@ -86,7 +86,7 @@ def _keeps_who_cancelled(_: Any, requests: Requests, sequence: Sequence, subscri
         del requests._open[subscriber.frontend]
     requests._num_listening -= 1
     if len(sequence.subscribers) == 1:
-        sequence.subscribers.remove(subscriber)
+        sequence.unsubscribe(subscriber)
         requests._coalescer.withdraw(sequence)
         requests._scheduler.remove(sequence)
 
@@ -99,10 +99,10 @@ def _joins_what_has_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coalescer, "find", lambda coalescer, key: coalescer._sequences.get(key))
 
 
-def _keeps_the_limit_of_who_left(remove: Any, subscribers: Subscribers, subscriber: Subscriber) -> None:
-    limit = subscribers.max_total_tokens
-    remove(subscribers, subscriber)
-    subscribers.max_total_tokens = limit
+def _keeps_the_limit_of_who_left(unsubscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
+    limit = sequence.max_total_tokens
+    unsubscribe(sequence, subscriber)
+    sequence.max_total_tokens = limit
 
 
 def _with_first_embeddings(batch: StepBatch) -> StepBatch:
@@ -238,16 +238,16 @@ def _abandons_without_leaving(_: Any, requests: Requests, frontend: int, request
     requests._board.requests_failed += 1
 
 
-def _a_newcomer_is_not_noticed(add: Any, subscribers: Subscribers, subscriber: Subscriber) -> None:
-    settled = (subscribers.fast_path_until, subscribers._first_end) if subscribers else (0, 0)
-    add(subscribers, subscriber)
-    subscribers.fast_path_until, subscribers._first_end = settled
+def _a_newcomer_is_not_noticed(subscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
+    settled = (sequence.fast_path_until, sequence.subscribers.first_end) if sequence.subscribers else (0, 0)
+    subscribe(sequence, subscriber)
+    sequence.fast_path_until, sequence.subscribers.first_end = settled
 
 
 def _a_restart_leaves_tokens_plain(rewind: Any, sequence: Sequence, num_computed: int) -> None:
-    fast_path_until = sequence.subscribers.fast_path_until
+    fast_path_until = sequence.fast_path_until
     rewind(sequence, num_computed)
-    sequence.subscribers.fast_path_until = fast_path_until
+    sequence.fast_path_until = fast_path_until
 
 
 def _plain_tokens_complete_pages(settle: Any, sequence: Sequence) -> None:
@@ -397,11 +397,11 @@ PLANTED: dict[str, Plant] = {
             requests, replace(event, submit=msgspec.structs.replace(event.submit, priority=-event.submit.priority))
         ),
     ),
-    "who joins a stream is not looked at": _wrap(Subscribers, "add", _a_newcomer_is_not_noticed),
+    "who joins a stream is not looked at": _wrap(Sequence, "subscribe", _a_newcomer_is_not_noticed),
     "tokens are plain beyond the first limit": _wrap(
         Subscribers,
         "remove",
-        lambda remove, subscribers, one: (remove(subscribers, one), setattr(subscribers, "_first_end", 99)),
+        lambda remove, subscribers, one: (remove(subscribers, one), setattr(subscribers, "first_end", 99)),
     ),
     "tokens are plain across a restart": _wrap(Sequence, "rewind", _a_restart_leaves_tokens_plain),
     "tokens that complete a page are plain": _wrap(Sequence, "settle", _plain_tokens_complete_pages),
@@ -456,7 +456,7 @@ PLANTED: dict[str, Plant] = {
     "waiting requests never expire": _wrap(Requests, "expire", _waiting_requests_never_expire),
     "a replay leaves out the first token": _wrap(Requests, "_replay", _replays_one_too_few),
     "a resumed stream begins again": _wrap(Requests, "_give", _repeats_what_was_brought),
-    "tokens are computed for who has left": _wrap(Subscribers, "remove", _keeps_the_limit_of_who_left),
+    "tokens are computed for who has left": _wrap(Sequence, "unsubscribe", _keeps_the_limit_of_who_left),
     "a page found again can still be evicted": _wrap(PagePool, "hold", _evicts_what_is_held),
     "a prefix hit leaves nothing to compute": _wrap(PrefixCache, "find", _finds_the_whole_prompt),
     "the page table keeps a former owner's pages": _wrap(

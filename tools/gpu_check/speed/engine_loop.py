@@ -147,16 +147,16 @@ class EngineLoop:
             token = tokens.get(index)
             if token == NOT_FINITE:
                 raise ArithmeticError("a row's logits are no numbers")
-            if end >= sequence.subscribers.fast_path_until:
+            if end >= sequence.fast_path_until:
                 self._scheduler.note_computed(sequence, end)
             if token is None:
                 continue
             sequence.tokens.append(token)
             stream = self._streams[sequence]
             stream.token_times_s.append(now_s)
-            if len(sequence.tokens) >= sequence.subscribers.max_total_tokens:
+            if len(sequence.tokens) >= sequence.max_total_tokens:
                 self._scheduler.remove(sequence)
                 del self._streams[sequence]
                 ended.append(stream)
-            elif end >= sequence.subscribers.fast_path_until:
+            elif end >= sequence.fast_path_until:
                 sequence.settle()
