@@ -9,7 +9,7 @@ from penstock.frontend.access.admission import Admission
 from penstock.frontend.endpoints import chat_completions, endpoint_docs, health, messages, metrics, models, tokens
 from penstock.frontend.endpoints import text_completions as completions
 from penstock.frontend.endpoints.context import EndpointContext
-from penstock.frontend.endpoints.openapi import Pages
+from penstock.frontend.endpoints.openapi import DocumentationPages
 from penstock.frontend.endpoints.responses.endpoint import Responses
 from penstock.frontend.endpoints.responses.store import ResponseStore
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
@@ -52,7 +52,7 @@ def _routes(responses: Responses) -> dict[str, Methods]:
     }
 
 
-def _page_routes(pages: Pages) -> dict[str, Methods]:
+def _page_routes(pages: DocumentationPages) -> dict[str, Methods]:
     docs = endpoint_docs
     return {
         "/openapi.json": get(pages.document, docs.DOCUMENT, needs_key=False),
@@ -80,7 +80,7 @@ class App:
             max_idle_s=limits.stored_response_idle_s,
         )
         self.routes = _routes(Responses(store, self.exchanges))
-        self.routes |= _page_routes(Pages(self.routes, health.VERSION))
+        self.routes |= _page_routes(DocumentationPages(self.routes, health.VERSION))
         self._table = RouteTable(self.routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.access.api_keys import Keyring, named_keys, read_key_file
-from penstock.frontend.access.rate_limits import UsagePage
+from penstock.frontend.access.rate_limits import UsageTable
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.settings import (
     WORKER_SETTINGS_VARIABLE,
@@ -63,7 +63,7 @@ def serve(options: FrontendOptions) -> int:
         )
     access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
     listening = listening_socket(options, "frontend")
-    access = msgspec.structs.replace(access, usage_fd=UsagePage.create_fd(options.workers))
+    access = msgspec.structs.replace(access, usage_fd=UsageTable.create_fd(options.workers))
     settings = WorkerSettings(
         worker=0,
         num_workers=options.workers,

@@ -50,7 +50,7 @@ class AccessSettings(Struct, frozen=True):
 
 class WorkerSettings(Struct, frozen=True):
     worker: int
-    """This worker's number, from 0; num_workers share the socket and the usage page."""
+    """This worker's number, from 0; num_workers share the socket and the usage table."""
     num_workers: int
     listen_fd: int
     socket_path: str

@@ -18,7 +18,7 @@ import uvloop
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import KeyFileError, named_keys, read_key_file
 from penstock.frontend.access.hosts import serves_one_machine
-from penstock.frontend.access.rate_limits import UsagePage
+from penstock.frontend.access.rate_limits import UsageTable
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
@@ -43,9 +43,9 @@ async def serve(settings: WorkerSettings) -> None:
     await backend.start()
     models = ModelKeeper(backend, settings.parsers)
     access = settings.access
-    page = UsagePage.attach(access.usage_fd, settings.num_workers, settings.worker)
+    usage = UsageTable.attach(access.usage_fd, settings.num_workers, settings.worker)
     allowed_hosts = access.allowed_hosts if serves_one_machine(listening) else ("*",)
-    admission = Admission(read_keys(access), cors_origins=access.cors_origins, allowed_hosts=allowed_hosts, page=page)
+    admission = Admission(read_keys(access), cors_origins=access.cors_origins, allowed_hosts=allowed_hosts, usage=usage)
     app = App(backend, models, admission=admission, limits=settings.limits)
     tls = None if settings.tls is None else ServerTls(settings.tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.frontend.access.api_keys import Keyring
 from penstock.frontend.access.cors import Cors
 from penstock.frontend.access.hosts import AllowedHosts
-from penstock.frontend.access.rate_limits import RateLimiter, UsagePage
+from penstock.frontend.access.rate_limits import RateLimiter, UsageTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,13 +26,13 @@ class Admission:
         *,
         cors_origins: Iterable[str] = (),
         allowed_hosts: Iterable[str] = ("*",),
-        page: UsagePage | None = None,
+        usage: UsageTable | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """allowed_hosts matter while there are no keys. All workers count usage in page; without one, this worker
+        """allowed_hosts matter while there are no keys. All workers count in usage; without one, this worker
         counts alone. Raises ValueError for duplicate or too many keys."""
         self._keyring = Keyring(keys)
-        self._rate_limiter = RateLimiter(page or UsagePage.private(), self._keyring.limited, clock)
+        self._rate_limiter = RateLimiter(usage or UsageTable.private(), self._keyring.limited, clock)
         self._hosts = AllowedHosts(allowed_hosts)
         self.cors = Cors(cors_origins)
 

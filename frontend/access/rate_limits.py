@@ -1,6 +1,6 @@
 """What keys with limits have used in the last minute, counted over all workers of one `frontend` command.
 
-The workers share a page of memory that has a row for each worker and key. Only that worker writes the row; to learn
+The workers share a table in memory that has a row for each worker and key. Only that worker writes the row; to learn
 what a key has used, a worker adds up all rows of the key. Two workers that read at the same moment may both admit the
 last request, so a limit can be exceeded by one request for each further worker.
 """
@@ -49,7 +49,7 @@ class _UsageRow(NamedTuple):
         return _UsageRow(self.key_id, self.in_flight, minute, 0, 0, *before)
 
 
-class UsagePage:
+class UsageTable:
     """The rows of all workers. This worker writes only its own."""
 
     def __init__(self, mapping: mmap.mmap, num_workers: int = 1, worker: int = 0) -> None:
@@ -61,37 +61,37 @@ class UsagePage:
 
     @staticmethod
     def create_fd(num_workers: int) -> int:
-        """Return the fd of a page for so many workers. The caller owns it."""
-        fd = region.create("penstock-quotas", 8 * _REGION_WORDS * num_workers)
+        """Return the fd of a table for so many workers. The caller owns it."""
+        fd = region.create("penstock-usage", 8 * _REGION_WORDS * num_workers)
         region.seal(fd)
         return fd
 
     @classmethod
-    def attach(cls, fd: int, num_workers: int, worker: int) -> UsagePage:
+    def attach(cls, fd: int, num_workers: int, worker: int) -> UsageTable:
         """Raises RegionError."""
         return cls(region.attach(fd, 8 * _REGION_WORDS * num_workers, writable=True), num_workers, worker)
 
     @classmethod
-    def private(cls) -> UsagePage:
+    def private(cls) -> UsageTable:
         return cls(mmap.mmap(-1, 8 * _REGION_WORDS))
 
     def clear(self) -> None:
         self._words[self._start : self._start + _REGION_WORDS] = memoryview(bytes(8 * _REGION_WORDS)).cast("Q")
 
     def store(self, row: _UsageRow) -> None:
-        place = self._place(self._start, row.key_id)
-        for index, value in enumerate(row[1:], start=place + 1):
+        offset = self._row_offset(self._start, row.key_id)
+        for index, value in enumerate(row[1:], start=offset + 1):
             self._words[index] = value
-        self._words[place] = row.key_id
+        self._words[offset] = row.key_id
 
     def rows(self, key_id: int) -> Iterator[_UsageRow]:
         """Yield every worker's row of this key."""
         for start in range(0, self._num_workers * _REGION_WORDS, _REGION_WORDS):
-            place = self._place(start, key_id)
-            if self._words[place]:
-                yield _UsageRow(*self._words[place : place + len(_UsageRow._fields)])
+            offset = self._row_offset(start, key_id)
+            if self._words[offset]:
+                yield _UsageRow(*self._words[offset : offset + len(_UsageRow._fields)])
 
-    def _place(self, start: int, key_id: int) -> int:
+    def _row_offset(self, start: int, key_id: int) -> int:
         """Return the index of the key's row in a region, or of a free one. At least three of four rows are always
         free."""
         row = key_id % _NUM_ROWS
@@ -137,9 +137,9 @@ class _Meter:
 class Account:
     """What one key uses through this worker, and its limits over all workers."""
 
-    def __init__(self, key: ApiKey, page: UsagePage, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, table: UsageTable, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
-        self._page = page
+        self._table = table
         self._clock = clock
         self._row = _UsageRow(int.from_bytes(key.salt[:8], "little") | 1)
 
@@ -148,7 +148,7 @@ class Account:
         limits = self.key.limits
         most = limits.requests_in_flight
         if most is not None:
-            in_flight = sum(row.in_flight for row in self._page.rows(self._row.key_id))
+            in_flight = sum(row.in_flight for row in self._table.rows(self._row.key_id))
             if in_flight >= most:
                 raise self._refusal(f"this key has {in_flight} requests in flight; its limit is {most}", 1.0)
         for unit, meter in self._meters().items():
@@ -187,12 +187,12 @@ class Account:
     def move_to(self, key: ApiKey) -> None:
         """Take the same key with new limits; what it has used stays."""
         self.key = key
-        self._page.store(self._row)
+        self._table.store(self._row)
 
     def _meters(self) -> dict[str, _Meter]:
         limits = self.key.limits
         minute, share = divmod(self._clock() / WINDOW_S, 1)
-        rows = [row.at(int(minute)) for row in self._page.rows(self._row.key_id)]
+        rows = [row.at(int(minute)) for row in self._table.rows(self._row.key_id)]
         meters = {}
         if limits.requests_per_minute is not None:
             used = sum(row.requests for row in rows), sum(row.requests_before for row in rows)
@@ -207,7 +207,7 @@ class Account:
 
     def _store(self, row: _UsageRow) -> None:
         self._row = row
-        self._page.store(row)
+        self._table.store(row)
 
     def _refusal(self, message: str, retry_after_s: float) -> ApiError:
         after = (b"retry-after", b"%d" % max(1, math.ceil(retry_after_s)))
@@ -217,8 +217,8 @@ class Account:
 class RateLimiter:
     """The accounts of one worker's keys with limits."""
 
-    def __init__(self, page: UsagePage, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
-        self._page = page
+    def __init__(self, table: UsageTable, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
+        self._table = table
         self._clock = clock
         self._accounts: dict[bytes, Account] = {}
         self.set_keys(keys)
@@ -226,9 +226,9 @@ class RateLimiter:
     def set_keys(self, keys: Iterable[ApiKey]) -> None:
         """Replace the keys. What a remaining key has used still counts."""
         known, self._accounts = self._accounts, {}
-        self._page.clear()
+        self._table.clear()
         for key in keys:
-            account = known.get(key.salt) or Account(key, self._page, self._clock)
+            account = known.get(key.salt) or Account(key, self._table, self._clock)
             account.move_to(key)
             self._accounts[key.salt] = account
 

@@ -189,7 +189,7 @@ def _schemas(docs: Iterable[EndpointDoc]) -> dict[str, Any]:
     return {name: schemas[name] for name in sorted(schemas)}
 
 
-class Pages:
+class DocumentationPages:
     """Serves the document and its page. Both stay the same while the process runs."""
 
     def __init__(self, routes: Mapping[str, Mapping[str, Route]], version: str) -> None:

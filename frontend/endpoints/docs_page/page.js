@@ -1,4 +1,4 @@
-// Renders /openapi.json. Everything of the document is put in as text, never as markup.
+// Renders /openapi.json. All text of the document is inserted as text, never as markup.
 "use strict";
 
 const BOUNDS = [
@@ -34,7 +34,7 @@ function boundsOf(schema) {
 }
 
 function partsOf(schema, components) {
-  // The named objects within a field, each to be shown once.
+  // The named objects inside a field; each is shown once.
   const found = [];
   const walk = (each) => {
     if (each.$ref) found.push(each.$ref.split("/").pop());
@@ -59,7 +59,7 @@ function fieldTable(schema, components) {
 }
 
 function objects(name, components, seen) {
-  // The object's table, and behind it those of the objects in it.
+  // The table of the object, followed by those of the objects in it.
   if (seen.has(name)) return [];
   seen.add(name);
   const schema = components[name];
@@ -122,20 +122,20 @@ function render(openapi) {
   }
   document.getElementById("about").replaceChildren(
     `${openapi.info.description} Version ${openapi.info.version}, `, element("a", { href: "/openapi.json" }, "/openapi.json"));
-  const asked = location.hash && document.getElementById(location.hash.slice(1));
-  if (asked) {
-    asked.open = true;
-    asked.querySelector("summary").scrollIntoView({ block: "nearest" });
+  const target = location.hash && document.getElementById(location.hash.slice(1));
+  if (target) {
+    target.open = true;
+    target.querySelector("summary").scrollIntoView({ block: "nearest" });
   }
 }
 
 document.getElementById("filter").addEventListener("input", (event) => {
-  const wanted = event.target.value.trim().toLowerCase();
+  const query = event.target.value.trim().toLowerCase();
   for (const each of document.querySelectorAll("details")) {
-    each.hidden = wanted !== "" && !each.textContent.toLowerCase().includes(wanted);
+    each.hidden = query !== "" && !each.textContent.toLowerCase().includes(query);
   }
 });
 
 fetch("/openapi.json").then((answer) => answer.json()).then(render).catch((error) => {
-  document.getElementById("about").textContent = `/openapi.json could not be read: ${error.message}`;
+  document.getElementById("about").textContent = `/openapi.json could not be loaded: ${error.message}`;
 });

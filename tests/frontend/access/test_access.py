@@ -22,7 +22,7 @@ from penstock.frontend.access.api_keys import (
     named_keys,
     read_key_file,
 )
-from penstock.frontend.access.rate_limits import Account, RateLimiter, UsagePage
+from penstock.frontend.access.rate_limits import Account, RateLimiter, UsageTable
 from penstock.frontend.transport.errors import ApiError
 from penstock.shm.messages import Finish
 from tests.frontend.harness import ClientConnection, FakeBackend, Response, make_app, request_bytes, says, silent
@@ -312,8 +312,8 @@ async def test_request_whose_body_is_arriving_counts_as_in_flight(backend: FakeB
 
 def test_workers_count_together_and_a_restarted_one_starts_from_zero() -> None:
     clock, key = Clock(), limited(requests_per_minute=3, requests_in_flight=3)
-    fd = UsagePage.create_fd(2)
-    accounts = [Account(key, UsagePage.attach(fd, 2, worker), clock) for worker in range(2)]
+    fd = UsageTable.create_fd(2)
+    accounts = [Account(key, UsageTable.attach(fd, 2, worker), clock) for worker in range(2)]
     for account in (accounts[0], accounts[1], accounts[1]):
         account.admit()
     for account in accounts:
@@ -321,7 +321,7 @@ def test_workers_count_together_and_a_restarted_one_starts_from_zero() -> None:
         with pytest.raises(ApiError, match="3 requests in flight"):
             account.admit()
     # Requests of a worker that died are no longer in flight.
-    restarted = Account(key, UsagePage.attach(fd, 2, 1), clock)
+    restarted = Account(key, UsageTable.attach(fd, 2, 1), clock)
     restarted.admit()
     assert dict(accounts[0].headers())[b"x-ratelimit-remaining-requests"] == b"1"
 
@@ -329,13 +329,13 @@ def test_workers_count_together_and_a_restarted_one_starts_from_zero() -> None:
 def test_new_limits_apply_at_once_and_usage_stays() -> None:
     clock = Clock()
     old, other = limited(requests_per_minute=5), limited("b", requests_per_minute=5)
-    quotas = RateLimiter(UsagePage.private(), [old, other], clock)
-    account = quotas.account(old.salt)
+    limiter = RateLimiter(UsageTable.private(), [old, other], clock)
+    account = limiter.account(old.salt)
     assert account is not None
     account.admit()
-    quotas.set_keys([limited(requests_per_minute=2)])
-    assert quotas.account(other.salt) is None
-    assert quotas.account(old.salt) is account
+    limiter.set_keys([limited(requests_per_minute=2)])
+    assert limiter.account(other.salt) is None
+    assert limiter.account(old.salt) is account
     assert dict(account.headers())[b"x-ratelimit-remaining-requests"] == b"1"
     account.release()
 
@@ -348,7 +348,7 @@ def test_no_minute_exceeds_twice_the_limit_and_retry_after_is_right(
     limit: int, steps: list[tuple[float, bool]]
 ) -> None:
     clock = Clock()
-    account = Account(limited(requests_per_minute=limit), UsagePage.private(), clock)
+    account = Account(limited(requests_per_minute=limit), UsageTable.private(), clock)
     admitted: list[float] = []
     for pause_s, obeys in steps:
         clock.now_s += pause_s
@@ -370,15 +370,15 @@ def test_no_minute_exceeds_twice_the_limit_and_retry_after_is_right(
 
 
 def test_maximum_number_of_keys_are_counted_separately() -> None:
-    page, clock = UsagePage.private(), Clock()
+    table, clock = UsageTable.private(), Clock()
     keys = [limited(str(number), requests_per_minute=MAX_LIMITED_KEYS) for number in range(MAX_LIMITED_KEYS)]
-    quotas = RateLimiter(page, keys, clock)
+    limiter = RateLimiter(table, keys, clock)
     for number, key in enumerate(keys):
-        account = quotas.account(key.salt)
+        account = limiter.account(key.salt)
         assert account is not None
         account.charge(number)
         account.admit()
     for key in keys:
-        account = quotas.account(key.salt)
+        account = limiter.account(key.salt)
         assert account is not None
         assert dict(account.headers())[b"x-ratelimit-remaining-requests"] == b"%d" % (MAX_LIMITED_KEYS - 1)
