@@ -19,14 +19,14 @@ from penstock.tools.gpu_check.cases.sampling import (
     check_noise,
 )
 from penstock.tools.gpu_check.checks import deterministic_passes
-from penstock.tools.gpu_check.checks.deterministic_passes import Company, Sizes
+from penstock.tools.gpu_check.checks.deterministic_passes import BatchCase, PassSizes
 from penstock.tools.gpu_check.checks.pass_agreement import check_passes
-from penstock.tools.gpu_check.devices.device_context import Lab
+from penstock.tools.gpu_check.devices.device_context import DeviceContext
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 from tests.cuda_emulator import EmulatedLauncher
 from tests.cuda_emulator.launcher import Mode
-from tests.tools.gpu_check.device_context import HostClock, NoMemory, Record
+from tests.tools.gpu_check.device_context import HostClock, NoMemoryCounter, Record
 
 DEVICE = EmulatedLauncher("device")
 MODES: tuple[Mode, ...] = ("fast", "device")
@@ -101,16 +101,16 @@ def test_draws_are_the_same_with_device_rounding() -> None:
 
 
 def test_passes_agree_with_the_cpu_pass_with_device_rounding(tmp_path: Path) -> None:
-    lab = Lab(EmulatedDevice("device"), HostClock(), NoMemory(), lambda: EmulatedDevice("device"))
+    context = DeviceContext(EmulatedDevice("device"), HostClock(), NoMemoryCounter(), lambda: EmulatedDevice("device"))
     record = Record(tmp_path)
-    check_passes(record.results, lab, ("qwen3",))
+    check_passes(record.results, context, ("qwen3",))
     assert {"pass.qwen3.tokens", "pass.qwen3.bf16", "pass.qwen3.fp16"} <= set(record.findings())
 
 
 def test_deterministic_passes_keep_a_rows_bits_with_device_rounding(tmp_path: Path) -> None:
-    lab = Lab(EmulatedDevice("device"), HostClock(), NoMemory(), lambda: EmulatedDevice("device"))
+    context = DeviceContext(EmulatedDevice("device"), HostClock(), NoMemoryCounter(), lambda: EmulatedDevice("device"))
     record = Record(tmp_path)
-    companies = (Company("tokens", 3, 1, 1, 1), Company("beside_decodes", 4, 3, 7, 1))
-    sizes = Sizes(TINY_FAMILY["qwen2-window"], torch.float32, ("bf16", "q8_0"), companies, new_tokens=3)
-    deterministic_passes.check_passes(record.results, lab, sizes)
+    batch_cases = (BatchCase("tokens", 3, 1, 1, 1), BatchCase("beside_decodes", 4, 3, 7, 1))
+    sizes = PassSizes(TINY_FAMILY["qwen2-window"], torch.float32, ("bf16", "q8_0"), batch_cases, new_tokens=3)
+    deterministic_passes.check_passes(record.results, context, sizes)
     assert len(record.findings()) == 6

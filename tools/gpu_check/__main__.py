@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.checks.environment import describe_environment
 from penstock.tools.gpu_check.reporting.baseline import BaselineRefused, load_baseline, require_device
+from penstock.tools.gpu_check.reporting.environment import describe_environment
 from penstock.tools.gpu_check.runner import (
     COMPILE_ONLY_S,
     QUICK_S,
@@ -17,7 +17,7 @@ from penstock.tools.gpu_check.runner import (
     SECTIONS,
     TOTAL_S,
     Run,
-    choose,
+    choose_sections,
     run_all,
     run_section,
 )
@@ -77,17 +77,17 @@ def main(argv: list[str]) -> int:
     if options.ncu is not None:
         return _profile(parser, options.out, options.ncu, budget_s, options.commit)
     if options.compile_only:
-        chosen = choose(SECTIONS, frozenset({"compile"}), None)
+        chosen = choose_sections(SECTIONS, frozenset({"compile"}), None)
         return run_all(Run(options.out, COMPILE_ONLY_S, chosen, None, options.commit))
     before = _baseline(parser, options.baseline)
-    chosen = choose(sections, only, options.peers)
+    chosen = choose_sections(sections, only, options.peers)
     return run_all(Run(options.out, budget_s, chosen, options.peers, options.commit, before, options.save_baseline))
 
 
 def _profile(parser: argparse.ArgumentParser, out: Path, case: str, budget_s: float, commit: str) -> int:
     # These need torch, which nothing else of this process does.
-    from penstock.tools.gpu_check.speed.ncu import profile_case
-    from penstock.tools.gpu_check.speed.ncu_child import case_names
+    from penstock.tools.gpu_check.kernel_speed.ncu import profile_case
+    from penstock.tools.gpu_check.kernel_speed.ncu_child import case_names
 
     if case not in (names := case_names()):
         parser.error(f"--ncu is {case}; the cases are {', '.join(names)}")

@@ -14,15 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.checks.environment import describe_environment
 from penstock.tools.gpu_check.reporting import baseline
-from penstock.tools.gpu_check.reporting.report import SectionOutcome, summary_lines, write_report
-from penstock.tools.gpu_check.reporting.results import Finding, Results, SectionOver, read_findings
+from penstock.tools.gpu_check.reporting.environment import describe_environment
+from penstock.tools.gpu_check.reporting.report import summary_lines, write_report
+from penstock.tools.gpu_check.reporting.results import (
+    DEADLINE_VARIABLE,
+    Finding,
+    Results,
+    SectionOutcome,
+    SectionOver,
+    read_findings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.tools.gpu_check.reporting.baseline import Baseline, Comparison
+    from penstock.tools.gpu_check.reporting.baseline import Baseline, FigureComparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +47,31 @@ class Section:
 
 SECTIONS = (
     Section(
-        "environment", "penstock.tools.gpu_check.checks.environment", 30
+        "environment", "penstock.tools.gpu_check.reporting.environment", 30
     ),  # the first import of torch reads it from the disk
     Section("compile", "penstock.tools.gpu_check.checks.compilation", 35),
-    Section("ceilings", "penstock.tools.gpu_check.speed.ceilings", 20),
+    Section("ceilings", "penstock.tools.gpu_check.kernel_speed.ceilings", 20),
     Section("correctness", "penstock.tools.gpu_check.checks.correctness", 90),
-    Section("kernels", "penstock.tools.gpu_check.speed.kernel_speed", 70),
-    Section("end-to-end", "penstock.tools.gpu_check.speed.end_to_end", 110),
+    Section("kernels", "penstock.tools.gpu_check.kernel_speed.kernels", 70),
+    Section("end-to-end", "penstock.tools.gpu_check.engine_speed.end_to_end", 110),
     Section("invariance", "penstock.tools.gpu_check.checks.invariance", 50),
     Section("sharing", "penstock.tools.gpu_check.checks.sharing", 15),
-    Section("nano-vllm", "penstock.tools.gpu_check.peers.nano_vllm", 80, needs_peers=True),
-    Section("peers", "penstock.tools.gpu_check.peers.transformers_batching", 65),
+    Section("nano-vllm", "penstock.tools.gpu_check.engine_speed.nano_vllm", 80, needs_peers=True),
+    Section("peers", "penstock.tools.gpu_check.engine_speed.transformers_batching", 65),
     Section("sanitizer", "penstock.tools.gpu_check.checks.sanitizer", 75),
 )
 """The most wanted first: what takes longer than its share takes from those behind it."""
 QUICK_SECTIONS = (
     Section("compile", "penstock.tools.gpu_check.checks.compilation", 40),
     Section("correctness", "penstock.tools.gpu_check.checks.correctness", 70, "run_quick"),
-    Section("kernels", "penstock.tools.gpu_check.speed.kernel_speed", 40, "run_quick"),
+    Section("kernels", "penstock.tools.gpu_check.kernel_speed.kernels", 40, "run_quick"),
 )
 """While a kernel is tuned: does it still compute the same, and how fast is it now."""
 TOTAL_S = sum(section.budget_s for section in SECTIONS if not section.needs_peers)
 QUICK_S = sum(section.budget_s for section in QUICK_SECTIONS)
 COMPILE_ONLY_S = 1800.0
-UNTIL_VARIABLE = "PENSTOCK_GPU_CHECK_UNTIL_S"
-"""When a section's process is to have ended, by the monotonic clock, which all processes share."""
 _GRACE_S = 8.0
-_LOOK_S = 5.0
+_REPORT_EVERY_S = 5.0
 """So often what a running section has found is put into the report, for a run that is killed writes none."""
 _PR_SET_PDEATHSIG = 1
 
@@ -85,7 +90,7 @@ class Run:
     """Where this run's figures become the next baseline, if it passes."""
 
 
-def choose(sections: tuple[Section, ...], only: frozenset[str], peers: Path | None) -> tuple[Section, ...]:
+def choose_sections(sections: tuple[Section, ...], only: frozenset[str], peers: Path | None) -> tuple[Section, ...]:
     if only:
         return tuple(section for section in sections if section.name in only)
     return tuple(section for section in sections if peers is not None or not section.needs_peers)
@@ -109,7 +114,7 @@ def run_all(run: Run) -> int:
 
         outcomes.append(_run_child(section, run, seconds, look))
         write_report(run.out, outcomes, environment)
-    measured = baseline.baseline_of(outcomes, environment)
+    measured = baseline.make_baseline(outcomes, environment)
     if run.before is not None:
         compared, outcome = _compare(run.before, measured)
         outcomes.append(outcome)
@@ -128,10 +133,10 @@ def run_all(run: Run) -> int:
 
 def run_section(section: Section, findings: Path, budget_s: float, peers: Path | None) -> int:
     """In the section's own process, which ends with its parent. budget_s is taken where nobody has set
-    UNTIL_VARIABLE."""
-    if UNTIL_VARIABLE in os.environ:
+    DEADLINE_VARIABLE."""
+    if DEADLINE_VARIABLE in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    until_s = float(os.environ.get(UNTIL_VARIABLE, time.monotonic() + budget_s))
+    until_s = float(os.environ.get(DEADLINE_VARIABLE, time.monotonic() + budget_s))
     if peers is not None:
         sys.path.append(str(peers))
     results = Results(findings, until_s - time.monotonic(), device_fault)
@@ -168,7 +173,7 @@ def _run_child(section: Section, run: Run, budget_s: float, look: Callable[[Sect
         argv = [sys.executable, "-m", "penstock.tools.gpu_check", "--section", section.name, "--findings", str(path)]
         argv += ["--out", str(run.out)] + (["--peers", str(run.peers)] if run.peers else [])
         argv += ["--quick"] if section in QUICK_SECTIONS else []
-        environment = os.environ | {UNTIL_VARIABLE: str(started_s + budget_s), "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {DEADLINE_VARIABLE: str(started_s + budget_s), "PYTHONUNBUFFERED": "1"}
         # A group, not a session: whoever ends our session ends the sections too.
         child = subprocess.Popen(argv, process_group=0, env=environment)
         try:
@@ -186,7 +191,7 @@ def _wait(child: subprocess.Popen[bytes], until_s: float, look: Callable[[], Non
     """The exit status; None where it has none by then."""
     while (left_s := until_s - time.monotonic()) > 0:
         try:
-            return child.wait(min(left_s, _LOOK_S))
+            return child.wait(min(left_s, _REPORT_EVERY_S))
         except subprocess.TimeoutExpired:
             look()
     return None
@@ -196,10 +201,10 @@ def _outcome(section: Section, outcome: str, started_s: float, path: Path) -> Se
     return SectionOutcome(section.name, outcome, time.monotonic() - started_s, read_findings(path))
 
 
-def _compare(before: Baseline, measured: Baseline) -> tuple[list[Comparison], SectionOutcome]:
+def _compare(before: Baseline, measured: Baseline) -> tuple[list[FigureComparison], SectionOutcome]:
     try:
         compared = baseline.compare(before, measured)
-        findings = baseline.findings_of(before, measured, compared)
+        findings = baseline.make_findings(before, measured, compared)
     except baseline.BaselineRefused as refusal:
         compared, findings = [], [Finding(baseline.SECTION, None, "", False, f"refused: {refusal}")]
     return compared, SectionOutcome(baseline.SECTION, "done", 0.0, findings)

@@ -1,11 +1,11 @@
-"""A `Lab` on a machine without a GPU: the emulated device, the host's clock, and no memory to speak of."""
+"""A `DeviceContext` on a machine without a GPU: the emulated device, the host's clock, and no memory to speak of."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.devices.device_context import Lab
+from penstock.tools.gpu_check.devices.device_context import DeviceContext
 from penstock.tools.gpu_check.reporting.results import Finding, Results, read_findings
 from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
 
@@ -30,22 +30,19 @@ class HostClock:
         return (time.perf_counter() - started_s) * 1e6
 
 
-class NoMemory:
-    def begin(self) -> None:
+class NoMemoryCounter:
+    def reset_peak(self) -> None:
         return
 
-    def allocated(self) -> int:
-        return 0
-
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         return 1
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         return 0
 
 
-def make_lab() -> Lab:
-    return Lab(EmulatedDevice(), HostClock(), NoMemory(), EmulatedDevice)
+def make_device_context() -> DeviceContext:
+    return DeviceContext(EmulatedDevice(), HostClock(), NoMemoryCounter(), EmulatedDevice)
 
 
 class Record:

@@ -10,10 +10,10 @@ import pytest
 from penstock.tools.gpu_check import runner
 from penstock.tools.gpu_check.__main__ import main
 from penstock.tools.gpu_check.reporting import baseline
-from penstock.tools.gpu_check.reporting.baseline import Baseline, BaselineRefused, Figure
-from penstock.tools.gpu_check.reporting.report import SectionOutcome, write_report
-from penstock.tools.gpu_check.reporting.results import Finding
-from penstock.tools.gpu_check.runner import SECTIONS, Run, Section, choose, run_all
+from penstock.tools.gpu_check.reporting.baseline import Baseline, BaselineFigure, BaselineRefused
+from penstock.tools.gpu_check.reporting.report import write_report
+from penstock.tools.gpu_check.reporting.results import Finding, SectionOutcome
+from penstock.tools.gpu_check.runner import SECTIONS, Run, Section, choose_sections, run_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ H200 = "NVIDIA H200"
 
 
 def measured(device: str = H200, sizes: str = "32/8 heads", **figures: tuple[float, str]) -> Baseline:
-    named = {name.replace("__", "."): Figure(*figure) for name, figure in figures.items()}
+    named = {name.replace("__", "."): BaselineFigure(*figure) for name, figure in figures.items()}
     return Baseline(device, "abc", {"sizes.kernels": sizes}, named)
 
 
@@ -52,7 +52,7 @@ def test_which_way_is_worse_follows_from_the_unit(unit: str, before: float, now:
 def test_what_is_on_one_side_alone_is_listed_and_fails_nothing() -> None:
     before, now = measured(a=(1, "us"), b=(1, "us"), d=(1, "us")), measured(a=(1, "us"), c=(1, "us"), d=(1, "ms"))
     compared = baseline.compare(before, now)
-    findings = {finding.name: finding for finding in baseline.findings_of(before, now, compared)}
+    findings = {finding.name: finding for finding in baseline.make_findings(before, now, compared)}
     assert [each.name for each in compared] == ["a"]
     assert findings["baseline.only_before"].value == "b, d"
     assert findings["baseline.only_now"].value == "c, d"
@@ -72,7 +72,7 @@ def test_rates_and_times_of_ours_are_kept_and_nothing_else() -> None:
         Finding("link.to_host", 0.0, "GB/s"),
         Finding("sizes.kernels", "32/8 heads"),
     ]
-    kept = baseline.baseline_of([SectionOutcome("kernels", "done", 1.0, findings)], {"gpu": H200, "commit": "abc"})
+    kept = baseline.make_baseline([SectionOutcome("kernels", "done", 1.0, findings)], {"gpu": H200, "commit": "abc"})
     assert kept == measured(attention__decode__64x1k=(3.5, "TB/s"), peers__ours=(9000.0, "tok/s"))
 
 
@@ -134,7 +134,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, out: Path, us: float, passed: bool
     monkeypatch.setattr(runner, "_run_child", child)
     monkeypatch.setattr(runner, "describe_environment", lambda commit: {"gpu": H200, "commit": commit})
     out.mkdir(exist_ok=True)
-    return run_all(Run(out, 100.0, choose(SECTIONS, frozenset({"kernels"}), None), commit="abc", **fields))
+    return run_all(Run(out, 100.0, choose_sections(SECTIONS, frozenset({"kernels"}), None), commit="abc", **fields))
 
 
 def test_a_run_that_is_slower_than_its_baseline_fails_and_says_where(
@@ -159,11 +159,11 @@ def test_slower_figures_become_a_baseline_and_those_of_failed_gates_do_not(
     assert "no baseline is saved: failed: kernels" in capsys.readouterr().out
     assert not path.exists()
     run_with(monkeypatch, tmp_path / "a", 200.0, before=measured(a__b=(100.0, "us")), save_to=path)
-    assert baseline.load_baseline(path).figures["a.b"] == Figure(200.0, "us")
+    assert baseline.load_baseline(path).figures["a.b"] == BaselineFigure(200.0, "us")
 
 
 def test_other_sizes_fail_the_run_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = Baseline(H200, "abc", {"sizes.x": "2"}, {"a.b": Figure(100.0, "us")})
+    before = Baseline(H200, "abc", {"sizes.x": "2"}, {"a.b": BaselineFigure(100.0, "us")})
     assert run_with(monkeypatch, tmp_path / "a", 100.0, before=before) == 1
     assert "refused: its sizes.x is '2', and here it is '1'" in (tmp_path / "a" / "report.md").read_text()
 

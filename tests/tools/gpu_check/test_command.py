@@ -32,31 +32,34 @@ if "--section" in sys.orig_argv:
     from penstock.backend.passes.decoder.ops import HeadShape
     from tests.cuda_emulator import EmulatedLauncher
     from tests.backend.passes.decoder.cuda.emulated_device import EmulatedDevice
-    from tests.tools.gpu_check.device_context import NoMemory
-    from penstock.tools.gpu_check import attention_peers, kernel_cases, lab, mirror_launcher
+    from tests.tools.gpu_check.device_context import NoMemoryCounter
     from penstock.tools.gpu_check.cases import catalogue
+    from penstock.tools.gpu_check.devices import device_context, mirror_launcher
+    from penstock.tools.gpu_check.kernel_speed import attention_peers, kernel_cases
 
-    class ToldClock:
+    class FixedClock:
         def work_us(self, variants):
             for variant in variants:
                 variant()
-            return float(os.environ["TOLD_US"])
+            return float(os.environ["FIXED_US"])
         def once_us(self, work):
             work()
-            return float(os.environ["TOLD_US"])
+            return float(os.environ["FIXED_US"])
 
     class Mirror(EmulatedLauncher):
         shared_bytes_per_sm = catalogue.decode.H200_SHARED_BYTES
 
-    lab.open_lab = lambda: lab.Lab(EmulatedDevice(), ToldClock(), NoMemory(), EmulatedDevice)
+    device_context.open_device_context = lambda: device_context.DeviceContext(
+        EmulatedDevice(), FixedClock(), NoMemoryCounter(), EmulatedDevice
+    )
     mirror_launcher.MirrorLauncher = Mirror
     kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source == "norms.cu"]
     kernel_manifest.kernels = lambda: iter(kernels)
     quick = catalogue.quick_checks
     catalogue.quick_checks = lambda *_: (check for check in quick() if check.family in ("ptx", "norm"))
     attention_peers.measure = partial(attention_peers.measure, decode=(("d", 2, 64),), prefill=(("p", 32),))
-    kernel_cases.Sizes = partial(
-        kernel_cases.Sizes, heads=HeadShape(4, 2, 64), decode=(("64x1k", 2, 40, "bf16"), ("1x1k", 1, 40, "q8_0")),
+    kernel_cases.KernelSizes = partial(
+        kernel_cases.KernelSizes, heads=HeadShape(4, 2, 64), decode=(("64x1k", 2, 40, "bf16"), ("1x1k", 1, 40, "q8_0")),
         prefill=(("4k", 0, 40, "bf16"),), sampling_rows=2, vocab_size=300, elementwise_tokens=(5,), hidden=64,
         intermediate=64, cold_bytes=1,
     )
@@ -64,7 +67,7 @@ if "--section" in sys.orig_argv:
 STUBS = """
 import sys
 from penstock.tools.gpu_check import runner
-runner._LOOK_S, runner._GRACE_S = 0.05, 0.5
+runner._REPORT_EVERY_S, runner._GRACE_S = 0.05, 0.5
 runner.SECTIONS = tuple(runner.Section(name, f"stub_{name}", 1) for name in ("first", "endless", "last"))
 """
 
@@ -98,7 +101,7 @@ def read_report(place: Path) -> dict[str, Any]:
 def test_a_quick_run_checks_measures_and_is_compared(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "sitecustomize.py").write_text(IN_SECTIONS)
     kept = place / "kept.json"
-    monkeypatch.setenv("TOLD_US", "100")
+    monkeypatch.setenv("FIXED_US", "100")
     done = run(place, "--quick", "--save-baseline", str(kept))
     assert (done.returncode, done.stderr) == (0, "")
     report = read_report(place)
@@ -116,7 +119,7 @@ def test_a_quick_run_checks_measures_and_is_compared(place: Path, monkeypatch: p
     assert load_baseline(kept).figures["attention.decode.1x1k"].value == 100
     assert sorted(path.name for path in (place / "out").iterdir()) == ["report.json", "report.md"]
 
-    monkeypatch.setenv("TOLD_US", "120")
+    monkeypatch.setenv("FIXED_US", "120")
     done = run(place, "--quick", "--only", "kernels", "--baseline", str(kept), "--budget", "60")
     assert done.returncode == 1
     assert "FAILED baseline: baseline.attention.decode.1x1k 20.0 % worse than 100" in done.stdout
@@ -125,7 +128,7 @@ def test_a_quick_run_checks_measures_and_is_compared(place: Path, monkeypatch: p
 
 def test_sections_of_a_whole_run_are_chosen_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "sitecustomize.py").write_text(IN_SECTIONS)
-    monkeypatch.setenv("TOLD_US", "100")
+    monkeypatch.setenv("FIXED_US", "100")
     done = run(place, "--only", "kernels,nano-vllm", "--peers", str(place), "--budget", "60")
     assert done.returncode == 0
     kernels, nano_vllm = read_report(place)["sections"]

@@ -17,16 +17,16 @@ import penstock.tools.gpu_check
 from penstock.tools.gpu_check import runner
 from penstock.tools.gpu_check.__main__ import main
 from penstock.tools.gpu_check.reporting.goals import GOALS
-from penstock.tools.gpu_check.reporting.report import NOT_MEASURED, SectionOutcome, summary_lines, write_report
-from penstock.tools.gpu_check.reporting.results import Finding, Results, SectionOver, read_findings
-from penstock.tools.gpu_check.runner import QUICK_SECTIONS, SECTIONS, Run, Section, choose, run_all
+from penstock.tools.gpu_check.reporting.report import NOT_MEASURED, summary_lines, write_report
+from penstock.tools.gpu_check.reporting.results import Finding, Results, SectionOutcome, SectionOver, read_findings
+from penstock.tools.gpu_check.runner import QUICK_SECTIONS, SECTIONS, Run, Section, choose_sections, run_all
 from penstock.tools.main import app
 
 PACKAGE = Path(penstock.tools.gpu_check.__file__).parent
 MODULES = sorted(".".join(path.relative_to(PACKAGE.parents[2]).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
 REFUSED = """
 import importlib.util, sys
-ALLOWED = {"torch", "cupy", "numpy", "safetensors", "tools", "backend", "shm"}
+ALLOWED = {"torch", "cupy", "numpy", "safetensors", "penstock"}
 refused = []
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -35,7 +35,7 @@ class Refuse:
         while frame is not None and (importer := frame.f_globals.get("__name__", "")).startswith("importlib"):
             frame = frame.f_back
         top = name.partition(".")[0]
-        ours = importer.partition(".")[0] in {"tools", "backend", "shm", "__main__"}
+        ours = importer.partition(".")[0] in {"penstock", "__main__"}
         if ours and top not in ALLOWED and top not in sys.stdlib_module_names:
             refused.append(f"{name} by {importer}")
         return None
@@ -85,11 +85,11 @@ def pattern_of(node: ast.expr) -> str:
 
 def test_every_goals_finding_is_one_that_a_section_writes() -> None:
     """By name, as far as it is spelt out in the code; the parts that a plan computes are looked up there."""
-    from penstock.tools.gpu_check.peers import attention as attention_peers
-    from penstock.tools.gpu_check.peers import transformers_batching as peers
-    from penstock.tools.gpu_check.speed import end_to_end, kernel_cases
+    from penstock.tools.gpu_check.engine_speed import end_to_end
+    from penstock.tools.gpu_check.engine_speed import transformers_batching as peers
+    from penstock.tools.gpu_check.kernel_speed import attention_peers, kernel_cases
 
-    written = {case.name for case in kernel_cases.kernel_cases(kernel_cases.Sizes())}
+    written = {case.name for case in kernel_cases.kernel_cases(kernel_cases.KernelSizes())}
     for plan in (end_to_end.LLAMA_PLAN, end_to_end.QWEN_PLAN):
         written |= {f"{plan.name}.decode.{name}" for _, name, *_ in plan.decode}
         written |= {f"{plan.name}.prefill.{name}" for name, _ in plan.prefill}
@@ -98,7 +98,7 @@ def test_every_goals_finding_is_one_that_a_section_writes() -> None:
             written |= {f"{plan.name}.mixed.{name}" for name in ("ttft_p50", "itl_p99_ratio")}
         if plan.engine.requests:
             written.add(f"{plan.name}.offline")
-        if plan.engine.is_judged:
+        if plan.engine.is_goal:
             written |= {f"engine.{name}" for name in ("plan_p50", "plan_p99", "gpu_idle")}
     written |= {f"peers.transformers_{kind}_ratio" for kind in peers.KINDS} | {"peers.nano_vllm_ratio"}
     written |= {"invariance.cost", "kv.q8_0_tokens_ratio"}
@@ -271,7 +271,7 @@ def test_sections_share_what_is_left_and_the_report_follows(
 
     monkeypatch.setattr(runner, "_run_child", child)
     monkeypatch.setattr(runner, "describe_environment", lambda commit: {"commit": commit})
-    chosen = choose(SECTIONS, frozenset({"environment", "sharing"}), None)
+    chosen = choose_sections(SECTIONS, frozenset({"environment", "sharing"}), None)
     assert run_all(Run(tmp_path, 100.0, chosen, commit="abc")) == 1
     assert list(given) == ["environment", "sharing"]
     # Shares of 30 and 15, and the first has left all of its own.

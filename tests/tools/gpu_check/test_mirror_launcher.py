@@ -13,7 +13,7 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.device.launcher import Kernel, KernelFailed
 from penstock.tools.gpu_check.cases.ptx import wrapper_kernel
-from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher, mirrors_of
+from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher, make_mirrors
 
 KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 0),), num_threads=32)
 POISON = 0xAB
@@ -111,7 +111,7 @@ def test_poison_stays_behind_where_a_sanitizer_is_to_see_reads_of_it(cupy: HostC
 
 def test_a_stride_is_part_of_what_is_mirrored() -> None:
     wide = torch.zeros(3, 10)
-    (mirror,) = mirrors_of((wide[:, :4],))
+    (mirror,) = make_mirrors((wide[:, :4],))
     assert mirror.end - mirror.start == (2 * 10 + 4) * 4
 
 

@@ -13,23 +13,23 @@ import torch
 
 from penstock.tools.gpu_check.checks import pass_agreement
 from penstock.tools.gpu_check.devices.models import TINY_FAMILY, RandomWeights
-from penstock.tools.gpu_check.peers import nano_vllm
-from penstock.tools.gpu_check.peers.offline_requests import draw_requests
-from penstock.tools.gpu_check.speed.engine_runs import EnginePlan
-from tests.tools.gpu_check.device_context import Record, make_lab
+from penstock.tools.gpu_check.engine_speed import nano_vllm
+from penstock.tools.gpu_check.engine_speed.engine_runs import EnginePlan
+from penstock.tools.gpu_check.engine_speed.offline_requests import draw_offline_requests
+from tests.tools.gpu_check.device_context import Record, make_device_context
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 QWEN3 = TINY_FAMILY["qwen3"]
-SIZES = nano_vllm.Sizes(QWEN3, torch.float32, EnginePlan(requests=4, shortest=3, longest=9, batch_tokens=64))
+SIZES = nano_vllm.NanoVllmSizes(QWEN3, torch.float32, EnginePlan(requests=4, shortest=3, longest=9, batch_tokens=64))
 
 
 def test_the_workload_is_the_one_that_nano_vllm_publishes_figures_for() -> None:
-    requests = draw_requests(256, 100, 1024, 151_936)
+    requests = draw_offline_requests(256, 100, 1024, 151_936)
     assert sum(request.num_new_tokens for request in requests) == 133_966
     assert {100 <= len(request.prompt) <= 1024 for request in requests} == {True}
-    assert max(max(request.prompt) for request in draw_requests(9, 3, 9, 200)) < 200
+    assert max(max(request.prompt) for request in draw_offline_requests(9, 3, 9, 200)) < 200
 
 
 def test_transformers_reads_the_checkpoint_as_our_model(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def flash_attention_3() -> ModuleType:
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", flash_attention_3())
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    nano_vllm.offer_flash_attention()
+    nano_vllm.install_flash_attention()
     yield sys.modules["flash_attn"]
     sys.modules.pop("flash_attn", None)
 
@@ -157,7 +157,7 @@ def test_both_run_the_same_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, module in fake_nanovllm(calls).items():
         monkeypatch.setitem(sys.modules, name, module)
     record = Record(tmp_path)
-    nano_vllm.measure(record.results, make_lab(), SIZES)
+    nano_vllm.measure(record.results, make_device_context(), SIZES)
     found = record.findings()
     ours, theirs = found["peers.nano_vllm.ours"].value, found["peers.nano_vllm"].value
     assert isinstance(ours, float)
@@ -165,7 +165,7 @@ def test_both_run_the_same_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["peers.nano_vllm_ratio"].value == pytest.approx(ours / theirs)
     (_, options), _, (prompts, sampling) = calls
     assert options == {"enforce_eager": False, "max_model_len": 4096}
-    requests = draw_requests(4, 3, 9, QWEN3.vocab_size)
+    requests = draw_offline_requests(4, 3, 9, QWEN3.vocab_size)
     assert prompts == [request.prompt for request in requests]
     assert [params.max_tokens for params in sampling] == [request.num_new_tokens for request in requests]
     assert {(params.temperature, params.ignore_eos) for params in sampling} == {(0.6, True)}
@@ -184,7 +184,7 @@ def test_a_nano_vllm_that_fails_here_is_skipped_with_its_reason(
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     record = Record(tmp_path)
-    nano_vllm.measure(record.results, make_lab(), SIZES)
+    nano_vllm.measure(record.results, make_device_context(), SIZES)
     assert record.findings()["peers.nano_vllm_ratio"].detail == "not measured: AssertionError: no process group"
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.tools.gpu_check.__main__ import main
-from penstock.tools.gpu_check.speed import ncu, ncu_child
-from penstock.tools.gpu_check.speed.kernel_cases import Sizes, kernel_cases
-from tests.tools.gpu_check.device_context import make_lab
+from penstock.tools.gpu_check.kernel_speed import ncu, ncu_child
+from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelSizes, kernel_cases
+from tests.tools.gpu_check.device_context import make_device_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +85,7 @@ def test_a_cases_numbers_are_in_the_report(place: Path, tmp_path: Path) -> None:
     assert main(["--ncu", CASE, "--out", str(out), "--commit", "abc"]) == 0
     argv = (tmp_path / "argv").read_text().splitlines()
     assert argv[:2] == ["--clock-control", "none"]
-    assert argv[-3:] == ["-m", "penstock.tools.gpu_check.speed.ncu_child", CASE]
+    assert argv[-3:] == ["-m", "penstock.tools.gpu_check.kernel_speed.ncu_child", CASE]
     (section,) = json.loads((out / "report.json").read_text())["sections"]
     found = {finding["name"].removeprefix(f"ncu.{CASE}."): finding for finding in section["findings"]}
     assert found["decode_attention.duration"]["value"] == pytest.approx(72)
@@ -150,15 +150,17 @@ def test_units_of_older_versions_are_known_too() -> None:
 
 
 def test_only_the_cases_own_launches_are_profiled() -> None:
-    lab, launched = make_lab(), []
-    sizes = Sizes(HeadShape(4, 2, 64), decode=(("a", 2, 40, "bf16"),), prefill=(), elementwise_tokens=(), cold_bytes=1)
-    launch = lab.device.launcher.launch
+    context, launched = make_device_context(), []
+    sizes = KernelSizes(
+        HeadShape(4, 2, 64), decode=(("a", 2, 40, "bf16"),), prefill=(), elementwise_tokens=(), cold_bytes=1
+    )
+    launch = context.device.launcher.launch
 
     def note(kernel: Any, *arguments: Any) -> None:
         launched.append(kernel.entry)
         launch(kernel, *arguments)
 
-    lab.device.launcher.launch = note  # type: ignore[method-assign]
+    context.device.launcher.launch = note  # type: ignore[method-assign]
     inside: list[str] = []
 
     @contextmanager
@@ -167,7 +169,7 @@ def test_only_the_cases_own_launches_are_profiled() -> None:
         yield
         inside.extend(launched)
 
-    ncu_child.run_case(lab, kernel_cases(sizes)[0], profiling())
+    ncu_child.run_case(context, kernel_cases(sizes)[0], profiling())
     assert inside == ["decode_attention"] * 3
     assert len(ncu_child.case_names()) == len(set(ncu_child.case_names()))
     assert os.sep not in "".join(ncu_child.case_names())

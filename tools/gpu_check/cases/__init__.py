@@ -1,5 +1,6 @@
-"""What each kernel must compute: cases with references in float64, on tensors of the CPU.
+"""The kernels' test cases: inputs, float64 references and tolerances, on CPU tensors.
 
-A case takes a `Launcher`: tests hand in the emulator, `gpu-check` one that mirrors the tensors on the GPU for each
-launch. So one and the same code decides on both whether a kernel is right.
+A case takes a `Launcher`. Tests pass the emulator; on a GPU `gpu-check` passes `MirrorLauncher`, which copies the
+tensors to the GPU and back for each launch. The same code therefore judges a kernel on both. Imports the backend, and
+no other package of gpu-check. Start reading in `catalogue.py`, which lists every check by name.
 """

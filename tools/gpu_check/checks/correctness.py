@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.tools.gpu_check.cases.catalogue import quick_checks, wide_checks
 from penstock.tools.gpu_check.checks.pass_agreement import check_passes
-from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from penstock.tools.gpu_check.cases.catalogue import Check
     from penstock.tools.gpu_check.reporting.results import Results
 
-_FOR_PASSES_S = 20.0
+_RESERVE_FOR_PASSES_S = 20.0
 
 
 def run(results: Results) -> None:
     launcher = MirrorLauncher()
-    run_checks(results, launcher, wide_checks(launcher.shared_bytes_per_sm), keeps_s=_FOR_PASSES_S)
-    check_passes(results, open_lab())
+    run_checks(results, launcher, wide_checks(launcher.shared_bytes_per_sm), reserve_s=_RESERVE_FOR_PASSES_S)
+    check_passes(results, open_device_context())
 
 
 def run_quick(results: Results) -> None:
@@ -33,21 +33,21 @@ def run_quick(results: Results) -> None:
     run_checks(results, launcher, quick_checks(launcher.shared_bytes_per_sm))
 
 
-def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], keeps_s: float = 0.0) -> None:
-    """One finding a family: how many passed, and the largest error; and one for each that failed. Ends while keeps_s
+def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], reserve_s: float = 0.0) -> None:
+    """One finding a family: how many passed, and the largest error; and one for each that failed. Ends while reserve_s
     seconds are left."""
     families: defaultdict[str, list[Check]] = defaultdict(list)
     for check in checks:
         families[check.family].append(check)
     for family, members in families.items():
-        _run_family(results, launcher, family, members, keeps_s)
+        _run_family(results, launcher, family, members, reserve_s)
 
 
-def _run_family(results: Results, launcher: Launcher, family: str, checks: list[Check], keeps_s: float) -> None:
+def _run_family(results: Results, launcher: Launcher, family: str, checks: list[Check], reserve_s: float) -> None:
     num_passed = num_run = 0
     worst, worst_name = 0.0, ""
     for check in checks:
-        if results.remaining_s <= keeps_s:
+        if results.remaining_s <= reserve_s:
             break
         num_run += 1
         errors: list[float] = []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
     Ids = NDArray[np.int32]
@@ -35,7 +35,7 @@ _REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Company:
+class BatchCase:
     """The sequence that is looked at is row `row` of num_rows. A step brings so many tokens of its prompt, and of
     the others'.
     """
@@ -47,22 +47,22 @@ class Company:
     others_chunk: int = _WHOLE
 
 
-ALONE = Company("alone")
-COMPANIES = (
-    Company("few", 17, 3),
-    Company("blocks", BLOCK_ROWS + 20, BLOCK_ROWS + 9),
-    Company("chunks", 5, 2, 7, 7),
-    Company("tokens", 5, 2, 1, 1),
-    Company("beside_decodes", 9, 8, 7, 1),
+ALONE = BatchCase("alone")
+BATCH_CASES = (
+    BatchCase("few", 17, 3),
+    BatchCase("blocks", BLOCK_ROWS + 20, BLOCK_ROWS + 9),
+    BatchCase("chunks", 5, 2, 7, 7),
+    BatchCase("tokens", 5, 2, 1, 1),
+    BatchCase("beside_decodes", 9, 8, 7, 1),
 )
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PassSizes:
     config: DecoderConfig = QWEN3_06B
     dtype: torch.dtype = torch.bfloat16
     kv_dtypes: tuple[str, ...] = ("bf16", "q8_0")
-    companies: tuple[Company, ...] = COMPANIES
+    batch_cases: tuple[BatchCase, ...] = BATCH_CASES
     prompt_tokens: int = 37
     new_tokens: int = 16
 
@@ -80,21 +80,25 @@ class CostSizes:
 
 
 @torch.inference_mode()
-def check_products(results: Results, lab: Lab, shapes: dict[str, tuple[int, int, int]], dtype: torch.dtype) -> None:
+def check_products(
+    results: Results, context: DeviceContext, shapes: dict[str, tuple[int, int, int]], dtype: torch.dtype
+) -> None:
     """Of each weight, outputs and inputs first: a row's bits in every place of a block, and beside other rows."""
     for name, (outputs, inputs, _) in shapes.items():
-        work = partial(_check_product, results, lab, name, outputs, inputs, dtype)
+        work = partial(_check_product, results, context, name, outputs, inputs, dtype)
         results.attempt(f"invariance.blocks.{name}", work)
 
 
-def _check_product(results: Results, lab: Lab, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    weight = torch.randn(outputs, inputs, device=lab.at, dtype=dtype).mul_(inputs**-0.5)
+def _check_product(
+    results: Results, context: DeviceContext, name: str, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    weight = torch.randn(outputs, inputs, device=context.torch_device, dtype=dtype).mul_(inputs**-0.5)
     linear, matmul = CudaLinear(weight, weight.t(), None), BlockedMatmul()
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
-        return matmul.multiply(x, linear, torch.empty(len(x), outputs, device=lab.at, dtype=dtype))
+        return matmul.multiply(x, linear, torch.empty(len(x), outputs, device=context.torch_device, dtype=dtype))
 
-    rows, others = (torch.randn(BLOCK_ROWS, inputs, device=lab.at, dtype=dtype) for _ in range(2))
+    rows, others = (torch.randn(BLOCK_ROWS, inputs, device=context.torch_device, dtype=dtype) for _ in range(2))
     expected = multiply(rows)
     differing = [
         f"{shift} places on"
@@ -110,27 +114,29 @@ def _check_product(results: Results, lab: Lab, name: str, outputs: int, inputs: 
 
 
 @torch.inference_mode()
-def check_passes(results: Results, lab: Lab, sizes: Sizes, keeps_s: float = 0.0) -> None:
-    """Ends while keeps_s seconds of the section's time are left."""
-    weights = RandomWeights(sizes.config, sizes.dtype, lab.at)
+def check_passes(results: Results, context: DeviceContext, sizes: PassSizes, reserve_s: float = 0.0) -> None:
+    """Ends while reserve_s seconds of the section's time are left."""
+    weights = RandomWeights(sizes.config, sizes.dtype, context.torch_device)
     for kv_dtype in sizes.kv_dtypes:
         name = f"invariance.deterministic.{kv_dtype}"
-        results.attempt(name, partial(_check_pass, results, lab, sizes, weights, kv_dtype, name), keeps_s)
+        results.attempt(name, partial(_check_pass, results, context, sizes, weights, kv_dtype, name), reserve_s)
 
 
-def _check_pass(results: Results, lab: Lab, sizes: Sizes, weights: RandomWeights, kv_dtype: str, name: str) -> None:
-    num_rows = max(company.num_rows for company in sizes.companies)
+def _check_pass(
+    results: Results, context: DeviceContext, sizes: PassSizes, weights: RandomWeights, kv_dtype: str, name: str
+) -> None:
+    num_rows = max(company.num_rows for company in sizes.batch_cases)
     rng = np.random.default_rng(0)
     mine, *others = rng.integers(0, sizes.config.vocab_size, (num_rows, sizes.prompt_tokens)).astype(np.int32)
     pages = _pages(sizes.prompt_tokens + sizes.new_tokens)
     steps = StepSizes(num_rows, num_rows * sizes.prompt_tokens, pages * _PAGE_TOKENS, deterministic=True)
-    forward_pass = CudaDecoderPass(sizes.config, weights, lab.device, sizes.dtype, steps)
+    forward_pass = CudaDecoderPass(sizes.config, weights, context.device, sizes.dtype, steps)
     forward_pass.create_cache(num_rows * pages, _PAGE_TOKENS, kv_dtype)
     try:
         expected = _logits(forward_pass, mine, others, ALONE, sizes.new_tokens, pages)
         found = {
             company.name: _logits(forward_pass, mine, others, company, sizes.new_tokens, pages)
-            for company in sizes.companies
+            for company in sizes.batch_cases
         }
         # As after a preemption: what was decoded is part of a chunk.
         whole = np.concatenate([mine, expected.argmax(axis=1)[:-1].astype(np.int32)])
@@ -148,7 +154,7 @@ def _tell(results: Results, name: str, found: NDArray[np.float32], expected: NDA
 
 
 def _logits(
-    forward_pass: CudaDecoderPass, mine: Ids, others: Sequence[Ids], company: Company, num_tokens: int, pages: int
+    forward_pass: CudaDecoderPass, mine: Ids, others: Sequence[Ids], company: BatchCase, num_tokens: int, pages: int
 ) -> NDArray[np.float32]:
     """[num_tokens, vocab] of the sequence's greedy tokens."""
     row = company.row
@@ -174,16 +180,16 @@ def _logits(
 
 
 @torch.inference_mode()
-def measure_cost(results: Results, lab: Lab, sizes: CostSizes, keeps_s: float = 0.0) -> None:
-    """Steps with and without. Ends while keeps_s seconds of the section's time are left."""
-    lab.memory.begin()
-    weights = RandomWeights(sizes.config, sizes.dtype, lab.at)
+def measure_cost(results: Results, context: DeviceContext, sizes: CostSizes, reserve_s: float = 0.0) -> None:
+    """Steps with and without. Ends while reserve_s seconds of the section's time are left."""
+    context.memory.reset_peak()
+    weights = RandomWeights(sizes.config, sizes.dtype, context.torch_device)
     found: dict[bool, dict[str, float]] = {}
     for deterministic in (False, True):
-        work = partial(_time_steps, lab, sizes, weights, deterministic, found)
-        results.attempt("invariance.deterministic.cost", work, keeps_s)
+        work = partial(_time_steps, context, sizes, weights, deterministic, found)
+        results.attempt("invariance.deterministic.cost", work, reserve_s)
     del weights
-    lab.memory.begin()
+    context.memory.reset_peak()
     if len(found) < 2:
         return
     for name, without_ms in found[False].items():
@@ -193,7 +199,11 @@ def measure_cost(results: Results, lab: Lab, sizes: CostSizes, keeps_s: float = 
 
 
 def _time_steps(
-    lab: Lab, sizes: CostSizes, weights: RandomWeights, deterministic: bool, found: dict[bool, dict[str, float]]
+    context: DeviceContext,
+    sizes: CostSizes,
+    weights: RandomWeights,
+    deterministic: bool,
+    found: dict[bool, dict[str, float]],
 ) -> None:
     """Milliseconds: decode by the device's clock, prefill by the host's."""
     most, spare = max(sizes.decode_rows), 2 * _REPEATS
@@ -201,7 +211,7 @@ def _time_steps(
     pages = _pages(sizes.context_tokens + spare)
     num_pages = max(most * pages, longest // _PAGE_TOKENS)
     steps = StepSizes(most, sizes.prefill_tokens, longest, deterministic)
-    forward_pass = CudaDecoderPass(sizes.config, weights, lab.device, sizes.dtype, steps)
+    forward_pass = CudaDecoderPass(sizes.config, weights, context.device, sizes.dtype, steps)
     forward_pass.create_cache(num_pages, _PAGE_TOKENS, "bf16")
     try:
         fill_cache(forward_pass._ops.cache.view(-1), make_layout(sizes.config, num_pages, _PAGE_TOKENS, "bf16"))
@@ -209,7 +219,7 @@ def _time_steps(
         for rows in sizes.decode_rows:
             decoding = Steps(rows, pages)
             decoding.context_lens[:] = sizes.context_tokens - 1
-            us = [step_us(lab.clock, forward_pass, decoding.decode()) for _ in range(_REPEATS)]
+            us = [step_us(context.clock, forward_pass, decoding.decode()) for _ in range(_REPEATS)]
             step_ms[f"decode.{rows}x{sizes.context_tokens}"] = statistics.median(us) / 1e3
         step_ms[f"prefill.{sizes.prefill_tokens}"] = min(_prefill_ms(forward_pass, sizes) for _ in range(3))
         found[deterministic] = step_ms

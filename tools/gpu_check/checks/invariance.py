@@ -15,13 +15,13 @@ from penstock.tools.gpu_check.cases.catalogue import invariance_checks
 from penstock.tools.gpu_check.checks.correctness import run_checks
 from penstock.tools.gpu_check.checks.deterministic_passes import (
     CostSizes,
-    Sizes,
+    PassSizes,
     check_passes,
     check_products,
     measure_cost,
 )
 from penstock.tools.gpu_check.checks.invariance_child import weight_shapes
-from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ _CHILD = (sys.executable, "-m", "penstock.tools.gpu_check.checks.invariance_chil
 
 def run(results: Results) -> None:
     launcher = MirrorLauncher()
-    for_settings_s = 0.4 * results.remaining_s
-    run_checks(results, launcher, invariance_checks(launcher.shared_bytes_per_sm), keeps_s=0.75 * results.remaining_s)
-    lab, cost = open_lab(), CostSizes()
-    check_products(results, lab, weight_shapes(cost.config), cost.dtype)
-    check_passes(results, lab, Sizes(), for_settings_s)
-    measure_cost(results, lab, cost, for_settings_s)
+    reserve_for_settings_s = 0.4 * results.remaining_s
+    run_checks(results, launcher, invariance_checks(launcher.shared_bytes_per_sm), reserve_s=0.75 * results.remaining_s)
+    context, cost = open_device_context(), CostSizes()
+    check_products(results, context, weight_shapes(cost.config), cost.dtype)
+    check_passes(results, context, PassSizes(), reserve_for_settings_s)
+    measure_cost(results, context, cost, reserve_for_settings_s)
     compare_settings(results, _CHILD)
 
 

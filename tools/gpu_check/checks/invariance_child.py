@@ -14,19 +14,19 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
-from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
 from penstock.tools.gpu_check.devices.steps import generate
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
 
 _PAGE_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LibrarySizes:
     shapes: dict[str, tuple[int, int, int]]
     compared_rows: tuple[int, ...] = (2, 7, 8, 16, 17, 33, 64, 128, 256, 512, 2048)
     timed_rows: tuple[int, ...] = (1, 64, 256)
@@ -40,10 +40,10 @@ class Sizes:
 
 def main(argv: list[str]) -> int:
     mode, until_s = argv[0], time.monotonic() + float(argv[1]) - 5.0
-    lab = open_lab()
+    context = open_device_context()
     if mode == "invariant":
         forbid_splits()
-    measure(lab, Sizes(weight_shapes(LLAMA_8B)), until_s)
+    measure(context, LibrarySizes(weight_shapes(LLAMA_8B)), until_s)
     return 0
 
 
@@ -71,26 +71,26 @@ def forbid_splits() -> None:
 
 
 @torch.inference_mode()
-def measure(lab: Lab, sizes: Sizes, until_s: float) -> None:
+def measure(context: DeviceContext, sizes: LibrarySizes, until_s: float) -> None:
     """Prints what is known so far after each part: whoever kills this has the last line."""
     told: dict[str, Any] = {"differing": {}, "step_us": dict.fromkeys(map(str, sizes.timed_rows), 0.0)}
     try:
         for name, (outputs, inputs, count) in sizes.shapes.items():
-            told["differing"][name] = _differing(lab, sizes, outputs, inputs)
-            for rows, us in _timed(lab, sizes, outputs, inputs).items():
+            told["differing"][name] = _differing(context, sizes, outputs, inputs)
+            for rows, us in _timed(context, sizes, outputs, inputs).items():
                 told["step_us"][rows] += count * us
         print(json.dumps(told), flush=True)
         if time.monotonic() < until_s:
-            told["tokens"] = _compare_tokens(lab, sizes)
+            told["tokens"] = _compare_tokens(context, sizes)
     except Exception as error:  # noqa: BLE001 - told to the parent, which records it
         told["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
     print(json.dumps(told), flush=True)
 
 
-def _differing(lab: Lab, sizes: Sizes, outputs: int, inputs: int) -> list[int]:
+def _differing(context: DeviceContext, sizes: LibrarySizes, outputs: int, inputs: int) -> list[int]:
     """The numbers of rows at which some row has other bits than alone."""
-    weight = torch.randn(outputs, inputs, device=lab.at, dtype=sizes.dtype).mul_(inputs**-0.5)
-    x = torch.randn(max(sizes.compared_rows), inputs, device=lab.at, dtype=sizes.dtype)
+    weight = torch.randn(outputs, inputs, device=context.torch_device, dtype=sizes.dtype).mul_(inputs**-0.5)
+    x = torch.randn(max(sizes.compared_rows), inputs, device=context.torch_device, dtype=sizes.dtype)
     looked_at = sorted({0, *(rows - 1 for rows in sizes.compared_rows)})
     alone = {row: torch.mm(x[row : row + 1], weight.t())[0] for row in looked_at}
     differing = []
@@ -101,26 +101,26 @@ def _differing(lab: Lab, sizes: Sizes, outputs: int, inputs: int) -> list[int]:
     return differing
 
 
-def _timed(lab: Lab, sizes: Sizes, outputs: int, inputs: int) -> dict[str, float]:
+def _timed(context: DeviceContext, sizes: LibrarySizes, outputs: int, inputs: int) -> dict[str, float]:
     count = max(1, sizes.cold_bytes // (2 * outputs * inputs))
-    weights = [torch.randn(outputs, inputs, device=lab.at, dtype=sizes.dtype) for _ in range(count)]
+    weights = [torch.randn(outputs, inputs, device=context.torch_device, dtype=sizes.dtype) for _ in range(count)]
     timed = {}
     for rows in sizes.timed_rows:
-        x = torch.randn(rows, inputs, device=lab.at, dtype=sizes.dtype)
-        y = torch.empty(rows, outputs, device=lab.at, dtype=sizes.dtype)
-        timed[str(rows)] = lab.clock.work_us([partial(torch.mm, x, weight.t(), out=y) for weight in weights])
+        x = torch.randn(rows, inputs, device=context.torch_device, dtype=sizes.dtype)
+        y = torch.empty(rows, outputs, device=context.torch_device, dtype=sizes.dtype)
+        timed[str(rows)] = context.clock.work_us([partial(torch.mm, x, weight.t(), out=y) for weight in weights])
     return timed
 
 
-def _compare_tokens(lab: Lab, sizes: Sizes) -> dict[str, Any]:
+def _compare_tokens(context: DeviceContext, sizes: LibrarySizes) -> dict[str, Any]:
     """Greedy tokens of the same prompts, in batches of several sizes."""
     rng = np.random.default_rng(0)
     most = max(sizes.batches)
     pages = -(-(sizes.prompt_tokens + sizes.new_tokens) // _PAGE_TOKENS)
     prompts = [rng.integers(0, sizes.config.vocab_size, sizes.prompt_tokens).astype(np.int32) for _ in range(most)]
-    weights = RandomWeights(sizes.config, sizes.dtype, lab.at)
+    weights = RandomWeights(sizes.config, sizes.dtype, context.torch_device)
     steps = StepSizes(most, most * sizes.prompt_tokens, pages * _PAGE_TOKENS)
-    forward_pass = CudaDecoderPass(sizes.config, weights, lab.device, sizes.dtype, steps)
+    forward_pass = CudaDecoderPass(sizes.config, weights, context.device, sizes.dtype, steps)
     forward_pass.create_cache(most * pages, _PAGE_TOKENS, "bf16")
     tokens = {size: generate(forward_pass, prompts[:size], sizes.new_tokens, pages) for size in sizes.batches}
     forward_pass.close()

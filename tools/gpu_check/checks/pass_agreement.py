@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import DeviceRows
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
 _ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 24, 16, 5
@@ -51,40 +51,40 @@ class RowsOnHost:
         raise TypeError(f"rows on the host are to be copied on the device, to {there}")
 
 
-def check_passes(results: Results, lab: Lab, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:
+def check_passes(results: Results, context: DeviceContext, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:
     for name in names:
-        results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, lab, name))
-    results.attempt(f"pass.{names[0]}.embeddings", partial(_compare_embeddings, results, lab, names[0]))
+        results.attempt(f"pass.{name}.tokens", partial(_compare_tokens, results, context, name))
+    results.attempt(f"pass.{names[0]}.embeddings", partial(_compare_embeddings, results, context, names[0]))
     for dtype in _LOGIT_ERROR:
-        results.attempt(f"pass.{names[0]}.{dtype}", partial(_compare_logits, results, lab, names[0], dtype))
+        results.attempt(f"pass.{names[0]}.{dtype}", partial(_compare_logits, results, context, names[0], dtype))
 
 
-def _compare_tokens(results: Results, lab: Lab, name: str) -> None:
+def _compare_tokens(results: Results, context: DeviceContext, name: str) -> None:
     """In fp32, where greedy choices of different kernels agree but for ties; whole prompts and chunks of 7."""
     config = TINY_FAMILY[name]
     expected = _tokens(_on_cpu(config), config)
     for chunk in (1 << 30, 7):
-        found = _tokens(_on_gpu(lab, config, torch.float32, "fp32"), config, chunk)
+        found = _tokens(_on_gpu(context, config, torch.float32, "fp32"), config, chunk)
         num_same = int((found == expected).all(axis=1).sum())
         require(f"{num_same} of {_ROWS} rows have the CPU pass's tokens", num_same == _ROWS)
     results.check(f"pass.{name}.tokens", True, f"{_ROWS} rows of {_NEW_TOKENS} tokens are the CPU pass's")
 
 
-def _compare_logits(results: Results, lab: Lab, name: str, dtype_name: str) -> None:
+def _compare_logits(results: Results, context: DeviceContext, name: str, dtype_name: str) -> None:
     config, dtype = TINY_FAMILY[name], {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
     expected = _last_logits(_on_cpu(config, dtype), config)
-    found = _last_logits(_on_gpu(lab, config, dtype, "bf16"), config)
+    found = _last_logits(_on_gpu(context, config, dtype, "bf16"), config)
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
     require_within("of the logits", error, _LOGIT_ERROR[dtype_name])
     results.check(f"pass.{name}.{dtype_name}", True, "relative error of the logits", error)
 
 
-def _compare_embeddings(results: Results, lab: Lab, name: str) -> None:
+def _compare_embeddings(results: Results, context: DeviceContext, name: str) -> None:
     """Rows of the table in the place of the tokens, from the host, in two steps behind each other: bit for bit."""
     config = TINY_FAMILY[name]
     prompts = _prompts(config)
     table = RandomWeights(config, torch.float32, torch.device("cpu")).embedding(torch.float32).numpy()
-    forward_pass = _on_gpu(lab, config, torch.float32, "fp32")
+    forward_pass = _on_gpu(context, config, torch.float32, "fp32")
     found = []
     for is_embedded in (False, True):
         steps = Steps(_ROWS, _PAGES)
@@ -130,8 +130,8 @@ def _on_cpu(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> CpuDec
     return made
 
 
-def _on_gpu(lab: Lab, config: DecoderConfig, dtype: torch.dtype, kv_dtype: str) -> CudaDecoderPass:
+def _on_gpu(context: DeviceContext, config: DecoderConfig, dtype: torch.dtype, kv_dtype: str) -> CudaDecoderPass:
     weights = RandomWeights(config, dtype, torch.device("cpu"))
-    made = CudaDecoderPass(config, weights, lab.device, dtype, _SIZES)
+    made = CudaDecoderPass(config, weights, context.device, dtype, _SIZES)
     made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, kv_dtype)
     return made

@@ -13,7 +13,7 @@ from functools import partial
 from glob import glob
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.runner import UNTIL_VARIABLE
+from penstock.tools.gpu_check.reporting.results import DEADLINE_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ _STOP_EARLY_S = 5.0
 
 
 @dataclass(frozen=True)
-class Tool:
+class SanitizerTool:
     """share: of what is left of the section's time."""
 
     name: str
@@ -46,11 +46,11 @@ class Tool:
 
 TOOLS = (
     # What the libraries' calls return is theirs to judge: torch and CuPy ask for what may not be there.
-    Tool("memcheck", 0.35, ("--report-api-errors", "no")),
-    Tool("racecheck", 0.55, ("--racecheck-report", "analysis")),
-    Tool("synccheck", 0.6),
+    SanitizerTool("memcheck", 0.35, ("--report-api-errors", "no")),
+    SanitizerTool("racecheck", 0.55, ("--racecheck-report", "analysis")),
+    SanitizerTool("synccheck", 0.6),
     # The child's poisoned outputs are left unwritten on the device; what is copied back of them is no error.
-    Tool("initcheck", 1.0, ("--check-api-memory-access", "no")),
+    SanitizerTool("initcheck", 1.0, ("--check-api-memory-access", "no")),
 )
 
 
@@ -70,13 +70,13 @@ def find_sanitizer() -> str | None:
     return found or next((path for place in _PLACES for path in sorted(glob(place)) if os.access(path, os.X_OK)), None)
 
 
-def run_tool(results: Results, path: str, tool: Tool, command: Sequence[str]) -> None:
+def run_tool(results: Results, path: str, tool: SanitizerTool, command: Sequence[str]) -> None:
     """One finding: passed where the tool saw kernels and found nothing; a tool that does not run here is skipped."""
     name = f"sanitizer.{tool.name}"
     budget_s = max(results.remaining_s * tool.share, _LEAST_S)
     argv = [path, "--tool", tool.name, "--error-exitcode", str(_FOUND_ERRORS), "--print-limit", "3", *tool.options]
     until_s = time.monotonic() + budget_s - _STOP_EARLY_S
-    environment = os.environ | {UNTIL_VARIABLE: str(until_s)}
+    environment = os.environ | {DEADLINE_VARIABLE: str(until_s)}
     leaves_unwritten = ["--leave-poison"] if tool.name == "initcheck" else []
     try:
         done = subprocess.run(

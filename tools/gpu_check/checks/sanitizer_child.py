@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.tools.gpu_check.cases.catalogue import small_checks
 from penstock.tools.gpu_check.devices.mirror_launcher import MirrorLauncher
-from penstock.tools.gpu_check.runner import UNTIL_VARIABLE
+from penstock.tools.gpu_check.reporting.results import DEADLINE_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     leaves_poison = "--leave-poison" in argv
     launcher = MirrorLauncher(pooled=False, leaves_poison=leaves_poison)
-    until_s = float(os.environ.get(UNTIL_VARIABLE, "inf"))
+    until_s = float(os.environ.get(DEADLINE_VARIABLE, "inf"))
     status = run_small_checks(launcher, small_checks(launcher.shared_bytes_per_sm), until_s)
     return 0 if leaves_poison else status  # then outputs are compared that were never poisoned
 

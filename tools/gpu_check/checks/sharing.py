@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.cuda.kv_cache.host_pool import HostPool
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.decoder.ops import HeadShape
 from penstock.shm.buffers.cuda_driver import DriverDevice
@@ -20,15 +22,15 @@ from penstock.shm.buffers.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory
 from penstock.shm.buffers.device_api import DeviceRow
 from penstock.shm.buffers.host_memory import PageLock
 from penstock.shm.memory import region
-from penstock.tools.gpu_check.cases.comparing import require, require_close
-from penstock.tools.gpu_check.devices.device_context import open_lab
-from penstock.tools.gpu_check.speed.host_pages import check_pool
+from penstock.tools.gpu_check.cases.comparing import require, require_close, require_same_bits
+from penstock.tools.gpu_check.devices.device_context import open_device_context
+from penstock.tools.gpu_check.devices.page_copier import cache_shape, make_page_copier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.shm.buffers.device_api import DeviceApi
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
 _PEER = (sys.executable, "-m", "penstock.tools.gpu_check.checks.sharing_peer")
@@ -36,7 +38,7 @@ _PEER_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Handles:
+class IpcHandles:
     """What a peer needs to open the buffers; in hexadecimal, for it travels as JSON."""
 
     memory: list[str]
@@ -46,21 +48,24 @@ class Handles:
 
 
 def run(results: Results) -> None:
-    lab = open_lab()
-    results.attempt("sharing.graph", partial(check_graph, results, lab))
-    results.attempt("sharing.host_pages", partial(check_pool, results, lab))
+    context = open_device_context()
+    results.attempt("sharing.graph", partial(check_graph, results, context))
+    results.attempt("sharing.host_pages", partial(check_host_page_copies, results, context))
     # The driver's own interface: what the backend uses for its shared buffers.
     device = DriverDevice(0)
-    results.attempt("sharing.host", partial(check_host_registration, results, lab, device))
-    results.attempt("sharing.ipc", partial(check_ipc, results, lab, device, _PEER))
+    results.attempt("sharing.host", partial(check_host_registration, results, context, device))
+    results.attempt("sharing.ipc", partial(check_ipc, results, context, device, _PEER))
 
 
-def check_graph(results: Results, lab: Lab) -> None:
+def check_graph(results: Results, context: DeviceContext) -> None:
     """Kernels of ours and products of torch, captured in one graph, compute again on what the buffers hold then."""
     hidden, rows = 256, 5
-    elementwise = _elementwise(lab, hidden)
-    weight, norm = torch.randn(hidden, hidden, device=lab.at), torch.ones(hidden, device=lab.at)
-    residual = torch.zeros(rows, hidden, device=lab.at)
+    elementwise = _elementwise(context, hidden)
+    weight, norm = (
+        torch.randn(hidden, hidden, device=context.torch_device),
+        torch.ones(hidden, device=context.torch_device),
+    )
+    residual = torch.zeros(rows, hidden, device=context.torch_device)
     normed, product = torch.empty_like(residual), torch.empty_like(residual)
 
     def work() -> None:
@@ -68,19 +73,44 @@ def check_graph(results: Results, lab: Lab) -> None:
         torch.mm(normed, weight, out=product)
 
     work()
-    lab.device.synchronize()
-    graph = lab.device.capture(work)
+    context.device.synchronize()
+    graph = context.device.capture(work)
     for _ in range(3):
         residual.normal_()
         graph.replay()
-        lab.device.synchronize()
+        context.device.synchronize()
         x = residual.double()
         expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() @ weight.double()
         require_close("the graph's product", product.cpu(), expected.cpu(), 1e-3, 1e-2)
     results.check("sharing.graph", True, "our kernels and torch's products, replayed on new values")
 
 
-def check_host_registration(results: Results, lab: Lab, device: DeviceApi, num_bytes: int = 32 << 20) -> None:
+def check_host_page_copies(results: Results, context: DeviceContext) -> None:
+    """Saved, poisoned and restored elsewhere, pages hold what they held; and the host sees what was saved."""
+    layout = CacheLayout(3, 40, 16, 2, 64, "bf16")
+    count = layout.num_pages // 2
+    cache = torch.randint(0, 256, cache_shape(layout), dtype=torch.uint8, device=context.torch_device)
+    expected = cache.clone()
+    pool = HostPool(context.device, layout, count)
+    try:
+        pages = torch.arange(count, dtype=torch.int32, device=context.torch_device)
+        places = pages.flip(0)
+        copy = make_page_copier(context, layout)
+        copy(cache, pool.pages, torch.stack([pages, places], dim=1))
+        cache[:, :count] = 0xFF
+        copy(pool.pages, cache, torch.stack([places, pages + count], dim=1))
+        context.device.synchronize()
+        require_same_bits("what the host sees", pool.pages.flip(1), expected[:, :count].cpu())
+        require_same_bits("what was restored", cache[:, count : 2 * count].cpu(), expected[:, :count].cpu())
+    finally:
+        context.device.synchronize()
+        pool.close()
+    results.check("sharing.host_pages", True, f"{count} pages there and back by the copy kernel")
+
+
+def check_host_registration(
+    results: Results, context: DeviceContext, device: DeviceApi, num_bytes: int = 32 << 20
+) -> None:
     """A memfd, sealed and mapped as shared buffers are, read in place: by copies in the stream and by a kernel."""
     fd = region.create("gpu-check", num_bytes)
     try:
@@ -92,37 +122,37 @@ def check_host_registration(results: Results, lab: Lab, device: DeviceApi, num_b
     host.copy_(torch.arange(host.numel(), dtype=torch.int32).view_as(host))
     lock = PageLock(device, mapping)
     try:
-        copied = torch.zeros(host.shape, dtype=torch.int32, device=lab.at)
-        copy = partial(lock.copy, 0, num_bytes, DeviceRow(copied.data_ptr(), lab.device.stream))
+        copied = torch.zeros(host.shape, dtype=torch.int32, device=context.torch_device)
+        copy = partial(lock.copy, 0, num_bytes, DeviceRow(copied.data_ptr(), context.device.stream))
         copy()
-        lab.device.synchronize()
+        context.device.synchronize()
         require("what was copied is not what the host wrote", torch.equal(copied.cpu(), host.cpu()))
-        us = lab.clock.once_us(copy)
+        us = context.clock.once_us(copy)
         results.fact("sharing.host.copy", num_bytes / us / 1e3, "GB/s", "copied in the stream, in place")
-        rows = torch.arange(len(host) - 1, -1, -1, dtype=torch.int32, device=lab.at)
-        out = torch.zeros(host.shape, dtype=torch.int32, device=lab.at)
-        elementwise = _elementwise(lab, 256)
+        rows = torch.arange(len(host) - 1, -1, -1, dtype=torch.int32, device=context.torch_device)
+        out = torch.zeros(host.shape, dtype=torch.int32, device=context.torch_device)
+        elementwise = _elementwise(context, 256)
         elementwise.gather_rows(host, rows, out)
-        lab.device.synchronize()
+        context.device.synchronize()
         require("what the kernel read is not what the host wrote", torch.equal(out.cpu(), host.flip(0)))
-        us = lab.clock.once_us(partial(elementwise.gather_rows, host, rows, out))
+        us = context.clock.once_us(partial(elementwise.gather_rows, host, rows, out))
         results.fact("sharing.host.read", num_bytes / us / 1e3, "GB/s", "by a kernel, in place")
     finally:
-        lab.device.synchronize()
+        context.device.synchronize()
         lock.close()
     results.check("sharing.host", True, "a registered memfd is read in place")
 
 
-def check_ipc(results: Results, lab: Lab, device: DeviceApi, command: Sequence[str]) -> None:
+def check_ipc(results: Results, context: DeviceContext, device: DeviceApi, command: Sequence[str]) -> None:
     """Another process reads what we put into a buffer, behind its event, and we what it says it read."""
     memory = ExportedDeviceMemory(device, 2, BLOCK_BYTES)
     try:
-        values = torch.arange(BLOCK_BYTES // 8, dtype=torch.float32, device=lab.at)
-        row = DeviceRow(values.data_ptr(), lab.device.stream)
+        values = torch.arange(BLOCK_BYTES // 8, dtype=torch.float32, device=context.torch_device)
+        row = DeviceRow(values.data_ptr(), context.device.stream)
         for index in range(2):
             memory.write(index, 0, values.numel() * 4, row)
             values += 1
-        handles = Handles(
+        handles = IpcHandles(
             [handle.hex() for handle in memory.memory_handles],
             [handle.hex() for handle in memory.event_handles],
             BLOCK_BYTES,
@@ -138,12 +168,14 @@ def check_ipc(results: Results, lab: Lab, device: DeviceApi, command: Sequence[s
         expected = [float(np.arange(count, dtype=np.float64).sum() + index * count) for index in range(2)]
         require(f"the peer's sums are {sums}, expected {expected}", sums == expected)
     finally:
-        lab.device.synchronize()
+        context.device.synchronize()
         memory.free()
     results.check("sharing.ipc", True, "two buffers and their events, opened in another process")
 
 
-def _elementwise(lab: Lab, hidden: int) -> Elementwise:
-    made = Elementwise(lab.device.launcher, HeadShape(2, 1, 64), hidden, 64, 1e-5, torch.float32, "bf16", 16, lab.at)
-    lab.device.launcher.prepare(made.kernels)
+def _elementwise(context: DeviceContext, hidden: int) -> Elementwise:
+    made = Elementwise(
+        context.device.launcher, HeadShape(2, 1, 64), hidden, 64, 1e-5, torch.float32, "bf16", 16, context.torch_device
+    )
+    context.device.launcher.prepare(made.kernels)
     return made

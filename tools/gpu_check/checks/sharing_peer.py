@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.shm.buffers.cuda_driver import open_device
 from penstock.shm.buffers.cuda_ipc import ImportedDeviceMemory
-from penstock.tools.gpu_check.checks.sharing import Handles
+from penstock.tools.gpu_check.checks.sharing import IpcHandles
 
 if TYPE_CHECKING:
     from penstock.shm.buffers.device_api import OpenDevice
@@ -29,7 +29,7 @@ class _Grant:
     device_uuid: bytes
 
 
-def read_sums(handles: Handles, open_peer: OpenDevice) -> list[float]:
+def read_sums(handles: IpcHandles, open_peer: OpenDevice) -> list[float]:
     """Of each buffer's first half, float32, once its event has passed."""
     grant = _Grant(
         tuple(map(bytes.fromhex, handles.memory)),
@@ -49,4 +49,4 @@ def read_sums(handles: Handles, open_peer: OpenDevice) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(read_sums(Handles(**json.load(sys.stdin)), open_device)))
+    print(json.dumps(read_sums(IpcHandles(**json.load(sys.stdin)), open_device)))

@@ -15,55 +15,48 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.device import Device
 
 
-class Memory(Protocol):
+class MemoryCounter(Protocol):
     """The device's, in bytes."""
 
-    def begin(self) -> None:
+    def reset_peak(self) -> None:
         """Frees what nobody holds, and counts the peak from now on."""
         ...
 
-    def allocated(self) -> int:
-        """What torch's tensors take now."""
+    def peak_bytes(self) -> int:
+        """What they took at most since `reset_peak`."""
         ...
 
-    def peak(self) -> int:
-        """What they took at most since `begin`."""
-        ...
-
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         """Of the whole device, whoever takes the rest."""
         ...
 
 
-class GpuMemory:
-    def begin(self) -> None:
+class GpuMemoryCounter:
+    def reset_peak(self) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated()
-
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated()
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         return torch.cuda.mem_get_info()[0]
 
 
 @dataclass(frozen=True)
-class Lab:
+class DeviceContext:
     device: Device
     clock: Clock
-    memory: Memory
+    memory: MemoryCounter
     make_device: Callable[[], Device]
     """Another `Device` on the same GPU, with a stream of its own, for the thread that calls it."""
 
     @property
-    def at(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         return self.device.torch_device
 
 
-def open_lab() -> Lab:
+def open_device_context() -> DeviceContext:
     """On the first GPU, for the thread that calls it."""
-    return Lab(CudaDevice(0), GpuClock(), GpuMemory(), lambda: CudaDevice(0))
+    return DeviceContext(CudaDevice(0), GpuClock(), GpuMemoryCounter(), lambda: CudaDevice(0))

@@ -57,7 +57,7 @@ class MirrorLauncher(CupyLauncher):
             self.prepare([kernel])
         self.last_launch = f"{kernel} {grid}"
         runtime = self._cupy.cuda.runtime
-        mirrors = mirrors_of(arguments)
+        mirrors = make_mirrors(arguments)
         try:
             for mirror in mirrors:
                 mirror.memory = self._cupy.cuda.alloc(mirror.end - mirror.start)
@@ -72,7 +72,7 @@ class MirrorLauncher(CupyLauncher):
             raise KernelFailed(f"{self.last_launch}: {error}") from error
 
 
-def mirrors_of(arguments: tuple[Argument, ...]) -> list[_Mirror]:
+def make_mirrors(arguments: tuple[Argument, ...]) -> list[_Mirror]:
     """The ranges that the tensors take, those that overlap as one. Raises KernelFailed for a tensor elsewhere."""
     ranges = []
     for tensor in (argument for argument in arguments if isinstance(argument, Tensor)):

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def rope_of(head_dim: int, theta: float) -> RopeConfig:
+def make_rope(head_dim: int, theta: float) -> RopeConfig:
     return RopeConfig(head_dim, tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2)))
 
 
-def theta_of(config: DecoderConfig) -> float:
+def rope_theta(config: DecoderConfig) -> float:
     """Of plain rotary embeddings over whole heads."""
     return float(config.rope.inv_freq[1] ** (-config.head_dim / 2))
 
@@ -34,7 +34,7 @@ LLAMA_8B = DecoderConfig(
     head_dim=128,
     rms_norm_eps=1e-5,
     max_context_tokens=131_072,
-    rope=rope_of(128, 500_000.0),
+    rope=make_rope(128, 500_000.0),
     tie_embeddings=False,
 )
 """Llama-3.1-8B's dimensions. Its long-context scaling of rotary frequencies changes no cost, and is left out."""
@@ -50,7 +50,7 @@ QWEN3_06B = DecoderConfig(
     head_dim=128,
     rms_norm_eps=1e-6,
     max_context_tokens=40_960,
-    rope=rope_of(128, 1_000_000.0),
+    rope=make_rope(128, 1_000_000.0),
     tie_embeddings=True,
     qk_norm=True,
 )
@@ -66,7 +66,7 @@ TINY = DecoderConfig(
     head_dim=64,
     rms_norm_eps=1e-5,
     max_context_tokens=512,
-    rope=rope_of(64, 10_000.0),
+    rope=make_rope(64, 10_000.0),
     tie_embeddings=False,
 )
 """As small as the kernels allow."""
@@ -78,7 +78,7 @@ TINY_FAMILY = {
     "qwen2-window": replace(TINY, qkv_bias=True, layer_window_tokens=(None, 32)),
     "qwen3": replace(TINY, qk_norm=True, tie_embeddings=True),
     "smollm3": replace(TINY, layer_uses_rope=(True, False)),
-    "phi3-partial": replace(TINY, rope=RopeConfig(32, rope_of(32, 10_000.0).inv_freq)),
+    "phi3-partial": replace(TINY, rope=RopeConfig(32, make_rope(32, 10_000.0).inv_freq)),
 }
 """What distinguishes the architectures that are served."""
 

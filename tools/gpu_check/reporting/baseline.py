@@ -15,7 +15,7 @@ from penstock.tools.gpu_check.reporting.results import SIZES_PREFIX, Finding
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.tools.gpu_check.reporting.report import SectionOutcome
+    from penstock.tools.gpu_check.reporting.results import SectionOutcome
 
 MORE_IS_BETTER = {"tok/s": True, "TB/s": True, "GB/s": True, "TFLOP/s": True, "us": False, "ms": False}
 """By unit. Seconds are what preparation takes once, which depends on caches on disk: they are not compared."""
@@ -28,7 +28,7 @@ class BaselineRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class BaselineFigure:
     value: float
     unit: str
 
@@ -40,11 +40,11 @@ class Baseline:
     device: str
     commit: str
     sizes: dict[str, str]
-    figures: dict[str, Figure]
+    figures: dict[str, BaselineFigure]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class FigureComparison:
     name: str
     unit: str
     before: float
@@ -59,12 +59,12 @@ class Comparison:
         return "warn" if self.worse_percent >= WARN_PERCENT else "ok"
 
 
-def baseline_of(outcomes: list[SectionOutcome], environment: dict[str, str]) -> Baseline:
+def make_baseline(outcomes: list[SectionOutcome], environment: dict[str, str]) -> Baseline:
     """Of what a run has measured so far."""
     findings = [finding for outcome in outcomes if outcome.name != SECTION for finding in outcome.findings]
     sizes = {finding.name: str(finding.value) for finding in findings if finding.name.startswith(SIZES_PREFIX)}
     figures = {
-        finding.name: Figure(float(finding.value), finding.unit)
+        finding.name: BaselineFigure(float(finding.value), finding.unit)
         for finding in findings
         if finding.unit in MORE_IS_BETTER and isinstance(finding.value, int | float) and _is_ours(finding.name)
         if 0 < finding.value < math.inf
@@ -76,7 +76,9 @@ def load_baseline(path: Path) -> Baseline:
     """Raises BaselineRefused for a file that cannot be read, or is none."""
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        figures = {str(name): Figure(float(value), str(unit)) for name, (value, unit) in fields["figures"].items()}
+        figures = {
+            str(name): BaselineFigure(float(value), str(unit)) for name, (value, unit) in fields["figures"].items()
+        }
         sizes = {str(name): str(said) for name, said in fields["sizes"].items()}
         baseline = Baseline(str(fields["device"]), str(fields["commit"]), sizes, figures)
     except OSError as error:
@@ -108,7 +110,7 @@ def require_device(before: Baseline, device: str) -> None:
         raise BaselineRefused(f"it is of {before.device or 'no device'}, and this is {device or 'an unknown device'}")
 
 
-def compare(before: Baseline, now: Baseline) -> list[Comparison]:
+def compare(before: Baseline, now: Baseline) -> list[FigureComparison]:
     """Of the figures on both sides, the worst first. Raises BaselineRefused for another device or other sizes."""
     require_device(before, now.device)
     for name in sorted(before.sizes.keys() & now.sizes.keys()):
@@ -122,7 +124,7 @@ def compare(before: Baseline, now: Baseline) -> list[Comparison]:
     return sorted(compared, key=lambda comparison: (-comparison.worse_percent, comparison.name))
 
 
-def findings_of(before: Baseline, now: Baseline, compared: list[Comparison]) -> list[Finding]:
+def make_findings(before: Baseline, now: Baseline, compared: list[FigureComparison]) -> list[Finding]:
     """A failed check for each figure that is much worse, and facts for the rest."""
     failed = [each for each in compared if each.verdict == "fail"]
     num_warned = sum(each.verdict == "warn" for each in compared)
@@ -144,9 +146,9 @@ def findings_of(before: Baseline, now: Baseline, compared: list[Comparison]) -> 
     return findings
 
 
-def _compare(name: str, before: Figure, now: Figure) -> Comparison:
+def _compare(name: str, before: BaselineFigure, now: BaselineFigure) -> FigureComparison:
     share = 100 * (now.value / before.value - 1)
-    return Comparison(name, now.unit, before.value, now.value, -share if MORE_IS_BETTER[now.unit] else share)
+    return FigureComparison(name, now.unit, before.value, now.value, -share if MORE_IS_BETTER[now.unit] else share)
 
 
 def _is_ours(name: str) -> bool:

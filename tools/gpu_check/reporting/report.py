@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from penstock.tools.gpu_check.reporting.goals import GOALS, Goal
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from penstock.tools.gpu_check.reporting.baseline import Comparison
-    from penstock.tools.gpu_check.reporting.results import Finding
+    from penstock.tools.gpu_check.reporting.baseline import FigureComparison
+    from penstock.tools.gpu_check.reporting.results import SectionOutcome
 
 NOT_MEASURED = "not measured"
 _MOST_FAILED, _MOST_OTHERS, _MOST_COMPARED = 12, 80, 40
@@ -25,25 +25,11 @@ CEILINGS = {"TB/s": "ceiling.copy", "TFLOP/s": "ceiling.product"}
 """By unit, the finding that figures are a share of, where the same run has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SectionOutcome:
-    """How a section ended: "done", "timed out", "failed" with its exit status, or "skipped", and what it found."""
-
-    name: str
-    outcome: str
-    wall_s: float
-    findings: list[Finding]
-
-    @property
-    def passed(self) -> bool:
-        return self.outcome in ("done", "skipped") and all(finding.passed is not False for finding in self.findings)
-
-
 def write_report(
     directory: Path,
     outcomes: list[SectionOutcome],
     environment: dict[str, str],
-    compared: Sequence[Comparison] = (),
+    compared: Sequence[FigureComparison] = (),
 ) -> None:
     """Writes both files anew; called again and again, so that what was measured survives any end."""
     measured = _measured(outcomes)

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 
 SIZES_PREFIX = "sizes."
+DEADLINE_VARIABLE = "PENSTOCK_GPU_CHECK_UNTIL_S"
+"""Environment variable: when a section's process must end, in seconds of the monotonic clock.
+
+All processes share that clock.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,20 @@ class Finding:
     unit: str = ""
     passed: bool | None = None
     detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SectionOutcome:
+    """How a section ended: "done", "timed out", "failed" with its exit status, or "skipped", and what it found."""
+
+    name: str
+    outcome: str
+    wall_s: float
+    findings: list[Finding]
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome in ("done", "skipped") and all(finding.passed is not False for finding in self.findings)
 
 
 class SectionOver(Exception):

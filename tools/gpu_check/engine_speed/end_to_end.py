@@ -13,18 +13,17 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes, make_layout, plan_spec
-from penstock.tools.gpu_check.devices.device_context import open_lab
+from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, RandomWeights
 from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
-from penstock.tools.gpu_check.speed.engine_runs import LLAMA_ENGINE, QWEN_ENGINE, EnginePlan, measure_engine
-from penstock.tools.gpu_check.speed.host_pages import tell_choice
+from penstock.tools.gpu_check.engine_speed.engine_runs import LLAMA_ENGINE, QWEN_ENGINE, EnginePlan, measure_engine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
 PAGE_TOKENS = 32
@@ -79,27 +78,29 @@ QWEN_PLAN = ModelPlan(
 
 
 def run(results: Results) -> None:
-    lab = open_lab()
-    for plan, keeps_s in ((LLAMA_PLAN, 0.35 * results.remaining_s), (QWEN_PLAN, 0.0)):
-        results.attempt(plan.name, partial(measure_model, results, lab, plan, keeps_s))
+    context = open_device_context()
+    for plan, reserve_s in ((LLAMA_PLAN, 0.35 * results.remaining_s), (QWEN_PLAN, 0.0)):
+        results.attempt(plan.name, partial(measure_model, results, context, plan, reserve_s))
 
 
-def measure_model(results: Results, lab: Lab, plan: ModelPlan, keeps_s: float = 0.0) -> None:
-    """Ends while keeps_s seconds of the section's time are left."""
+def measure_model(results: Results, context: DeviceContext, plan: ModelPlan, reserve_s: float = 0.0) -> None:
+    """Ends while reserve_s seconds of the section's time are left."""
     results.sizes(plan.name, plan.describe())
-    lab.memory.begin()
-    weights = RandomWeights(plan.config, plan.dtype, lab.at)
+    context.memory.reset_peak()
+    weights = RandomWeights(plan.config, plan.dtype, context.torch_device)
     for kv_dtype in dict.fromkeys(kv_dtype for kv_dtype, *_ in plan.decode):
         results.attempt(
-            f"{plan.name}.{kv_dtype}", partial(_measure_cache, results, lab, plan, weights, kv_dtype), keeps_s
+            f"{plan.name}.{kv_dtype}", partial(_measure_cache, results, context, plan, weights, kv_dtype), reserve_s
         )
     results.attempt(f"{plan.name}.kv", partial(_count_tokens, results, plan))
-    measure_engine(results, lab, plan.name, plan.config, weights, plan.dtype, plan.engine, keeps_s)
+    measure_engine(results, context, plan.name, plan.config, weights, plan.dtype, plan.engine, reserve_s)
     del weights
-    lab.memory.begin()
+    context.memory.reset_peak()
 
 
-def _measure_cache(results: Results, lab: Lab, plan: ModelPlan, weights: RandomWeights, kv_dtype: str) -> None:
+def _measure_cache(
+    results: Results, context: DeviceContext, plan: ModelPlan, weights: RandomWeights, kv_dtype: str
+) -> None:
     """One pass, for the largest of the steps in this KV dtype."""
     cases = [(name, rows, tokens) for dtype, name, rows, tokens in plan.decode if dtype == kv_dtype]
     longest = max(max(tokens for _, _, tokens in cases) + _SPARE_TOKENS, *(tokens for _, tokens in plan.prefill))
@@ -109,35 +110,50 @@ def _measure_cache(results: Results, lab: Lab, plan: ModelPlan, weights: RandomW
     num_pages = max(rows * _pages(tokens + _SPARE_TOKENS) for _, rows, tokens in cases)
     num_pages = max(num_pages, _pages(longest))
     started_s = time.perf_counter()
-    forward_pass = CudaDecoderPass(plan.config, weights, lab.device, plan.dtype, sizes, plan.host_kv_bytes)
+    forward_pass = CudaDecoderPass(plan.config, weights, context.device, plan.dtype, sizes, plan.host_kv_bytes)
     forward_pass.create_cache(num_pages, PAGE_TOKENS, kv_dtype)
     results.fact(f"{plan.name}.{kv_dtype}.ready", time.perf_counter() - started_s, "s")
     try:
-        tell_choice(results, f"{plan.name}.{kv_dtype}", forward_pass)
+        _record_offload_choice(results, f"{plan.name}.{kv_dtype}", forward_pass)
         layout = make_layout(plan.config, num_pages, PAGE_TOKENS, kv_dtype)
-        peak_bytes = lab.memory.peak()
+        peak_bytes = context.memory.peak_bytes()
         fill_cache(forward_pass._ops.cache.view(-1), layout)
-        lab.memory.begin()  # what filling took is not the pass's
+        context.memory.reset_peak()  # what filling took is not the pass's
         for name, rows, tokens in cases:
-            work = partial(_decode, results, lab, plan, forward_pass, name, rows, tokens)
+            work = partial(_decode, results, context, plan, forward_pass, name, rows, tokens)
             results.attempt(f"{plan.name}.decode.{name}", work)
         if kv_dtype == plan.decode[0][0]:
             _measure_prefill(results, plan, forward_pass)
-            peak_bytes = max(peak_bytes, lab.memory.peak())
-            _check_memory(results, lab, plan, sizes, layout.num_bytes, peak_bytes)
+            peak_bytes = max(peak_bytes, context.memory.peak_bytes())
+            _check_memory(results, context, plan, sizes, layout.num_bytes, peak_bytes)
     finally:
         forward_pass.close()
 
 
+def _record_offload_choice(results: Results, name: str, forward_pass: CudaDecoderPass) -> None:
+    """What `create_cache` measured, and what followed."""
+    costs = forward_pass.token_costs
+    results.fact(f"{name}.host_pages.copy", costs.copy_s * 1e6, "us", "a token's KV there and back, by the link")
+    results.fact(f"{name}.host_pages.compute", costs.compute_s * 1e6, "us", "a token of the largest prefill step")
+    choice = "kept on the host" if forward_pass.num_host_pages else "computed again"
+    results.fact(f"{name}.host_pages", choice, "", f"{forward_pass.num_host_pages} places")
+
+
 def _decode(
-    results: Results, lab: Lab, plan: ModelPlan, forward_pass: CudaDecoderPass, name: str, rows: int, tokens: int
+    results: Results,
+    context: DeviceContext,
+    plan: ModelPlan,
+    forward_pass: CudaDecoderPass,
+    name: str,
+    rows: int,
+    tokens: int,
 ) -> None:
     steps = Steps(rows, _pages(tokens + _SPARE_TOKENS))
     steps.context_lens[:] = tokens - 1
     wall_s, host_s = time_decode(forward_pass, steps, plan.num_steps)
     results.fact(f"{plan.name}.decode.{name}", rows / wall_s, "tok/s")
     results.fact(f"{plan.name}.decode.{name}.step", wall_s * 1e3, "ms")
-    device_ms = step_us(lab.clock, forward_pass, steps.decode()) / 1e3
+    device_ms = step_us(context.clock, forward_pass, steps.decode()) / 1e3
     results.fact(f"{plan.name}.decode.{name}.device", device_ms, "ms")
     results.fact(f"{plan.name}.decode.{name}.launch_p50", statistics.median(host_s) * 1e3, "ms")
 
@@ -192,12 +208,14 @@ def _ttft(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass) -> N
     results.fact(f"{plan.name}.ttft.1k", statistics.median(seconds) * 1e3, "ms")
 
 
-def _check_memory(results: Results, lab: Lab, plan: ModelPlan, sizes: StepSizes, cache_bytes: int, peak: int) -> None:
+def _check_memory(
+    results: Results, context: DeviceContext, plan: ModelPlan, sizes: StepSizes, cache_bytes: int, peak: int
+) -> None:
     """What torch's tensors took at most is within what is planned before anything is loaded."""
     spec = plan_spec(plan.config, plan.dtype, sizes)
     planned = spec.weight_bytes + spec.workspace_bytes + cache_bytes
     results.fact(f"{plan.name}.memory.planned", planned / 1e9, "GB")
-    results.fact(f"{plan.name}.memory.free", lab.memory.free() / 1e9, "GB", "left of the device")
+    results.fact(f"{plan.name}.memory.free", context.memory.free_bytes() / 1e9, "GB", "left of the device")
     results.check(f"{plan.name}.memory", peak <= planned, f"GB at most, of {planned / 1e9:.2f} planned", peak / 1e9)
 
 

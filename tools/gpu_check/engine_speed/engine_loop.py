@@ -31,7 +31,7 @@ _WAIT_S = 5.0
 
 
 @dataclass(eq=False)
-class Stream:
+class TokenStream:
     """One request, and when what happened to it. Times by the monotonic clock."""
 
     num_new_tokens: int
@@ -64,8 +64,8 @@ class EngineLoop:
         self._executor = Executor(1)
         self._executor.start(make_pass)
         self._step_timing = StepTiming()
-        self._streams: dict[Sequence, Stream] = {}
-        self.on_end: Callable[[Stream], None] = lambda _stream: None
+        self._streams: dict[Sequence, TokenStream] = {}
+        self.on_end: Callable[[TokenStream], None] = lambda _stream: None
         """Told of each stream that ends, between steps; it may submit more."""
         self.turn_s: list[float] = []
         """Host time up to each turn that planned a step, since the one before: applying, planning, building, handing
@@ -77,12 +77,12 @@ class EngineLoop:
     def num_open(self) -> int:
         return len(self._streams)
 
-    def submit(self, prompt: NDArray[np.int32], num_new_tokens: int) -> Stream:
+    def submit(self, prompt: NDArray[np.int32], num_new_tokens: int) -> TokenStream:
         now_s = time.monotonic()
         total = len(prompt) + num_new_tokens
         subscriber = Subscriber(0, len(self._streams), total, frozenset(), len(prompt), now_s, is_started=True)
         sequence = Sequence(subscriber, prompt.tobytes(), len(prompt), _GREEDY)
-        stream = self._streams[sequence] = Stream(num_new_tokens, now_s)
+        stream = self._streams[sequence] = TokenStream(num_new_tokens, now_s)
         self._scheduler.add(sequence)
         return stream
 
@@ -106,7 +106,7 @@ class EngineLoop:
         """Returns when the next step is to be planned, in seconds; None where that is when something happens."""
         started_s = time.perf_counter()
         self._executor.clear_wake()
-        ended: list[Stream] = []
+        ended: list[TokenStream] = []
         for result in self._executor.results():
             self._apply(result, ended)
         num_planned, plan_due_s = self._plan_steps()
@@ -132,7 +132,7 @@ class EngineLoop:
             num_planned += 1
         return num_planned, None
 
-    def _apply(self, result: StepResult, ended: list[Stream]) -> None:
+    def _apply(self, result: StepResult, ended: list[TokenStream]) -> None:
         """As the engine does: most rows bring a mere token."""
         if result.error is not None:
             raise result.error

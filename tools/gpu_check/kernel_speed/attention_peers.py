@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.passes.decoder.ops import HeadShape
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
 DECODE = (("64x1k", 64, 1024), ("8x4k", 8, 4096), ("1x1k", 1, 1024))
@@ -27,7 +27,7 @@ _FLEX_S = 40.0
 
 def measure(
     results: Results,
-    lab: Lab,
+    context: DeviceContext,
     heads: HeadShape,
     decode: tuple[tuple[str, int, int], ...] = DECODE,
     prefill: tuple[tuple[str, int], ...] = PREFILL,
@@ -35,15 +35,15 @@ def measure(
 ) -> None:
     for backend, kind in backends.items():
         for name, rows, tokens in decode:
-            work = partial(_sdpa, lab, heads, rows, 1, tokens, kind)
+            work = partial(_sdpa, context, heads, rows, 1, tokens, kind)
             _record(results, f"peer.{backend}.decode.{name}", work, _kv_bytes(heads, rows, tokens), "TB/s")
         for name, tokens in prefill:
-            work = partial(_sdpa, lab, heads, 1, tokens, tokens, kind)
+            work = partial(_sdpa, context, heads, 1, tokens, tokens, kind)
             _record(results, f"peer.{backend}.prefill.{name}", work, _causal_flop(heads, tokens), "TFLOP/s")
-    _flash_attention_3(results, lab, heads, decode, prefill)
+    _flash_attention_3(results, context, heads, decode, prefill)
     name, tokens = prefill[0]
     if results.remaining_s > _FLEX_S:
-        work = partial(_flex, lab, heads, tokens)
+        work = partial(_flex, context, heads, tokens)
         _record(results, f"peer.flex.prefill.{name}", work, _causal_flop(heads, tokens), "TFLOP/s")
 
 
@@ -68,38 +68,40 @@ def _causal_flop(heads: HeadShape, num_tokens: int) -> float:
     return 4 * num_tokens * (num_tokens + 1) / 2 * heads.output_size
 
 
-def _draw(lab: Lab, *shape: int) -> Tensor:
-    return torch.randn(shape, device=lab.at).bfloat16()
+def _draw(context: DeviceContext, *shape: int) -> Tensor:
+    return torch.randn(shape, device=context.torch_device).bfloat16()
 
 
-def _sdpa(lab: Lab, heads: HeadShape, num_rows: int, num_queries: int, num_tokens: int, backend: SDPBackend) -> float:
+def _sdpa(
+    context: DeviceContext, heads: HeadShape, num_rows: int, num_queries: int, num_tokens: int, backend: SDPBackend
+) -> float:
     """Queries are the last tokens: all, causal, or one."""
-    q = _draw(lab, num_rows, heads.num_heads, num_queries, heads.head_dim)
+    q = _draw(context, num_rows, heads.num_heads, num_queries, heads.head_dim)
     sets = [
-        [_draw(lab, num_rows, heads.num_kv_heads, num_tokens, heads.head_dim) for _ in range(2)]
+        [_draw(context, num_rows, heads.num_kv_heads, num_tokens, heads.head_dim) for _ in range(2)]
         for _ in range(max(1, (256 << 20) // int(_kv_bytes(heads, num_rows, num_tokens))) if num_queries == 1 else 1)
     ]
     attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=num_queries > 1, enable_gqa=True)
     with sdpa_kernel(backend):
-        return lab.clock.work_us([partial(attend, q, k, v) for k, v in sets])
+        return context.clock.work_us([partial(attend, q, k, v) for k, v in sets])
 
 
-def _flex(lab: Lab, heads: HeadShape, num_tokens: int) -> float:
+def _flex(context: DeviceContext, heads: HeadShape, num_tokens: int) -> float:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
-    mask = create_block_mask(causal, None, None, num_tokens, num_tokens, device=str(lab.at))
-    q = _draw(lab, 1, heads.num_heads, num_tokens, heads.head_dim)
-    k, v = (_draw(lab, 1, heads.num_kv_heads, num_tokens, heads.head_dim) for _ in range(2))
+    mask = create_block_mask(causal, None, None, num_tokens, num_tokens, device=str(context.torch_device))
+    q = _draw(context, 1, heads.num_heads, num_tokens, heads.head_dim)
+    k, v = (_draw(context, 1, heads.num_kv_heads, num_tokens, heads.head_dim) for _ in range(2))
     compiled: Any = torch.compile(flex_attention)
-    return lab.clock.work_us([lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)])
+    return context.clock.work_us([lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)])
 
 
 def _flash_attention_3(
     results: Results,
-    lab: Lab,
+    context: DeviceContext,
     heads: HeadShape,
     decode: tuple[tuple[str, int, int], ...],
     prefill: tuple[tuple[str, int], ...],
@@ -111,22 +113,24 @@ def _flash_attention_3(
         results.skipped("peer.fa3", f"flash_attn_interface: {str(error).strip().partition(chr(10))[0][:200]}")
         return
     for name, tokens in prefill:
-        q, k, v = (_draw(lab, 1, tokens, n, heads.head_dim) for n in (heads.num_heads, *[heads.num_kv_heads] * 2))
-        work = partial(lab.clock.work_us, [partial(module.flash_attn_func, q, k, v, causal=True)])
+        q, k, v = (_draw(context, 1, tokens, n, heads.head_dim) for n in (heads.num_heads, *[heads.num_kv_heads] * 2))
+        work = partial(context.clock.work_us, [partial(module.flash_attn_func, q, k, v, causal=True)])
         _record(results, f"peer.fa3.prefill.{name}", work, _causal_flop(heads, tokens), "TFLOP/s")
     for name, rows, tokens in decode:
-        work = partial(_paged_fa3, lab, module, heads, rows, tokens)
+        work = partial(_paged_fa3, context, module, heads, rows, tokens)
         _record(results, f"peer.fa3.decode.{name}", work, _kv_bytes(heads, rows, tokens), "TB/s")
 
 
-def _paged_fa3(lab: Lab, module: Any, heads: HeadShape, num_rows: int, num_tokens: int, page: int = 64) -> float:
+def _paged_fa3(
+    context: DeviceContext, module: Any, heads: HeadShape, num_rows: int, num_tokens: int, page: int = 64
+) -> float:
     num_pages = num_rows * num_tokens // page
-    table = torch.randperm(num_pages, device=lab.at).int().view(num_rows, -1)
-    lengths = torch.full((num_rows,), num_tokens, dtype=torch.int32, device=lab.at)
-    q = _draw(lab, num_rows, 1, heads.num_heads, heads.head_dim)
+    table = torch.randperm(num_pages, device=context.torch_device).int().view(num_rows, -1)
+    lengths = torch.full((num_rows,), num_tokens, dtype=torch.int32, device=context.torch_device)
+    q = _draw(context, num_rows, 1, heads.num_heads, heads.head_dim)
     sets = [
-        [_draw(lab, num_pages, page, heads.num_kv_heads, heads.head_dim) for _ in range(2)]
+        [_draw(context, num_pages, page, heads.num_kv_heads, heads.head_dim) for _ in range(2)]
         for _ in range(max(1, (256 << 20) // int(_kv_bytes(heads, num_rows, num_tokens))))
     ]
     attend = partial(module.flash_attn_with_kvcache, cache_seqlens=lengths, page_table=table, causal=True)
-    return lab.clock.work_us([partial(attend, q, k, v) for k, v in sets])
+    return context.clock.work_us([partial(attend, q, k, v) for k, v in sets])

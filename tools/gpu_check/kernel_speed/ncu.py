@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from glob import glob
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.checks.environment import describe_environment
-from penstock.tools.gpu_check.reporting.report import SectionOutcome, summary_lines, write_report
-from penstock.tools.gpu_check.reporting.results import Results, read_findings
+from penstock.tools.gpu_check.reporting.environment import describe_environment
+from penstock.tools.gpu_check.reporting.report import summary_lines, write_report
+from penstock.tools.gpu_check.reporting.results import Results, SectionOutcome, read_findings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +91,7 @@ def profile_case(out: Path, case: str, budget_s: float, commit: str = "") -> int
     started_s = time.monotonic()
     scratch = out / f"ncu-{case}.jsonl"
     results = Results(scratch, budget_s)
-    command = [sys.executable, "-m", "penstock.tools.gpu_check.speed.ncu_child", case]
+    command = [sys.executable, "-m", "penstock.tools.gpu_check.kernel_speed.ncu_child", case]
     results.attempt(f"ncu.{case}", lambda: profile(results, path, out, case, command))
     outcome = SectionOutcome("ncu", "done", time.monotonic() - started_s, read_findings(scratch))
     scratch.unlink()

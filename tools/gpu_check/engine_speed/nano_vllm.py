@@ -22,24 +22,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from penstock.tools.gpu_check.devices.device_context import open_lab
-from penstock.tools.gpu_check.devices.models import QWEN3_06B, RandomWeights, theta_of
-from penstock.tools.gpu_check.peers.offline_requests import draw_requests
-from penstock.tools.gpu_check.peers.transformers_batching import MARGIN_S, first_line, state_of, within
-from penstock.tools.gpu_check.speed.engine_runs import QWEN_ENGINE, EnginePlan, time_offline
+from penstock.tools.gpu_check.devices.device_context import open_device_context
+from penstock.tools.gpu_check.devices.models import QWEN3_06B, RandomWeights, rope_theta
+from penstock.tools.gpu_check.engine_speed.engine_runs import QWEN_ENGINE, EnginePlan, time_offline
+from penstock.tools.gpu_check.engine_speed.offline_requests import draw_offline_requests
+from penstock.tools.gpu_check.engine_speed.transformers_batching import MARGIN_S, first_line, make_state_dict, within
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
 _MAX_MODEL_LEN = 4096
 
 
 @dataclass(frozen=True)
-class Sizes:
+class NanoVllmSizes:
     config: DecoderConfig = QWEN3_06B
     dtype: torch.dtype = torch.bfloat16
     plan: EnginePlan = QWEN_ENGINE
@@ -52,7 +52,7 @@ def run(results: Results) -> None:
     if (missing := missing_package()) is not None:
         results.skipped("peers.nano_vllm_ratio", missing)
         return
-    measure(results, open_lab(), Sizes())
+    measure(results, open_device_context(), NanoVllmSizes())
     # What it leaves behind, threads and process groups, is not ours to end.
     sys.stdout.flush()
     os._exit(0)
@@ -66,11 +66,11 @@ def missing_package() -> str | None:
     return None
 
 
-def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
-    weights, ours = RandomWeights(sizes.config, sizes.dtype, lab.at), [0.0]
-    if not results.attempt("peers.nano_vllm.ours", partial(_measure_ours, results, lab, weights, sizes, ours)):
+def measure(results: Results, context: DeviceContext, sizes: NanoVllmSizes) -> None:
+    weights, ours = RandomWeights(sizes.config, sizes.dtype, context.torch_device), [0.0]
+    if not results.attempt("peers.nano_vllm.ours", partial(_measure_ours, results, context, weights, sizes, ours)):
         return
-    lab.memory.begin()
+    context.memory.reset_peak()
     try:
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
             write_checkpoint(Path(directory), sizes.config, weights, sizes.dtype)
@@ -82,19 +82,21 @@ def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
     results.fact("peers.nano_vllm_ratio", ours[0] / rate, "x")
 
 
-def _measure_ours(results: Results, lab: Lab, weights: RandomWeights, sizes: Sizes, rate: list[float]) -> None:
-    num_tokens, wall_s = time_offline(results, lab, sizes.config, weights, sizes.dtype, sizes.plan)
+def _measure_ours(
+    results: Results, context: DeviceContext, weights: RandomWeights, sizes: NanoVllmSizes, rate: list[float]
+) -> None:
+    num_tokens, wall_s = time_offline(results, context, sizes.config, weights, sizes.dtype, sizes.plan)
     rate[0] = num_tokens / wall_s
     results.fact("peers.nano_vllm.ours", rate[0], "tok/s")
 
 
-def _measure_theirs(directory: Path, sizes: Sizes) -> float:
+def _measure_theirs(directory: Path, sizes: NanoVllmSizes) -> float:
     """Generated tokens a second, from the first request's submission to the last one's end, as its benchmark counts."""
-    offer_flash_attention()
+    install_flash_attention()
     nanovllm: Any = importlib.import_module("nanovllm")
     _without_scaling(importlib.import_module("nanovllm.models.qwen3"))
     plan = sizes.plan
-    requests = draw_requests(plan.requests, plan.shortest, plan.longest, sizes.config.vocab_size)
+    requests = draw_offline_requests(plan.requests, plan.shortest, plan.longest, sizes.config.vocab_size)
     llm = nanovllm.LLM(str(directory), enforce_eager=False, max_model_len=_MAX_MODEL_LEN)
     sampling = partial(nanovllm.SamplingParams, temperature=0.6, ignore_eos=True)
     llm.generate([[1] * 16], sampling(max_tokens=16), use_tqdm=False)
@@ -107,7 +109,7 @@ def _measure_theirs(directory: Path, sizes: Sizes) -> float:
     return sum(request.num_new_tokens for request in requests) / (time.perf_counter() - started_s)
 
 
-def offer_flash_attention() -> None:
+def install_flash_attention() -> None:
     """As the module `flash_attn`, where only FlashAttention 3 is there."""
     if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
         return
@@ -159,7 +161,7 @@ def _without_scaling(qwen3: Any) -> None:
 
 def write_checkpoint(directory: Path, config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> None:
     """A Qwen3 checkpoint with a tokenizer of one word: what nano-vllm decodes in the end is not looked at."""
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in state_of(config, weights, dtype).items()}
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in make_state_dict(config, weights, dtype).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     end = "<|endoftext|>"
     document = {
@@ -175,7 +177,7 @@ def write_checkpoint(directory: Path, config: DecoderConfig, weights: RandomWeig
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_context_tokens,
-        "rope_theta": theta_of(config),
+        "rope_theta": rope_theta(config),
         "attention_bias": False,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": str(dtype).removeprefix("torch."),

@@ -23,14 +23,14 @@ from penstock.tools.gpu_check.devices.random_caches import fill_cache
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
 
 PAGE_TOKENS = 32
 LLAMA_HEADS = HeadShape(32, 8, 128)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class KernelSizes:
     """What is measured: of the 8B's heads unless a test wants less."""
 
     heads: HeadShape = LLAMA_HEADS
@@ -76,7 +76,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCase:
     """works do the same on different memory: together more than a cache holds. amount is in bytes, or in
     floating-point operations where unit is TFLOP/s, of each."""
 
@@ -91,11 +91,11 @@ class Prepared:
 @dataclass(frozen=True)
 class KernelCase:
     name: str
-    prepare: Callable[[Lab], Prepared]
+    prepare: Callable[[DeviceContext], PreparedCase]
     """Draws the buffers and loads the kernels."""
 
 
-def kernel_cases(sizes: Sizes) -> list[KernelCase]:
+def kernel_cases(sizes: KernelSizes) -> list[KernelCase]:
     """In the order of what is wanted most."""
     cases = [
         KernelCase(f"attention.decode.{name}", partial(_decode, sizes, rows, tokens, kv_dtype))
@@ -141,21 +141,23 @@ class _DecodeStep:
     attend: Callable[[Tensor], object]
 
 
-def _decode(sizes: Sizes, num_rows: int, num_tokens: int, kv_dtype: str, lab: Lab) -> Prepared:
+def _decode(sizes: KernelSizes, num_rows: int, num_tokens: int, kv_dtype: str, context: DeviceContext) -> PreparedCase:
     """Of its own bytes: each key and value once, scales included. The plan, once a step, is not in it."""
-    step = _decode_step(sizes, num_rows, num_tokens, kv_dtype, lab)
+    step = _decode_step(sizes, num_rows, num_tokens, kv_dtype, context)
     num_bytes = num_rows * num_tokens * 2 * sizes.heads.num_kv_heads * step.layout.row_bytes
-    caches = _caches(lab, step.layout, -(-sizes.cold_bytes // num_bytes))
+    caches = _caches(context, step.layout, -(-sizes.cold_bytes // num_bytes))
     step.plan()
-    return Prepared([partial(step.attend, cache) for cache in caches], num_bytes, "TB/s", num_rows == 1)
+    return PreparedCase([partial(step.attend, cache) for cache in caches], num_bytes, "TB/s", num_rows == 1)
 
 
-def _plan(sizes: Sizes, num_rows: int, num_tokens: int, kv_dtype: str, lab: Lab) -> Prepared:
-    return Prepared([_decode_step(sizes, num_rows, num_tokens, kv_dtype, lab).plan])
+def _plan(sizes: KernelSizes, num_rows: int, num_tokens: int, kv_dtype: str, context: DeviceContext) -> PreparedCase:
+    return PreparedCase([_decode_step(sizes, num_rows, num_tokens, kv_dtype, context).plan])
 
 
-def _decode_step(sizes: Sizes, num_rows: int, num_tokens: int, kv_dtype: str, lab: Lab) -> _DecodeStep:
-    heads, device = sizes.heads, lab.device
+def _decode_step(
+    sizes: KernelSizes, num_rows: int, num_tokens: int, kv_dtype: str, context: DeviceContext
+) -> _DecodeStep:
+    heads, device = sizes.heads, context.device
     pages_per_row = -(-num_tokens // PAGE_TOKENS)
     layout = CacheLayout(1, num_rows * pages_per_row, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
     attention = DecodeAttention(
@@ -168,13 +170,13 @@ def _decode_step(sizes: Sizes, num_rows: int, num_tokens: int, kv_dtype: str, la
         shared_bytes_per_sm=device.shared_bytes_per_sm,
     )
     device.launcher.prepare(attention.kernels())
-    workspace = attention.make_workspace(lab.at)
+    workspace = attention.make_workspace(context.torch_device)
     act = torch.float32 if kv_dtype == "fp32" else torch.bfloat16
-    qkv = torch.randn(num_rows, heads.qkv_size, device=lab.at).to(act)
-    out = torch.empty(num_rows, heads.output_size, device=lab.at, dtype=act)
-    page_table = _shuffled_pages(lab, num_rows, pages_per_row)
-    contexts = torch.full((num_rows,), num_tokens - 1, dtype=torch.int32, device=lab.at)
-    slots = torch.arange(num_rows, dtype=torch.int32, device=lab.at)
+    qkv = torch.randn(num_rows, heads.qkv_size, device=context.torch_device).to(act)
+    out = torch.empty(num_rows, heads.output_size, device=context.torch_device, dtype=act)
+    page_table = _shuffled_pages(context, num_rows, pages_per_row)
+    contexts = torch.full((num_rows,), num_tokens - 1, dtype=torch.int32, device=context.torch_device)
+    slots = torch.arange(num_rows, dtype=torch.int32, device=context.torch_device)
 
     def attend(cache: Tensor) -> None:
         attention.attend(device.launcher, workspace, qkv, cache, page_table, out)
@@ -182,96 +184,100 @@ def _decode_step(sizes: Sizes, num_rows: int, num_tokens: int, kv_dtype: str, la
     return _DecodeStep(layout, partial(attention.plan, device.launcher, workspace, contexts, slots, num_rows), attend)
 
 
-def _prefill(sizes: Sizes, history: int, num_tokens: int, kv_dtype: str, lab: Lab) -> Prepared:
-    heads, device = sizes.heads, lab.device
+def _prefill(sizes: KernelSizes, history: int, num_tokens: int, kv_dtype: str, context: DeviceContext) -> PreparedCase:
+    heads, device = sizes.heads, context.device
     num_pages = -(-(history + num_tokens) // PAGE_TOKENS)
     layout = CacheLayout(1, num_pages, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
     attention = PrefillAttention(layout, heads.num_heads, heads.head_dim**-0.5)
     device.launcher.prepare(attention.kernels())
-    qkv = torch.randn(num_tokens, heads.qkv_size, device=lab.at).bfloat16()
-    out = torch.empty(num_tokens, heads.output_size, device=lab.at, dtype=torch.bfloat16)
+    qkv = torch.randn(num_tokens, heads.qkv_size, device=context.torch_device).bfloat16()
+    out = torch.empty(num_tokens, heads.output_size, device=context.torch_device, dtype=torch.bfloat16)
     starts, contexts = np.array([0, num_tokens], np.int32), np.array([history], np.int32)
-    tiles = torch.from_numpy(attention.tiles(starts, contexts)).to(lab.at)
+    tiles = torch.from_numpy(attention.tiles(starts, contexts)).to(context.torch_device)
     rows = RowArrays(
-        torch.from_numpy(starts).to(lab.at),
-        torch.from_numpy(contexts).to(lab.at),
-        torch.zeros(1, dtype=torch.int32, device=lab.at),
+        torch.from_numpy(starts).to(context.torch_device),
+        torch.from_numpy(contexts).to(context.torch_device),
+        torch.zeros(1, dtype=torch.int32, device=context.torch_device),
     )
-    page_table = _shuffled_pages(lab, 1, num_pages)
-    (cache,) = _caches(lab, layout, 1)
+    page_table = _shuffled_pages(context, 1, num_pages)
+    (cache,) = _caches(context, layout, 1)
     pairs = num_tokens * history + num_tokens * (num_tokens + 1) / 2
     attend = partial(attention.attend, device.launcher, qkv, cache, page_table, rows, tiles, out)
-    return Prepared([attend], 4 * pairs * heads.output_size, "TFLOP/s")
+    return PreparedCase([attend], 4 * pairs * heads.output_size, "TFLOP/s")
 
 
-def _sampling(sizes: Sizes, params: SamplingParams, lab: Lab) -> Prepared:
+def _sampling(sizes: KernelSizes, params: SamplingParams, context: DeviceContext) -> PreparedCase:
     rows, vocab = sizes.sampling_rows, sizes.vocab_size
-    arrays = SlotArrays(rows, vocab, lab.at)
-    sampler = DeviceSampler(lab.device.launcher, arrays, torch.bfloat16)
-    lab.device.launcher.prepare(sampler.kernels)
-    logits = [(torch.randn(rows, vocab, device=lab.at) * 3).bfloat16() for _ in range(4)]
-    slots = torch.arange(rows, dtype=torch.int32, device=lab.at)
-    contexts = torch.full((rows,), 100, dtype=torch.int32, device=lab.at)
-    tokens = torch.empty(rows, dtype=torch.int32, device=lab.at)
+    arrays = SlotArrays(rows, vocab, context.torch_device)
+    sampler = DeviceSampler(context.device.launcher, arrays, torch.bfloat16)
+    context.device.launcher.prepare(sampler.kernels)
+    logits = [(torch.randn(rows, vocab, device=context.torch_device) * 3).bfloat16() for _ in range(4)]
+    slots = torch.arange(rows, dtype=torch.int32, device=context.torch_device)
+    contexts = torch.full((rows,), 100, dtype=torch.int32, device=context.torch_device)
+    tokens = torch.empty(rows, dtype=torch.int32, device=context.torch_device)
     prompt = np.arange(100, dtype=np.int32)
     packed = sampler.pack([SlotInit(slot, params, prompt, len(prompt)) for slot in range(rows)])
-    sampler.take_slots(torch.from_numpy(packed).to(lab.at), rows)
+    sampler.take_slots(torch.from_numpy(packed).to(context.torch_device), rows)
     features = sampler.features(np.arange(rows, dtype=np.int32))
     works: list[Callable[[], object]] = [partial(sampler.sample, x, slots, contexts, features, tokens) for x in logits]
-    return Prepared(works, detail=f"{rows} rows of {vocab}")
+    return PreparedCase(works, detail=f"{rows} rows of {vocab}")
 
 
-def _rope_and_store(sizes: Sizes, num_tokens: int, kv_dtype: str, lab: Lab) -> Prepared:
-    heads, elementwise = sizes.heads, _elementwise(sizes, kv_dtype, lab)
+def _rope_and_store(sizes: KernelSizes, num_tokens: int, kv_dtype: str, context: DeviceContext) -> PreparedCase:
+    heads, elementwise = sizes.heads, _elementwise(sizes, kv_dtype, context)
     num_pages = -(-num_tokens // PAGE_TOKENS)
     layout = CacheLayout(1, num_pages, PAGE_TOKENS, heads.num_kv_heads, heads.head_dim, kv_dtype)
-    rows = RowArrays(*(torch.tensor(x, dtype=torch.int32, device=lab.at) for x in ([0, num_tokens], [0], [0])))
-    qkv = torch.randn(num_tokens, heads.qkv_size, device=lab.at).bfloat16()
-    rope = torch.rand(num_tokens, heads.head_dim, device=lab.at)
-    (cache,) = _caches(lab, layout, 1)
-    page_table = _shuffled_pages(lab, 1, num_pages)
+    rows = RowArrays(
+        *(torch.tensor(x, dtype=torch.int32, device=context.torch_device) for x in ([0, num_tokens], [0], [0]))
+    )
+    qkv = torch.randn(num_tokens, heads.qkv_size, device=context.torch_device).bfloat16()
+    rope = torch.rand(num_tokens, heads.head_dim, device=context.torch_device)
+    (cache,) = _caches(context, layout, 1)
+    page_table = _shuffled_pages(context, 1, num_pages)
     moved = 2 * (heads.qkv_size + heads.output_size) + 2 * heads.num_kv_heads * layout.row_bytes + heads.head_dim * 4
     work = partial(elementwise.rope_and_store, qkv, cache, page_table, rows, rope, None)
     return _traffic(work, num_tokens * moved)
 
 
-def _norm(sizes: Sizes, num_tokens: int, lab: Lab) -> Prepared:
-    elementwise = _elementwise(sizes, "bf16", lab)
-    residual = torch.randn(num_tokens, sizes.hidden, device=lab.at)
-    delta, out = (torch.randn(num_tokens, sizes.hidden, device=lab.at).bfloat16() for _ in range(2))
-    work = partial(elementwise.add_rms_norm, residual, delta, torch.ones(sizes.hidden, device=lab.at), out)
+def _norm(sizes: KernelSizes, num_tokens: int, context: DeviceContext) -> PreparedCase:
+    elementwise = _elementwise(sizes, "bf16", context)
+    residual = torch.randn(num_tokens, sizes.hidden, device=context.torch_device)
+    delta, out = (torch.randn(num_tokens, sizes.hidden, device=context.torch_device).bfloat16() for _ in range(2))
+    work = partial(
+        elementwise.add_rms_norm, residual, delta, torch.ones(sizes.hidden, device=context.torch_device), out
+    )
     return _traffic(work, num_tokens * sizes.hidden * (4 + 4 + 2 + 2))
 
 
-def _silu_mul(sizes: Sizes, num_tokens: int, lab: Lab) -> Prepared:
-    elementwise = _elementwise(sizes, "bf16", lab)
-    gate_up = torch.randn(num_tokens, 2 * sizes.intermediate, device=lab.at).bfloat16()
-    gated = torch.empty(num_tokens, sizes.intermediate, device=lab.at, dtype=torch.bfloat16)
+def _silu_mul(sizes: KernelSizes, num_tokens: int, context: DeviceContext) -> PreparedCase:
+    elementwise = _elementwise(sizes, "bf16", context)
+    gate_up = torch.randn(num_tokens, 2 * sizes.intermediate, device=context.torch_device).bfloat16()
+    gated = torch.empty(num_tokens, sizes.intermediate, device=context.torch_device, dtype=torch.bfloat16)
     return _traffic(partial(elementwise.silu_mul, gate_up, gated), num_tokens * sizes.intermediate * 6)
 
 
-def _elementwise(sizes: Sizes, kv_dtype: str, lab: Lab) -> Elementwise:
+def _elementwise(sizes: KernelSizes, kv_dtype: str, context: DeviceContext) -> Elementwise:
     made = Elementwise(
-        lab.device.launcher, sizes.heads, sizes.hidden, sizes.heads.head_dim, 1e-5, torch.bfloat16, kv_dtype,
-        PAGE_TOKENS, lab.at,
+        context.device.launcher, sizes.heads, sizes.hidden, sizes.heads.head_dim, 1e-5, torch.bfloat16, kv_dtype,
+        PAGE_TOKENS, context.torch_device,
     )  # fmt: skip
-    lab.device.launcher.prepare(made.kernels)
+    context.device.launcher.prepare(made.kernels)
     return made
 
 
-def _traffic(work: Callable[[], object], num_bytes: float) -> Prepared:
+def _traffic(work: Callable[[], object], num_bytes: float) -> PreparedCase:
     """What a kernel must read and write, once."""
-    return Prepared([work], num_bytes, "TB/s", leads_with_time=True)
+    return PreparedCase([work], num_bytes, "TB/s", leads_with_time=True)
 
 
-def _caches(lab: Lab, layout: CacheLayout, count: int) -> list[Tensor]:
-    caches = [torch.empty(layout.num_bytes, dtype=torch.uint8, device=lab.at) for _ in range(count)]
+def _caches(context: DeviceContext, layout: CacheLayout, count: int) -> list[Tensor]:
+    caches = [torch.empty(layout.num_bytes, dtype=torch.uint8, device=context.torch_device) for _ in range(count)]
     for cache in caches:
         fill_cache(cache, layout)
     return caches
 
 
-def _shuffled_pages(lab: Lab, num_rows: int, pages_per_row: int) -> Tensor:
+def _shuffled_pages(context: DeviceContext, num_rows: int, pages_per_row: int) -> Tensor:
     """int32 [rows, pages]: no two alike."""
     pages = np.random.default_rng(0).permutation(num_rows * pages_per_row).astype(np.int32)
-    return torch.from_numpy(pages.reshape(num_rows, pages_per_row)).to(lab.at)
+    return torch.from_numpy(pages.reshape(num_rows, pages_per_row)).to(context.torch_device)

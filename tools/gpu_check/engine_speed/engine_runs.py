@@ -13,8 +13,8 @@ import numpy as np
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
 from penstock.tools.gpu_check.devices.steps import Steps, launch, step_us
-from penstock.tools.gpu_check.peers.offline_requests import draw_requests
-from penstock.tools.gpu_check.speed.engine_loop import EngineLoop, LoopSizes, Stream
+from penstock.tools.gpu_check.engine_speed.engine_loop import EngineLoop, LoopSizes, TokenStream
+from penstock.tools.gpu_check.engine_speed.offline_requests import draw_offline_requests
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import IBatchedForwardPass
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.devices.models import RandomWeights
     from penstock.tools.gpu_check.reporting.results import Results
 
@@ -35,8 +35,8 @@ class EnginePlan:
 
     users: int = 0
     """Each submits a prompt, waits for its answer, and submits the next."""
-    user_prompt: int = 1024
-    user_tokens: int = 128
+    user_prompt_tokens: int = 1024
+    user_new_tokens: int = 128
     user_batch_tokens: int = 512
     user_s: float = 9.0
     requests: int = 0
@@ -44,80 +44,85 @@ class EnginePlan:
     shortest: int = 100
     longest: int = 1024
     batch_tokens: int = 8192
-    crowd: int = 256
+    num_concurrent: int = 256
     """Sequences that decode together while the host's time is taken."""
-    crowd_prompt: int = 256
-    crowd_tokens: int = 160
-    is_judged: bool = False
+    concurrent_prompt_tokens: int = 256
+    concurrent_new_tokens: int = 160
+    is_goal: bool = False
     """The crowd's figures are the goals'."""
 
 
-LLAMA_ENGINE = EnginePlan(users=32, is_judged=True)
+LLAMA_ENGINE = EnginePlan(users=32, is_goal=True)
 QWEN_ENGINE = EnginePlan(requests=256)
 
 
 def measure_engine(
     results: Results,
-    lab: Lab,
+    context: DeviceContext,
     name: str,
     config: DecoderConfig,
     weights: RandomWeights,
     dtype: torch.dtype,
     plan: EnginePlan,
-    keeps_s: float = 0.0,
+    reserve_s: float = 0.0,
 ) -> None:
-    runs = _Runs(results, lab, name, config, weights, dtype, plan)
-    if plan.crowd:
-        results.attempt(f"{name}.crowd", runs.crowd, keeps_s)
+    runs = _EngineRuns(results, context, name, config, weights, dtype, plan)
+    if plan.num_concurrent:
+        results.attempt(f"{name}.concurrent", runs.concurrent, reserve_s)
     if plan.users:
-        results.attempt(f"{name}.mixed", runs.mixed, keeps_s + plan.user_s)
+        results.attempt(f"{name}.mixed", runs.mixed, reserve_s + plan.user_s)
     if plan.requests:
-        results.attempt(f"{name}.offline", runs.offline, keeps_s)
+        results.attempt(f"{name}.offline", runs.offline, reserve_s)
 
 
 def time_offline(
     results: Results,
-    lab: Lab,
+    context: DeviceContext,
     config: DecoderConfig,
     weights: RandomWeights,
     dtype: torch.dtype,
     plan: EnginePlan,
 ) -> tuple[int, float]:
     """The plan's requests alone: see `offline_requests`. Tokens generated, and seconds."""
-    return _Runs(results, lab, "offline", config, weights, dtype, plan).time_offline()
+    return _EngineRuns(results, context, "offline", config, weights, dtype, plan).time_offline()
 
 
 @dataclass(frozen=True)
-class _Runs:
+class _EngineRuns:
     results: Results
-    lab: Lab
+    context: DeviceContext
     name: str
     config: DecoderConfig
     weights: RandomWeights
     dtype: torch.dtype
     plan: EnginePlan
 
-    def crowd(self) -> None:
+    def concurrent(self) -> None:
         """All decode at once: the host's time a turn, and how long the device waits for it."""
         plan = self.plan
-        total = plan.crowd_prompt + plan.crowd_tokens
-        sizes = _sizes(plan.crowd, plan.batch_tokens, total)
+        total = plan.concurrent_prompt_tokens + plan.concurrent_new_tokens
+        sizes = _sizes(plan.num_concurrent, plan.batch_tokens, total)
         device_us: list[float] = []
-        loop = self._open(sizes, partial(self._time_step, plan.crowd, total - plan.crowd_tokens // 2, device_us))
+        loop = self._open(
+            sizes, partial(self._time_step, plan.num_concurrent, total - plan.concurrent_new_tokens // 2, device_us)
+        )
         rng = np.random.default_rng(1)
         try:
-            streams = [loop.submit(self._prompt(rng, plan.crowd_prompt), plan.crowd_tokens) for _ in range(plan.crowd)]
-            loop.run(lambda: all(len(stream.token_times_s) > plan.crowd_tokens // 4 for stream in streams))
+            streams = [
+                loop.submit(self._prompt(rng, plan.concurrent_prompt_tokens), plan.concurrent_new_tokens)
+                for _ in range(plan.num_concurrent)
+            ]
+            loop.run(lambda: all(len(stream.token_times_s) > plan.concurrent_new_tokens // 4 for stream in streams))
             loop.turn_s.clear()
             first_step, started_s = loop.num_steps, time.monotonic()
-            loop.run(lambda: any(len(stream.token_times_s) > plan.crowd_tokens * 3 // 4 for stream in streams))
+            loop.run(lambda: any(len(stream.token_times_s) > plan.concurrent_new_tokens * 3 // 4 for stream in streams))
             step_us = (time.monotonic() - started_s) * 1e6 / max(loop.num_steps - first_step, 1)
         finally:
             loop.close()
         p50, p99 = (float(np.quantile(loop.turn_s, q)) * 1e3 for q in (0.5, 0.99))
         idle = max(0.0, 100 * (1 - device_us[0] / step_us))
-        prefix = "engine" if plan.is_judged else f"{self.name}.engine"
-        self.results.fact(f"{prefix}.plan_p50", p50, "ms", f"{plan.crowd} rows")
+        prefix = "engine" if plan.is_goal else f"{self.name}.engine"
+        self.results.fact(f"{prefix}.plan_p50", p50, "ms", f"{plan.num_concurrent} rows")
         self.results.fact(f"{prefix}.plan_p99", p99, "ms")
         self.results.fact(
             f"{prefix}.gpu_idle", idle, "%", f"a step takes {step_us:.0f} us, {device_us[0]:.0f} computing"
@@ -126,15 +131,15 @@ class _Runs:
     def mixed(self) -> None:
         """Closed loops of users, who come one after the other."""
         plan = self.plan
-        total = plan.user_prompt + plan.user_tokens
+        total = plan.user_prompt_tokens + plan.user_new_tokens
         loop = self._open(_sizes(plan.users, plan.user_batch_tokens, total))
         rng, ends_s = np.random.default_rng(2), time.monotonic() + min(plan.user_s, self.results.remaining_s)
-        streams: list[Stream] = []
+        streams: list[TokenStream] = []
 
-        def submit(_ended: Stream | None = None) -> None:
+        def submit(_ended: TokenStream | None = None) -> None:
             # Lengths differ, or all would come back together for ever.
-            new_tokens = int(rng.integers(plan.user_tokens // 2, plan.user_tokens + 1))
-            streams.append(loop.submit(self._prompt(rng, plan.user_prompt), new_tokens))
+            new_tokens = int(rng.integers(plan.user_new_tokens // 2, plan.user_new_tokens + 1))
+            streams.append(loop.submit(self._prompt(rng, plan.user_prompt_tokens), new_tokens))
 
         try:
             for number in range(plan.users):
@@ -164,7 +169,7 @@ class _Runs:
     def time_offline(self) -> tuple[int, float]:
         """The tokens that were generated, and the seconds from the first request to the last one's end."""
         plan = self.plan
-        requests = draw_requests(plan.requests, plan.shortest, plan.longest, self.config.vocab_size)
+        requests = draw_offline_requests(plan.requests, plan.shortest, plan.longest, self.config.vocab_size)
         loop = self._open(_sizes(plan.requests, plan.batch_tokens, 2 * plan.longest))
         try:
             started_s = time.monotonic()
@@ -183,13 +188,13 @@ class _Runs:
 
         def make() -> IBatchedForwardPass:
             steps = StepSizes(sizes.max_running, sizes.max_batch_tokens, sizes.max_context_tokens)
-            made = CudaDecoderPass(self.config, self.weights, self.lab.make_device(), self.dtype, steps)
+            made = CudaDecoderPass(self.config, self.weights, self.context.make_device(), self.dtype, steps)
             made.create_cache(sizes.num_pages, sizes.page_tokens, "bf16")
             if first is not None:
                 first(made)
             return cast("IBatchedForwardPass", made)
 
-        self.lab.device.synchronize()  # the weights were made in another stream
+        self.context.device.synchronize()  # the weights were made in another stream
         return EngineLoop(make, sizes)
 
     def _time_step(self, rows: int, tokens: int, device_us: list[float], forward_pass: CudaDecoderPass) -> None:
@@ -197,13 +202,13 @@ class _Runs:
         steps = Steps(rows, -(-(tokens + PAGE_TOKENS) // PAGE_TOKENS))
         steps.context_lens[:] = tokens - 1
         launch(forward_pass, steps.decode()).wait()
-        device_us.append(min(step_us(self.lab.clock, forward_pass, steps.decode()) for _ in range(3)))
+        device_us.append(min(step_us(self.context.clock, forward_pass, steps.decode()) for _ in range(3)))
 
     def _prompt(self, rng: np.random.Generator, num_tokens: int) -> NDArray[np.int32]:
         return rng.integers(0, self.config.vocab_size, num_tokens).astype(np.int32)
 
 
-def _has_begun(stream: Stream) -> bool:
+def _has_begun(stream: TokenStream) -> bool:
     return len(stream.token_times_s) > 0
 
 

@@ -5,36 +5,36 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.tools.gpu_check.devices.device_context import open_lab
-from penstock.tools.gpu_check.peers import attention as attention_peers
-from penstock.tools.gpu_check.speed.kernel_cases import Sizes, kernel_cases
+from penstock.tools.gpu_check.devices.device_context import open_device_context
+from penstock.tools.gpu_check.kernel_speed import attention_peers
+from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelSizes, kernel_cases
 
 if TYPE_CHECKING:
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
+    from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelCase
     from penstock.tools.gpu_check.reporting.results import Results
-    from penstock.tools.gpu_check.speed.kernel_cases import KernelCase
 
 
 def run(results: Results) -> None:
-    measure(results, open_lab(), Sizes())
+    measure(results, open_device_context(), KernelSizes())
 
 
 def run_quick(results: Results) -> None:
     """Ours alone."""
-    measure(results, open_lab(), Sizes(with_peers=False))
+    measure(results, open_device_context(), KernelSizes(with_peers=False))
 
 
-def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
+def measure(results: Results, context: DeviceContext, sizes: KernelSizes) -> None:
     results.sizes("kernels", sizes.describe())
     for case in kernel_cases(sizes):
-        results.attempt(case.name, partial(_time, results, lab, case))
+        results.attempt(case.name, partial(_time, results, context, case))
     if sizes.with_peers:
-        attention_peers.measure(results, lab, sizes.heads)
+        attention_peers.measure(results, context, sizes.heads)
 
 
-def _time(results: Results, lab: Lab, case: KernelCase) -> None:
-    prepared = case.prepare(lab)
-    us = lab.clock.work_us(prepared.works)
+def _time(results: Results, context: DeviceContext, case: KernelCase) -> None:
+    prepared = case.prepare(context)
+    us = context.clock.work_us(prepared.works)
     if not prepared.unit:
         results.fact(case.name, us, "us", prepared.detail)
         return

@@ -18,16 +18,16 @@ import torch
 
 from penstock.backend.passes.decoder.cuda.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
-from penstock.tools.gpu_check.devices.device_context import open_lab
-from penstock.tools.gpu_check.devices.models import LLAMA_8B, RandomWeights, theta_of
+from penstock.tools.gpu_check.devices.device_context import open_device_context
+from penstock.tools.gpu_check.devices.models import LLAMA_8B, RandomWeights, rope_theta
 from penstock.tools.gpu_check.devices.steps import Steps
-from penstock.tools.gpu_check.speed.end_to_end import time_decode
+from penstock.tools.gpu_check.engine_speed.end_to_end import time_decode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.checkpoint.decoder_config import DecoderConfig
-    from penstock.tools.gpu_check.devices.device_context import Lab
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
     from penstock.tools.gpu_check.reporting.results import Results
 
 _PAGE_TOKENS = 32
@@ -39,7 +39,7 @@ KINDS = {"sdpa": "sdpa", "fa3": "flash_attention_3"}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TransformersSizes:
     config: DecoderConfig = LLAMA_8B
     dtype: torch.dtype = torch.bfloat16
     rows: int = 64
@@ -51,25 +51,25 @@ class Sizes:
 
 
 def run(results: Results) -> None:
-    measure(results, open_lab(), Sizes())
+    measure(results, open_device_context(), TransformersSizes())
     if threading.active_count() > 1:
         # A peer that did not end in its time would keep the process.
         os._exit(0)
 
 
-def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
+def measure(results: Results, context: DeviceContext, sizes: TransformersSizes) -> None:
     results.sizes("peers", f"{sizes.rows} rows of {sizes.prompt_tokens} tokens, {sizes.new_tokens} more, {sizes.dtype}")
-    weights = RandomWeights(sizes.config, sizes.dtype, lab.at)
+    weights = RandomWeights(sizes.config, sizes.dtype, context.torch_device)
     ours = [0.0]
-    if not results.attempt("peers.ours", partial(_measure_ours, results, lab, weights, sizes, ours)):
+    if not results.attempt("peers.ours", partial(_measure_ours, results, context, weights, sizes, ours)):
         return
     # Of a pass no graph may live on: what all graphs of a process share would belong to inference mode, in which
     # transformers captures none (torch issue 166792).
     gc.collect()
-    lab.memory.begin()
+    context.memory.reset_peak()
     try:
         transformers = importlib.import_module("transformers")
-        model = make_model(transformers, sizes.config, weights, sizes.dtype, lab.at)
+        model = make_model(transformers, sizes.config, weights, sizes.dtype, context.torch_device)
     except Exception as error:  # noqa: BLE001 - a peer's fault is not ours
         results.skipped("peers.transformers", first_line(error))
         return
@@ -91,10 +91,12 @@ def measure(results: Results, lab: Lab, sizes: Sizes) -> None:
         results.fact(name, ours[0] / rate, "x")
 
 
-def _measure_ours(results: Results, lab: Lab, weights: RandomWeights, sizes: Sizes, rate: list[float]) -> None:
+def _measure_ours(
+    results: Results, context: DeviceContext, weights: RandomWeights, sizes: TransformersSizes, rate: list[float]
+) -> None:
     pages = -(-(sizes.prompt_tokens + 64) // _PAGE_TOKENS)
     steps = StepSizes(sizes.rows, max(sizes.rows, 256), pages * _PAGE_TOKENS)
-    forward_pass = CudaDecoderPass(sizes.config, weights, lab.device, sizes.dtype, steps)
+    forward_pass = CudaDecoderPass(sizes.config, weights, context.device, sizes.dtype, steps)
     forward_pass.create_cache(sizes.rows * pages, _PAGE_TOKENS, "bf16")
     rows = Steps(sizes.rows, pages)
     rows.context_lens[:] = sizes.prompt_tokens
@@ -120,14 +122,14 @@ def make_model(
         head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_context_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": theta_of(config)},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(config)},
         tie_word_embeddings=False,
         attn_implementation="sdpa",
         dtype=dtype,
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(settings)
-    model.load_state_dict(state_of(config, weights, dtype), assign=True)
+    model.load_state_dict(make_state_dict(config, weights, dtype), assign=True)
     # Its frequencies are no parameters, and so still nowhere.
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(settings)
@@ -135,7 +137,7 @@ def make_model(
     return model.eval()
 
 
-def state_of(config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def make_state_dict(config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """By the names that checkpoints of Llama and Qwen3 have. Without the logits' matrix where the embedding is it."""
     state = {"model.embed_tokens.weight": weights.embedding(dtype), "model.norm.weight": weights.final_norm(dtype)}
     if (lm_head := weights.lm_head(dtype)) is not None:
@@ -162,7 +164,7 @@ def state_of(config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) 
     return state
 
 
-def measure_transformers(transformers: Any, model: Any, sizes: Sizes, attention: str) -> float:
+def measure_transformers(transformers: Any, model: Any, sizes: TransformersSizes, attention: str) -> float:
     """Tokens a second while all rows decode: by the times at which it says it had each token."""
     known = known_options()
     # To 5.17 SDPA is whatever FlashAttention it finds, unless it is called paged; later ones want to be told otherwise.

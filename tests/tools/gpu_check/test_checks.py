@@ -1,0 +1,72 @@
+"""The sections environment, compile and correctness, on the emulated device with small sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from penstock.backend.passes.decoder.cuda import kernel_manifest
+from penstock.tools.gpu_check.cases.catalogue import Check
+from penstock.tools.gpu_check.cases.comparing import Mismatch
+from penstock.tools.gpu_check.checks import (
+    compilation,
+    correctness,
+    pass_agreement,
+)
+from penstock.tools.gpu_check.reporting import environment
+from tests.cuda_emulator import EmulatedLauncher
+from tests.tools.gpu_check.device_context import Record, make_device_context
+
+if TYPE_CHECKING:
+    from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
+
+
+def test_the_environment_without_a_gpu_is_said_to_have_none(record: Record) -> None:
+    environment.run(record.results)
+    with pytest.raises(AssertionError, match="torch finds no CUDA device"):
+        record.findings()
+    assert environment.describe_environment()["torch"] == torch.__version__
+
+
+def test_compilation_has_a_figure_for_each_architecture(record: Record) -> None:
+    kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source in ("norms.cu", "step.cu")]
+    compilation.compile_for(record.results, kernels, ["sm_80", "sm_90"], 2)
+    found = record.findings()
+    assert found["compile.sm_90.kernels"].value == len(kernels)
+    assert found["compile.sm_80.no_spills"].passed
+    assert "add_rms_norm" in str(found["compile.sm_90.registers"].value)
+
+
+def test_a_family_is_one_finding_and_a_failed_check_another(record: Record, tmp_path: Path) -> None:
+    def fail(_launcher: Launcher) -> None:
+        raise Mismatch("3 of 4 bytes differ")
+
+    checks = [
+        Check("norm", "good", lambda _launcher: 0.25),
+        Check("norm", "bad", fail),
+        Check("ptx", "x", lambda _: None),
+    ]
+    correctness.run_checks(record.results, EmulatedLauncher(), checks)
+    lines = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
+    by_name = {line["name"]: line for line in lines}
+    assert by_name["norm.bad"]["detail"].startswith("Mismatch: 3 of 4 bytes differ")
+    assert (by_name["correctness.norm"]["passed"], by_name["correctness.norm"]["value"]) == (False, 0.25)
+    assert by_name["correctness.ptx"]["passed"]
+
+
+def test_checks_end_with_their_time(tmp_path: Path) -> None:
+    record = Record(tmp_path, 5.0)
+    correctness.run_checks(record.results, EmulatedLauncher(), [Check("norm", "x", lambda _: None)], reserve_s=10.0)
+    with pytest.raises(AssertionError, match="0 of 1 passed"):
+        record.findings()
+
+
+def test_passes_agree_with_the_cpus(record: Record) -> None:
+    pass_agreement.check_passes(record.results, make_device_context(), ("qwen3", "phi3-partial"))
+    findings = record.findings()
+    assert findings["pass.qwen3.tokens"].passed
+    assert findings["pass.qwen3.embeddings"].passed

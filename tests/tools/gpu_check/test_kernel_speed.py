@@ -1,0 +1,79 @@
+"""The sections ceilings and kernels, on the emulated device with small sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.tools.gpu_check.devices.random_caches import fill_cache
+from penstock.tools.gpu_check.kernel_speed import attention_peers, ceilings, kernel_cases
+from penstock.tools.gpu_check.kernel_speed import kernels as kernel_speed
+from tests.tools.gpu_check.device_context import Record, make_device_context
+
+if TYPE_CHECKING:
+    pass
+
+
+HEADS = HeadShape(4, 2, 64)
+
+
+def test_ceilings(record: Record) -> None:
+    sizes = ceilings.CeilingSizes(4096, 32, (64, 32), 3, 4096, 64, CacheLayout(2, 3, 16, 1, 64, "bf16"))
+    ceilings.measure(record.results, make_device_context(), sizes)
+    found = record.findings()
+    assert {"ceiling.copy", "ceiling.product", "ceiling.graph_node", "link.to_device"} <= set(found)
+    assert {"link.pages.save", "link.pages.restore"} <= set(found)
+
+
+def test_kernels_have_figures(record: Record) -> None:
+    sizes = kernel_cases.KernelSizes(
+        heads=HEADS,
+        decode=tuple(
+            (f"{rows}.{kv_dtype}", rows, 40, kv_dtype)
+            for rows in (1, 2)
+            for kv_dtype in ("bf16", "q8_0", "fp8", "fp32")
+        ),
+        prefill=(("a", 0, 40, "bf16"), ("b", 40, 9, "q8_0"), ("c", 0, 9, "fp8")),
+        sampling_rows=3,
+        vocab_size=300,
+        elementwise_tokens=(5,),
+        hidden=64,
+        intermediate=64,
+        cold_bytes=50_000,
+        with_peers=False,
+    )
+    kernel_speed.measure(record.results, make_device_context(), sizes)
+    found = record.findings()
+    assert found["attention.decode.1.bf16"].unit == "us"
+    assert found["attention.decode.2.q8_0"].unit == "TB/s"
+    assert {"attention.prefill.b", "sampling.256x128k.filtered", "elementwise.rope_and_store.q8_0.5"} <= set(found)
+
+
+def test_peers_of_attention_are_measured_or_skipped_with_a_reason(record: Record) -> None:
+    attention_peers.measure(
+        record.results, make_device_context(), HEADS, (("d", 2, 64),), (("p", 32),),
+        {"math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION},
+    )  # fmt: skip
+    found = record.findings()
+    assert {"peer.math.decode.d", "peer.math.prefill.p"} <= set(found)
+    assert found["peer.cudnn.decode.d"].detail.startswith("not measured: ")
+    assert "flash_attn_interface" in found["peer.fa3"].detail
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0", "fp8"])
+def test_caches_are_filled_with_finite_numbers(kv_dtype: str) -> None:
+    layout = CacheLayout(2, 3, 16, 2, 64, kv_dtype)
+    cache = torch.full((layout.num_bytes,), 0xFF, dtype=torch.uint8)
+    fill_cache(cache, layout)
+    numbers = cache.view(-1, layout.block_bytes)
+    if kv_dtype == "q8_0":
+        scales = numbers[:, 16 * 64 :].contiguous().view(torch.float16)
+        assert ((scales >= 0) & (scales < 0.03)).all()
+    else:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv_dtype]
+        assert numbers.view(dtype).float().isfinite().all()

@@ -1,0 +1,75 @@
+"""The section sanitizer, with a script in the place of compute-sanitizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.backend.passes.decoder.cuda import kernel_manifest
+from penstock.tools.gpu_check.cases.catalogue import small_checks
+from penstock.tools.gpu_check.checks import (
+    sanitizer,
+    sanitizer_child,
+)
+from tests.cuda_emulator import EmulatedLauncher
+from tests.tools.gpu_check.device_context import Record
+
+if TYPE_CHECKING:
+    pass
+
+
+TOOL = sanitizer.SanitizerTool("memcheck", 0.5)
+
+
+def fake_sanitizer(tmp_path: Path, script: str) -> str:
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(f"#!{sys.executable}\nimport sys\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "passed", "detail"),
+    [
+        ("print('checked 9 of 9; failed: none'); print('========= ERROR SUMMARY: 0 errors')", True, "checked 9 of 9"),
+        ("print('========= Invalid __global__ write'); sys.exit(97)", False, "Invalid __global__ write"),
+        ("print('checked 9 of 9; failed: x\\n========= ERROR SUMMARY: 0 errors'); sys.exit(1)", False, "status 1"),
+        (
+            "print('checked 0 of 9; failed: none'); print('========= ERROR SUMMARY: 0 errors')",
+            None,
+            "no check was begun",
+        ),
+        ("print('========= Error: Device not supported.'); sys.exit(255)", None, "not measured: the tool does not run"),
+    ],
+)
+def test_what_the_sanitizer_says_becomes_a_finding(
+    tmp_path: Path, script: str, passed: bool | None, detail: str
+) -> None:
+    record = Record(tmp_path)
+    sanitizer.run_tool(record.results, fake_sanitizer(tmp_path, script), TOOL, ["true"])
+    line = json.loads((tmp_path / "findings.jsonl").read_text())
+    assert line["passed"] is passed
+    assert detail in line["detail"]
+
+
+def test_the_sanitizers_child_launches_every_kernel_source(capsys: pytest.CaptureFixture[str]) -> None:
+    sources: set[str] = set()
+
+    class Noting(EmulatedLauncher):
+        def launch(self, kernel: Any, grid: Any, *arguments: Any) -> None:
+            sources.add(kernel.source)
+            super().launch(kernel, grid, *arguments)
+
+    assert sanitizer_child.run_small_checks(Noting(), small_checks(), float("inf")) == 0
+    assert "failed: none" in capsys.readouterr().out
+    # The page table's changes have no case of their own: whole passes run them.
+    assert {kernel.source for kernel in kernel_manifest.kernels()} - sources == {"step.cu"}
+
+
+def test_the_sanitizers_child_ends_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitizer_child.run_small_checks(EmulatedLauncher(), small_checks(), 0.0) == 0
+    assert "checked 0 of" in capsys.readouterr().out

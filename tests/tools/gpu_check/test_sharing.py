@@ -1,0 +1,83 @@
+"""The section sharing, on the emulated device and fake shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.tools.gpu_check.cases.comparing import Mismatch
+from penstock.tools.gpu_check.checks import (
+    sharing,
+)
+from penstock.tools.gpu_check.devices import page_copier
+from tests.shm.buffers.fake_device import FakeDevice
+from tests.tools.gpu_check.device_context import Record, make_device_context
+
+if TYPE_CHECKING:
+    pass
+
+
+def test_kernels_and_products_are_captured_together(record: Record) -> None:
+    sharing.check_graph(record.results, make_device_context())
+    assert record.findings()["sharing.graph"].passed
+
+
+class OneMemory(FakeDevice):
+    """The emulated GPU's memory is the host's."""
+
+    def copy_from_host(self, destination: int, address: int, num_bytes: int, stream: int) -> None:
+        self._check_registered(address, num_bytes)
+        ctypes.memmove(destination, address, num_bytes)
+
+
+def test_a_registered_memfd_is_read_in_place(record: Record, tmp_path: Path) -> None:
+    device = OneMemory(tmp_path)
+    sharing.check_host_registration(record.results, make_device_context(), device, 1 << 16)
+    assert record.findings()["sharing.host"].passed
+    assert not device.registered
+
+
+def test_pages_go_to_the_host_and_back(record: Record) -> None:
+    context = make_device_context()
+    sharing.check_host_page_copies(record.results, context)
+    assert record.findings()["sharing.host_pages"].passed
+    assert [memory.is_free for memory in context.device.host_memories] == [True]  # type: ignore[attr-defined]
+
+
+def test_pages_that_come_back_changed_are_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_copier.page_copies, "copy_pages", lambda *_arguments, **_keywords: None)
+    with pytest.raises(Mismatch, match="what the host sees: "):
+        sharing.check_host_page_copies(record.results, make_device_context())
+
+
+class CopyingFakeDevice(FakeDevice):
+    """Copies out of the host's tensors, which stand for the GPU's."""
+
+    def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
+        self.poke(destination, ctypes.string_at(source, num_bytes))
+
+
+def test_another_process_reads_our_buffers(record: Record, tmp_path: Path) -> None:
+    device = CopyingFakeDevice(tmp_path)
+    script = f"""
+import json, sys
+from pathlib import Path
+from tests.shm.buffers.fake_device import FakeDevice
+from penstock.tools.gpu_check.checks.sharing import IpcHandles
+from penstock.tools.gpu_check.checks.sharing_peer import read_sums
+print(json.dumps(read_sums(IpcHandles(**json.load(sys.stdin)), lambda uuid: FakeDevice(Path({str(tmp_path)!r})))))
+"""
+    sharing.check_ipc(record.results, make_device_context(), device, [sys.executable, "-c", script])
+    assert record.findings()["sharing.ipc"].passed
+    assert device.num_allocated == 0
+
+
+def test_a_peer_that_fails_is_told_with_its_last_words(record: Record, tmp_path: Path) -> None:
+    device = CopyingFakeDevice(tmp_path)
+    with pytest.raises(RuntimeError, match="no usable CUDA driver"):
+        sharing.check_ipc(record.results, make_device_context(), device, sharing._PEER)
+    assert device.num_allocated == 0

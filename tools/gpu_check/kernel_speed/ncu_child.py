@@ -1,0 +1,46 @@
+"""What Nsight Compute watches: one kernel case by name, a few launches of it between the profiler's start and stop."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.tools.gpu_check.devices.device_context import open_device_context
+from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelSizes, kernel_cases
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from penstock.tools.gpu_check.devices.device_context import DeviceContext
+    from penstock.tools.gpu_check.kernel_speed.kernel_cases import KernelCase
+
+_WARM_UPS, _PROFILED = 2, 3
+
+
+def case_names() -> list[str]:
+    return [case.name for case in kernel_cases(KernelSizes())]
+
+
+def run_case(context: DeviceContext, case: KernelCase, profiling: AbstractContextManager[object]) -> None:
+    """Nothing but the case's own kernels runs within `profiling`."""
+    works = itertools.cycle(case.prepare(context).works)
+    for work in itertools.islice(works, _WARM_UPS):
+        work()
+    context.device.synchronize()
+    with profiling:
+        for work in itertools.islice(works, _PROFILED):
+            work()
+        context.device.synchronize()
+
+
+def main(argv: list[str]) -> int:
+    case = next(case for case in kernel_cases(KernelSizes()) if case.name == argv[0])
+    run_case(open_device_context(), case, torch.cuda.profiler.profile())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
