@@ -17,7 +17,7 @@ COMPILES = "tests/backend/passes/decoder/cuda/kernels/test_compile.py::test_a_ke
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["in one process", "with workers"])
-def test_a_run_tells_the_kernels_that_were_compiled_and_emulated(workers: tuple[str, ...], tmp_path: Path) -> None:
+def test_run_reports_the_kernels_that_were_compiled_and_emulated(workers: tuple[str, ...], tmp_path: Path) -> None:
     tests = (
         f"{ELEMENTWISE}::test_the_widest_norm_fits_a_block",
         f"{ELEMENTWISE}::test_rows_are_gathered_and_padding_is_not_changed",
@@ -37,7 +37,7 @@ def test_a_run_tells_the_kernels_that_were_compiled_and_emulated(workers: tuple[
     assert 'emulated: 9 cases, 2 kernels; launches: 6 in the mode "check", 3 in the mode "fast"' in lines
 
 
-def test_worlds_are_told_with_what_they_met_with_and_a_failed_test_does_not_count() -> None:
+def test_simulated_worlds_are_reported_without_those_of_failed_tests() -> None:
     tallies, terminal = Tallies(), Mock()
     for is_passed, num_seeds in ((True, 2000), (False, 7)):
         properties = [(SIMULATED, {"seeds": num_seeds, "joined": 3, "cancel in decode": 1200})]

@@ -106,7 +106,7 @@ def assert_likeliest(told: list[float], row: torch.Tensor) -> None:
     [{}, {"temperature": 1.4, "seed": 5, "top_p": 0.8, "presence_penalty": 1.5, "logit_bias": {"300": 20}}],
     ids=["greedy", "sampled"],
 )
-async def test_a_chats_log_probabilities_are_transformers(http: httpx.AsyncClient, oracle: Any, sampling: Any) -> None:
+async def test_chat_logprobs_match_transformers(http: httpx.AsyncClient, oracle: Any, sampling: Any) -> None:
     """Of the model's own distribution, whatever is sampled from."""
     answer = await whole(http, CHAT, logprobs=True, top_logprobs=5, return_token_ids=True, **sampling)
     (choice,) = answer["choices"]
@@ -118,7 +118,7 @@ async def test_a_chats_log_probabilities_are_transformers(http: httpx.AsyncClien
         assert_likeliest([top["logprob"] for top in told["top_logprobs"]], row)
 
 
-async def test_a_completions_log_probabilities_are_transformers(http: httpx.AsyncClient, oracle: Any) -> None:
+async def test_completion_logprobs_match_transformers(http: httpx.AsyncClient, oracle: Any) -> None:
     """With echo those of the prompt stand before them."""
     answer = await whole(http, COMPLETIONS, logprobs=3, echo=True, return_token_ids=True)
     (choice,) = answer["choices"]
@@ -138,7 +138,7 @@ async def test_a_completions_log_probabilities_are_transformers(http: httpx.Asyn
 
 
 @PATHS
-async def test_a_prompts_log_probabilities_are_transformers(http: httpx.AsyncClient, oracle: Any, path: str) -> None:
+async def test_prompt_logprobs_match_transformers(http: httpx.AsyncClient, oracle: Any, path: str) -> None:
     """A chat's prompt has the model's own end tokens within it."""
     messages = [
         *ASKED[CHAT]["messages"],
@@ -159,7 +159,7 @@ async def test_a_prompts_log_probabilities_are_transformers(http: httpx.AsyncCli
         assert_likeliest([one["logprob"] for one in ranked], row)
 
 
-async def test_a_prompt_alone_is_scored_as_one_with_an_answer(http: httpx.AsyncClient) -> None:
+async def test_prompt_without_an_answer_is_scored_like_one_with_an_answer(http: httpx.AsyncClient) -> None:
     fields = {"logprobs": 2, "echo": True}
     (alone,) = (await whole(http, COMPLETIONS, max_tokens=0, **fields))["choices"]
     (answered,) = (await whole(http, COMPLETIONS, max_tokens=3, **fields))["choices"]
@@ -180,7 +180,7 @@ COMBINATIONS: list[dict[str, Any]] = [
 
 @PATHS
 @pytest.mark.parametrize("fields", COMBINATIONS, ids=lambda value: str(value)[:40])
-async def test_a_stream_is_the_whole_answer(http: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> None:
+async def test_stream_equals_the_whole_answer(http: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> None:
     logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
     for more in ({}, logprobs):
         answer, chunks = await asyncio.gather(whole(http, path, **fields, **more), events(http, path, **fields, **more))
@@ -226,9 +226,7 @@ GUIDED: list[tuple[dict[str, Any], Any]] = [
 @pytest.mark.parametrize(
     ("fields", "is_right"), GUIDED, ids=lambda value: str(value)[:50] if isinstance(value, dict) else ""
 )
-async def test_an_answer_has_the_form_that_was_asked_for(
-    http: httpx.AsyncClient, fields: dict[str, Any], is_right: Any
-) -> None:
+async def test_answer_has_the_requested_format(http: httpx.AsyncClient, fields: dict[str, Any], is_right: Any) -> None:
     """From both endpoints, each of several choices, streamed and not."""
     fields = {**fields, "max_tokens": 200, "temperature": 1.2, "seed": 4, "n": 3}
     answers = await asyncio.gather(*(whole(http, path, **fields) for path in ASKED))
@@ -241,7 +239,7 @@ async def test_an_answer_has_the_form_that_was_asked_for(
         assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
 
 
-async def test_equal_requests_share_a_run_and_those_of_another_form_do_not(http: httpx.AsyncClient) -> None:
+async def test_equal_requests_coalesce_and_other_formats_do_not(http: httpx.AsyncClient) -> None:
     digits, letters = {"guided_regex": "[0-9]{150}"}, {"guided_regex": "[a-z]{150}"}
     asked = [digits] * 4 + [letters] * 2 + [{}]
     answers = await asyncio.gather(
@@ -277,7 +275,7 @@ BAD_FORMS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_a_bad_form_is_its_own_requests_fault(http: httpx.AsyncClient) -> None:
+async def test_bad_response_format_fails_only_its_own_request(http: httpx.AsyncClient) -> None:
     """While others run, which neither notice nor wait."""
     prompts = [f"def function_{number}(" for number in range(6)]
     alone = [
@@ -297,7 +295,7 @@ async def test_a_bad_form_is_its_own_requests_fault(http: httpx.AsyncClient) -> 
     assert [from_chunks(task.result())[0][0] for task in running] == alone
 
 
-async def test_a_keyless_server_of_this_machine_tells_a_rebound_name_nothing(http: httpx.AsyncClient) -> None:
+async def test_keyless_local_server_refuses_rebound_host_names(http: httpx.AsyncClient) -> None:
     rebound = await http.get("/v1/models", headers={"host": "evil.example.org"})
     assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
     assert (await http.get("/v1/models", headers={"host": "localhost"})).status_code == 200

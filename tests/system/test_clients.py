@@ -92,7 +92,7 @@ def test_openai_streams_with_its_helper(client: openai.OpenAI, text: str) -> Non
     assert all(len(token.top_logprobs) == 2 for token in content)
 
 
-def test_openai_parses_what_a_pydantic_model_describes(client: openai.OpenAI) -> None:
+def test_openai_parses_into_a_pydantic_model(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Book, n=2, **LONG)
     books = [choice.message.parsed for choice in answer.choices]
     assert all(isinstance(book, Book) for book in books)
@@ -102,7 +102,7 @@ def test_openai_parses_what_a_pydantic_model_describes(client: openai.OpenAI) ->
     assert len(partial) > 1
 
 
-def test_openai_reads_completions_with_log_probabilities(client: openai.OpenAI) -> None:
+def test_openai_reads_completions_with_logprobs(client: openai.OpenAI) -> None:
     whole = client.completions.create(model=MODEL, prompt="import os", echo=True, logprobs=3, **GREEDY)
     logprobs = whole.choices[0].logprobs
     assert logprobs is not None
@@ -119,7 +119,7 @@ def test_openai_reads_completions_with_log_probabilities(client: openai.OpenAI) 
     assert several.usage.completion_tokens > 10
 
 
-def test_openai_sends_what_is_ours_by_extra_body(client: openai.OpenAI) -> None:
+def test_openai_sends_our_parameters_in_extra_body(client: openai.OpenAI) -> None:
     extra = {"guided_choice": ["left", "right"], "return_token_ids": True, "min_tokens": 1, "top_k": 5}
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=extra)
     assert answer.choices[0].message.content in ("left", "right")
@@ -127,7 +127,7 @@ def test_openai_sends_what_is_ours_by_extra_body(client: openai.OpenAI) -> None:
     assert answer.choices[0].model_extra["token_ids"]
 
 
-def test_openai_raises_what_is_wrong(client: openai.OpenAI) -> None:
+def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as wrong:
@@ -183,7 +183,9 @@ def test_litellm_completes_and_streams(litellm: Any, asked: dict[str, Any], text
 
 
 @litellms
-async def test_litellm_does_so_asynchronously(litellm: Any, asked_async: dict[str, Any], text: str) -> None:
+async def test_litellm_completes_and_streams_asynchronously(
+    litellm: Any, asked_async: dict[str, Any], text: str
+) -> None:
     assert (await litellm.acompletion(**asked_async)).choices[0].message.content == text
     stream = await litellm.acompletion(**asked_async, stream=True)
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
@@ -191,7 +193,7 @@ async def test_litellm_does_so_asynchronously(litellm: Any, asked_async: dict[st
 
 @litellms
 @pytest.mark.usefixtures("loop")
-def test_litellm_asks_for_a_form_and_for_calls(litellm: Any, asked: dict[str, Any]) -> None:
+def test_litellm_requests_formats_and_tool_calls(litellm: Any, asked: dict[str, Any]) -> None:
     book = litellm.completion(**asked | LONG, response_format=Book)
     Book.model_validate_json(book.choices[0].message.content)
     tool = {"name": "weather", "parameters": Weather.model_json_schema()}
@@ -234,7 +236,7 @@ def test_langchain_invokes_and_streams(langchain: Any, text: str) -> None:
     assert langchain(**GREEDY).bind(logprobs=True).invoke("hi").response_metadata["logprobs"]["content"]
 
 
-async def test_langchain_does_so_asynchronously(langchain: Any, text: str) -> None:
+async def test_langchain_invokes_and_streams_asynchronously(langchain: Any, text: str) -> None:
     async with httpx.AsyncClient() as http:  # its own would never be closed
         chat = langchain(http_async_client=http, **GREEDY)
         assert (await chat.ainvoke("What does os.path.join do?")).content == text

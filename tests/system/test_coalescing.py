@@ -119,7 +119,7 @@ async def occupied(http: httpx.AsyncClient, frontend: Frontend) -> AsyncIterator
         blocker.cancel()
 
 
-async def test_equal_requests_over_frontends_endpoints_and_kinds_are_one_run_of_the_model(servers: Servers) -> None:
+async def test_equal_requests_coalesce_across_frontends_and_endpoints(servers: Servers) -> None:
     tokenizer = ModelTokenizer.load(REPOSITORY / "backend" / "demo_model")
     assert tokenizer.chat_template is not None
     text = tokenizer.chat_template.render(ChatBody(messages=[ChatMessage(role="user", content="hello")]))
@@ -152,7 +152,7 @@ async def test_equal_requests_over_frontends_endpoints_and_kinds_are_one_run_of_
     assert alone[40].coalesced == "none"
 
 
-async def test_one_that_comes_late_gets_the_tokens_so_far_and_then_the_others(servers: Servers) -> None:
+async def test_late_subscriber_receives_earlier_tokens_first(servers: Servers) -> None:
     async with client() as http:
         alone = await ask(http, servers.first, [5, 6], 100, headers=NO_SHARING)
         had = counted(servers.first, "generated_tokens_total")
@@ -164,7 +164,7 @@ async def test_one_that_comes_late_gets_the_tokens_so_far_and_then_the_others(se
         assert counted(servers.first, "generated_tokens_total") == had + 400
 
 
-async def test_seeded_requests_are_one_run_and_unseeded_ones_are_not(servers: Servers) -> None:
+async def test_seeded_requests_coalesce_and_unseeded_ones_do_not(servers: Servers) -> None:
     async with client() as http:
         async with occupied(http, servers.first):
             joined = counted(servers.first, "requests_coalesced_total")
@@ -179,7 +179,7 @@ async def test_seeded_requests_are_one_run_and_unseeded_ones_are_not(servers: Se
         assert {(await answer).coalesced for answer in free} == {"none"}
 
 
-async def test_the_choices_of_a_greedy_request_are_one_run(servers: Servers) -> None:
+async def test_choices_of_a_greedy_request_coalesce(servers: Servers) -> None:
     async with client() as http:
         had = counted(servers.first, "generated_tokens_total")
         answer = await ask(http, servers.first, [9, 9], 40, stream=False, n=3)
@@ -188,7 +188,7 @@ async def test_the_choices_of_a_greedy_request_are_one_run(servers: Servers) -> 
         assert answer.coalesced == "none"
 
 
-async def test_the_choices_of_a_sampled_request_compute_its_prompt_once(servers: Servers) -> None:
+async def test_choices_of_a_sampled_request_compute_the_prompt_once(servers: Servers) -> None:
     prompt, num_choices, max_tokens = list(range(300, 400)), 4, 6
     async with client() as http:
         had = counted(servers.first, "computed_tokens_total")
@@ -201,7 +201,7 @@ async def test_the_choices_of_a_sampled_request_compute_its_prompt_once(servers:
         assert response.headers["x-penstock-coalesced"] == "none"
 
 
-async def test_one_that_opts_out_is_neither_joined_nor_joins(servers: Servers) -> None:
+async def test_request_that_opts_out_does_not_coalesce(servers: Servers) -> None:
     async with client() as http:
         had = counted(servers.first, "generated_tokens_total")
         answers = await asyncio.gather(
@@ -212,7 +212,7 @@ async def test_one_that_opts_out_is_neither_joined_nor_joins(servers: Servers) -
         assert counted(servers.first, "generated_tokens_total") - had == 90
 
 
-async def test_a_killed_frontend_of_the_first_leaves_those_who_joined_whole(servers: Servers) -> None:
+async def test_subscribers_survive_the_death_of_the_first_ones_frontend(servers: Servers) -> None:
     async with client() as http:
         alone = await ask(http, servers.second, [4, 2], 200, headers=NO_SHARING)
         joined = counted(servers.second, "requests_coalesced_total")
@@ -253,7 +253,7 @@ async def test_tenants_share_neither_tokens_nor_pages(servers: Servers) -> None:
         assert stranger.usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-async def test_a_deadline_in_decode_ends_the_stream_and_frees_its_pages(servers: Servers) -> None:
+async def test_deadline_in_decode_ends_the_stream_and_frees_its_pages(servers: Servers) -> None:
     expired = 'worker_streams_total{outcome="expired"}'
     async with client() as http:
         had = counted(servers.second, expired)
@@ -266,7 +266,7 @@ async def test_a_deadline_in_decode_ends_the_stream_and_frees_its_pages(servers:
     await asyncio.to_thread(servers.second.wait_idle)
 
 
-async def test_one_of_those_who_share_may_expire_alone(servers: Servers) -> None:
+async def test_one_subscriber_expires_alone(servers: Servers) -> None:
     async with client() as http:
         alone = await ask(http, servers.first, [6, 1], 100, headers=NO_SHARING)
         short, whole = await asyncio.gather(
@@ -277,7 +277,7 @@ async def test_one_of_those_who_share_may_expire_alone(servers: Servers) -> None
     await asyncio.to_thread(servers.first.wait_idle)
 
 
-async def test_a_deadline_passes_in_the_queue(servers: Servers) -> None:
+async def test_deadline_expires_in_the_queue(servers: Servers) -> None:
     async with client() as http, occupied(http, servers.first):
         expired = await ask(http, servers.second, [2], 5, timeout_ms=100)
         assert (expired.status, expired.error["code"]) == (499, "timeout")

@@ -63,7 +63,7 @@ def any_body(rng: random.Random, own: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_any_combination_is_refused_or_answered_the_same_streamed_and_whole(served_demo: str, path: str) -> None:
+def test_any_combination_is_refused_or_answered_alike_streamed_and_whole(served_demo: str, path: str) -> None:
     rng = random.Random(path)
     num_answered = 0
     with httpx.Client(base_url=served_demo, timeout=60.0, verify=False) as http:  # noqa: S501

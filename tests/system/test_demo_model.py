@@ -36,12 +36,12 @@ def client(url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
+def test_served_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_a_streamed_chat_is_the_same_text_as_the_whole_one(client: openai.OpenAI) -> None:
+def test_streamed_chat_equals_the_whole_one(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "What does os.path.join do?"}]
     whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=48, temperature=0)  # type: ignore[call-overload]
     text, usage, finish = "", None, None
@@ -65,14 +65,14 @@ def test_a_streamed_chat_is_the_same_text_as_the_whole_one(client: openai.OpenAI
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
 
 
-def test_a_streamed_completion_is_the_same_text_as_the_whole_one(client: openai.OpenAI) -> None:
+def test_streamed_completion_equals_the_whole_one(client: openai.OpenAI) -> None:
     for prompt in ("Return a new list", [20, 30, 40]):
         whole = client.completions.create(model=MODEL, prompt=prompt, max_tokens=32, temperature=0)
         stream = client.completions.create(model=MODEL, prompt=prompt, max_tokens=32, temperature=0, stream=True)
         assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.choices[0].text
 
 
-def test_several_prompts_come_back_in_order(client: openai.OpenAI) -> None:
+def test_several_prompts_are_answered_in_order(client: openai.OpenAI) -> None:
     prompts = ["The file", "def main", "import os"]
     together = client.completions.create(model=MODEL, prompt=prompts, max_tokens=12, temperature=0)
     apart = [client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, temperature=0) for prompt in prompts]
@@ -80,7 +80,7 @@ def test_several_prompts_come_back_in_order(client: openai.OpenAI) -> None:
     assert [choice.index for choice in together.choices] == [0, 1, 2]
 
 
-def test_a_stop_string_is_not_emitted_and_ends_the_text_before_it(client: openai.OpenAI) -> None:
+def test_stop_string_ends_the_text_and_is_not_emitted(client: openai.OpenAI) -> None:
     whole = client.completions.create(model=MODEL, prompt="The function", max_tokens=40, temperature=0)
     text = whole.choices[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 3]
@@ -93,7 +93,7 @@ def test_a_stop_string_is_not_emitted_and_ends_the_text_before_it(client: openai
     assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == expected
 
 
-def test_a_seed_gives_the_same_text_again_and_another_seed_another(client: openai.OpenAI) -> None:
+def test_seed_repeats_its_text_and_another_seed_differs(client: openai.OpenAI) -> None:
     texts = [
         client.completions.create(model=MODEL, prompt="The", max_tokens=24, temperature=1.0, seed=seed).choices[0].text
         for seed in (7, 7, 8)
@@ -102,7 +102,7 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(client: opena
     assert texts[0] != texts[2]
 
 
-def test_a_prompt_longer_than_the_context_names_both_numbers(client: openai.OpenAI) -> None:
+def test_prompt_longer_than_the_context_is_refused_with_both_numbers(client: openai.OpenAI) -> None:
     context = client.models.retrieve(MODEL).max_model_len  # type: ignore[attr-defined]
     with pytest.raises(openai.BadRequestError, match=f"{context}") as caught:
         client.completions.create(model=MODEL, prompt=[5] * (context + 10), max_tokens=1)
@@ -143,7 +143,7 @@ async def test_32_concurrent_streams_equal_their_sequential_results(url: str) ->
             assert text == alone
 
 
-async def test_the_second_stream_begins_before_the_first_one_ends(url: str) -> None:
+async def test_second_stream_begins_before_the_first_one_ends(url: str) -> None:
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         first = asyncio.create_task(stream_of(client, "The first", 200))
         second = asyncio.create_task(stream_of(client, "The second", 200))
@@ -151,7 +151,7 @@ async def test_the_second_stream_begins_before_the_first_one_ends(url: str) -> N
     assert req1_last_byte_ts > req2_first_byte_ts
 
 
-def test_a_model_that_was_taught_no_tools_makes_the_calls_that_it_must(client: openai.OpenAI) -> None:
+def test_required_tool_calls_are_made_by_any_model(client: openai.OpenAI) -> None:
     parameters = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},

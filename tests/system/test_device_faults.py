@@ -13,7 +13,7 @@ PASSES = "tests.backend.passes.decoder.cuda.emulated_pass"
 SMALL = ("--gpu", "none", "--max-running", "2", "--max-batch-tokens", "16", "--kv-budget", "4MB", "--page-size", "16")
 
 
-def test_a_fault_fails_its_request_and_names_step_and_kernel_and_a_lost_device_is_a_restart() -> None:
+def test_device_fault_fails_its_request_and_a_lost_device_restarts_the_backend() -> None:
     arguments = ("--forward-pass", f"{PASSES}:FaultyCudaPass", *SMALL, "--host", "127.0.0.1", "--port", "0")
     serve = Command("penstock.tools.main", "serve", *arguments)
     with running(serve), httpx.Client(timeout=START_TIMEOUT_S, verify=False) as http:  # noqa: S501 - plain HTTP
@@ -42,7 +42,7 @@ def test_a_fault_fails_its_request_and_names_step_and_kernel_and_a_lost_device_i
         assert serve.terminate() == 0
 
 
-def test_a_kernel_that_does_not_compile_is_one_line_and_a_status(tmp_path: Path) -> None:
+def test_kernel_that_does_not_compile_is_refused_in_one_line(tmp_path: Path) -> None:
     socket = tmp_path / "private" / "backend.sock"
     backend = Command(
         "penstock.backend.main", "--socket", str(socket), "--forward-pass", f"{PASSES}:UncompiledCudaPass", *SMALL

@@ -89,7 +89,7 @@ def client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=60.0, limits=httpx.Limits(max_connections=1000), verify=False)  # noqa: S501
 
 
-async def test_half_of_500_requests_dropped_at_random_moments_leave_nothing_behind(pair: Pair) -> None:
+async def test_requests_dropped_at_random_moments_leave_nothing_behind(pair: Pair) -> None:
     rng = random.Random(0)
     url = pair.frontends[0].url
     kept_alone: dict[int, str] = {}
@@ -117,7 +117,7 @@ async def test_half_of_500_requests_dropped_at_random_moments_leave_nothing_behi
     assert {number: texts[number] for number in kept_alone} == kept_alone
 
 
-async def test_a_killed_frontend_takes_only_its_own_streams_with_it(pair: Pair) -> None:
+async def test_killed_frontend_ends_only_its_own_streams(pair: Pair) -> None:
     doomed, other = pair.frontends
     (worker,) = descendants(doomed.process.pid)
     async with client() as http:
@@ -133,7 +133,7 @@ async def test_a_killed_frontend_takes_only_its_own_streams_with_it(pair: Pair) 
     # The frontend's parent starts another worker on the same port: the fixture waits for it.
 
 
-async def test_streams_pause_and_go_on_when_the_backend_is_killed_and_comes_back(pair: Pair) -> None:
+async def test_streams_resume_after_the_backend_is_killed(pair: Pair) -> None:
     frontend = pair.frontends[0]
     async with client() as http:
         alone = [await read_stream(http, frontend.url, [number, 6], 150) for number in range(4)]
@@ -143,7 +143,7 @@ async def test_streams_pause_and_go_on_when_the_backend_is_killed_and_comes_back
         assert await asyncio.gather(*streams) == alone
 
 
-async def test_a_stopped_backend_turns_ready_red_and_back(pair: Pair) -> None:
+async def test_stopped_backend_turns_ready_red_and_back(pair: Pair) -> None:
     frontend = pair.frontends[0]
     pair.backend.process.send_signal(signal.SIGSTOP)
     await asyncio.to_thread(wait_until, lambda: frontend.ready() is None, 10.0)
@@ -155,7 +155,7 @@ async def test_a_stopped_backend_turns_ready_red_and_back(pair: Pair) -> None:
     pair.backend.process.send_signal(signal.SIGCONT)
 
 
-async def test_a_terminated_frontend_ends_its_streams_before_it_goes(pair: Pair) -> None:
+async def test_terminated_frontend_finishes_its_streams_first(pair: Pair) -> None:
     frontend = Frontend(pair.socket)
     with running(frontend):
         await asyncio.to_thread(frontend.wait_ready)
@@ -167,7 +167,7 @@ async def test_a_terminated_frontend_ends_its_streams_before_it_goes(pair: Pair)
         assert await asyncio.to_thread(frontend.status) == 0
 
 
-async def test_queued_requests_wait_their_turn_and_a_queued_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
+async def test_queued_requests_wait_and_a_disconnected_one_is_removed(tmp_path: Path) -> None:
     socket = tmp_path / "private" / "backend.sock"
     backend = start_backend(socket, *PACED, "--max-running", "1", "--max-waiting", "2")
     frontend = Frontend(socket)
@@ -207,7 +207,7 @@ def one_line_failure(argv: tuple[str, ...]) -> str:
     return lines[0]
 
 
-def test_what_cannot_start_says_so_in_one_line(pair: Pair, tmp_path: Path) -> None:
+def test_command_that_cannot_start_says_so_in_one_line(pair: Pair, tmp_path: Path) -> None:
     port = pair.frontends[0].url.rsplit(":", 1)[1]
     missing = str(tmp_path / "missing")
 
@@ -229,7 +229,7 @@ def test_what_cannot_start_says_so_in_one_line(pair: Pair, tmp_path: Path) -> No
     assert {argv: named for argv, named in expected.items() if named not in said[argv]} == {}, said
 
 
-def test_a_frontend_is_light() -> None:
+def test_frontend_imports_no_heavy_packages() -> None:
     """No torch, no numpy: what a worker imports."""
     code = "import penstock.frontend.worker, sys; "
     code += "print(sorted({'torch', 'numpy', 'cupy', 'transformers'} & set(sys.modules)))"
@@ -244,7 +244,7 @@ def test_a_frontend_is_light() -> None:
 
 
 @pytest.mark.parametrize("name", ["DyingFakePass", "FailingFakePass"])
-async def test_a_backend_that_can_serve_no_more_ends_with_a_status_that_says_so(name: str, tmp_path: Path) -> None:
+async def test_backend_that_cannot_serve_any_more_exits_with_status_1(name: str, tmp_path: Path) -> None:
     socket = tmp_path / "private" / "backend.sock"
     backend = start_backend(socket, "--forward-pass", f"tests.passes:{name}")
     frontend = Frontend(socket)
@@ -263,7 +263,7 @@ async def test_a_backend_that_can_serve_no_more_ends_with_a_status_that_says_so(
         assert "planted" in backend.output
 
 
-def test_a_pass_that_cannot_be_closed_is_told_by_the_exit_status(tmp_path: Path) -> None:
+def test_pass_that_cannot_be_closed_changes_the_exit_status(tmp_path: Path) -> None:
     backend = start_backend(tmp_path / "private" / "b.sock", "--forward-pass", "tests.passes:UnclosableFakePass")
     with running(backend):
         assert backend.terminate() == 1

@@ -56,7 +56,7 @@ async def until_ready(client: BackendClient) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_embeddings_get_their_tokens_answer_through_deaths_of_clients_and_of_the_backend(tmp_path: Path) -> None:
+async def test_embeddings_survive_deaths_of_clients_and_of_the_backend(tmp_path: Path) -> None:
     oracle = load_oracle(DEMO_MODEL_DIR)
     table = oracle.get_input_embeddings()
     socket = tmp_path / "private" / "backend.sock"

@@ -102,7 +102,7 @@ def logits_alone(load: Callable[[], IBatchedForwardPass], tokens: list[int], num
 
 
 @pytest.mark.parametrize("load", [fake, decoder])
-async def test_each_row_is_what_its_token_was_sampled_from(load: Callable[[], IBatchedForwardPass]) -> None:
+async def test_each_shared_row_holds_the_logits_of_its_token(load: Callable[[], IBatchedForwardPass]) -> None:
     """In a crowd that is preempted and chunked; against each context computed alone."""
     with served(load) as path:
         async with connected(path, BufferRequest(3, 1 << 17)) as client:
@@ -123,7 +123,7 @@ async def test_each_row_is_what_its_token_was_sampled_from(load: Callable[[], IB
                 np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-4)
 
 
-async def test_hidden_states_arrive_as_logits_do_beside_them() -> None:
+async def test_hidden_states_arrive_like_logits_and_beside_them() -> None:
     oracle = load_oracle(DEMO_MODEL_DIR)
     contents = (BufferContent.HIDDEN_STATES, BufferContent.LOGITS, BufferContent.HIDDEN_STATES)
     with served(decoder) as path:
@@ -146,7 +146,7 @@ async def test_hidden_states_arrive_as_logits_do_beside_them() -> None:
                 np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_hidden_states_are_offered_where_the_pass_has_them_in_every_kind_of_memory(tmp_path: Path) -> None:
+def test_hidden_states_are_offered_only_if_the_pass_has_them_in_all_kinds_of_memory(tmp_path: Path) -> None:
     class OnHostOnly(DeviceFakePass):
         hidden_size = 8
 
@@ -169,7 +169,7 @@ def test_hidden_states_are_offered_where_the_pass_has_them_in_every_kind_of_memo
         assert (hidden_states in make_exporter(choice, 1, kind(device), device)._contents) is is_offered
 
 
-async def test_a_request_that_wants_logits_shares_prefixes_but_no_sequence() -> None:
+async def test_request_with_shared_logits_reuses_prefixes_but_does_not_coalesce() -> None:
     with served(fake) as path:
         async with connected(path, BufferRequest(2, 1 << 12)) as client:
             plain = GenerationRequest(PROMPT, 6, GREEDY, may_share=True)
@@ -181,7 +181,7 @@ async def test_a_request_that_wants_logits_shares_prefixes_but_no_sequence() -> 
             assert np.asarray(buffer.rows()).argmax() == tokens[1][0]
 
 
-async def test_where_the_prompt_is_scored_the_first_row_is_still_the_first_generated_token() -> None:
+async def test_first_row_is_the_first_generated_token_even_if_the_prompt_is_scored() -> None:
     with served(fake) as path:
         async with connected(path, BufferRequest(1, 1 << 14)) as client:
             buffer = client.take_buffer()
@@ -192,7 +192,7 @@ async def test_where_the_prompt_is_scored_the_first_row_is_still_the_first_gener
             assert np.asarray(buffer.rows()).reshape(3, -1).argmax(1).tolist() == tokens[:3]
 
 
-async def test_a_prompt_in_a_buffer_is_checked_as_any_other() -> None:
+async def test_prompt_in_a_buffer_is_validated_like_any_other() -> None:
     with served(fake) as path:
         async with connected(path, BufferRequest(1, 1 << 12)) as client:
             buffer = client.take_buffer()
@@ -206,7 +206,7 @@ async def test_a_prompt_in_a_buffer_is_checked_as_any_other() -> None:
             assert (last.finish, last.failure_limit) == (Finish.REJECTED, VOCAB)
 
 
-async def test_cancelled_in_the_middle_the_buffer_comes_back_and_serves_again() -> None:
+async def test_buffer_of_a_cancelled_request_can_be_used_again() -> None:
     with served(fake) as path:
         async with connected(path, BufferRequest(1, 1 << 14)) as client:
             for length in range(1, 20):
@@ -227,7 +227,7 @@ def device(tmp_path: Path) -> FakeDevice:
     return FakeDevice(tmp_path)
 
 
-async def test_on_a_device_logits_and_prompts_never_touch_the_host(device: FakeDevice, tmp_path: Path) -> None:
+async def test_device_logits_and_prompts_are_never_copied_to_the_host(device: FakeDevice, tmp_path: Path) -> None:
     passes = []
 
     def load() -> IBatchedForwardPass:
@@ -262,7 +262,7 @@ async def test_on_a_device_logits_and_prompts_never_touch_the_host(device: FakeD
     assert (device.num_allocated, clients_device.num_opened, device.registered) == (0, 0, {})
 
 
-def test_the_kind_of_buffers_follows_the_option_and_the_pass(device: FakeDevice) -> None:
+def test_kind_of_buffers_follows_the_option_and_the_pass(device: FakeDevice) -> None:
     on_device = DeviceFakePass(device)
     for choice, forward_pass, api, kinds in (
         ("auto", fake(), None, (BufferKind.HOST,)),

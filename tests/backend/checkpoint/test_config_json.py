@@ -60,7 +60,7 @@ def assert_rope_equal(config: DecoderConfig, model: Any, num_positions: int) -> 
 
 
 @pytest.mark.parametrize("architecture", PRESETS)
-def test_dimensions_and_rope_are_those_of_transformers(architecture: str) -> None:
+def test_dimensions_and_rope_match_transformers(architecture: str) -> None:
     model = make_model(architecture)
     config = parse_decoder_config(hf_values(architecture))
     theirs = model.config
@@ -81,7 +81,7 @@ def test_dimensions_and_rope_are_those_of_transformers(architecture: str) -> Non
 
 
 @pytest.mark.parametrize("architecture", PRESETS)
-def test_windows_and_nope_layers_are_those_of_transformers(architecture: str) -> None:
+def test_windows_and_nope_layers_match_transformers(architecture: str) -> None:
     model = make_model(architecture)
     config = parse_decoder_config(hf_values(architecture))
     layers = [layer.self_attn for layer in model.model.layers]
@@ -92,7 +92,7 @@ def test_windows_and_nope_layers_are_those_of_transformers(architecture: str) ->
 
 
 @pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
-def test_an_absent_key_means_what_it_means_to_transformers(architecture: str) -> None:
+def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> None:
     theirs = getattr(transformers, architecture.replace("ForCausalLM", "Config"))()
     dims = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     values = {key: getattr(theirs, key) for key in (*dims, "max_position_embeddings")}
@@ -131,7 +131,7 @@ def test_every_rope_type_has_the_frequencies_of_transformers(rope: dict[str, Any
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-def test_the_older_spelling_of_rope_settings_means_the_same(rope: dict[str, Any]) -> None:
+def test_older_spelling_of_rope_settings_is_read(rope: dict[str, Any]) -> None:
     scaling = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
     older = parse_decoder_config(LLAMA | {"rope_theta": 50_000.0, "rope_scaling": scaling})
     newer = parse_decoder_config(LLAMA | {"rope_parameters": rope | {"rope_theta": 50_000.0}})
@@ -139,7 +139,7 @@ def test_the_older_spelling_of_rope_settings_means_the_same(rope: dict[str, Any]
     assert older != parse_decoder_config(LLAMA)
 
 
-def test_longrope_is_short_where_the_context_is_kept_within_the_original_one() -> None:
+def test_longrope_uses_short_factors_within_the_original_context() -> None:
     values = hf_values("phi3-longrope")
     model = make_model("phi3-longrope")
     short, long = parse_decoder_config(values, max_context_tokens=64), parse_decoder_config(values)
@@ -149,12 +149,12 @@ def test_longrope_is_short_where_the_context_is_kept_within_the_original_one() -
     assert_rope_equal(long, model, num_positions=65)
 
 
-def test_yarn_offers_the_context_that_its_factor_reaches() -> None:
+def test_yarn_extends_the_context_by_its_factor() -> None:
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert parse_decoder_config(LLAMA | {"rope_scaling": rope}).max_context_tokens == 2048
 
 
-def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
+def test_context_beyond_the_models_is_refused_with_both_numbers() -> None:
     with pytest.raises(StartupError, match=r"--max-context is 513.*1 to 512"):
         parse_decoder_config(LLAMA, max_context_tokens=513)
 
@@ -191,12 +191,12 @@ def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
         ({"partial_rotary_factor": 0.2}, r"head_dim 16 with partial_rotary_factor 0.2 rotates 3"),
     ],
 )
-def test_an_unusable_configuration_is_refused_by_field_and_value(change: dict[str, Any], message: str) -> None:
+def test_unsupported_configuration_is_refused_with_field_and_value(change: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         parse_decoder_config(LLAMA | change)
 
 
-def test_a_missing_dimension_is_named() -> None:
+def test_missing_dimension_is_named() -> None:
     with pytest.raises(StartupError, match="missing required field `hidden_size`"):
         parse_decoder_config({key: value for key, value in LLAMA.items() if key != "hidden_size"})
 
@@ -222,13 +222,13 @@ def test_too_few_nope_flags_are_refused() -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{", b'{"vocab_size": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000]
 )
-def test_what_is_not_a_json_object_is_refused_with_the_files_name(content: bytes, tmp_path: Path) -> None:
+def test_config_that_is_not_a_json_object_is_refused_with_its_file_name(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(StartupError, match=r"config\.json is not a JSON object"):
         read_decoder_config(tmp_path)
 
 
-def test_the_files_name_stands_before_the_fault(tmp_path: Path) -> None:
+def test_error_begins_with_the_file_name(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"config\.json does not exist"):
         read_decoder_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 0}))
@@ -246,9 +246,7 @@ def test_the_files_name_stands_before_the_fault(tmp_path: Path) -> None:
         ({}, None),
     ],
 )
-def test_the_declared_dtype_has_two_spellings(
-    values: dict[str, Any], dtype: torch.dtype | None, tmp_path: Path
-) -> None:
+def test_declared_dtype_has_two_spellings(values: dict[str, Any], dtype: torch.dtype | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert read_declared_dtype(tmp_path) is dtype
 

@@ -35,7 +35,7 @@ def write(model_dir: Path, config: dict[str, Any], generation: Any = None) -> Pa
         ({}, None, ()),
     ],
 )
-def test_end_tokens_are_the_generation_configs_else_the_configs(
+def test_end_tokens_come_from_generation_config_or_else_config(
     config: dict[str, Any], generation: Any, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     assert read_generation_defaults(write(tmp_path, config, generation)).eos_token_ids == expected
@@ -48,7 +48,7 @@ def test_sampling_settings_become_the_defaults_and_others_are_ignored(tmp_path: 
     assert defaults.sampling == Sampling(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05)
 
 
-def test_without_settings_sampling_is_the_apis_default(tmp_path: Path) -> None:
+def test_sampling_without_settings_has_the_apis_defaults(tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama3", tmp_path)
     defaults = read_generation_defaults(model_dir)
     assert defaults.sampling == Sampling()
@@ -71,7 +71,7 @@ def test_without_settings_sampling_is_the_apis_default(tmp_path: Path) -> None:
         ([], "is not a JSON object"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused_by_file_field_and_value(
+def test_value_out_of_bounds_is_refused_with_file_field_and_value(
     generation: Any, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(StartupError, match=rf"generation_config\.json.*{message}"):

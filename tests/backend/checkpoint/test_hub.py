@@ -53,17 +53,17 @@ def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_directory_is_used_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+def test_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"the model directory .* has no config\.json"):
         resolve_model(str(tmp_path))
 
 
-def test_a_file_is_refused(tmp_path: Path) -> None:
+def test_file_as_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     with pytest.raises(StartupError, match=r"model\.gguf is a file; give the directory"):
@@ -71,7 +71,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/such/place", "./here", "../there", "a/b/c", "", "a b", "x\ny", "--help"])
-def test_what_can_be_no_hub_id_is_a_missing_directory(model: str, hub: FakeHub) -> None:
+def test_name_that_cannot_be_a_hub_id_is_a_missing_directory(model: str, hub: FakeHub) -> None:
     hub.repository.mkdir()
     with pytest.raises(StartupError, match=r"does not exist|has no config") as refused:
         resolve_model(model)
@@ -79,7 +79,7 @@ def test_what_can_be_no_hub_id_is_a_missing_directory(model: str, hub: FakeHub) 
     assert hub.calls == []
 
 
-def test_a_single_file_model_is_downloaded_without_what_is_not_read(hub: FakeHub) -> None:
+def test_single_file_model_is_downloaded_without_unused_files(hub: FakeHub) -> None:
     make_checkpoint("llama2", hub.repository)
     for name in ("consolidated.safetensors", "pytorch_model.bin", "original/model.safetensors", "README.md"):
         (hub.repository / name).parent.mkdir(exist_ok=True)
@@ -101,21 +101,21 @@ def test_shards_are_downloaded_by_the_names_in_the_index_at_the_same_commit(hub:
     assert hub.calls == [("owner/name", "v1.0"), ("owner/name", hub.snapshot.name)]
 
 
-def test_for_a_plan_the_config_is_all_that_is_downloaded(hub: FakeHub) -> None:
+def test_resolve_config_downloads_only_the_config(hub: FakeHub) -> None:
     make_checkpoint("llama2", hub.repository, max_shard_size="60KB")
     assert resolve_config("owner/name", "v1.0") == hub.snapshot
     assert [file.name for file in hub.snapshot.iterdir()] == ["config.json"]
     assert hub.calls == [("owner/name", "v1.0")]
 
 
-def test_a_dry_run_of_a_hub_model_downloads_its_config_alone(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_of_a_hub_model_downloads_only_its_config(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint("llama2", hub.repository)
     app(["--dry-run", "--model", "owner/name"], result_action="return_value")
     assert "KV budget" in capsys.readouterr().out
     assert [file.name for file in hub.snapshot.iterdir()] == ["config.json"]
 
 
-def test_a_plan_that_is_impossible_is_said_before_the_weights_are_downloaded(
+def test_impossible_plan_is_refused_before_weights_are_downloaded(
     hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint("llama2", hub.repository)
@@ -125,7 +125,7 @@ def test_a_plan_that_is_impossible_is_said_before_the_weights_are_downloaded(
     assert [file.name for file in hub.snapshot.iterdir()] == ["config.json"]
 
 
-def test_after_a_plan_the_weights_are_those_of_the_planned_commit(hub: FakeHub) -> None:
+def test_weights_come_from_the_commit_of_the_planned_config(hub: FakeHub) -> None:
     make_checkpoint("llama2", hub.repository)
     config_dir = resolve_config("owner/name", "main")
     assert (resolve_model("owner/name", "main", config_dir) / "model.safetensors").is_file()
@@ -133,20 +133,20 @@ def test_after_a_plan_the_weights_are_those_of_the_planned_commit(hub: FakeHub) 
 
 
 @pytest.mark.parametrize("name", ["model", "c0ffee" + "0" * 34])
-def test_a_directory_is_its_own_config_and_model_whatever_its_name(tmp_path: Path, name: str) -> None:
+def test_directory_is_its_own_config_and_model_under_any_name(tmp_path: Path, name: str) -> None:
     model = tmp_path / name
     model.mkdir()
     (model / "config.json").write_text("{}")
     assert resolve_model(str(model), None, resolve_config(str(model))) == model
 
 
-def test_a_directory_has_no_revision(tmp_path: Path) -> None:
+def test_revision_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StartupError, match=r"--revision is 'v1'; the model .* is a directory.*: remove --revision"):
         resolve_config(str(tmp_path), "v1")
 
 
-def test_a_hub_model_without_a_config_is_refused(hub: FakeHub) -> None:
+def test_hub_model_without_a_config_is_refused(hub: FakeHub) -> None:
     hub.repository.mkdir()
     with pytest.raises(StartupError, match=r"the hub's model owner/name has no config\.json"):
         resolve_model("owner/name")
@@ -169,7 +169,7 @@ def response(status: int) -> httpx2.Response:
         (OSError(), "OSError"),
     ],
 )
-def test_every_failure_of_the_hub_is_one_line(error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_hub_failure_is_one_line(error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(error, monkeypatch)
     with pytest.raises(StartupError) as refused:
         resolve_model("owner/name", "v9")

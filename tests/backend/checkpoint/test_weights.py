@@ -1,53 +1,26 @@
-"""Safetensors → canonical tensors: their values, their faults, and the memory that loading takes."""
+"""Safetensors to canonical tensors: their values, dtypes, progress, and the memory that loading takes."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from penstock.backend.checkpoint import progress as progress_module
-from penstock.backend.checkpoint import safetensors_file
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.tools.random_model import ModelDims, write_random_model
+from tests.backend.checkpoint.weight_files import INDEX, SHARDED, open_checkpoint, rewrite
 from tests.checkpoints import PRESETS, make_checkpoint, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from penstock.backend.checkpoint.weights import DecoderWeights
-
-SHARDED = {"max_shard_size": "60KB"}
-INDEX = "model.safetensors.index.json"
-
-
-def open_checkpoint(model_dir: Path) -> DecoderWeights:
-    return open_weights(model_dir, read_decoder_config(model_dir))
-
-
-def refusal(model_dir: Path) -> str:
-    with pytest.raises(StartupError) as refused:
-        open_checkpoint(model_dir)
-    return str(refused.value)
-
-
-def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
-    """Replaces tensors of a safetensors file; None removes."""
-    tensors: dict[str, Any] = {name: tensor.clone() for name, tensor in load_file(path).items()} | change
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
 def stacked(state: dict[str, torch.Tensor], prefix: str, names: list[str], suffix: str) -> torch.Tensor | None:
@@ -57,7 +30,7 @@ def stacked(state: dict[str, torch.Tensor], prefix: str, names: list[str], suffi
 
 @pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["single", "sharded"])
 @pytest.mark.parametrize("architecture", PRESETS)
-def test_canonical_tensors_are_the_checkpoints(architecture: str, sharding: dict[str, str], tmp_path: Path) -> None:
+def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: dict[str, str], tmp_path: Path) -> None:
     model_dir = make_checkpoint(architecture, tmp_path, **sharding)
     assert (model_dir / INDEX).exists() == bool(sharding)
     state = make_model(architecture).state_dict()
@@ -87,30 +60,13 @@ def test_canonical_tensors_are_the_checkpoints(architecture: str, sharding: dict
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
-def test_weights_come_in_the_dtype_asked_for(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+def test_weights_have_the_requested_dtype(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama2", tmp_path, dtype=stored)
     expected = make_model("llama2").lm_head.weight.detach().to(stored).to(wanted)
     with open_checkpoint(model_dir) as weights:
         head = weights.lm_head(wanted)
         assert head is not None
         torch.testing.assert_close(head, expected, rtol=0, atol=0)
-
-
-def test_a_tensor_of_many_windows_at_any_offset_is_copied_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(safetensors_file, "WINDOW_BYTES", 10_002)
-    tensor = torch.arange(40_003, dtype=torch.int32).to(torch.float16)
-    data = tensor.numpy().tobytes()
-    header = json.dumps({"t": {"dtype": "F16", "shape": [40_003], "data_offsets": [3, 3 + len(data)]}}).encode()
-    path = tmp_path / "odd.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0" + data)
-    file, copied_bytes, target = SafetensorsFile(path), [], torch.empty(40_003)
-    file.copy(file.tensors["t"], target, copied_bytes.append)
-    file.close()
-    assert torch.equal(target, tensor.float())
-    assert sum(copied_bytes) == len(data)
-    assert len(copied_bytes) == 8
 
 
 @pytest.mark.parametrize(
@@ -124,7 +80,7 @@ def test_a_tensor_of_many_windows_at_any_offset_is_copied_whole(
         ("bf16", "float32", torch.float32, torch.bfloat16),
     ],
 )
-def test_auto_is_what_the_config_declares_else_what_is_stored(
+def test_auto_dtype_is_the_declared_one_or_else_the_stored_one(
     requested: str, declared: str | None, stored: torch.dtype, chosen: torch.dtype, tmp_path: Path
 ) -> None:
     model_dir = make_checkpoint("llama2", tmp_path, dtype=stored)
@@ -145,7 +101,7 @@ def test_tensors_that_are_not_needed_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_mapped_embedding_is_the_embedding_and_outlives_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_mapped_embedding_equals_the_embedding_and_outlives_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama-tied", tmp_path, dtype=dtype)
     with open_checkpoint(model_dir) as weights:
         mapped, copied = weights.mapped_embedding(), weights.embedding(dtype)
@@ -182,7 +138,7 @@ def test_progress_counts_every_byte_once_and_is_closed_once(tmp_path: Path) -> N
     assert recorders[0].closed == 1
 
 
-def test_without_a_terminal_progress_is_lines_in_the_log(
+def test_progress_without_a_terminal_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module, "LOG_INTERVAL_S", 0.0)
@@ -194,179 +150,13 @@ def test_without_a_terminal_progress_is_lines_in_the_log(
     assert caplog.messages[1].startswith("Loaded 1.00 MB of weights in ")
 
 
-def test_on_a_terminal_progress_is_a_bar_on_standard_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_on_a_terminal_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress = progress_module.make_progress(4_000_000)
     progress.advance(4_000_000)
     progress.close()
     assert isinstance(progress, progress_module.BarProgress)
     assert "Loading weights" in capsys.readouterr().err
-
-
-def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path)
-    (model_dir / "model.safetensors").unlink()
-    assert f"{model_dir} has neither model.safetensors nor {INDEX}" in refusal(model_dir)
-
-
-def test_a_missing_shard_is_refused_by_its_name(tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path, **SHARDED)
-    shard = sorted(model_dir.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    assert f"{shard} cannot be opened: No such file or directory" in refusal(model_dir)
-
-
-@pytest.mark.parametrize("architecture", ["llama2", "qwen2", "qwen3", "phi3"])
-def test_any_missing_tensor_is_refused_by_its_name_shape_and_place(architecture: str, tmp_path: Path) -> None:
-    model_dir = make_checkpoint(architecture, tmp_path)
-    path = model_dir / "model.safetensors"
-    whole = load_file(path)
-    last_layer = read_decoder_config(model_dir).num_layers - 1
-    names = [name for name in whole if f".{last_layer}." in name or ".layers." not in name]
-    for name in names:
-        save_file({other: tensor for other, tensor in whole.items() if other != name}, path)
-        expected = f"tensor {name}, expected with shape {list(whole[name].shape)}, is missing from {path}"
-        assert refusal(model_dir) == expected
-    assert len(names) > 8
-
-
-def test_a_tensor_that_its_shard_does_not_hold_is_refused(tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path, **SHARDED)
-    index = json.loads((model_dir / INDEX).read_text())
-    shard = model_dir / index["weight_map"]["model.norm.weight"]
-    rewrite(shard, {"model.norm.weight": None})
-    assert refusal(model_dir) == f"tensor model.norm.weight is missing from {shard}, where {INDEX} says it is"
-    del index["weight_map"]["model.norm.weight"]
-    (model_dir / INDEX).write_text(json.dumps(index))
-    assert "tensor model.norm.weight, expected with shape [64], is missing from the files of" in refusal(model_dir)
-
-
-def test_a_wrong_shape_is_refused_with_both_shapes(tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path)
-    rewrite(model_dir / "model.safetensors", {"model.layers.1.mlp.up_proj.weight": torch.zeros(95, 64)})
-    message = refusal(model_dir)
-    assert "tensor model.layers.1.mlp.up_proj.weight has shape [95, 64]; config.json makes it [96, 64]" in message
-
-
-def test_a_config_that_does_not_fit_its_weights_is_refused(tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path)
-    config = replace(read_decoder_config(model_dir), num_kv_heads=2)
-    with pytest.raises(StartupError, match=r"k_proj\.weight has shape \[64, 64\]; config\.json makes it \[32, 64\]"):
-        open_weights(model_dir, config)
-
-
-def test_weights_that_are_not_floats_are_refused(tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path)
-    rewrite(model_dir / "model.safetensors", {"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
-    assert "tensor model.norm.weight has dtype 'I8'; it must be F32, F16, BF16" in refusal(model_dir)
-
-
-@pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["single", "sharded"])
-def test_a_truncated_file_is_refused_with_both_sizes(sharding: dict[str, str], tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path, **sharding)
-    path = sorted(model_dir.glob("model*.safetensors"))[-1]
-    whole_bytes = path.stat().st_size
-    os.truncate(path, whole_bytes - 1)
-    assert refusal(model_dir) == f"{path} is truncated: expected {whole_bytes} bytes, found {whole_bytes - 1}"
-
-
-@pytest.mark.parametrize("size", [0, 7, 8, 100])
-def test_a_file_cut_within_its_header_is_refused(size: int, tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path)
-    os.truncate(model_dir / "model.safetensors", size)
-    message = refusal(model_dir)
-    assert "is truncated: expected at least" in message
-    assert message.endswith(f"found {size}")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../model.safetensors",
-        "/etc/model.safetensors",
-        "a/b.safetensors",
-        "..",
-        "",
-        ".safetensors",
-        "model.bin",
-        "a\0.safetensors",
-    ],
-)
-def test_an_index_names_plain_files_only(name: str, tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path / "model", **SHARDED)
-    (model_dir / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    assert f"weight_map names the file {name!r}; it must be a plain *.safetensors name" in refusal(model_dir)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "[" * 100_000])
-def test_an_index_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
-    model_dir = make_checkpoint("llama2", tmp_path, **SHARDED)
-    (model_dir / INDEX).write_text(content)
-    assert INDEX in refusal(model_dir)
-
-
-def entry(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        (b"[]", "is not a JSON object"),
-        (b"{", "is not a JSON object"),
-        (b"\xff\xff", "is not a JSON object"),
-        (b"[" * 100_000, "is not a JSON object"),
-        ({"t": 3}, "tensor t is not described by an object"),
-        ({"t": {}}, "missing required field"),
-        ({"t": entry(shape=[3])}, r"dtype F32 and shape \[3\] does not fit its data_offsets 0 to 8"),
-        ({"t": entry(offsets=[8, 0])}, "data_offsets 8 to 0"),
-        ({"t": entry(offsets=[-8, 0])}, r"tensor t: data_offsets\[0\] is -8"),
-        ({"t": entry(shape=[1 << 60], offsets=[0, 1 << 62])}, r"shape\[0\] is 1152921504606846976"),
-        ({"t": entry(shape=[1 << 46], offsets=[0, 1 << 48])}, "is truncated: expected 281474976710"),
-        ({"t": entry(shape=[1] * 9)}, "tensor t: shape is"),
-        ({"t": entry(offsets=[0, 8, 16])}, "data_offsets"),
-        ({"t": entry(dtype=7)}, "dtype is 7"),
-    ],
-)
-def test_a_header_that_lies_is_refused(header: Any, message: str, tmp_path: Path) -> None:
-    data = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(len(data).to_bytes(8, "little") + data + b"\0" * 8)
-    with pytest.raises(StartupError, match=message):
-        SafetensorsFile(path)
-
-
-def test_a_header_of_impossible_length_allocates_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"\xff" * 8 + b"{}")
-    with pytest.raises(StartupError, match=f"a header of {2**64 - 1} bytes is over 100000000 bytes"):
-        SafetensorsFile(path)
-    path.write_bytes((99_999_999).to_bytes(8, "little") + b"{}")
-    with pytest.raises(StartupError, match="is truncated: expected at least 100000007 bytes, found 10"):
-        SafetensorsFile(path)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(
-    damage=st.dictionaries(st.integers(0, 300), st.integers(0, 255), min_size=1, max_size=3),
-    num_bytes=st.integers(0, 340),
-)
-def test_a_damaged_file_opens_or_is_refused(damage: dict[int, int], num_bytes: int, tmp_path: Path) -> None:
-    path = tmp_path / "damaged.safetensors"
-    save_file({"a": torch.ones(4, 2), "b": torch.ones(3, dtype=torch.float16)}, path, metadata={"format": "pt"})
-    content = bytearray(path.read_bytes())
-    for position, value in damage.items():
-        if position < len(content):
-            content[position] = value
-    path.write_bytes(content[:num_bytes])
-    try:
-        file = SafetensorsFile(path)
-    except StartupError:
-        return
-    file.close()
-    assert all(t.first_byte + t.num_bytes <= num_bytes for t in file.tensors.values())
 
 
 MEASURE_PEAK = """
@@ -395,7 +185,7 @@ for dtype in (torch.bfloat16, torch.float32):
 """
 
 
-def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path) -> None:
+def test_loading_needs_little_more_memory_than_the_weights(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     write_random_model(model_dir, ModelDims(tie=False, layers=8), max_shard_bytes=60_000_000)
     child = subprocess.run(

@@ -32,7 +32,7 @@ def plan(spec: PassSpec | None = None, **changes: Any) -> KvPlan:
 
 
 @given(st.integers(1, 10**7), st.integers(1, 512), st.integers(1, 100))
-def test_the_budget_is_never_exceeded_by_a_byte_and_no_page_that_fits_is_left_out(
+def test_plan_uses_every_page_that_fits_and_never_exceeds_the_budget(
     budget: int, page_size: int, max_running: int
 ) -> None:
     page_bytes = page_size * BYTES_PER_TOKEN
@@ -83,30 +83,30 @@ AUTO = KvBudget(0, (("free on this machine", 3_100_000_000), ("for the weights",
         ),
     ],
 )
-def test_an_impossible_setting_names_value_limit_and_remedy(changes: dict[str, Any], said: str) -> None:
+def test_impossible_setting_is_refused_with_value_limit_and_remedy(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(StartupError) as refused:
         plan(**changes)
     assert str(refused.value).startswith(said)
 
 
-def test_a_page_size_that_the_pass_does_not_have_is_refused() -> None:
+def test_page_size_that_the_pass_does_not_support_is_refused() -> None:
     spec = PassSpec(100, 4096, {"bf16": 1}, page_sizes=(16, 32))
     assert plan(spec, page_size_tokens=32).page_size_tokens == 32
     with pytest.raises(StartupError, match="--page-size is 8; this forward pass supports 16, 32: use one of these"):
         plan(spec, page_size_tokens=8)
 
 
-def test_auto_says_how_it_came_to_its_bytes() -> None:
+def test_auto_budget_shows_how_it_was_computed() -> None:
     parts = "3.10 GB free on this machine less 3.00 GB for the weights, 1.00 GB in reserve"
     assert str(AUTO) == f"auto, 0 B ({parts})"
     assert parts in plan(SPEC, budget=KvBudget(GB, AUTO.auto_parts)).describe()
 
 
-def test_a_context_that_fits_is_kept() -> None:
+def test_context_that_fits_is_kept() -> None:
     assert plan(max_context_tokens=600).max_context_tokens == 600
 
 
-def test_no_more_pages_are_made_than_can_be_kept_account_of() -> None:
+def test_number_of_pages_is_bounded() -> None:
     assert plan(budget=1 << 60, page_size_tokens=1, max_running=100).num_pages == MAX_PAGES
 
 
@@ -133,7 +133,7 @@ def test_no_more_pages_are_made_than_can_be_kept_account_of() -> None:
         ),
     ],
 )
-def test_auto_narrows_until_what_is_asked_for_fits(
+def test_auto_takes_the_first_dtype_that_holds_the_context(
     budget: int, context: int | None, running: int, tried: list[str], reason: str
 ) -> None:
     kv = plan(SPEC, budget=budget, max_context_tokens=context, max_running=running)
@@ -143,7 +143,7 @@ def test_auto_narrows_until_what_is_asked_for_fits(
     assert kv.num_bytes <= budget
 
 
-def test_a_dtype_that_was_asked_for_is_taken_whether_all_fits_or_not() -> None:
+def test_requested_dtype_is_taken_even_if_the_context_does_not_fit() -> None:
     kv = plan(SPEC, budget=10**6, kv_dtype="fp32")
     assert (kv.kv_dtype, kv.num_tokens) == ("fp32", 496)
     assert kv.choice.reason == "--kv-dtype is fp32"
@@ -158,7 +158,7 @@ def test_a_dtype_that_was_asked_for_is_taken_whether_all_fits_or_not() -> None:
         (4 * GB, 3 * GB, 0, 0),
     ],
 )
-def test_auto_is_what_is_free_less_what_the_pass_takes_and_a_reserve(
+def test_auto_budget_is_free_memory_minus_the_pass_and_a_reserve(
     total: int, free: int, workspace: int, left: int
 ) -> None:
     spec = PassSpec(100, 4096, {"fp32": 1}, weight_bytes=3 * GB, workspace_bytes=workspace)
@@ -181,18 +181,18 @@ def test_auto_is_what_is_free_less_what_the_pass_takes_and_a_reserve(
         (20 * GB, "cuda:0", 8 * GB, 20 * GB),
     ],
 )
-def test_of_the_hosts_memory_auto_takes_4_gb_beside_a_gpu_or_a_quarter_of_what_is_free(
+def test_auto_host_budget_is_4_gb_or_a_quarter_of_free_memory(
     wanted: int | Literal["auto"], device: str, free: int, taken: int
 ) -> None:
     assert host_budget(wanted, device, MemoryInfo(128 * GB, free, "this machine")) == taken
 
 
-def test_on_the_cpu_the_hosts_memory_is_the_caches_already() -> None:
+def test_host_budget_is_refused_on_the_cpu() -> None:
     with pytest.raises(StartupError, match=r"--host-kv-budget is 1\.00 GB; the model runs on the CPU, .* --kv-budget"):
         host_budget(GB, "cpu", MemoryInfo(128 * GB, 64 * GB, "this machine"))
 
 
-def test_the_table_says_what_is_taken_and_what_it_holds() -> None:
+def test_table_shows_memory_taken_and_what_it_holds() -> None:
     rows = dict(plan_rows(plan(SPEC, budget=KvBudget(GB, AUTO.auto_parts))))
     assert rows == {
         "free on this machine": "3.10 GB",
@@ -210,7 +210,7 @@ def test_the_table_says_what_is_taken_and_what_it_holds() -> None:
     }
 
 
-def test_the_dtypes_that_were_tried_are_a_table_of_their_own() -> None:
+def test_tried_dtypes_have_their_own_table() -> None:
     _, tried = plan_tables(plan(SPEC, budget=10**6)).renderables
     columns = {column.header: list(column.cells) for column in tried.columns}  # type: ignore[union-attr]
     assert columns == {

@@ -107,7 +107,7 @@ def run_short_of_pages(num_host_pages: int, capacity: int) -> Bench:
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 4])
-def test_a_preempted_sequence_gets_its_pages_back_instead_of_computing_them_again(capacity: int) -> None:
+def test_preempted_sequence_restores_its_pages_instead_of_computing_them_again(capacity: int) -> None:
     """However many plans are in flight: pages that applied steps have filled are kept."""
     recomputed, restored = run_short_of_pages(0, capacity), run_short_of_pages(16, capacity)
     assert recomputed.board.pages_saved == recomputed.board.pages_restored == 0
@@ -117,7 +117,7 @@ def test_a_preempted_sequence_gets_its_pages_back_instead_of_computing_them_agai
     assert restored.board.host_pages_used == restored.board.pages_saved
 
 
-def test_what_is_to_be_saved_is_saved_with_the_next_step_if_its_own_cannot_be_built(
+def test_saves_of_a_step_that_cannot_be_built_run_with_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
@@ -144,7 +144,7 @@ def test_what_is_to_be_saved_is_saved_with_the_next_step_if_its_own_cannot_be_bu
     assert bench.received(9).token_ids == expected_tokens([*FIRST, 9], 2, bench.vocab_size)
 
 
-def test_what_nobody_asked_for_twice_is_not_saved() -> None:
+def test_pages_used_once_are_not_saved() -> None:
     bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
     for number in range(5):
         bench.submit([number, *FIRST], 6, request_id=number)
@@ -152,7 +152,7 @@ def test_what_nobody_asked_for_twice_is_not_saved() -> None:
     assert bench.board.preemptions == bench.board.pages_saved == 0
 
 
-def test_a_prefix_that_was_found_before_outlives_its_pages() -> None:
+def test_prefix_that_was_reused_survives_eviction_on_the_host() -> None:
     bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
     for number in range(2):
         bench.submit([*FIRST, number], 2, request_id=number)
@@ -170,7 +170,7 @@ def test_a_prefix_that_was_found_before_outlives_its_pages() -> None:
     assert bench.board.pages_restored == 2
 
 
-def test_another_tenant_finds_nothing_on_the_host() -> None:
+def test_other_tenants_find_nothing_on_the_host() -> None:
     bench = Bench(num_pages=6, page_size=4, num_host_pages=16)
     for number in range(2):
         bench.submit([*FIRST, number], 2, request_id=number, salt=b"one")

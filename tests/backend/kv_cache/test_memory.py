@@ -42,19 +42,19 @@ class Machine:
         return host_memory(self.proc, self.cgroup)
 
 
-def test_without_a_limit_it_is_what_the_machine_has_available(tmp_path: Path) -> None:
+def test_memory_without_a_limit_is_that_of_the_machine(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/user.slice/session-1.scope\n")
     machine.group("user.slice/session-1.scope", V2, "max", GB, 0)
     assert machine.memory() == MemoryInfo(16_000_000 * 1024, 12_000_000 * 1024, "this machine")
 
 
-def test_a_limit_less_its_use_counts_and_cached_files_are_no_use(tmp_path: Path) -> None:
+def test_limit_minus_use_is_free_and_cached_files_do_not_count_as_use(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/\n")
     machine.group("", V2, str(4 * GB), 3 * GB, 2 * GB)
     assert machine.memory() == MemoryInfo(4 * GB, 3 * GB, "this container (its cgroup)")
 
 
-def test_the_narrowest_of_the_groups_around_a_process_counts(tmp_path: Path) -> None:
+def test_narrowest_group_around_the_process_counts(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/pods/pod-1/container\n")
     machine.group("pods/pod-1/container", V2, "max", GB, 0)
     machine.group("pods/pod-1", V2, str(8 * GB), 7 * GB, 0)
@@ -62,14 +62,14 @@ def test_the_narrowest_of_the_groups_around_a_process_counts(tmp_path: Path) -> 
     assert machine.memory() == MemoryInfo(6 * GB, GB, "this container (its cgroup)")
 
 
-def test_a_limit_wider_than_what_the_machine_has_free_changes_nothing(tmp_path: Path) -> None:
+def test_limit_above_the_machines_free_memory_changes_nothing(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/a\n")
     machine.group("a", V2, str(15 * GB), 0, 0)
     assert machine.memory() == MemoryInfo(15 * GB, 12_000_000 * 1024, "this machine")
 
 
 @pytest.mark.parametrize("path", ["docker/0123", ""])
-def test_version_1_has_its_own_names_and_a_number_for_no_limit(tmp_path: Path, path: str) -> None:
+def test_cgroup_version_1_is_read_with_its_own_names(tmp_path: Path, path: str) -> None:
     """In a container /proc names the path outside; the group that is mounted is the root."""
     machine = Machine(tmp_path, "5:cpu,cpuacct:/docker/0123\n4:hugetlb,memory:/docker/0123\n1:name=systemd:/\n0::/\n")
     machine.group("memory", V1, UNLIMITED_V1, 7, 0)
@@ -78,30 +78,30 @@ def test_version_1_has_its_own_names_and_a_number_for_no_limit(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("groups", ["0::/../../outside\n", "0::/gone\n", ""])
-def test_a_group_that_cannot_be_seen_limits_nothing_and_the_root_is_still_asked(tmp_path: Path, groups: str) -> None:
+def test_invisible_group_is_ignored_and_the_root_is_still_read(tmp_path: Path, groups: str) -> None:
     machine = Machine(tmp_path, groups)
     (tmp_path / "outside").mkdir()
     machine.group("", V2, str(5 * GB), 0, 0)
     assert machine.memory().total_bytes == (5 * GB if groups else 16_000_000 * 1024)
 
 
-def test_more_use_than_the_limit_leaves_nothing(tmp_path: Path) -> None:
+def test_use_above_the_limit_leaves_nothing_free(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/\n")
     machine.group("", V2, str(GB), 2 * GB, 0)
     assert machine.memory().free_bytes == 0
 
 
-def test_this_machine_can_be_read() -> None:
+def test_memory_of_this_machine_is_read() -> None:
     memory = device_memory("cpu")
     assert 0 < memory.free_bytes <= memory.total_bytes
 
 
-def test_a_gpu_is_asked_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_is_read_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index * GB, 8 * GB))
     assert device_memory("cuda:3") == MemoryInfo(8 * GB, 3 * GB, "GPU 3")
 
 
-def test_a_gpu_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_does_not_answer_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_index: int) -> None:
         raise RuntimeError("CUDA error: invalid device ordinal\nCompile with TORCH_USE_CUDA_DSA")
 

@@ -142,7 +142,7 @@ TestPagePoolMachine.settings = settings(max_examples=150, stateful_step_count=40
 
 
 @pytest.mark.parametrize("num_pages", [0, -1])
-def test_a_pool_has_pages(num_pages: int) -> None:
+def test_pool_without_pages_is_refused(num_pages: int) -> None:
     with pytest.raises(ValueError, match=f"num_pages is {num_pages}"):
         PagePool(num_pages)
 
@@ -158,7 +158,7 @@ def evict_all(pool: PagePool) -> None:
     pool.release(pool.allocate(pool.num_available))
 
 
-def test_a_page_is_wanted_by_its_content_whoever_has_it() -> None:
+def test_mark_for_offload_finds_the_page_by_its_content() -> None:
     """A sequence whose own page was not named, for another one of that content was: that one is worth keeping."""
     pool = PagePool(2, num_host_pages=1)
     first, second = named(pool, KEYS[0]), named(pool, KEYS[0])
@@ -170,7 +170,7 @@ def test_a_page_is_wanted_by_its_content_whoever_has_it() -> None:
     assert pool.host_offload.contains(KEYS[0])
 
 
-def test_what_came_back_from_the_host_goes_there_again_if_its_place_is_another_ones_by_then() -> None:
+def test_restored_page_is_saved_again_if_its_host_page_was_reused() -> None:
     pool = PagePool(2, num_host_pages=1)
     page = named(pool, KEYS[0])
     pool.mark_for_offload([KEYS[0]])
@@ -186,7 +186,7 @@ def test_what_came_back_from_the_host_goes_there_again_if_its_place_is_another_o
     assert pool.host_offload.contains(KEYS[0])
 
 
-def test_what_was_wanted_once_is_not_kept_on_the_host() -> None:
+def test_unmarked_page_is_not_saved_when_it_is_evicted() -> None:
     pool = PagePool(2, num_host_pages=1)
     pool.release([named(pool, KEYS[0])])
     evict_all(pool)

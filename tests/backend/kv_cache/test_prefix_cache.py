@@ -22,7 +22,7 @@ TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
 @given(TOKENS, TOKENS, TOKENS)
-def test_tokens_in_common_are_counted_from_the_beginning(common: list[int], one: list[int], other: list[int]) -> None:
+def test_common_tokens_are_counted_from_the_beginning(common: list[int], one: list[int], other: list[int]) -> None:
     first, second = array("i", common + one), array("i", common + other)
     expected = 0
     while expected < min(len(first), len(second)) and first[expected] == second[expected]:
@@ -30,7 +30,7 @@ def test_tokens_in_common_are_counted_from_the_beginning(common: list[int], one:
     assert count_common_tokens(first.tobytes(), second.tobytes()) == expected
 
 
-def test_the_key_of_a_part_of_a_page_is_no_full_pages_key() -> None:
+def test_hash_of_a_partial_page_is_never_that_of_a_full_page() -> None:
     tokens = array("i", range(8))
     keys: list[bytes] = []
     extend_page_hashes(keys, tokens, 8, 4, b"tenant")

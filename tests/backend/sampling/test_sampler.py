@@ -121,7 +121,7 @@ def test_draws_follow_the_distribution_by_chi_square(params: dict[str, float]) -
     assert statistic < dof * (1 - 2 / (9 * dof) + 4.75 * (2 / (9 * dof)) ** 0.5) ** 3
 
 
-def test_a_draw_does_not_depend_on_who_shares_the_batch_nor_on_the_slot() -> None:
+def test_draw_depends_neither_on_the_batch_nor_on_the_slot() -> None:
     rng = np.random.default_rng(1)
     mine = rng.normal(size=VOCAB)
     params = {"temperature": 0.9, "top_p": 0.8, "top_k": 200, "seed": 77, "repetition_penalty": 1.3}
@@ -173,7 +173,7 @@ def test_penalties_and_bias_match_a_plain_reference() -> None:
     assert len(set(history)) > 5
 
 
-def test_penalties_count_no_token_of_a_prompt_of_embeddings() -> None:
+def test_penalties_do_not_count_embeddings_of_the_prompt() -> None:
     """An index from the end would be the second last token."""
     sampler = HostSampling(VOCAB, 1)
     logits = np.zeros((1, VOCAB), np.float32)
@@ -184,7 +184,7 @@ def test_penalties_count_no_token_of_a_prompt_of_embeddings() -> None:
     assert sample(sampler, logits, decode_batch([0], 3)) == [6]
 
 
-def test_a_row_without_finite_logits_fails_alone() -> None:
+def test_row_without_finite_logits_fails_alone() -> None:
     logits = np.random.default_rng(3).normal(size=(4, VOCAB))
     logits[1, 5] = np.nan
     logits[2] = -np.inf
@@ -196,7 +196,7 @@ def test_a_row_without_finite_logits_fails_alone() -> None:
     assert 0 <= tokens[3] < VOCAB
 
 
-def test_an_unknown_token_is_the_last_one_sampled_for_the_slot() -> None:
+def test_from_slot_is_the_last_token_sampled_for_the_slot() -> None:
     sampler = HostSampling(VOCAB, 4)
     logits = np.zeros((2, VOCAB))
     logits[0, 11], logits[1, 22] = 1, 1
@@ -205,7 +205,7 @@ def test_an_unknown_token_is_the_last_one_sampled_for_the_slot() -> None:
     assert sampler.begin_step(decode_batch([1, 3])).tolist() == [22, 11]
 
 
-def test_a_slots_next_owner_finds_nothing_of_the_last() -> None:
+def test_slot_keeps_nothing_of_its_previous_sequence() -> None:
     sampler = HostSampling(VOCAB, 1)
     logits = np.zeros((1, VOCAB))
     logits[0, 30], logits[0, 31] = 2.0, 1.9
@@ -232,14 +232,14 @@ def test_uniform_numbers_are_in_the_unit_interval_and_differ_by_seed_and_positio
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-40, 1e-300])
-def test_a_temperature_next_to_zero_is_greedy(temperature: float) -> None:
+def test_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits = np.random.default_rng(4).normal(size=(3, VOCAB)) * 10
     sampler = HostSampling(VOCAB, 3)
     inits = tuple(slot_init(slot, temperature=temperature, top_p=0.9, min_p=0.1, seed=slot) for slot in range(3))
     assert sample(sampler, logits, decode_batch([0, 1, 2], inits=inits)) == logits.argmax(axis=1).tolist()
 
 
-def test_the_strongest_penalties_leave_logits_finite() -> None:
+def test_strongest_penalties_leave_logits_finite() -> None:
     logits = np.full((1, VOCAB), 80.0)
     for repetition_penalty in (0.01, 100.0):
         sampler = HostSampling(VOCAB, 1)
@@ -248,7 +248,7 @@ def test_the_strongest_penalties_leave_logits_finite() -> None:
         assert 0 <= token < VOCAB
 
 
-def test_a_masked_row_samples_only_what_its_mask_allows_and_the_other_rows_are_as_without() -> None:
+def test_mask_restricts_its_row_and_leaves_other_rows_unchanged() -> None:
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(4, VOCAB)).astype(np.float32)
     allowed = rng.random((2, VOCAB)) < 0.05
@@ -267,7 +267,7 @@ def test_a_masked_row_samples_only_what_its_mask_allows_and_the_other_rows_are_a
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_masked_row_has_its_own_mask_wherever_it_stands(temperature: float) -> None:
+def test_each_masked_row_has_its_own_mask_in_any_position(temperature: float) -> None:
     rng = np.random.default_rng(5)
     num_rows, masked_rows = 6, [0, 2, 5]
     logits = rng.normal(size=(num_rows, VOCAB)).astype(np.float32)
@@ -288,7 +288,7 @@ def test_each_masked_row_has_its_own_mask_wherever_it_stands(temperature: float)
     assert np.array_equal(given, logits)
 
 
-def test_a_mask_hides_no_logits_that_are_no_numbers() -> None:
+def test_mask_does_not_hide_nan_logits() -> None:
     logits = np.zeros((2, VOCAB), np.float32)
     logits[0, 5] = np.nan
     bits = np.zeros((2, -(-VOCAB // 32)), np.uint32)
@@ -300,7 +300,7 @@ def test_a_mask_hides_no_logits_that_are_no_numbers() -> None:
     assert tokens.tolist() == [NOT_FINITE, 1]
 
 
-def test_logprobs_are_the_log_softmax_of_the_raw_logits_for_the_rows_that_ask() -> None:
+def test_logprobs_are_the_log_softmax_of_raw_logits_for_rows_that_request_them() -> None:
     logits = np.random.default_rng(4).normal(size=(3, VOCAB)).astype(np.float32) * 4
     logits[2, [5, 9, 40]] = logits[2].max() + 1  # equal ones come by id
     sampler = HostSampling(VOCAB, 3)
@@ -324,7 +324,7 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits_for_the_rows_that_ask() 
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_of_tokens_that_tie_for_the_last_place_of_the_top_the_lowest_ids_are_reported(width: int) -> None:
+def test_top_logprobs_with_ties_report_the_lowest_ids(width: int) -> None:
     logits = np.zeros((1, VOCAB), np.float32)
     sampler = HostSampling(VOCAB, 1)
     batch = decode_batch([0], inits=(slot_init(0, temperature=0.0, num_logprobs=width),))
@@ -346,7 +346,7 @@ def test_typical_sampling_keeps_the_tokens_nearest_to_the_entropy() -> None:
     assert set(tokens) == kept
 
 
-def test_min_p_leaves_the_likeliest_token_where_typical_sampling_dropped_the_peak() -> None:
+def test_min_p_keeps_the_likeliest_token_that_typical_sampling_left() -> None:
     logits = np.zeros((1, VOCAB))
     logits[0, 0], logits[0, 300] = 5.5, 0.1
     sampler = HostSampling(VOCAB, 1)

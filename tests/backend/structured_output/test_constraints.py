@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import wait
-from pathlib import Path
 from unittest.mock import Mock
 
 import jsonschema
@@ -14,17 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
-from tokenizers import Tokenizer
 
-import penstock.backend.demo_model
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
 from penstock.shm.messages import Constraints, Grammar
+from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON
 
-TOKENIZER_JSON = Path(next(iter(penstock.backend.demo_model.__path__))) / "tokenizer.json"
-TOKENIZER = Tokenizer.from_file(str(TOKENIZER_JSON))
 VOCAB_SIZE = TOKENIZER.get_vocab_size() + 50  # as models pad it
-EOS = 0
 STOPS = frozenset([EOS])
 PERSON = {
     "type": "object",
@@ -81,13 +76,13 @@ def walk(constraints: SequenceConstraints, rng: random.Random, most: int = 300) 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_is_sampled_matches_the_schema(compiler: GrammarCompiler, seed: int) -> None:
+def test_sampled_text_matches_the_schema(compiler: GrammarCompiler, seed: int) -> None:
     constraints = constrained(compiler, grammar=Grammar("json_schema", json.dumps(PERSON)))
     text = TOKENIZER.decode(walk(constraints, random.Random(seed)))
     jsonschema.validate(json.loads(text), PERSON)
 
 
-def test_a_regex_and_a_lark_grammar_are_kept_to(compiler: GrammarCompiler) -> None:
+def test_regex_and_lark_grammars_are_followed(compiler: GrammarCompiler) -> None:
     regex = constrained(compiler, grammar=Grammar("regex", "[ab]{3}"))
     assert set(TOKENIZER.decode(walk(regex, random.Random(1)))) <= set("ab")
     lark = constrained(compiler, grammar=Grammar("lark", 'start: "yes" | "no"'))
@@ -101,7 +96,7 @@ def test_a_regex_and_a_lark_grammar_are_kept_to(compiler: GrammarCompiler) -> No
         (Grammar("lark", 'start: NAME (" = " NAME)*\nNAME: /[a-z_]+/'), "this = that = more_of_it"),
     ],
 )
-def test_tokens_that_are_masked_as_one_are_those_that_are_allowed_one_by_one(
+def test_token_slices_give_the_same_masks_as_single_tokens(
     compiler: GrammarCompiler, grammar: Grammar, answer: str
 ) -> None:
     plain = LLTokenizer(TOKENIZER_JSON.read_text(encoding="utf-8"), n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
@@ -118,7 +113,7 @@ def test_tokens_that_are_masked_as_one_are_those_that_are_allowed_one_by_one(
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 6), max_size=4))
-def test_taking_tokens_back_gives_the_masks_of_before(seed: int, rewinds: list[int]) -> None:
+def test_rewind_restores_earlier_masks(seed: int, rewinds: list[int]) -> None:
     compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
     rng = random.Random(seed)
     opening = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
@@ -140,7 +135,7 @@ def test_taking_tokens_back_gives_the_masks_of_before(seed: int, rewinds: list[i
     compiler.close()
 
 
-def test_the_grammar_begins_behind_the_reasoning(compiler: GrammarCompiler) -> None:
+def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler) -> None:
     end = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
     constraints = constrained(compiler, grammar=Grammar("regex", "[0-9]+"), grammar_after=end)
     assert allowed(constraints) == set(range(VOCAB_SIZE)) - STOPS  # without it there is no answer
@@ -149,7 +144,7 @@ def test_the_grammar_begins_behind_the_reasoning(compiler: GrammarCompiler) -> N
     assert all(TOKENIZER.decode([token]).strip().isdigit() for token in allowed(constraints))
 
 
-def test_the_end_of_reasoning_is_forced_when_its_budget_is_spent(compiler: GrammarCompiler) -> None:
+def test_end_of_reasoning_is_forced_when_its_budget_is_spent(compiler: GrammarCompiler) -> None:
     end = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
     constraints = constrained(compiler, thinking_budget_tokens=2, thinking_end=end)
     for token in (5, 6):
@@ -161,14 +156,14 @@ def test_the_end_of_reasoning_is_forced_when_its_budget_is_spent(compiler: Gramm
     assert len(allowed(constraints)) == VOCAB_SIZE
 
 
-def test_reasoning_that_ends_in_time_is_let_be(compiler: GrammarCompiler) -> None:
+def test_reasoning_that_ends_in_time_is_not_constrained(compiler: GrammarCompiler) -> None:
     constraints = constrained(compiler, thinking_budget_tokens=2, thinking_end=(7,))
     for token in (7, 8, 9):
         constraints.advance(token)
         assert len(allowed(constraints)) == VOCAB_SIZE
 
 
-def test_lists_of_tokens(compiler: GrammarCompiler) -> None:
+def test_token_lists_restrict_the_mask(compiler: GrammarCompiler) -> None:
     constraints = constrained(compiler, allowed_token_ids=(EOS, 10, 11, 12), bad_words=((10,), (11, 12)), min_tokens=2)
     assert allowed(constraints) == {11, 12}
     constraints.advance(11)
@@ -177,14 +172,14 @@ def test_lists_of_tokens(compiler: GrammarCompiler) -> None:
     assert allowed(constraints) == {EOS, 11}
 
 
-def test_what_only_steers_gives_way_where_it_would_leave_nothing(compiler: GrammarCompiler) -> None:
+def test_min_tokens_and_bad_words_yield_when_they_would_leave_no_token(compiler: GrammarCompiler) -> None:
     constraints = constrained(compiler, grammar=Grammar("regex", "a"), min_tokens=50)
     constraints.advance(TOKENIZER.encode("a", add_special_tokens=False).ids[0])
     assert allowed(constraints) == {EOS}
     assert allowed(constrained(compiler, allowed_token_ids=(9,), bad_words=((9,),))) == {9}
 
 
-def test_contradictory_demands_are_told(compiler: GrammarCompiler) -> None:
+def test_contradictory_constraints_fail(compiler: GrammarCompiler) -> None:
     constraints = constrained(
         compiler,
         grammar=Grammar("regex", "[0-9]"),
@@ -194,7 +189,7 @@ def test_contradictory_demands_are_told(compiler: GrammarCompiler) -> None:
         allowed(constraints)
 
 
-def test_what_a_grammar_says_in_the_middle_is_one_short_line() -> None:
+def test_grammar_error_mid_answer_is_one_short_line() -> None:
     matcher = Mock(**{"consume_token.return_value": False, "get_error.return_value": "a client's own text\n" * 1000})
     constraints = SequenceConstraints(Constraints(grammar=Grammar("regex", "a")), matcher, STOPS, VOCAB_SIZE)
     with pytest.raises(ConstraintFailed) as failure:
@@ -214,9 +209,7 @@ def test_what_a_grammar_says_in_the_middle_is_one_short_line() -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_a_bad_or_too_large_grammar_is_refused_in_one_line(
-    compiler: GrammarCompiler, grammar: Grammar, reason: str
-) -> None:
+def test_bad_grammar_is_refused_in_one_line(compiler: GrammarCompiler, grammar: Grammar, reason: str) -> None:
     with pytest.raises(BadGrammar, match=reason) as refusal:
         compile_now(compiler, grammar)
     assert "\n" not in str(refusal.value)
@@ -225,7 +218,7 @@ def test_a_bad_or_too_large_grammar_is_refused_in_one_line(
         compiler.find_compiled(grammar)
 
 
-def test_a_grammar_is_compiled_once_for_all_who_ask(compiler: GrammarCompiler) -> None:
+def test_equal_grammars_are_compiled_once(compiler: GrammarCompiler) -> None:
     grammar = Grammar("regex", "[xyz]{2}")
     first, second = compiler.compile(grammar), compiler.compile(grammar)
     assert first is second
@@ -235,7 +228,7 @@ def test_a_grammar_is_compiled_once_for_all_who_ask(compiler: GrammarCompiler) -
     assert compiler.find_compiled(grammar) is not None
 
 
-def test_the_cache_is_bounded_and_drops_what_was_used_least_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_cache_is_bounded_and_evicts_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
     monkeypatch.setattr("penstock.backend.structured_output.grammar_compiler._CACHE_BYTES", 70 << 10)
     grammars = [Grammar("regex", letter * 4) for letter in "abc"]

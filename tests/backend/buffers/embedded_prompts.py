@@ -1,0 +1,58 @@
+"""Prompts of embeddings for the fake pass, and requests with them on the test bench."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.backend.passes.fake import FakePass, embedded_token
+from penstock.shm.link.events import Submission
+from penstock.shm.messages import (
+    Sampling,
+    Submit,
+)
+from tests.backend.buffers.test_shared_outputs import VOCAB
+from tests.backend.harness import Bench, expected_tokens
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def random_rows(num_rows: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(size=(num_rows, FakePass.embedding_size)).astype(np.float32)
+
+
+def fakes_tokens(rows: NDArray[np.float32], count: int, vocab_size: int = VOCAB) -> list[int]:
+    """What the fake pass generates greedily after these embeddings, by its definition."""
+    return expected_tokens([embedded_token(row) for row in rows], count, vocab_size)
+
+
+class StubLoan:
+    """Rows as a `Loan` gives them, and how often each was read."""
+
+    device_reads = False
+
+    def __init__(self, rows: NDArray[np.float32]) -> None:
+        self.rows = rows
+        self.num_reads: Counter[int] = Counter()
+
+    def read_rows(self, first: int, num_rows: int) -> bytes:
+        assert first + num_rows <= len(self.rows)
+        self.num_reads.update(range(first, first + num_rows))
+        return self.rows[first : first + num_rows].tobytes()
+
+
+def submit_embedded(
+    bench: Bench,
+    rows: NDArray[np.float32],
+    request_id: int = 0,
+    max_tokens: int = 8,
+    sampling: Sampling = GREEDY,
+    **options: Any,
+) -> StubLoan:
+    loan = StubLoan(rows)
+    submit = Submit(request_id, b"\0\0\0\0", len(rows), max_tokens, sampling, **options)
+    bench.link.arrivals.append(Submission(1, submit, b"", embeddings=loan))  # type: ignore[arg-type]
+    return loan

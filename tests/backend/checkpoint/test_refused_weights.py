@@ -1,0 +1,129 @@
+"""Checkpoints that are incomplete, truncated or of the wrong shape are refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.errors import StartupError
+from tests.backend.checkpoint.weight_files import INDEX, SHARDED, open_checkpoint, rewrite
+from tests.checkpoints import make_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def refusal(model_dir: Path) -> str:
+    with pytest.raises(StartupError) as refused:
+        open_checkpoint(model_dir)
+    return str(refused.value)
+
+
+def test_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path)
+    (model_dir / "model.safetensors").unlink()
+    assert f"{model_dir} has neither model.safetensors nor {INDEX}" in refusal(model_dir)
+
+
+def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path, **SHARDED)
+    shard = sorted(model_dir.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert f"{shard} cannot be opened: No such file or directory" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("architecture", ["llama2", "qwen2", "qwen3", "phi3"])
+def test_missing_tensor_is_refused_with_name_shape_and_file(architecture: str, tmp_path: Path) -> None:
+    model_dir = make_checkpoint(architecture, tmp_path)
+    path = model_dir / "model.safetensors"
+    whole = load_file(path)
+    last_layer = read_decoder_config(model_dir).num_layers - 1
+    names = [name for name in whole if f".{last_layer}." in name or ".layers." not in name]
+    for name in names:
+        save_file({other: tensor for other, tensor in whole.items() if other != name}, path)
+        expected = f"tensor {name}, expected with shape {list(whole[name].shape)}, is missing from {path}"
+        assert refusal(model_dir) == expected
+    assert len(names) > 8
+
+
+def test_tensor_missing_from_its_shard_is_refused(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path, **SHARDED)
+    index = json.loads((model_dir / INDEX).read_text())
+    shard = model_dir / index["weight_map"]["model.norm.weight"]
+    rewrite(shard, {"model.norm.weight": None})
+    assert refusal(model_dir) == f"tensor model.norm.weight is missing from {shard}, where {INDEX} says it is"
+    del index["weight_map"]["model.norm.weight"]
+    (model_dir / INDEX).write_text(json.dumps(index))
+    assert "tensor model.norm.weight, expected with shape [64], is missing from the files of" in refusal(model_dir)
+
+
+def test_wrong_shape_is_refused_with_both_shapes(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path)
+    rewrite(model_dir / "model.safetensors", {"model.layers.1.mlp.up_proj.weight": torch.zeros(95, 64)})
+    message = refusal(model_dir)
+    assert "tensor model.layers.1.mlp.up_proj.weight has shape [95, 64]; config.json makes it [96, 64]" in message
+
+
+def test_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path)
+    config = replace(read_decoder_config(model_dir), num_kv_heads=2)
+    with pytest.raises(StartupError, match=r"k_proj\.weight has shape \[64, 64\]; config\.json makes it \[32, 64\]"):
+        open_weights(model_dir, config)
+
+
+def test_weights_that_are_not_floats_are_refused(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path)
+    rewrite(model_dir / "model.safetensors", {"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
+    assert "tensor model.norm.weight has dtype 'I8'; it must be F32, F16, BF16" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["single", "sharded"])
+def test_truncated_file_is_refused_with_both_sizes(sharding: dict[str, str], tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path, **sharding)
+    path = sorted(model_dir.glob("model*.safetensors"))[-1]
+    whole_bytes = path.stat().st_size
+    os.truncate(path, whole_bytes - 1)
+    assert refusal(model_dir) == f"{path} is truncated: expected {whole_bytes} bytes, found {whole_bytes - 1}"
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 100])
+def test_file_truncated_in_its_header_is_refused(size: int, tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path)
+    os.truncate(model_dir / "model.safetensors", size)
+    message = refusal(model_dir)
+    assert "is truncated: expected at least" in message
+    assert message.endswith(f"found {size}")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_malformed_index_is_refused(content: str, tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path, **SHARDED)
+    (model_dir / INDEX).write_text(content)
+    assert INDEX in refusal(model_dir)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model.safetensors",
+        "/etc/model.safetensors",
+        "a/b.safetensors",
+        "..",
+        "",
+        ".safetensors",
+        "model.bin",
+        "a\0.safetensors",
+    ],
+)
+def test_index_may_name_plain_files_only(name: str, tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama2", tmp_path / "model", **SHARDED)
+    (model_dir / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    assert f"weight_map names the file {name!r}; it must be a plain *.safetensors name" in refusal(model_dir)

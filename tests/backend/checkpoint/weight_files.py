@@ -1,0 +1,30 @@
+"""Opening and changing checkpoints on disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.checkpoint.weights import open_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.backend.checkpoint.weights import DecoderWeights
+
+
+SHARDED = {"max_shard_size": "60KB"}
+INDEX = "model.safetensors.index.json"
+
+
+def open_checkpoint(model_dir: Path) -> DecoderWeights:
+    return open_weights(model_dir, read_decoder_config(model_dir))
+
+
+def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Replaces tensors of a safetensors file; None removes."""
+    tensors: dict[str, Any] = {name: tensor.clone() for name, tensor in load_file(path).items()} | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)

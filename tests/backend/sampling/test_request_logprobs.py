@@ -1,0 +1,77 @@
+"""Log probabilities and sampling parameters of requests, through the whole engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.backend.forward_pass import SamplingParams
+from penstock.shm.messages import Sampling
+from tests.backend.harness import Bench, expected_tokens
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def test_each_token_has_logprobs_also_for_late_subscribers() -> None:
+    bench = Bench()
+    sampling = Sampling(temperature=0.0, num_logprobs=3)
+    bench.submit(PROMPT, 8, request_id=0, sampling=sampling, may_share=True)
+    bench.submit(PROMPT, 8, request_id=1)
+    for _ in range(5):
+        bench.turn()
+    bench.submit(PROMPT, 8, request_id=2, sampling=sampling, may_share=True)
+    bench.run_dry()
+    first, plain, late = (bench.received(request_id) for request_id in range(3))
+    assert bench.board.requests_coalesced == 1
+    assert first.token_ids == plain.token_ids == late.token_ids
+    assert late.logprobs == first.logprobs
+    assert plain.logprobs == [None] * 8
+    for token_id, told in zip(first.token_ids, first.logprobs, strict=True):
+        assert told is not None
+        assert (told.top_ids[0], told.rank) == (token_id, 1)
+        assert told.top_logprobs[0] == told.logprob > told.top_logprobs[1]
+        assert len(told.top_ids) == 3
+
+
+def test_each_request_receives_its_own_number_of_top_logprobs() -> None:
+    bench = Bench()
+    for request_id, count in enumerate((0, 5)):
+        bench.submit(PROMPT, 4, request_id=request_id, sampling=Sampling(temperature=0.0, num_logprobs=count))
+    bench.run_dry()
+    for request_id, count in enumerate((0, 5)):
+        told = bench.received(request_id).logprobs
+        assert [len(entry.top_ids) for entry in told if entry is not None] == [count] * 4
+
+
+@pytest.mark.parametrize(("may_share", "num_kept"), [(True, 5), (False, None)])
+def test_logprobs_are_kept_only_if_a_late_subscriber_may_come(may_share: bool, num_kept: int | None) -> None:
+    bench = Bench()
+    bench.submit(PROMPT, 20, sampling=Sampling(temperature=0.0, num_logprobs=1), may_share=may_share)
+    while len(bench.received().token_ids) < 5:
+        bench.turn()
+    kept = bench.requests._open[1][0][0].kept_logprobs
+    assert (len(kept) if kept is not None else None) == num_kept
+    assert None not in bench.received().logprobs
+
+
+def test_wire_and_pass_have_the_same_sampling_parameters() -> None:
+    assert Sampling.__struct_fields__ == tuple(SamplingParams.__slots__)
+
+
+@pytest.mark.parametrize("num_logprobs", [-1, 1])
+def test_scored_prompt_receives_logprobs_of_each_token(num_logprobs: int) -> None:
+    bench = Bench()
+    true_start = expected_tokens(PROMPT, 3, bench.vocab_size)
+    prompt = [*PROMPT, *true_start, 1, 2]
+    sampling = Sampling(temperature=0.0, num_logprobs=num_logprobs)
+    bench.submit(prompt, 4, request_id=0, sampling=sampling, num_prompt_logprobs=2, may_share=True)
+    bench.submit(prompt, 4, request_id=1, sampling=sampling, may_share=True)
+    bench.run_dry()
+    scored, plain = bench.received(0), bench.received(1)
+    assert scored.token_ids == plain.token_ids == expected_tokens(prompt, 4, bench.vocab_size)
+    assert [entry.event for entry in scored.prompt_logprobs] == list(range(1, len(prompt)))
+    assert all(len(entry.top_ids) == 2 for entry in scored.prompt_logprobs)
+    likeliest = [entry.rank == 1 for entry in scored.prompt_logprobs]
+    assert likeliest[len(PROMPT) - 1 : len(PROMPT) + 2] == [True] * 3
+    assert scored.prompt_logprobs[len(PROMPT) - 1].top_ids[0] == true_start[0]
+    assert [entry is not None for entry in scored.logprobs] == [num_logprobs >= 0] * 4
+    assert plain.prompt_logprobs == []
