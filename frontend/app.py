@@ -6,8 +6,16 @@ import logging
 from typing import TYPE_CHECKING
 
 from penstock.frontend.access.admission import Admission
-from penstock.frontend.endpoints import chat_completions, endpoint_docs, health, messages, metrics, models, tokens
-from penstock.frontend.endpoints import text_completions as completions
+from penstock.frontend.endpoints import (
+    chat_completions,
+    endpoint_docs,
+    health,
+    messages,
+    metrics,
+    models,
+    text_completions,
+    tokens,
+)
 from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.openapi import DocumentationPages
 from penstock.frontend.endpoints.responses.endpoint import Responses
@@ -31,7 +39,7 @@ def _routes(responses: Responses) -> dict[str, Methods]:
     docs = endpoint_docs
     return {
         "/v1/chat/completions": post(chat_completions.create_chat_completion, docs.CHAT),
-        "/v1/completions": post(completions.create_completion, docs.COMPLETION),
+        "/v1/completions": post(text_completions.create_completion, docs.COMPLETION),
         "/v1/responses": post(responses.create, docs.RESPONSE),
         "/v1/messages": post(messages.create_message, docs.MESSAGE),
         "/v1/responses/{response_id}": get(responses.retrieve, docs.RETRIEVE) | delete(responses.delete, docs.DELETE),
