@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 import uvloop
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only looked at
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - only listed
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _uvloop_has_its_own_fds() -> None:
-    """libuv opens two pipes for the whole process with its first loop and keeps them."""
+    """Create a loop now: libuv opens two pipes with the first one and keeps them."""
     uvloop.new_event_loop().close()
 
 
 @pytest.fixture
 def socket_path() -> Iterator[Path]:
-    """Short, for a unix socket's path has 107 bytes; in a directory of mode 0700."""
+    """A short path, because a unix socket's path has at most 107 bytes, in a directory of mode 0700."""
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
         yield Path(directory) / "b.sock"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Every test gives back all file descriptors, and never makes a name in /dev/shm."""
+    """Every test closes all file descriptors and creates no name in /dev/shm."""
     names = set(os.listdir(SHARED_MEMORY))
     fds = len(os.listdir("/proc/self/fd"))
     yield

@@ -1,4 +1,4 @@
-"""A backend without a model: the real BackendLink before a toy whose next token is a function of the tokens so far.
+"""A backend without a model: the real BackendLink, and a next token that is a function of the tokens so far.
 
 Runs in a thread (`ScriptedBackend`) or as a process (`BackendProcess`, or `python -m tests.shm.scripted_backend`).
 """
@@ -29,23 +29,23 @@ from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import NO_TOKEN, Failure, FailureCode, Finish, ModelCard, Started
 
 NextToken = Callable[["array[int]", int, int], int]
-"""(tokens so far, how many of them are the prompt, vocabulary size) → the next token."""
+"""(tokens so far, number of prompt tokens, vocabulary size) → next token."""
 
 FAILING_TOKEN = 13
-"""A prompt of exactly this token ends FAILED after its first token."""
+"""A prompt of only this token ends FAILED after its first token."""
 KILLING_TOKEN = 14
-"""A prompt of exactly this token kills the backend's process."""
+"""A prompt of only this token kills the backend's process."""
 _FAILING_PROMPT = array("i", [FAILING_TOKEN])
 _KILLING_PROMPT = array("i", [KILLING_TOKEN])
 
 
 def hashed(tokens: array[int], num_prompt_tokens: int, vocab_size: int) -> int:
-    """Depends on every token and its place, so that a lost, repeated or swapped token changes all that follow."""
+    """Depends on every token and its position: a lost, repeated or swapped token changes all later ones."""
     return zlib.crc32(tokens) % vocab_size
 
 
 def echoed(tokens: array[int], num_prompt_tokens: int, vocab_size: int) -> int:
-    """The prompt, again and again."""
+    """The prompt, repeated."""
     return tokens[(len(tokens) - num_prompt_tokens) % num_prompt_tokens]
 
 
@@ -55,7 +55,7 @@ NEXT_TOKEN: dict[str, NextToken] = {"hashed": hashed, "echoed": echoed}
 def expected_tokens(
     prompt: Sequence[int], max_tokens: int, next_token: NextToken = hashed, vocab_size: int = 1000
 ) -> list[int]:
-    """What an undisturbed run of the script generates, stop tokens aside."""
+    """What an undisturbed run generates, ignoring stop tokens."""
     tokens = array("i", prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(tokens, len(prompt), vocab_size))
@@ -85,7 +85,7 @@ class _Running:
 
 @dataclass
 class Script:
-    """How the toy behaves. step_s is the pause between steps; requests beyond max_running wait."""
+    """How the backend behaves. step_s is the pause between steps; requests beyond max_running wait."""
 
     card: ModelCard = field(default_factory=model_card)
     next_token: NextToken = hashed
@@ -95,12 +95,11 @@ class Script:
     credit: int = 256
     stall_limit_s: float = 5.0
     exporter: BufferExporter | None = None
-    """Of shared buffers, on the host: a token's row of logits is the token, over and over. Embeddings are as many
-    tokens 0."""
+    """For shared buffers on the host. A token's row of logits repeats the token; an embedding counts as token 0."""
 
 
 class ScriptedEngine:
-    """One thread's loop over a BackendLink: receive, one token for each running request, flush."""
+    """One thread's loop over a BackendLink: receive, generate a token per running request, flush."""
 
     def __init__(self, socket_path: Path, script: Script) -> None:
         self.script = script
@@ -121,9 +120,9 @@ class ScriptedEngine:
         self.num_cancellations = 0
         self.stopping = False
         self.paused = False
-        """Receives but makes no step: requests pile up."""
-        self.asked: deque[Callable[[], None]] = deque()
-        """What tests want of the link, which is this thread's alone: done in the next turn."""
+        """It receives but makes no steps, so requests pile up."""
+        self.calls: deque[Callable[[], None]] = deque()
+        """Calls from tests to the link, which belongs to this thread; done in the next turn."""
 
     def turn(self) -> None:
         busy = bool(self.running) and not self.paused
@@ -143,8 +142,8 @@ class ScriptedEngine:
                         del self.running[key]
         if not self.paused:
             self._step()
-        while self.asked:
-            self.asked.popleft()()
+        while self.calls:
+            self.calls.popleft()()
         self.board.running = min(len(self.running), self.script.max_running)
         self.board.waiting = max(0, len(self.running) - self.script.max_running)
         self.link.flush()
@@ -204,7 +203,7 @@ class ScriptedEngine:
 
 
 class ScriptedBackend:
-    """The engine in a thread of this process, for tests that look inside; a context manager."""
+    """The engine in a thread of this process, for tests that look inside. A context manager."""
 
     def __init__(self, socket_path: Path, script: Script | None = None) -> None:
         self.engine = ScriptedEngine(socket_path, script or Script())
@@ -215,7 +214,7 @@ class ScriptedBackend:
         try:
             while not self.engine.stopping:
                 self.engine.turn()
-        except BaseException as error:  # noqa: BLE001 - raised again where the thread is joined
+        except BaseException as error:  # noqa: BLE001 - raised again after the join
             self._error = error
 
     def __enter__(self) -> ScriptedBackend:
@@ -232,9 +231,9 @@ class ScriptedBackend:
 
 
 class BackendProcess:
-    """The engine as a process that can be killed, stopped and continued; a context manager.
+    """The engine as a process that can be killed, stopped and continued. A context manager.
 
-    `ready` in a line on its standard output says that the socket is there.
+    The process prints `ready` when its socket exists.
     """
 
     def __init__(
@@ -268,7 +267,7 @@ class BackendProcess:
         return self._process is not None and self._process.poll() is None
 
     def wait_for_death(self, timeout_s: float) -> None:
-        """Returns when the process has ended, or after timeout_s."""
+        """Return when the process has ended, or after timeout_s."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)

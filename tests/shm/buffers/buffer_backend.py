@@ -1,7 +1,7 @@
-"""A BackendLink with shared buffers, turned by hand, and clients of it in this process or another.
+"""A BackendLink with shared buffers that tests turn by hand, and clients of it in this process or another.
 
-`python -m tests.shm.buffers.buffer_backend SOCKET DEVICE_DIRECTORY` is one: it opens the device's buffers, says
-`holding`, and does what the lines on its standard input say, answering each with `done`.
+`python -m tests.shm.buffers.buffer_backend SOCKET DEVICE_DIRECTORY` is such a client: it opens the device's buffers,
+prints `holding`, executes the commands on its standard input, and answers each with `done`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WelcomeRefused(Exception):
 
 
 class TurnedBackend:
-    """One turn of its loop is one call."""
+    """One call of `turn` is one turn of its loop."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class TurnedBackend:
             self.turn(0.02)
 
     def submission(self) -> Submission:
-        """The next one."""
+        """The next submission."""
         self.until(lambda: any(isinstance(event, Submission) for event in self.events))
         event = next(event for event in self.events if isinstance(event, Submission))
         self.events.remove(event)
@@ -115,7 +115,7 @@ class TurnedBackend:
 
     @contextmanager
     def visit(self, buffer_request: BufferRequest) -> Iterator[Invitation]:
-        """A client that opens nothing of what it is given, and goes without a word."""
+        """A client that opens none of its memory and disconnects without a message."""
         invitation = self.invite(buffer_request)
         try:
             yield invitation
@@ -138,7 +138,7 @@ class TurnedBackend:
 
 
 class TurnedClient:
-    """A session and what has come over it."""
+    """A session and the outputs that it received."""
 
     def __init__(self, session: Session, backend: TurnedBackend) -> None:
         self.session = session
@@ -156,7 +156,7 @@ class TurnedClient:
         self.send(buffers.lend_with(make_submit(request_id, **changes), prompt, output))
 
     def receive_until(self, condition: Callable[[], object]) -> None:
-        """Takes what comes, returned buffers too."""
+        """Receive outputs, and accept returned buffers, until the condition holds."""
 
         def received() -> object:
             for outputs in self.session.receive():
@@ -180,7 +180,7 @@ def make_submit(request_id: int, **changes: object) -> Submit:
 
 
 class ClientProcess:
-    """A process that has a backend's device memory open; a context manager that ends it."""
+    """A process that has a backend's device memory open. The context manager ends it."""
 
     def __init__(self, backend: TurnedBackend, socket_path: Path, directory: Path) -> None:
         argv = [sys.executable, "-m", "tests.shm.buffers.buffer_backend", str(socket_path), str(directory)]
@@ -190,7 +190,7 @@ class ClientProcess:
         self.expect("holding")
 
     def expect(self, line: str) -> None:
-        """Turns the backend until the process has said this."""
+        """Turn the backend until the process prints this line."""
         stdout = self._process.stdout
         assert stdout is not None
         self._backend.until(lambda: select.select([stdout], [], [], 0)[0])
@@ -229,9 +229,9 @@ async def _be_client(socket_path: Path, directory: Path) -> None:
         match line.split():
             case ["write", value]:
                 device.poke(pointer, value.encode())
-            case ["desert"]:  # the connection ends, and the memory stays open
+            case ["disconnect"]:  # the memory stays open
                 os.close(session.control_fd)
-            case ["close"]:  # lives on, holding a buffer that it has taken
+            case ["close"]:  # the process goes on and holds a buffer
                 session.close()
             case ["release"]:
                 held.release()

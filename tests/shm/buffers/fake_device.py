@@ -1,7 +1,7 @@
-"""A GPU that is not there: `DeviceApi` on files that several processes map, as strict as the driver is careless.
+"""A fake GPU: `DeviceApi` on files that several processes map.
 
-Memory and events are files in one directory, the device's. Work put into a stream other than 0 waits for `run`. What
-the driver leaves undefined is an error here: freeing what a living process has open, opening in the process that owns.
+Memory and events are files in the device's directory. Work on a stream other than 0 waits for `run`. What the driver
+leaves undefined is an error here: freeing memory that a running process has open, or opening it in its own process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Region:
 
 
 class FakeDevice:
-    """One process's view of the device in this directory. `die` is the death of that process, as the driver sees it."""
+    """One process's view of the device in this directory. `die` is the end of that process, as the driver sees it."""
 
     uuid = UUID
 
@@ -50,7 +50,7 @@ class FakeDevice:
         self.registered: dict[int, int] = {}
         """Address → bytes of page-locked host memory."""
 
-    # What tests ask and do
+    # For tests
 
     @property
     def num_allocated(self) -> int:
@@ -68,12 +68,12 @@ class FakeDevice:
         return [len(region.mapping) for region in self._memory.values() if region.is_own]
 
     def poke(self, pointer: int, data: bytes) -> None:
-        """What a kernel of the default stream would write."""
+        """Write as a kernel on the default stream does."""
         region, offset = self._find(pointer, len(data))
         region.mapping[offset : offset + len(data)] = data
 
     def run(self, stream: int) -> None:
-        """The device does what the stream holds, up to what it cannot do yet."""
+        """Do the work on the stream, in order."""
         work = self._streams[stream]
         while work:
             work[0]()
@@ -125,7 +125,7 @@ class FakeDevice:
 
     def create_event(self) -> int:
         name = f"event-{secrets.token_hex(8)}"
-        # How often it was recorded, and of each time, modulo the rest of the page, whether that has passed.
+        # The number of recordings, then a flag per recording (modulo the rest of the page): it has passed.
         (self._directory / name).write_bytes(bytes(_NUMBER_BYTES) + b"\1" + bytes(mmap.PAGESIZE - _NUMBER_BYTES - 1))
         return self._place_event(name, is_own=True)
 
@@ -149,7 +149,7 @@ class FakeDevice:
         mapping[:_NUMBER_BYTES] = number.to_bytes(_NUMBER_BYTES, "little")
 
         def pass_by() -> None:
-            if not mapping.closed:  # destroyed meanwhile, which is nobody's fault
+            if not mapping.closed:  # the event may be destroyed meanwhile
                 mapping[_flag_of(number)] = 1
 
         self._put(stream, pass_by)
@@ -158,13 +158,13 @@ class FakeDevice:
         return self._event(event).mapping[_flag_of(self._number(event))] == 1
 
     def wait(self, event: int, stream: int) -> None:
-        """For the event as it is recorded now, as the driver does."""
+        """Like the driver, wait for the last recording so far."""
         number = self._number(event)
         self._put(stream, lambda: self._await(event, number))
 
     def synchronize(self, event: int) -> None:
         number = self._number(event)
-        for stream in list(self._streams):  # while this process waits, its work goes on
+        for stream in list(self._streams):  # this process's work goes on while it waits
             self.run(stream)
         self._await(event, number)
 
@@ -211,7 +211,7 @@ class FakeDevice:
             raise DeviceError("register_host: not supported")
         if address in self.registered:
             raise DeviceError(f"register_host({address:#x}): registered already")
-        ctypes.string_at(address, num_bytes)  # a fault where it is not mapped
+        ctypes.string_at(address, num_bytes)  # faults if it is not mapped
         self.registered[address] = num_bytes
 
     def unregister_host(self, address: int) -> None:
@@ -219,7 +219,7 @@ class FakeDevice:
             raise DeviceError(f"unregister_host({address:#x}): not registered")
         ctypes.string_at(address, self.registered.pop(address))
 
-    # How
+    # Internals
 
     def _put(self, stream: int, work: Callable[[], None]) -> None:
         if stream:
@@ -228,9 +228,9 @@ class FakeDevice:
             work()
 
     def _users(self, name: str) -> list[int]:
-        """Processes that have the allocation open and live."""
+        """Running processes that have the allocation open."""
         pids = [int(marker.name.split("-")[3]) for marker in self._directory.glob(f"open-{name}-*")]
-        return [pid for pid in pids if _lives(pid)]
+        return [pid for pid in pids if _is_running(pid)]
 
     def _name(self, handle: bytes, kind: str) -> str:
         name = handle.rstrip(b"\0").decode("latin-1")
@@ -275,12 +275,12 @@ class FakeDevice:
 
 
 def _flag_of(number: int) -> int:
-    """Where in an event's page it says whether this recording of it has passed."""
+    """Offset of a recording's flag in the event's page."""
     return _NUMBER_BYTES + number % (mmap.PAGESIZE - _NUMBER_BYTES)
 
 
-def _lives(pid: int) -> bool:
-    """Whether the process has not ended; one that has and was not waited for is dead."""
+def _is_running(pid: int) -> bool:
+    """Whether the process runs. A zombie does not."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     return False

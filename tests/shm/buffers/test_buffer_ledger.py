@@ -1,4 +1,4 @@
-"""Any order of clients coming, lending, releasing and dying: nothing is freed or reused while somebody has it."""
+"""Clients connect, lend, release and die in any order: nothing is freed or reused while someone has it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ CONTENTS = (
 )
 BUDGET = 6 * BLOCK
 STEPS = 3
-"""The stream in which the backend's device reads; it does so late."""
+"""The stream on which the backend's device reads, later."""
 NUM_TARGETS = 1000
 
 
 @dataclass(eq=False)
 class Client:
-    """A process, its connection, and what is on its way to it."""
+    """A process, its connection, and the returns that it has not received yet."""
 
     device: FakeDevice
     exported: ExportedBuffers
@@ -49,7 +49,7 @@ class Client:
     written: dict[int, list[float]] = field(default_factory=dict)
     """Index → first value of each row that the backend wrote in the last loan."""
     held: dict[int, SharedBuffer] = field(default_factory=dict)
-    """Taken and not yet released, by index."""
+    """Buffers taken and not released yet, by index."""
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class Lent:
     loan: Loan
     ref: BufferRef
     given: list[float] = field(default_factory=list)
-    """First value of each row that the client lent it with, of embeddings."""
+    """First value of each row of embeddings that the client lent."""
     is_open: bool = True
 
     @property
@@ -68,13 +68,13 @@ class Lent:
 
 @dataclass
 class Copy:
-    """What the device was told to read, in order."""
+    """A read that is enqueued on the device, in order."""
 
     lent: Lent
     target: int
     expected: list[float]
     is_spoiled: bool = False
-    """The buffer was written to before the device came to it, which on the host nothing prevents: its loan is over."""
+    """The client wrote to the buffer, on the host, before the device read it: the loan had ended."""
 
 
 class Buffers(RuleBasedStateMachine):
@@ -89,7 +89,7 @@ class Buffers(RuleBasedStateMachine):
         self.num_written = 0
         self.copies: list[Copy] = []
 
-    # What there is to choose from
+    # Choices for the rules
 
     def living(self) -> list[Client]:
         return [client for client in self.everybody if client.lives]
@@ -98,7 +98,7 @@ class Buffers(RuleBasedStateMachine):
         return [client for client in self.everybody if client.is_connected]
 
     def held(self) -> list[tuple[Client, SharedBuffer]]:
-        """Taken by callers that live, lent or not."""
+        """Buffers taken in running processes, lent or not."""
         return [(client, buffer) for client in self.living() for buffer in client.held.values()]
 
     def lendable(self) -> list[tuple[Client, SharedBuffer]]:
@@ -133,7 +133,7 @@ class Buffers(RuleBasedStateMachine):
     @precondition(lambda self: self.living())
     @rule(data=st.data(), how=st.sampled_from(["stays", "stays", "leaves", "deserts", "dies"]))
     def depart(self, data: st.DataObject, how: str) -> None:
-        """leaves: closes all but what its callers hold, and says so if that was all; deserts: closes nothing."""
+        """leaves: closes all buffers that are not held, and reports it if that was all; deserts: closes nothing."""
         client = data.draw(st.sampled_from(self.living()))
         if how == "leaves" and client.is_connected:
             client.shared.close()
@@ -212,7 +212,7 @@ class Buffers(RuleBasedStateMachine):
     @precondition(lambda self: any(lent.is_prompt for lent in self.loans) and len(self.copies) < NUM_TARGETS // 3)
     @rule(data=st.data(), first=st.integers(0, 2), by_host=st.booleans())
     def read(self, data: st.DataObject, first: int, by_host: bool) -> None:
-        """Whenever it comes, after the end and the death too: late ones find nothing."""
+        """At any time, even after the end of the loan or the client: late reads return nothing."""
         lent = data.draw(st.sampled_from([lent for lent in self.loans if lent.is_prompt][-4:]))
         num_rows = max(0, lent.ref.num_rows - first)
         first = min(first, lent.ref.num_rows)
@@ -231,7 +231,7 @@ class Buffers(RuleBasedStateMachine):
     @precondition(lambda self: self.copies)
     @rule()
     def run_device(self) -> None:
-        """It comes to what it was told, whatever has been returned, rewritten or freed by then."""
+        """The device does the enqueued reads, whatever was returned, rewritten or freed since."""
         self.device.run(STEPS)
         for copy in self.copies:
             found = array("f", self.device.read(copy.target, 4 * len(copy.expected))).tolist()
@@ -239,14 +239,14 @@ class Buffers(RuleBasedStateMachine):
         self.copies.clear()
 
     def spoil(self, client: Client, index: int) -> None:
-        """The buffer is written to, at once."""
+        """The client writes to the buffer at once."""
         for copy in self.copies:
             if copy.lent.client is client and copy.lent.ref.index == index and not copy.lent.loan.is_on_device:
                 assert not copy.lent.is_open
                 copy.is_spoiled = True
 
     def is_at_rest(self, client: Client, buffer: SharedBuffer) -> bool:
-        """The device has done with it. Its client waits for that before it touches it, as `device_view` does."""
+        """The device is done with it. The client waits for that before it touches it, as `device_view` does."""
         if client.exported.grant.kind is BufferKind.HOST:
             return True
         return client.device.has_passed(client.shared._device_memory.events[buffer.index])  # type: ignore[union-attr]
@@ -254,7 +254,7 @@ class Buffers(RuleBasedStateMachine):
     @precondition(lambda self: any(not lent.is_prompt for lent in self.loans))
     @rule(data=st.data(), row=st.integers(0, 3))
     def write(self, data: st.DataObject, row: int) -> None:
-        """Whenever it comes, after the end and the death too: late ones go nowhere."""
+        """At any time, even after the end of the loan or the client: late writes are dropped."""
         lent = data.draw(st.sampled_from([lent for lent in self.loans if not lent.is_prompt][-4:]))
         self.num_written += 1
         values = array("f", [float(self.num_written)] * VALUES)
@@ -281,7 +281,7 @@ class Buffers(RuleBasedStateMachine):
     @precondition(lambda self: self.held())
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Twice is as good as once; lent or not, before the connection's end and after."""
+        """Idempotent; lent or not, before and after the end of the connection."""
         client, buffer = data.draw(st.sampled_from(self.held()))
         if client.is_connected and is_at_hand(buffer) and not self.is_at_rest(client, buffer):
             self.run_device()
@@ -298,7 +298,7 @@ class Buffers(RuleBasedStateMachine):
         with pytest.raises(LoanError):
             lent.client.exported.borrow(stale, to_backend=False)
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def what_came_back_is_what_was_written(self) -> None:
@@ -354,7 +354,7 @@ class Buffers(RuleBasedStateMachine):
 
 
 def is_at_hand(buffer: SharedBuffer) -> bool:
-    """Its caller's to touch."""
+    """The caller may touch it."""
     return buffer._state.name == "HELD"
 
 

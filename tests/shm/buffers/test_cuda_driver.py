@@ -1,4 +1,4 @@
-"""The ctypes side of the driver's API, against a driver library that needs no GPU, in two processes."""
+"""The ctypes bindings of the driver's API, with a stub library that needs no GPU, in two processes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_another_process_reads_writes_and_records_an_event(
 ) -> None:
     exported = ExportedDeviceMemory(device, 1, BLOCK_BYTES)
     source = device.allocate(BLOCK_BYTES)
-    ctypes.memmove(source, b"from the", 8)  # here device memory is the host's
+    ctypes.memmove(source, b"from the", 8)  # the stub's device memory is host memory
     exported.write(0, 8, 8, DeviceRow(source, 0))
     handles = device.uuid.hex(), exported.memory_handles[0].hex(), exported.event_handles[0].hex()
     argv = [sys.executable, "-c", OTHER_PROCESS, library, *handles, str(stream)]

@@ -14,17 +14,17 @@ from penstock.shm.messages import Finish, Sampling
 ROOT = Path(__file__).parents[3]
 GREEDY = Sampling(temperature=0.0)
 LONG = 1 << 20
-"""A context for which an arena has its fewest slots, four."""
+"""A context so long that an arena has only four slots, the minimum."""
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - other threads and processes bring it about
+        while not condition():  # noqa: ASYNC110 - other threads and processes change it
             await asyncio.sleep(0.002)
 
 
 def at_base(client: BackendClient) -> bool:
-    """Nothing is held but the connection itself; credits are returned a quarter of the window at a time."""
+    """Only the connection is held; credits return a quarter of the window at a time."""
     return {kind for kind in client.balance() if kind != "credits_owed"} <= {"session"}
 
 

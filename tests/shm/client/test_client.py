@@ -32,7 +32,7 @@ async def test_tokens_arrive_in_order_and_complete(socket_path: Path) -> None:
             assert results == [expected_tokens(p, 40) for p in prompts]
         await until(lambda: len(backend.engine.deaths) == 1)
         assert backend.engine.link.balance() == {}
-        # One message a step, however many streams: the backend made few steps for 2,000 tokens.
+        # One message per step for all streams: the backend made few steps for 2,000 tokens.
         counters = backend.engine.link.counters
         assert counters.events_out == 2000
         assert counters.messages_out <= backend.engine.board.steps
@@ -141,6 +141,22 @@ async def test_client_is_ready_once_the_first_backend_starts(socket_path: Path) 
     assert client.model == model_card()
     await client.close()
     assert client.balance() == {}
+
+
+async def test_waiting_until_ready_returns_the_card_or_raises_after_the_time(socket_path: Path) -> None:
+    client = BackendClient(socket_path)
+    with pytest.raises(RuntimeError, match="not started"):
+        await client.wait_until_ready()
+    await client.start()
+    with pytest.raises(BackendUnavailable, match=f"no backend is ready at {socket_path} after 0.05 s"):
+        await client.wait_until_ready(0.05)
+    waiting = asyncio.create_task(client.wait_until_ready())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    with ScriptedBackend(socket_path):
+        assert await waiting == model_card()
+        assert client.ready
+    await client.close()
 
 
 async def test_backend_without_progress_is_not_ready(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

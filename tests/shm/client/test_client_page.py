@@ -25,7 +25,7 @@ PROGRAMS: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """In which backend and programs find each other at the default socket path."""
+    """The environment in which the programs find the backend at the default socket path."""
     runtime_dir = tmp_path_factory.mktemp("runtime")
     runtime_dir.chmod(0o700)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime_dir), "PYTHONPATH": str(REPOSITORY)}

@@ -22,11 +22,11 @@ async def test_frontend_board_shows_its_counts_to_the_backend(socket_path: Path)
             await read(client.submit(request([FAILING_TOKEN], 5)))
             await until(lambda: at_base(client))
             (board,) = backend.engine.link.frontends.values()
-            told = {name: value for name, value in board.values().items() if value and "_us_" not in name}
-            assert told == {"pid": os.getpid(), "requests_length": 1, "requests_failed": 1, "tokens_streamed": 8}
+            counted = {name: value for name, value in board.values().items() if value and "_us_" not in name}
+            assert counted == {"pid": os.getpid(), "requests_length": 1, "requests_failed": 1, "tokens_streamed": 8}
             assert {"pid": os.getpid()} | client.counters == board.values()
             itl, sum_us = FrontendBoard.itl_us.read(board.values())
-            assert sum(itl) == 6  # between the first one's seven tokens; the other had one
+            assert sum(itl) == 6  # between the seven tokens of the first stream; the other had one
             assert sum_us > 0
             assert sum(FrontendBoard.queue_us.read(board.values())[0]) == 2
             assert client.backend_counters is not None
@@ -66,11 +66,11 @@ async def test_backend_board_adds_up_all_frontends_including_departed_ones(socke
                 await until(lambda: totals(stays)["tokens_streamed"] == 12)
                 assert totals(stays)["frontends"] == 2
             await until(lambda: totals(stays)["frontends"] == 1)
-            told = totals(stays)
-            assert told["tokens_streamed"] == 12
-            assert told["requests_length"] == 2
-            assert (told["responses_200"], told["responses_other"]) == (2, 1)
-            assert sum(told[word] for word in FrontendBoard.itl_us.words[:-1]) == 6 + 4
+            counted = totals(stays)
+            assert counted["tokens_streamed"] == 12
+            assert counted["requests_length"] == 2
+            assert (counted["responses_200"], counted["responses_other"]) == (2, 1)
+            assert sum(counted[word] for word in FrontendBoard.itl_us.words[:-1]) == 6 + 4
 
 
 async def test_stream_counts_its_preemptions(socket_path: Path) -> None:
@@ -82,8 +82,8 @@ async def test_stream_counts_its_preemptions(socket_path: Path) -> None:
             link = backend.engine.link
             (frontend,) = link.frontends
             for request_id in (streams[0].request_id, streams[0].request_id, 999):
-                backend.engine.asked.append(partial(link.note_preemption, frontend, request_id))
-            backend.engine.asked.append(partial(link.note_preemption, frontend + 1, 0))
+                backend.engine.calls.append(partial(link.note_preemption, frontend, request_id))
+            backend.engine.calls.append(partial(link.note_preemption, frontend + 1, 0))
             await until(lambda: [stream.num_preemptions for stream in streams] == [2, 0])
             for stream in streams:
                 stream.cancel()

@@ -26,8 +26,8 @@ async def test_request_fields_reach_the_backend_inline_and_through_the_arena(soc
     with ScriptedBackend(socket_path) as backend:
         backend.engine.paused = True
         async with connected(socket_path) as client:
-            terms = {"salt": b"a tenant", "may_share": True, "priority": -3, "deadline_s": time.monotonic() + 1000}
-            stream = client.submit(GenerationRequest([1] * length, 5, GREEDY, **terms))  # type: ignore[arg-type]
+            fields = {"salt": b"a tenant", "may_share": True, "priority": -3, "deadline_s": time.monotonic() + 1000}
+            stream = client.submit(GenerationRequest([1] * length, 5, GREEDY, **fields))  # type: ignore[arg-type]
             await until(lambda: backend.engine.running)
             (submit,) = submits_of(backend.engine)
             assert (submit.salt, submit.may_share, submit.priority) == (b"a tenant", True, -3)

@@ -63,7 +63,7 @@ async def test_cancelled_stream_is_not_resubmitted(socket_path: Path) -> None:
 async def connected_to_nothing_after_two_streams(
     socket_path: Path, **options: Any
 ) -> AsyncIterator[tuple[BackendClient, list[TokenStream]]]:
-    """Two streams in their midst, and their backend is dead."""
+    """A client with two unfinished streams whose backend is dead."""
     client = BackendClient(socket_path, **options)
     await client.start()
     with BackendProcess(socket_path, step_s=0.005):

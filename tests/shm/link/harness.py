@@ -39,7 +39,7 @@ Event = Submission | Cancellation | FrontendDeath
 
 
 class Backend:
-    """A BackendLink turned by hand."""
+    """A BackendLink that tests turn by hand."""
 
     def __init__(self, socket_path: Path, stall_limit_s: float = 0.2) -> None:
         self.path = socket_path
@@ -63,17 +63,17 @@ class Backend:
         self.board.close()
         os.close(self.wake_fd)
 
-    def until(self, wanted: type[Event], count: int = 1) -> list[Event]:
-        """Turns until so many events of this kind have come; returns all events of those turns."""
+    def until(self, kind: type[Event], count: int = 1) -> list[Event]:
+        """Turn until count events of this kind have arrived. Returns all events of those turns."""
         events: list[Event] = []
         end_s = time.monotonic() + 10
-        while sum(isinstance(event, wanted) for event in events) < count:
+        while sum(isinstance(event, kind) for event in events) < count:
             assert time.monotonic() < end_s, events
             events += self.turn(0.1)
         return events
 
     def settle(self) -> list[Event]:
-        """Turns until all has come that its frontends have sent; returns what happened."""
+        """Turn until everything that the frontends sent has arrived. Returns the events."""
         events: list[Event] = []
         end_s = time.monotonic() + 10
         while self.link.counters.messages_in < self.num_sent:
@@ -82,7 +82,7 @@ class Backend:
         return events
 
     def until_balanced(self) -> None:
-        """Turns until nothing is held any more."""
+        """Turn until nothing is held."""
         end_s = time.monotonic() + 10
         while self.link.balance():
             assert time.monotonic() < end_s, self.link.balance()
@@ -135,7 +135,7 @@ class Frontend:
         self.backend.num_sent += 1
 
     def receive(self, num_messages: int) -> list[StepOutputs]:
-        """Turns the backend until so many have come. Without returning credits."""
+        """Turn the backend until num_messages have arrived. Returns no credit."""
         outputs = self.session.receive()
         end_s = time.monotonic() + 10
         while len(outputs) < num_messages:

@@ -154,7 +154,7 @@ def test_wake_fd_message_and_new_frontend_each_end_a_wait(backend: Backend) -> N
         control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.connect(str(backend.path))
         control.send(encode(Hello(PROTOCOL_VERSION)))
-        # Both happened before this turn, and one turn or two see to both.
+        # Both happened before this turn; one turn or two handle both.
         assert [type(event) for event in backend.until(Submission)] == [Submission]
         backend.until(Submission, 0)
         while not select.select([control], [], [], 0)[0]:

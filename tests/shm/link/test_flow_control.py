@@ -28,13 +28,13 @@ def test_held_tokens_are_sent_with_the_next_urgent_event(backend: Backend) -> No
         frontend.submit(3, [1])
         backend.until(Submission, 3)
         link, epoch = backend.link, frontend.epoch
-        link.push(epoch, 1, 10, started=Started(1, 0, 0.0))  # the first one is never kept
+        link.push(epoch, 1, 10, started=Started(1, 0, 0.0))  # the first token is never held
         link.flush()
         assert columns(frontend.receive(1)) == [(1, 10, 0)]
         link.push_tokens(epoch, [1, 2], [11, 21])
         link.push(epoch, 1, 12)
         link.flush()
-        frontend.send(Credit(1))  # is no reason to send anything
+        frontend.send(Credit(1))  # credit alone sends nothing
         backend.settle()
         assert link.counters.messages_out == 1
         link.push_tokens(epoch, [1, 2, 3], [13, 22, 31])
@@ -89,7 +89,7 @@ def test_frontend_that_returns_no_credit_is_disconnected(backend: Backend) -> No
         for step in range(CREDIT + 1):
             backend.link.push(slow.epoch, 1, step)
             backend.link.flush()
-        # No one else's event is needed: the wait ends by itself when the limit is reached.
+        # Without any other event the wait ends at the limit.
         assert backend.until(FrontendDeath) == [FrontendDeath(slow.epoch)]
         assert slow.expelled()
         backend.link.push(slow.epoch, 1, 5)
@@ -115,7 +115,7 @@ def test_many_events_are_split_into_messages_in_order(backend: Backend, monkeypa
 
 
 def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(backend: Backend) -> None:
-    """A frontend that was slow: as many as possible wait of both, each as long as possible, and all of them arrive."""
+    """As many entries as possible wait, each of maximal length, and all of them arrive."""
     num_each = MAX_LOGPROBS_PER_MESSAGE - 1
     top_ids, top = tuple(range((1 << 31) - MAX_LOGPROBS, 1 << 31)), (-1.5,) * MAX_LOGPROBS
     with backend.session() as frontend:
@@ -123,9 +123,9 @@ def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(backend:
         (submission,) = backend.until(Submission)
         names = submission.frontend, submission.request_id
         for index in range(num_each):
-            told = EventLogprobs(index + 1, -1.5, 1 << 30, top_ids, top)
-            backend.link.push_prompt_logprobs(*names, told)
-            backend.link.push(*names, index, logprobs=told)
+            entry = EventLogprobs(index + 1, -1.5, 1 << 30, top_ids, top)
+            backend.link.push_prompt_logprobs(*names, entry)
+            backend.link.push(*names, index, logprobs=entry)
         sizes = []
         original = backend_link.encode
         with pytest.MonkeyPatch.context() as patch:
@@ -135,8 +135,10 @@ def test_log_probabilities_of_prompts_and_tokens_together_fit_a_message(backend:
             backend.link.flush()
         outputs = frontend.receive(2)
         assert max(sizes) <= MAX_TO_FRONTEND_BYTES
-        scored = [entry.event for output in outputs for told in output.prompt_logprobs for entry in told.entries]
-        assert scored == list(range(1, num_each + 1))
+        prompt_events = [
+            entry.event for output in outputs for scored in output.prompt_logprobs for entry in scored.entries
+        ]
+        assert prompt_events == list(range(1, num_each + 1))
         assert [event[1] for event in columns(outputs)] == list(range(num_each))
         assert [entry.event for output in outputs for entry in output.logprobs] == [
             event for output in outputs for event in range(len(output.finishes))

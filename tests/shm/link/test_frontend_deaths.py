@@ -40,7 +40,7 @@ asyncio.run(main())
 
 @contextmanager
 def frontend_process(socket_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A frontend in the midst of 16 endless streams."""
+    """A frontend process with 16 running streams."""
     argv = [sys.executable, "-c", FRONTEND_PROCESS, str(socket_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
         try:

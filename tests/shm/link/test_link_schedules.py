@@ -1,4 +1,4 @@
-"""Random schedules of all that both ends can do, in one thread, against a plain model of what must come out."""
+"""Random schedules of the operations of both ends, in one thread, compared with a simple model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY, LONG = [1, 2], list(range(4100))
 
 @dataclass
 class Expected:
-    """What one frontend has asked for and must have got, from its own point of view."""
+    """What one frontend has requested and must have received."""
 
     frontend: Frontend
     next_id: int = 0
@@ -51,7 +51,7 @@ class Expected:
 
 
 class Schedule(Backend):
-    """Every operation is legal at every moment; the seed alone decides which one comes when."""
+    """Every operation is legal at any time; the seed decides their order."""
 
     def __init__(self, socket_path: Path, seed: int) -> None:
         super().__init__(socket_path, stall_limit_s=60.0)
@@ -121,7 +121,7 @@ class Schedule(Backend):
             expected.frontend.send(Cancel(self.rng.randrange(expected.next_id + 3)))
 
     def step(self) -> None:
-        """A token for some of the open requests, an end for a few, and words for the dead, which nobody hears."""
+        """Push tokens for some open requests, ends for a few, and events for dead frontends, which are dropped."""
         for key in list(self.open):
             if self.rng.random() < 0.7:
                 token = self.open[key]
@@ -142,7 +142,7 @@ class Schedule(Backend):
                 expected.return_credits()
 
     def check(self, expected: Expected) -> None:
-        """All that was pushed has come, in order, once."""
+        """Everything pushed has arrived once and in order."""
         for _ in range(1000):
             for other in self.alive.values():
                 other.take(other.frontend.session.receive())

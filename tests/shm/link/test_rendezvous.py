@@ -1,4 +1,4 @@
-"""Who may meet the backend, and what becomes of those who do not behave."""
+"""Who may connect to the backend, and how peers that misbehave are refused."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def welcome() -> Welcome:
 
 
 def settle(rendezvous: Rendezvous) -> None:
-    """Turns until nothing is readable at this instant."""
+    """Turn until nothing is readable."""
     while select.select([rendezvous], [], [], 0)[0]:
         rendezvous.turn()
 
 
 def reason(peer: socket.socket) -> str:
-    """The backend's last word, after which it has closed the connection."""
+    """The backend's last message; then it has closed the connection."""
     answer = decode_welcome(peer.recv(4096))
     assert isinstance(answer, Refusal)
     assert peer.recv(1) == b""
@@ -158,7 +158,7 @@ def test_accepting_pauses_while_no_fds_are_free(rendezvous: Rendezvous, socket_p
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
         try:
             assert rendezvous.turn() == ([], [])
-            # It looks away from the listener, which stays readable.
+            # It ignores the listener, which stays readable.
             assert not select.select([rendezvous], [], [], 0)[0]
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -259,7 +259,7 @@ async def test_fifty_frontends_at_once_are_all_welcomed(socket_path: Path) -> No
             while True:
                 try:
                     return await join(socket_path)
-                except BlockingIOError:  # the backlog is full for the moment
+                except BlockingIOError:  # the backlog is full
                     await asyncio.sleep(0.005)
 
         invitations = await asyncio.gather(*(persist() for _ in range(50)))

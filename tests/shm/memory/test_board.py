@@ -1,4 +1,4 @@
-"""Boards beyond their words: histograms, boards added up, and totals of boards."""
+"""Histograms on boards, sums of boards, and totals of all frontends."""
 
 from __future__ import annotations
 

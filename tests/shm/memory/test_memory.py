@@ -1,4 +1,4 @@
-"""Regions, arena and boards: what a peer may do to shared memory, and what it may not."""
+"""Regions, arena and boards: what a peer can do to shared memory, and what it cannot."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_payload_that_no_slot_holds_is_refused(pair: Pair, size: int) -> None:
 
 @pytest.mark.parametrize("stage", ["invalidated", "half the payload", "payload without header"])
 def test_writer_that_dies_midway_leaves_nothing_valid(pair: Pair, stage: str) -> None:
-    """The same slot, length and sequence as a payload that was valid before, cut off at each stage."""
+    """A write that stops at each stage, over a valid payload of the same slot, length and sequence."""
     old = pair.writer.write(b"o" * 1000)
     start = old.slot * SLOT_BYTES
     pair.writer._invalidate(start)

@@ -1,4 +1,4 @@
-"""The supervisor in a process of its own, over small children that say on a pipe what happens to them."""
+"""The supervisor in its own process, with small children that report on a pipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = lambda line: print(line, file=sys.stderr, flush=True)
 sys.exit(Supervisor(children, log=log, stop_timeout_s={stop_timeout_s}, settle_s={settle_s},
     first_pause_s=0.001, is_up={is_up}).run())
 """
-# os.write and not print: a signal handler that prints while a print is flushing is refused as a reentrant call.
+# os.write instead of print: a signal handler must not print while a print is flushing (reentrant call).
 SAY = "import os, signal, sys, time\nsay = lambda text: os.write(1, (text + ' ' + str(os.getpid()) + '\\n').encode())\n"
 LIVE = SAY + "say('up')\nsignal.pause()"
 OBEY = SAY + "signal.signal(signal.SIGTERM, lambda *_: (say('term'), sys.exit({status})))\nsay('up')\nsignal.pause()"
@@ -176,12 +176,12 @@ def test_children_die_with_the_supervisor(start: Callable[..., subprocess.Popen[
     supervisor = start(("worker", STUBBORN, 0))
     read(supervisor)
     supervisor.kill()
-    # The pipe's end of file comes when its last writer, the child, is gone.
+    # The pipe ends when its last writer, the child, is gone.
     assert supervisor.stdout is not None
     assert supervisor.stdout.read() == ""
 
 
-def test_children_start_with_default_signals_and_no_terminal_input(
+def test_children_start_with_no_blocked_signals_in_their_own_process_group(
     start: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
 ) -> None:
@@ -220,9 +220,9 @@ def test_exit_after_all_is_up_leads_to_a_restart(start: Callable[..., subprocess
 def test_exit_right_after_all_is_up_leads_to_a_restart(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    exit_when_told = SAY + "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(4))\nsay('up')\nsignal.pause()"
+    exit_on_usr1 = SAY + "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(4))\nsay('up')\nsignal.pause()"
     supervisor = start(
-        ("backend", exit_when_told, 0), settle_s=1000.0, is_up="lambda: print('asked', 0, flush=True) or True"
+        ("backend", exit_on_usr1, 0), settle_s=1000.0, is_up="lambda: print('asked', 0, flush=True) or True"
     )
     said = dict(read(supervisor) for _ in range(2))
     os.kill(said["up"], signal.SIGUSR1)

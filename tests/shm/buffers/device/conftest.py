@@ -13,7 +13,7 @@ from tests.shm.buffers.fake_device import FakeDevice
 
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[FakeDevice]:
-    """The backend's."""
+    """The device as the backend sees it."""
     device = FakeDevice(tmp_path, free_bytes=16 * BLOCK)
     yield device
     assert (device.num_allocated, device.num_events, device.registered) == (0, 0, {})

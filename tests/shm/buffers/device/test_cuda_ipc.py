@@ -54,7 +54,7 @@ def test_each_side_reads_what_the_other_writes_and_memory_starts_as_zeroes(
 
 
 def test_every_buffer_is_an_allocation_of_whole_blocks(socket_path: Path, device: FakeDevice) -> None:
-    """The driver serves smaller ones from a common block, all of which a handle would open."""
+    """The driver serves smaller allocations from one block, and a handle opens the whole block."""
     backend = TurnedBackend(socket_path, device)
     with pytest.raises(ValueError, match="only multiples"):
         ExportedDeviceMemory(device, 1, BLOCK + 4096)
@@ -134,7 +134,7 @@ def test_client_reads_after_the_backends_write_without_waiting_for_it(
         loan.write(0, DeviceRow(logits, step_stream))
         backend.link.push(client.session.epoch, 1, NO_TOKEN, Finish.LENGTH)
         client.receive_until(lambda: buffers.num_returned == 1)
-        # Returned, while the device has not come to it: the event orders what the client's stream does.
+        # Returned before the device has done the copy: the event orders the client's stream behind it.
         found = buffer.device_rows(clients_stream).__cuda_array_interface__
         assert (found["shape"], found["typestr"], found["stream"]) == ((1, 1000), "<f4", clients_stream)
         scratch = clients_device.allocate(4000)
@@ -152,7 +152,7 @@ def test_client_reads_after_the_backends_write_without_waiting_for_it(
 def test_next_user_of_a_buffer_writes_after_the_backend_has_read_it(
     backend: TurnedBackend, device: FakeDevice, clients_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though whoever released it had not waited for that."""
+    """The user who released it did not wait for that."""
     step_stream, clients_stream = 7, 9
     rows = array("f", range(2 * HIDDEN)).tobytes()
     target = device.allocate(len(rows))
@@ -168,7 +168,7 @@ def test_next_user_of_a_buffer_writes_after_the_backend_has_read_it(
         with pytest.raises(ValueError, match="2 are lent"):
             loan.copy_rows(1, 2, DeviceRow(target, step_stream))
         backend.link.push(client.session.epoch, 1, NO_TOKEN, Finish.LENGTH)
-        loan.copy_rows(0, 1, DeviceRow(target, step_stream))  # too late, and put nowhere
+        loan.copy_rows(0, 1, DeviceRow(target, step_stream))  # too late: nothing is enqueued
         client.receive_until(lambda: buffers.num_returned == 1)
         buffer.release(clients_stream)
         assert buffers.take() is buffer

@@ -1,4 +1,4 @@
-"""When device memory is freed: by clients that close, crash or hang on, and by backends that end."""
+"""When device memory is freed: clients close, crash or disconnect, and backends end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_memory_of_a_lost_connection_stays_while_its_process_runs(
     backend: TurnedBackend, socket_path: Path, device: FakeDevice, tmp_path: Path
 ) -> None:
     with ClientProcess(backend, socket_path, tmp_path) as peer:
-        peer.do("desert")
+        peer.do("disconnect")
         backend.until(lambda: any(isinstance(event, FrontendDeath) for event in backend.events))
         assert (device.num_allocated, backend.exporter.num_orphans) == (2, 1)
         assert backend.exporter.held_bytes == 2 * BLOCK
@@ -55,7 +55,7 @@ def test_memory_of_a_lost_connection_stays_while_its_process_runs(
 def test_buffer_held_at_close_stays_open_until_it_is_released(
     backend: TurnedBackend, socket_path: Path, device: FakeDevice, tmp_path: Path
 ) -> None:
-    """Work of its own on the device may still use it; so there is no farewell, and the memory goes with the process."""
+    """Its work on the device may still use the buffer, so it does not report BuffersClosed."""
     with ClientProcess(backend, socket_path, tmp_path) as peer:
         peer.do("close")
         backend.until(lambda: any(isinstance(event, FrontendDeath) for event in backend.events))
@@ -91,7 +91,7 @@ def test_buffer_is_gone_with_its_connection(socket_path: Path, device: FakeDevic
     held.release()
     assert clients_device.num_opened == 0
     backend.close()
-    device.die()  # the process that may have it open is this one
+    device.die()  # this process is the one that may have it open
 
 
 def test_client_that_cannot_open_the_device_leaves_nothing(
@@ -113,7 +113,7 @@ def test_budget_counts_what_departed_clients_may_have_open(
     with ClientProcess(backend, socket_path, tmp_path) as peer:
         with pytest.raises(WelcomeRefused, match=f"2 shared buffers of {BLOCK} bytes; {BLOCK} of {3 * BLOCK}"):
             backend.invite(ON_DEVICE)
-        peer.do("desert")
+        peer.do("disconnect")
         backend.until(lambda: backend.exporter.num_orphans)
         with pytest.raises(WelcomeRefused, match="asks for 2 shared buffers"):
             backend.invite(ON_DEVICE)

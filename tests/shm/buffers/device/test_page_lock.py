@@ -42,7 +42,7 @@ def test_device_reads_host_buffers_in_place_while_their_client_is_connected(
         assert device.read(target, 4 * HIDDEN) == array("f", range(HIDDEN, 2 * HIDDEN)).tobytes()
         loan.copy_rows(0, 2, DeviceRow(target, STREAM))
         monkeypatch.setattr(device, "synchronize", lambda event: device.has_passed(event) or pytest.fail("it waits"))
-    # Nobody waits for the copy that is under way; when it is done the memory is unlocked and freed.
+    # Nothing waits for the enqueued copy. Once it is done, the memory is unlocked and freed.
     backend.until(lambda: any(isinstance(event, FrontendDeath) for event in backend.events))
     backend.turn()
     assert (len(device.registered), backend.exporter.num_orphans) == (1, 1)

@@ -21,7 +21,7 @@ from penstock.shm.client import (
     GenerationRequest,
 )
 from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, FailureCode, Finish
-from tests.shm.buffers.buffer_backend import BLOCK, BOTH, CONTENTS
+from tests.shm.buffers.buffer_backend import BLOCK, BOTH, CONTENTS, VOCAB
 from tests.shm.buffers.fake_device import FakeDevice
 from tests.shm.buffers.host.harness import EMBEDDINGS, GREEDY, LOGITS, ON_HOST, TOKENS
 from tests.shm.client.harness import at_base, until
@@ -48,7 +48,10 @@ def scripted(socket_path: Path, **changes: object) -> ScriptedBackend:
 async def test_client_receives_logits_beside_its_tokens(socket_path: Path) -> None:
     with scripted(socket_path):
         async with connected(socket_path) as client:
+            assert set(client.buffer_contents) == {TOKENS, LOGITS, EMBEDDINGS}
+            assert client.buffer_contents[LOGITS].num_values == VOCAB
             buffer = client.take_buffer()
+            assert (buffer.kind, client.num_free_buffers) == (BufferKind.HOST, 1)
             request = GenerationRequest([1, 2], 8, GREEDY, may_share=True, output=BufferSlice(buffer, LOGITS, 4))
             tokens = [token async for batch in client.submit(request) for token in batch.token_ids]
             assert tokens == expected_tokens([1, 2], 8)
@@ -76,7 +79,7 @@ async def test_client_submits_a_prompt_of_embeddings(socket_path: Path) -> None:
             stream = client.submit(request)
             assert [token async for batch in stream for token in batch.token_ids] == expected_tokens([0, 0, 0], 4)
             for each in (buffer, output):
-                each.view()  # ours again, with the end of the stream
+                each.view()  # the end of the stream returned it
                 each.release()
 
 
@@ -228,7 +231,7 @@ async def test_client_that_cannot_open_the_gpu_uses_host_buffers(
         await until(lambda: client.ready)
         assert client.take_buffer().view().nbytes == 4096
         assert caplog.text.count("cannot be opened: no driver") == 1
-        assert device.num_allocated == 0  # it had reported its buffers closed
+        assert device.num_allocated == 0  # the client had reported its buffers closed
         await client.close()
     with pytest.raises(ValueError, match="pass open_device"):
         BackendClient(socket_path, buffers=BufferRequest(1, 1, BOTH))

@@ -44,9 +44,9 @@ def test_writes_after_the_end_beyond_the_loan_or_out_of_order_are_dropped(
     client.submit(1, output=BufferSlice(buffer, LOGITS, 2))
     loan = backend.submission().output
     assert loan is not None
-    loan.write(1, row(9.0))  # row 0 is not there yet
+    loan.write(1, row(9.0))  # row 0 is not written yet
     loan.write(0, row(1.0))
-    loan.write(0, row(2.0))  # a step that was done again
+    loan.write(0, row(2.0))  # a repeated step
     assert not loan.needs_row(2)
     loan.write(2, row(9.0))
     backend.link.push(client.session.epoch, 1, NO_TOKEN, Finish.LENGTH)
@@ -57,7 +57,7 @@ def test_writes_after_the_end_beyond_the_loan_or_out_of_order_are_dropped(
 
 
 def test_later_loan_shows_nothing_of_an_earlier_one(backend: TurnedBackend, client: TurnedClient) -> None:
-    """One tenant's logits are not read as another's: only rows that this loan has written are."""
+    """Only rows written in this loan can be read, so no tenant sees another's logits."""
     buffers = client.session.buffers
     assert buffers is not None
     for request_id, num_written in ((1, 4), (2, 1), (3, 0)):
@@ -85,7 +85,7 @@ def test_cancelled_request_returns_its_buffer(backend: TurnedBackend, client: Tu
     loan = backend.submission().output
     assert loan is not None
     buffer.release()
-    assert buffers.num_free == 1  # not before it is back
+    assert buffers.num_free == 1  # not before it returns
     client.session.send_cancel(1)
     client.receive_until(lambda: buffers.num_free == 2)
     loan.write(0, row(1.0))
@@ -105,7 +105,7 @@ def test_buffer_of_a_prompt_returns_once_it_is_copied(backend: TurnedBackend, cl
 
 
 def embeddings(num_rows: int, first: float = 1.0) -> bytes:
-    """Rows of first, first + 1 and so on."""
+    """Row i is filled with first + i."""
     return b"".join((array("f", [first + index]) * HIDDEN).tobytes() for index in range(num_rows))
 
 
@@ -117,13 +117,13 @@ def test_embeddings_are_read_in_place_and_return_at_the_end(
     assert buffers is not None
     prompt, output = buffers.take(), buffers.take()
     prompt.view()[: 5 * 4 * HIDDEN] = embeddings(5)
-    wanted = BufferSlice(output, LOGITS, 2) if with_output else None
-    client.submit(1, BufferSlice(prompt, EMBEDDINGS, 5), wanted, num_prompt_tokens=5)
+    logits = BufferSlice(output, LOGITS, 2) if with_output else None
+    client.submit(1, BufferSlice(prompt, EMBEDDINGS, 5), logits, num_prompt_tokens=5)
     submission = backend.submission()
     loan = submission.embeddings
     assert loan is not None
     assert (submission.tokens, loan.device_reads, submission.output is not None) == (b"", False, with_output)
-    for first, num_rows in ((3, 2), (0, 5), (1, 1), (3, 2)):  # in any order, and again
+    for first, num_rows in ((3, 2), (0, 5), (1, 1), (3, 2)):  # in any order, repeatedly
         assert loan.read_rows(first, num_rows) == embeddings(num_rows, 1.0 + first)
     for first, num_rows in ((0, 6), (-1, 2), (5, 1), (2, -1)):
         with pytest.raises(ValueError, match="5 are lent"):
