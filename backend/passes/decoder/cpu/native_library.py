@@ -74,9 +74,12 @@ def open_library(directory: Path, compiler: str | None, more_flags: tuple[str, .
     """Load the library from the directory; compile it first where it is missing.
 
     Raises CacheUnusableError for a directory that cannot be written, that others may write, or whose library cannot be
-    loaded, and LibraryUnavailableError for a missing compiler or a failed compilation.
+    loaded, and LibraryUnavailableError for unreadable sources, a missing compiler or a failed compilation.
     """
-    path = directory / f"cpu-{_fingerprint(more_flags)}.so"
+    try:
+        path = directory / f"cpu-{_fingerprint(more_flags)}.so"
+    except OSError as error:
+        raise LibraryUnavailableError(str(error)) from error
     try:
         _make_private(directory)
         if not path.exists():

@@ -82,6 +82,12 @@ def test_missing_compiler_is_reported_with_its_remedy(tmp_path: Path) -> None:
         open_library(tmp_path / "private", None)
 
 
+def test_missing_sources_make_the_library_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_library, "SOURCE", tmp_path / "missing.cpp")
+    with pytest.raises(LibraryUnavailableError, match=r"missing\.cpp"):
+        open_library(tmp_path / "private", None)
+
+
 def test_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'cpu.cpp:1:1: error: this CPU will not do' >&2\nexit 1\n")
