@@ -1,4 +1,4 @@
-"""`python3 -m penstock.tools.gpu_check`: see the package."""
+"""The command line of `penstock gpu-check`."""
 
 from __future__ import annotations
 
@@ -36,19 +36,27 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="directory for report.json and report.md")
     parser.add_argument(
-        "--budget", type=float, help=f"seconds for everything, shared in proportion; {TOTAL_S:g}, {QUICK_S:g} if quick"
+        "--budget",
+        type=float,
+        help=f"seconds for the whole run, shared among sections; default {TOTAL_S:g}, with --quick {QUICK_S:g}",
     )
-    parser.add_argument("--only", default="", help="sections, separated by commas; default: all")
+    parser.add_argument("--only", default="", help="sections to run, separated by commas; default: all")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--quick", action="store_true", help="compile, and check and time what the 8B model runs")
-    what.add_argument("--compile-only", action="store_true", help="compile every kernel for every architecture; no GPU")
-    what.add_argument("--ncu", metavar="NAME", help="one case of the section kernels under Nsight Compute")
-    parser.add_argument("--peers", type=Path, help="directory of installed packages to measure beside ours")
-    parser.add_argument("--commit", default="", help="what is checked, where git does not tell")
-    parser.add_argument(
-        "--baseline", type=Path, help="figures to compare with; docs/gpu/baseline.json where that is of this GPU"
+    what.add_argument("--quick", action="store_true", help="compile, then check and time only what the 8B model runs")
+    what.add_argument(
+        "--compile-only", action="store_true", help="compile every kernel for every architecture; needs no GPU"
     )
-    parser.add_argument("--save-baseline", type=Path, metavar="FILE", help="writes this run's figures, if it passes")
+    what.add_argument("--ncu", metavar="NAME", help="profile one case of the section kernels with Nsight Compute")
+    parser.add_argument("--peers", type=Path, help="directory of installed packages to measure beside ours")
+    parser.add_argument("--commit", default="", help="name of the commit for the report, if git cannot tell")
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        help="figures to compare with; default: docs/gpu/baseline.json if it is from this GPU model",
+    )
+    parser.add_argument(
+        "--save-baseline", type=Path, metavar="FILE", help="save this run's figures as a baseline if its checks pass"
+    )
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--section", choices=[section.name for section in SECTIONS], help=argparse.SUPPRESS)
     return parser
@@ -60,19 +68,19 @@ def main(argv: list[str]) -> int:
     sections = QUICK_SECTIONS if options.quick else SECTIONS
     only = frozenset(filter(None, options.only.split(",")))
     if unknown := only - {section.name for section in sections}:
-        parser.error(f"--only names {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in sections)}")
+        parser.error(f"--only names {', '.join(sorted(unknown))}; choose from {', '.join(s.name for s in sections)}")
     usual_s = QUICK_S if options.quick else TOTAL_S
     budget_s = usual_s if options.budget is None else options.budget
     if not 10 <= budget_s <= 86_400:
         parser.error(f"--budget is {budget_s:g}; it must be from 10 to 86,400 s")
     if options.peers is not None and not options.peers.is_dir():
-        parser.error(f"--peers is {options.peers}, which is no directory")
+        parser.error(f"--peers is {options.peers}, which is not a directory")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.section is not None:
         section = next(section for section in sections if section.name == options.section)
         findings = options.findings or options.out / f"{section.name}.jsonl"
         return run_section(section, findings, budget_s, options.peers)
-    # As a fault, so that what is running ends too.
+    # SIGTERM becomes an exception, so that the running section is killed too.
     signal.signal(signal.SIGTERM, _raise_exit)
     if options.ncu is not None:
         return _profile(parser, options.out, options.ncu, budget_s, options.commit)
@@ -85,17 +93,17 @@ def main(argv: list[str]) -> int:
 
 
 def _profile(parser: argparse.ArgumentParser, out: Path, case: str, budget_s: float, commit: str) -> int:
-    # These need torch, which nothing else of this process does.
+    # Nothing else in this process needs torch.
     from penstock.tools.gpu_check.kernel_speed.ncu import profile_case
     from penstock.tools.gpu_check.kernel_speed.ncu_child import case_names
 
     if case not in (names := case_names()):
-        parser.error(f"--ncu is {case}; the cases are {', '.join(names)}")
+        parser.error(f"--ncu is {case}, which is not a case; choose from {', '.join(names)}")
     return profile_case(out, case, budget_s, commit)
 
 
 def _baseline(parser: argparse.ArgumentParser, asked: Path | None) -> Baseline | None:
-    """A baseline that was asked for and cannot be used ends the run before it begins."""
+    """The baseline to compare with, or None. Exits with an error if `--baseline` names one that cannot be used."""
     path = asked or BASELINE
     if asked is None and not path.exists():
         return None
@@ -105,7 +113,7 @@ def _baseline(parser: argparse.ArgumentParser, asked: Path | None) -> Baseline |
     except BaselineRefused as refusal:
         if asked is not None:
             parser.error(f"--baseline is {path}: {refusal}")
-        print(f"{path} is not compared with: {refusal}", flush=True)
+        print(f"no comparison with {path}: {refusal}", flush=True)
         return None
     return before
 

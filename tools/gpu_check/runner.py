@@ -1,4 +1,4 @@
-"""Each section in a process of its own, with its own time: one that faults or hangs takes no other with it."""
+"""Runs each section in a process of its own with its own time limit, so a fault or a hang ends only that section."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """module offers `run(results)`, by that name or another. budget_s is its share of a run of all that are listed
-    with it."""
+    """A part of the run. `module` has a function `run(results)`, or one of the name in `run`.
+
+    A run's time is shared among its sections in proportion to budget_s.
+    """
 
     name: str
     module: str
     budget_s: float
     run: str = "run"
     needs_peers: bool = False
-    """Left out where no directory of them is named, unless it is asked for by its own name."""
+    """Skip the section without `--peers`, unless `--only` names it."""
 
 
 SECTIONS = (
@@ -60,25 +62,25 @@ SECTIONS = (
     Section("peers", "penstock.tools.gpu_check.engine_speed.transformers_batching", 65),
     Section("sanitizer", "penstock.tools.gpu_check.checks.sanitizer", 75),
 )
-"""The most wanted first: what takes longer than its share takes from those behind it."""
+"""Most important first: a section that takes longer than its share takes time from the later ones."""
 QUICK_SECTIONS = (
     Section("compile", "penstock.tools.gpu_check.checks.compilation", 40),
     Section("correctness", "penstock.tools.gpu_check.checks.correctness", 70, "run_quick"),
     Section("kernels", "penstock.tools.gpu_check.kernel_speed.kernels", 40, "run_quick"),
 )
-"""While a kernel is tuned: does it still compute the same, and how fast is it now."""
+"""For kernel tuning: is the result still correct, and how fast is the kernel now?"""
 TOTAL_S = sum(section.budget_s for section in SECTIONS if not section.needs_peers)
 QUICK_S = sum(section.budget_s for section in QUICK_SECTIONS)
 COMPILE_ONLY_S = 1800.0
 _GRACE_S = 8.0
 _REPORT_EVERY_S = 5.0
-"""So often what a running section has found is put into the report, for a run that is killed writes none."""
+"""Seconds between report updates while a section runs: a killed run writes no report at its end."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a whole run is to do. peers: a directory of packages to measure beside ours."""
+    """Options of a whole run. peers: directory with the packages to measure beside ours."""
 
     out: Path
     budget_s: float
@@ -87,7 +89,7 @@ class Run:
     commit: str = ""
     before: Baseline | None = None
     save_to: Path | None = None
-    """Where this run's figures become the next baseline, if it passes."""
+    """File for the next baseline, written if the run passes."""
 
 
 def choose_sections(sections: tuple[Section, ...], only: frozenset[str], peers: Path | None) -> tuple[Section, ...]:
@@ -97,9 +99,9 @@ def choose_sections(sections: tuple[Section, ...], only: frozenset[str], peers: 
 
 
 def run_all(run: Run) -> int:
-    """Runs the sections in order; the exit status is 0 only if every gate of every section passed.
+    """Run the sections in order. Returns the exit status: 0 only if every check of every section passed.
 
-    What a section leaves of its time goes to those behind it.
+    Time that a section leaves unused goes to the later ones.
     """
     ends_s = time.monotonic() + run.budget_s
     environment = describe_environment(run.commit)
@@ -109,10 +111,10 @@ def run_all(run: Run) -> int:
         seconds = (ends_s - time.monotonic() - _GRACE_S) * share
         print(f"{section.name} ({seconds:.0f} s)", flush=True)
 
-        def look(found: SectionOutcome) -> None:
+        def on_progress(found: SectionOutcome) -> None:
             write_report(run.out, [*outcomes, found], environment)
 
-        outcomes.append(_run_child(section, run, seconds, look))
+        outcomes.append(_run_child(section, run, seconds, on_progress))
         write_report(run.out, outcomes, environment)
     measured = baseline.make_baseline(outcomes, environment)
     if run.before is not None:
@@ -124,7 +126,7 @@ def run_all(run: Run) -> int:
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} sections passed; {run.out / 'report.md'}")
     if failed:
         print(f"failed: {', '.join(failed)}", flush=True)
-    # That figures are worse than those before is what a new baseline is for.
+    # Figures worse than the old baseline may still be saved: that is what a new baseline is for.
     is_saved = run.save_to is None or _save(
         run.save_to, measured, [name for name in failed if name != baseline.SECTION]
     )
@@ -132,8 +134,10 @@ def run_all(run: Run) -> int:
 
 
 def run_section(section: Section, findings: Path, budget_s: float, peers: Path | None) -> int:
-    """In the section's own process, which ends with its parent. budget_s is taken where nobody has set
-    DEADLINE_VARIABLE."""
+    """Run one section in this process, which the kernel kills when its parent ends.
+
+    budget_s applies only if DEADLINE_VARIABLE is not set.
+    """
     if DEADLINE_VARIABLE in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     until_s = float(os.environ.get(DEADLINE_VARIABLE, time.monotonic() + budget_s))
@@ -143,13 +147,13 @@ def run_section(section: Section, findings: Path, budget_s: float, peers: Path |
     try:
         results.attempt(section.name, lambda: getattr(importlib.import_module(section.module), section.run)(results))
     except SectionOver as over:
-        print(f"  the section ends: {over}", flush=True)
+        print(f"  the section stops, the device is lost: {over}", flush=True)
         return 3
     return 0
 
 
 def device_fault() -> str | None:
-    """What waiting for the GPU raises; None where it answers, or nobody uses one."""
+    """The error that waiting for the GPU raises; None if the GPU answers or this process does not use it."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     try:
         if cupy is not None:
@@ -157,14 +161,19 @@ def device_fault() -> str | None:
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-    except Exception as fault:  # noqa: BLE001 - a device that cannot be waited for computes no more
+    except Exception as fault:  # noqa: BLE001 - after any error here the device is lost
         return next(iter(str(fault).splitlines()), type(fault).__name__)
     return None
 
 
-def _run_child(section: Section, run: Run, budget_s: float, look: Callable[[SectionOutcome], None]) -> SectionOutcome:
-    """Findings travel by a file beside, so that the report's directory holds nothing but the report. look is told
-    every few seconds what has been found so far."""
+def _run_child(
+    section: Section, run: Run, budget_s: float, on_progress: Callable[[SectionOutcome], None]
+) -> SectionOutcome:
+    """Run a section in a child process and return what it found.
+
+    on_progress receives the findings so far every few seconds. Findings travel in a temporary file, so that the
+    report's directory holds only the report.
+    """
     started_s = time.monotonic()
     if budget_s <= 1:
         return SectionOutcome(section.name, "skipped", 0.0, [])
@@ -174,11 +183,11 @@ def _run_child(section: Section, run: Run, budget_s: float, look: Callable[[Sect
         argv += ["--out", str(run.out)] + (["--peers", str(run.peers)] if run.peers else [])
         argv += ["--quick"] if section in QUICK_SECTIONS else []
         environment = os.environ | {DEADLINE_VARIABLE: str(started_s + budget_s), "PYTHONUNBUFFERED": "1"}
-        # A group, not a session: whoever ends our session ends the sections too.
+        # A group, not a session: a signal that ends our session ends the sections too.
         child = subprocess.Popen(argv, process_group=0, env=environment)
         try:
             until_s = started_s + budget_s + _GRACE_S
-            status = _wait(child, until_s, lambda: look(_outcome(section, "running", started_s, path)))
+            status = _wait(child, until_s, lambda: on_progress(_outcome(section, "running", started_s, path)))
             outcome = "timed out" if status is None else "done" if status == 0 else f"failed with status {status}"
         finally:
             if child.poll() is None:
@@ -187,13 +196,13 @@ def _run_child(section: Section, run: Run, budget_s: float, look: Callable[[Sect
         return _outcome(section, outcome, started_s, path)
 
 
-def _wait(child: subprocess.Popen[bytes], until_s: float, look: Callable[[], None]) -> int | None:
-    """The exit status; None where it has none by then."""
+def _wait(child: subprocess.Popen[bytes], until_s: float, on_wait: Callable[[], None]) -> int | None:
+    """Return the exit status; None if the child is still running at until_s."""
     while (left_s := until_s - time.monotonic()) > 0:
         try:
             return child.wait(min(left_s, _REPORT_EVERY_S))
         except subprocess.TimeoutExpired:
-            look()
+            on_wait()
     return None
 
 
@@ -211,13 +220,13 @@ def _compare(before: Baseline, measured: Baseline) -> tuple[list[FigureCompariso
 
 
 def _save(path: Path, measured: Baseline, failed: list[str]) -> bool:
-    """Not of a run whose gates failed: its figures may be those of wrong results."""
+    """Save the baseline unless checks failed: figures of wrong results are worthless. Returns whether it was saved."""
     try:
         if failed:
-            raise baseline.BaselineRefused(f"failed: {', '.join(failed)}")
+            raise baseline.BaselineRefused(f"these sections failed: {', '.join(failed)}")
         baseline.save_baseline(path, measured)
     except (baseline.BaselineRefused, OSError) as refusal:
-        print(f"no baseline is saved: {refusal}", flush=True)
+        print(f"the baseline was not saved: {refusal}", flush=True)
         return False
-    print(f"{path}: {len(measured.figures)} figures", flush=True)
+    print(f"saved a baseline of {len(measured.figures)} figures to {path}", flush=True)
     return True

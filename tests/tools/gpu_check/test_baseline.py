@@ -1,4 +1,4 @@
-"""gpu-check's baseline: what is compared, which way is worse, what is refused, and what of it the report shows."""
+"""Baselines: what is compared, which direction is worse, what is refused, and what the report shows."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def measured(device: str = H200, sizes: str = "32/8 heads", **figures: tuple[flo
         ("ms", 10.0, 20.0, "fail"),
     ],
 )
-def test_which_way_is_worse_follows_from_the_unit(unit: str, before: float, now: float, verdict: str) -> None:
+def test_unit_decides_which_direction_is_worse(unit: str, before: float, now: float, verdict: str) -> None:
     (each,) = baseline.compare(measured(a=(before, unit)), measured(a=(now, unit)))
     assert each.verdict == verdict
 
 
-def test_what_is_on_one_side_alone_is_listed_and_fails_nothing() -> None:
+def test_figures_on_one_side_only_are_listed_and_fail_nothing() -> None:
     before, now = measured(a=(1, "us"), b=(1, "us"), d=(1, "us")), measured(a=(1, "us"), c=(1, "us"), d=(1, "ms"))
     compared = baseline.compare(before, now)
     findings = {finding.name: finding for finding in baseline.make_findings(before, now, compared)}
@@ -59,7 +59,7 @@ def test_what_is_on_one_side_alone_is_listed_and_fails_nothing() -> None:
     assert all(finding.passed is None for finding in findings.values())
 
 
-def test_rates_and_times_of_ours_are_kept_and_nothing_else() -> None:
+def test_baseline_keeps_only_our_own_rates_and_times() -> None:
     findings = [
         Finding("attention.decode.64x1k", 3.5, "TB/s"),
         Finding("peers.ours", 9000.0, "tok/s"),
@@ -79,16 +79,19 @@ def test_rates_and_times_of_ours_are_kept_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("before", "said"),
     [
-        (measured("NVIDIA H100", a=(1, "us")), "it is of NVIDIA H100, and this is NVIDIA H200"),
-        (measured(sizes="16/8 heads", a=(1, "us")), "its sizes.kernels is '16/8 heads', and here it is '32/8 heads'"),
+        (measured("NVIDIA H100", a=(1, "us")), "it is from NVIDIA H100, and this machine has NVIDIA H200"),
+        (
+            measured(sizes="16/8 heads", a=(1, "us")),
+            "its sizes.kernels is '16/8 heads', and this run's is '32/8 heads'",
+        ),
     ],
 )
-def test_another_device_or_other_sizes_are_refused_by_name(before: Baseline, said: str) -> None:
+def test_baseline_of_another_device_or_other_sizes_is_refused_with_the_reason(before: Baseline, said: str) -> None:
     with pytest.raises(BaselineRefused, match=said):
         baseline.compare(before, measured(a=(1, "us")))
 
 
-def test_a_baseline_is_read_as_it_was_saved(tmp_path: Path) -> None:
+def test_saved_baseline_is_read_back_unchanged(tmp_path: Path) -> None:
     path, figures = tmp_path / "gpu" / "baseline.json", measured(a__b=(1.25, "us"), c=(3.0, "tok/s"))
     baseline.save_baseline(path, figures)
     assert baseline.load_baseline(path) == figures
@@ -97,15 +100,15 @@ def test_a_baseline_is_read_as_it_was_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is no baseline"),
-        ("[]", "is no baseline"),
+        ("", "is not a baseline"),
+        ("[]", "is not a baseline"),
         ('{"device": "x", "commit": "", "sizes": {}}', "KeyError: 'figures'"),
-        ('{"device": "x", "commit": "", "sizes": {}, "figures": {"a": 3}}', "is no baseline"),
+        ('{"device": "x", "commit": "", "sizes": {}, "figures": {"a": 3}}', "is not a baseline"),
         ('{"device": "x", "commit": "", "sizes": {}, "figures": {"a": [0, "us"]}}', "a is 0 us, which cannot"),
         ('{"device": "x", "commit": "", "sizes": {}, "figures": {"a": [3, "%"]}}', "a is 3 %, which cannot"),
     ],
 )
-def test_a_file_that_is_no_baseline_is_refused_before_anything_runs(
+def test_invalid_baseline_file_is_refused_before_anything_runs(
     tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "baseline.json"
@@ -115,8 +118,8 @@ def test_a_file_that_is_no_baseline_is_refused_before_anything_runs(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_without_a_device_or_figures_makes_no_baseline(tmp_path: Path) -> None:
-    for figures, said in ((measured("", a=(1, "us")), "not known"), (measured(), "measured nothing")):
+def test_run_without_a_device_or_figures_saves_no_baseline(tmp_path: Path) -> None:
+    for figures, said in ((measured("", a=(1, "us")), "is unknown"), (measured(), "measured no figure")):
         with pytest.raises(BaselineRefused, match=said):
             baseline.save_baseline(tmp_path / "x.json", figures)
 
@@ -125,7 +128,7 @@ def test_a_run_without_a_device_or_figures_makes_no_baseline(tmp_path: Path) -> 
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, out: Path, us: float, passed: bool = True, **fields: Any) -> int:
-    """Of one section, which finds one figure and one check."""
+    """Run one section, which finds one figure and one check."""
     findings = [Finding("a.b", us, "us"), Finding("sizes.x", "1"), Finding("gate", None, "", passed)]
 
     def child(section: Section, *_: object) -> SectionOutcome:
@@ -137,7 +140,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, out: Path, us: float, passed: bool
     return run_all(Run(out, 100.0, choose_sections(SECTIONS, frozenset({"kernels"}), None), commit="abc", **fields))
 
 
-def test_a_run_that_is_slower_than_its_baseline_fails_and_says_where(
+def test_run_slower_than_its_baseline_fails_and_names_the_figure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tmp_path / "before.json"
@@ -151,24 +154,24 @@ def test_a_run_that_is_slower_than_its_baseline_fails_and_says_where(
     assert row["verdict"] == "fail"
 
 
-def test_slower_figures_become_a_baseline_and_those_of_failed_gates_do_not(
+def test_slower_figures_become_a_baseline_but_not_after_failed_checks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "baseline.json"
     assert run_with(monkeypatch, tmp_path / "a", 100.0, passed=False, save_to=path) == 1
-    assert "no baseline is saved: failed: kernels" in capsys.readouterr().out
+    assert "the baseline was not saved: these sections failed: kernels" in capsys.readouterr().out
     assert not path.exists()
     run_with(monkeypatch, tmp_path / "a", 200.0, before=measured(a__b=(100.0, "us")), save_to=path)
     assert baseline.load_baseline(path).figures["a.b"] == BaselineFigure(200.0, "us")
 
 
-def test_other_sizes_fail_the_run_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_baseline_of_other_sizes_fails_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = Baseline(H200, "abc", {"sizes.x": "2"}, {"a.b": BaselineFigure(100.0, "us")})
     assert run_with(monkeypatch, tmp_path / "a", 100.0, before=before) == 1
-    assert "refused: its sizes.x is '2', and here it is '1'" in (tmp_path / "a" / "report.md").read_text()
+    assert "refused: its sizes.x is '2', and this run's is '1'" in (tmp_path / "a" / "report.md").read_text()
 
 
-def test_the_committed_baseline_of_another_gpu_is_left_alone(
+def test_committed_baseline_of_another_gpu_is_ignored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from penstock.tools.gpu_check import __main__ as command
@@ -181,7 +184,7 @@ def test_the_committed_baseline_of_another_gpu_is_left_alone(
     baseline.save_baseline(tmp_path / "baseline.json", measured("NVIDIA H100", a=(1, "us")))
     monkeypatch.setattr(command, "describe_environment", lambda: {"gpu": H200})
     assert command.main(arguments) == 0
-    assert "is not compared with: it is of NVIDIA H100, and this is NVIDIA H200" in capsys.readouterr().out
+    assert "baseline.json: it is from NVIDIA H100, and this machine has NVIDIA H200" in capsys.readouterr().out
     monkeypatch.setattr(command, "describe_environment", lambda: {"gpu": "NVIDIA H100"})
     assert command.main(arguments) == 0
     assert [run.before is not None for run in runs] == [False, False, True]
@@ -189,8 +192,8 @@ def test_the_committed_baseline_of_another_gpu_is_left_alone(
         command.main([*arguments, "--baseline", str(tmp_path / "absent.json")])
 
 
-def test_the_report_is_of_a_length_that_is_read(tmp_path: Path) -> None:
-    """Whatever happens: thousands of checks that fail, every figure worse."""
+def test_report_stays_short_when_everything_fails(tmp_path: Path) -> None:
+    """Thousands of failed checks, and every figure worse."""
     names = [f"family.case{number}" for number in range(900)]
     outcomes = [
         SectionOutcome(section.name, "done", 1.0, [Finding(name, 1.0, "us", False, "wrong") for name in names])

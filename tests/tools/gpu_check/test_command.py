@@ -1,6 +1,6 @@
-"""gpu-check's command lines as they are typed on a machine with a GPU, through to the sections' processes.
+"""gpu-check's command lines, run through to the sections' processes.
 
-`sitecustomize` puts the emulated device, a clock that tells what a test says, and small sizes into those processes.
+`sitecustomize` installs the emulated device, a clock with a fixed time, and small sizes in those processes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ runner.SECTIONS = tuple(runner.Section(name, f"stub_{name}", 1) for name in ("fi
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where modules are found before all others, and an nvidia-smi that knows the GPU's name."""
+    """A directory at the front of PYTHONPATH, with an nvidia-smi that prints a GPU's name."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'NVIDIA H200'\n")
     smi.chmod(0o755)
@@ -98,7 +98,7 @@ def read_report(place: Path) -> dict[str, Any]:
     return report
 
 
-def test_a_quick_run_checks_measures_and_is_compared(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_run_checks_measures_and_compares_with_a_baseline(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "sitecustomize.py").write_text(IN_SECTIONS)
     kept = place / "kept.json"
     monkeypatch.setenv("FIXED_US", "100")
@@ -126,20 +126,20 @@ def test_a_quick_run_checks_measures_and_is_compared(place: Path, monkeypatch: p
     assert all(row["verdict"] == "fail" for row in read_report(place)["compared"])
 
 
-def test_sections_of_a_whole_run_are_chosen_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_selects_sections_of_a_whole_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "sitecustomize.py").write_text(IN_SECTIONS)
     monkeypatch.setenv("FIXED_US", "100")
     done = run(place, "--only", "kernels,nano-vllm", "--peers", str(place), "--budget", "60")
     assert done.returncode == 0
     kernels, nano_vllm = read_report(place)["sections"]
     assert "peer.fa3" in {finding["name"] for finding in kernels["findings"]}
-    assert nano_vllm["findings"][0]["detail"] == "not measured: nanovllm is not installed, nor in --peers"
+    assert nano_vllm["findings"][0]["detail"] == "not measured: nanovllm is neither installed nor in --peers"
 
 
-def test_a_quick_run_has_no_other_sections(place: Path) -> None:
+def test_only_refuses_sections_that_a_quick_run_does_not_have(place: Path) -> None:
     done = run(place, "--quick", "--only", "peers")
     assert done.returncode == 2
-    assert "--only names peers; there are compile, correctness, kernels" in done.stderr
+    assert "--only names peers; choose from compile, correctness, kernels" in done.stderr
 
 
 def write_stubs(place: Path) -> None:
@@ -152,7 +152,7 @@ def write_stubs(place: Path) -> None:
 
 
 def wait_for_pid(place: Path) -> int:
-    """Of the endless section, from the report that is written while it runs."""
+    """The endless section's process id, from the report that is written while it runs."""
     for _ in range(int(DEADLINE_S / 0.05)):
         if (place / "out" / "report.json").exists():
             for section in read_report(place)["sections"]:
@@ -160,11 +160,11 @@ def wait_for_pid(place: Path) -> int:
                     if finding["name"] == "pid":
                         return int(finding["value"])
         threading.Event().wait(0.05)
-    raise AssertionError("the section never began")
+    raise AssertionError("the section did not start")
 
 
 def has_ended(pid: int) -> bool:
-    """Waits for it. What nobody has reaped yet has ended too."""
+    """Wait for the process to end; a zombie counts as ended."""
     ends_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < ends_s:
         try:
@@ -178,7 +178,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, -2)])
-def test_a_run_that_is_killed_leaves_its_report_and_no_process(place: Path, number: int, status: int) -> None:
+def test_killed_run_leaves_its_report_and_no_process(place: Path, number: int, status: int) -> None:
     write_stubs(place)
     child = subprocess.Popen(command(place, "--budget", "600"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=-3)
     try:
@@ -199,7 +199,7 @@ def test_a_run_that_is_killed_leaves_its_report_and_no_process(place: Path, numb
     assert "endless: running" in (place / "out" / "report.md").read_text()
 
 
-def test_a_section_that_never_ends_takes_only_its_own_time(place: Path) -> None:
+def test_endless_section_takes_only_its_own_time(place: Path) -> None:
     write_stubs(place)
     done = run(place, "--budget", "10")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""gpu-check's frame: sections in processes of their own, reports, goals, and what it may import."""
+"""Sections in processes of their own, results, reports, goals, options, and the modules that gpu-check may import."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALLOWED = {"torch", "cupy", "numpy", "safetensors", "penstock"}
 refused = []
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        # Whatever torch and numpy import themselves is their affair.
+        # Imports by torch and numpy themselves are allowed.
         frame, importer = sys._getframe(1), ""
         while frame is not None and (importer := frame.f_globals.get("__name__", "")).startswith("importlib"):
             frame = frame.f_back
@@ -55,21 +55,21 @@ def refused_imports(*modules: str) -> str:
     return done.stdout.strip()
 
 
-def test_it_imports_nothing_but_torch_cupy_numpy_safetensors_and_the_project() -> None:
+def test_gpu_check_imports_only_torch_cupy_numpy_safetensors_and_the_project() -> None:
     assert refused_imports(*(name for name in MODULES if not name.endswith("__main__"))) == ""
 
 
-def test_an_import_of_something_else_would_be_seen() -> None:
+def test_refused_import_is_detected() -> None:
     assert refused_imports("penstock.shm.messages").startswith("msgspec by penstock.shm.messages")
 
 
-def test_what_it_imports_is_the_syntax_of_every_python_that_is_served() -> None:
+def test_gpu_check_parses_as_python_3_11() -> None:
     for path in PACKAGE.rglob("*.py"):
         ast.parse(path.read_text(), str(path), feature_version=(3, 11))
 
 
 def literal_names(path: Path) -> set[str]:
-    """The first arguments of fact and check; what is computed in them is a star."""
+    """First arguments of `fact` and `check` calls; computed parts become a star."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
     writing = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in ("fact", "check")]
     return {pattern_of(call.args[0]) for call in writing}
@@ -83,8 +83,8 @@ def pattern_of(node: ast.expr) -> str:
     return "*"
 
 
-def test_every_goals_finding_is_one_that_a_section_writes() -> None:
-    """By name, as far as it is spelt out in the code; the parts that a plan computes are looked up there."""
+def test_every_goal_names_a_finding_that_a_section_writes() -> None:
+    """Names are read from the code; the parts that a plan computes are read from the plan."""
     from penstock.tools.gpu_check.engine_speed import end_to_end
     from penstock.tools.gpu_check.engine_speed import transformers_batching as peers
     from penstock.tools.gpu_check.kernel_speed import attention_peers, kernel_cases
@@ -111,14 +111,14 @@ def test_every_goals_finding_is_one_that_a_section_writes() -> None:
     assert attention_peers.DECODE
 
 
-def test_goals_are_named_once() -> None:
+def test_goals_have_distinct_findings() -> None:
     assert len({goal.finding for goal in GOALS}) == len(GOALS)
 
 
 # ---- Results ----
 
 
-def test_an_attempt_that_fails_is_a_failed_check_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_failed_attempt_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
     results = Results(tmp_path / "x.jsonl", 60)
 
     def fail() -> None:
@@ -133,14 +133,14 @@ def test_an_attempt_that_fails_is_a_failed_check_and_the_next_one_runs(tmp_path:
     assert results.num_failed == 1
 
 
-def test_a_lost_device_ends_the_section(tmp_path: Path) -> None:
+def test_lost_device_ends_the_section(tmp_path: Path) -> None:
     results = Results(tmp_path / "x.jsonl", 60, lambda: "an illegal memory access")
     with pytest.raises(SectionOver, match="illegal"):
         results.attempt("a", lambda: 1 / 0)
     assert [finding.name for finding in read_findings(tmp_path / "x.jsonl")] == ["a", "device"]
 
 
-def test_a_device_that_cupy_cannot_wait_for_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cupy_synchronize_error_means_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.device_fault() is None
 
     def synchronize() -> None:
@@ -151,14 +151,14 @@ def test_a_device_that_cupy_cannot_wait_for_is_lost(monkeypatch: pytest.MonkeyPa
     assert runner.device_fault() == "cudaErrorIllegalAddress: an illegal memory access"
 
 
-def test_what_there_is_no_time_for_is_skipped_by_name(tmp_path: Path) -> None:
+def test_attempt_without_enough_time_is_recorded_as_skipped(tmp_path: Path) -> None:
     results = Results(tmp_path / "x.jsonl", 5)
     assert not results.attempt("a", lambda: 1 / 0, needs_s=10)
     (skipped,) = read_findings(tmp_path / "x.jsonl")
-    assert (skipped.passed, skipped.detail) == (None, "not measured: 5 s were left")
+    assert (skipped.passed, skipped.detail) == (None, "not measured: only 5 s were left")
 
 
-def test_a_line_that_a_kill_has_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_line_cut_off_by_a_kill_is_ignored(tmp_path: Path) -> None:
     results = Results(tmp_path / "x.jsonl", 5)
     results.fact("a", 1)
     with (tmp_path / "x.jsonl").open("a") as file:
@@ -170,7 +170,7 @@ def test_a_line_that_a_kill_has_cut_off_is_left_out(tmp_path: Path) -> None:
 # ---- The report ----
 
 
-def test_a_report_has_each_goal_beside_what_was_measured(tmp_path: Path) -> None:
+def test_report_shows_each_goal_with_its_measured_value(tmp_path: Path) -> None:
     findings = [Finding("llama8b.decode.1x1k", 230.5, "tok/s"), Finding("engine.gpu_idle", 3.0, "%")]
     outcome = SectionOutcome("end-to-end", "done", 12.3, findings)
     write_report(tmp_path, [outcome], {"commit": "abc"})
@@ -187,7 +187,7 @@ def test_a_report_has_each_goal_beside_what_was_measured(tmp_path: Path) -> None
     assert f"of {len(GOALS)} not measured" in summary
 
 
-def test_what_belongs_together_is_one_line_and_a_share_of_the_ceiling(tmp_path: Path) -> None:
+def test_related_findings_share_a_line_and_show_their_share_of_the_ceiling(tmp_path: Path) -> None:
     findings = [
         Finding("sizes.kernels", "32/8 heads"),
         Finding("memory.planned", 90.0, "GB"),
@@ -223,7 +223,7 @@ def run(results):
 
 
 def run_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, budget_s: float = 60.0) -> SectionOutcome:
-    """Through the real child, whose sections are one stub."""
+    """Run a stub section in the real child process."""
     (tmp_path / "stub_section.py").write_text(textwrap.dedent(STUB).format(body=body))
     (tmp_path / "sitecustomize.py").write_text(
         "from penstock.tools.gpu_check import runner\nrunner.SECTIONS = (runner.Section('stub', 'stub_section', 1),)\n"
@@ -234,38 +234,38 @@ def run_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, budget_
     return runner._run_child(section, Run(tmp_path, budget_s, (section,)), budget_s, lambda _: None)
 
 
-def test_a_sections_findings_come_back_from_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_findings_come_back_from_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = run_stub(tmp_path, monkeypatch, "assert results.remaining_s < 61")
     assert (outcome.outcome, [finding.name for finding in outcome.findings]) == ("done", ["first", "last"])
     assert outcome.passed
 
 
-def test_a_section_that_dies_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_that_dies_keeps_its_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = run_stub(tmp_path, monkeypatch, "import os; os.abort()")
     assert [finding.name for finding in outcome.findings] == ["first"]
     assert outcome.outcome == "failed with status -6"
     assert not outcome.passed
 
 
-def test_a_section_that_raises_is_failed_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_that_raises_fails_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = run_stub(tmp_path, monkeypatch, "raise ValueError('what happened')")
     assert [finding.name for finding in outcome.findings] == ["first", "stub"]
     assert "what happened" in outcome.findings[1].detail
 
 
-def test_a_section_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_section_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_GRACE_S", 0.0)
     outcome = run_stub(tmp_path, monkeypatch, "import threading; threading.Event().wait()", budget_s=2.5)
     assert (outcome.outcome, outcome.passed) == ("timed out", False)
     assert [finding.name for finding in outcome.findings] == ["first"]
 
 
-def test_sections_share_what_is_left_and_the_report_follows(
+def test_sections_share_the_remaining_time_and_the_report_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: dict[str, float] = {}
 
-    def child(section: Section, run: Run, budget_s: float, look: Any) -> SectionOutcome:
+    def child(section: Section, run: Run, budget_s: float, on_progress: Any) -> SectionOutcome:
         given[section.name] = budget_s
         return SectionOutcome(section.name, "done", 0.0, [Finding("x", None, "", section.name != "sharing")])
 
@@ -274,7 +274,7 @@ def test_sections_share_what_is_left_and_the_report_follows(
     chosen = choose_sections(SECTIONS, frozenset({"environment", "sharing"}), None)
     assert run_all(Run(tmp_path, 100.0, chosen, commit="abc")) == 1
     assert list(given) == ["environment", "sharing"]
-    # Shares of 30 and 15, and the first has left all of its own.
+    # Shares of 30 and 15; the first section used none of its time.
     assert given["environment"] == pytest.approx(61, abs=1)
     assert given["sharing"] == pytest.approx(92, abs=1)
     assert "failed: sharing" in capsys.readouterr().out
@@ -285,25 +285,25 @@ def test_options_out_of_range_are_refused(tmp_path: Path, capsys: pytest.Capture
     for argv, message in (
         (["--only", "compile,nothing"], "--only names nothing"),
         (["--budget", "5"], "--budget is 5"),
-        (["--peers", str(tmp_path / "absent")], "which is no directory"),
+        (["--peers", str(tmp_path / "absent")], "which is not a directory"),
     ):
         with pytest.raises(SystemExit):
             main([*argv, "--out", str(tmp_path)])
         assert message in capsys.readouterr().err
 
 
-def test_every_section_has_a_module_with_a_run() -> None:
+def test_every_section_has_its_run_function() -> None:
     for section in (*SECTIONS, *QUICK_SECTIONS):
         module = __import__(section.module, fromlist=["run"])
         assert callable(getattr(module, section.run))
 
 
-def test_without_a_gpu_a_section_that_needs_one_fails_and_says_so(tmp_path: Path) -> None:
+def test_section_that_needs_a_gpu_fails_without_one_and_says_so(tmp_path: Path) -> None:
     assert main(["--only", "ceilings", "--out", str(tmp_path), "--budget", "60"]) == 1
     assert "cuda" in (tmp_path / "report.md").read_text().lower()
 
 
-def test_the_command_line_hands_its_options_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_penstock_command_passes_its_options_on(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, status, said in ((["--help"], 0, "--compile-only"), (["--only", "nothing"], 2, "--only names nothing")):
         with pytest.raises(SystemExit) as ended:
             app(["gpu-check", *argv])

@@ -60,7 +60,7 @@ def run(results: Results) -> None:
 
 def missing_package() -> str | None:
     if importlib.util.find_spec("nanovllm") is None:
-        return "nanovllm is not installed, nor in --peers"
+        return "nanovllm is neither installed nor in --peers"
     if not any(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn_interface")):
         return "nano-vllm needs flash_attn, or flash_attn_interface in its place, and neither is there"
     return None

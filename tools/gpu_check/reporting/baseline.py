@@ -1,6 +1,6 @@
-"""Figures of an earlier run, kept in a file, and a run's beside them: slower by a few per cent warns, by more it fails.
+"""Compares a run with the figures of an earlier run, kept in a file: a slowdown of 3 % warns, one of 7 % fails.
 
-A figure is compared by its name and unit, and only between devices of one model and on the same sizes.
+Figures are matched by name and unit, and compared only on the same GPU model and the same sizes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from penstock.tools.gpu_check.reporting.results import SectionOutcome
 
 MORE_IS_BETTER = {"tok/s": True, "TB/s": True, "GB/s": True, "TFLOP/s": True, "us": False, "ms": False}
-"""By unit. Seconds are what preparation takes once, which depends on caches on disk: they are not compared."""
+"""Compared units. Seconds are left out: they measure one-time preparation, which depends on caches on disk."""
 WARN_PERCENT, FAIL_PERCENT = 3.0, 7.0
 SECTION = "baseline"
 
 
 class BaselineRefused(Exception):
-    """This file is no measure for this run; the message says why."""
+    """The baseline cannot be compared with this run, read or saved; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class BaselineFigure:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """device and commit: what the report calls them. sizes: what the figures' names do not say, by what measured it."""
+    """Figures of one run by name. device and commit are as in the report; sizes are the measured sizes by section."""
 
     device: str
     commit: str
@@ -50,7 +50,7 @@ class FigureComparison:
     before: float
     now: float
     worse_percent: float
-    """Below 0 it is better."""
+    """Negative if the figure has improved."""
 
     @property
     def verdict(self) -> str:
@@ -60,7 +60,7 @@ class FigureComparison:
 
 
 def make_baseline(outcomes: list[SectionOutcome], environment: dict[str, str]) -> Baseline:
-    """Of what a run has measured so far."""
+    """Collect our own comparable figures, and the sizes they were measured on."""
     findings = [finding for outcome in outcomes if outcome.name != SECTION for finding in outcome.findings]
     sizes = {finding.name: str(finding.value) for finding in findings if finding.name.startswith(SIZES_PREFIX)}
     figures = {
@@ -73,7 +73,7 @@ def make_baseline(outcomes: list[SectionOutcome], environment: dict[str, str]) -
 
 
 def load_baseline(path: Path) -> Baseline:
-    """Raises BaselineRefused for a file that cannot be read, or is none."""
+    """Raises BaselineRefused for a file that cannot be read or is not a baseline."""
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         figures = {
@@ -84,7 +84,7 @@ def load_baseline(path: Path) -> Baseline:
     except OSError as error:
         raise BaselineRefused(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BaselineRefused(f"{path} is no baseline: {type(error).__name__}: {error}") from error
+        raise BaselineRefused(f"{path} is not a baseline: {type(error).__name__}: {error}") from error
     for name, figure in baseline.figures.items():
         if figure.unit not in MORE_IS_BETTER or not 0 < figure.value < math.inf:
             raise BaselineRefused(f"{path}: {name} is {figure.value:g} {figure.unit}, which cannot be compared")
@@ -92,11 +92,11 @@ def load_baseline(path: Path) -> Baseline:
 
 
 def save_baseline(path: Path, baseline: Baseline) -> None:
-    """Raises BaselineRefused where there is nothing to save."""
+    """Raises BaselineRefused if the device is unknown or there is no figure to save."""
     if not baseline.device:
-        raise BaselineRefused("the run's device is not known: nvidia-smi does not tell")
+        raise BaselineRefused("the GPU's name is unknown: nvidia-smi is missing or failed")
     if not baseline.figures:
-        raise BaselineRefused("the run measured nothing that a baseline holds")
+        raise BaselineRefused("the run measured no figure that a baseline contains")
     document = asdict(baseline) | {
         "figures": {name: [figure.value, figure.unit] for name, figure in sorted(baseline.figures.items())}
     }
@@ -105,17 +105,19 @@ def save_baseline(path: Path, baseline: Baseline) -> None:
 
 
 def require_device(before: Baseline, device: str) -> None:
-    """Raises BaselineRefused where the baseline is of another model than device."""
+    """Raises BaselineRefused if the baseline is from another GPU model than device."""
     if before.device != device:
-        raise BaselineRefused(f"it is of {before.device or 'no device'}, and this is {device or 'an unknown device'}")
+        raise BaselineRefused(
+            f"it is from {before.device or 'an unknown GPU'}, and this machine has {device or 'no known GPU'}"
+        )
 
 
 def compare(before: Baseline, now: Baseline) -> list[FigureComparison]:
-    """Of the figures on both sides, the worst first. Raises BaselineRefused for another device or other sizes."""
+    """Compare the figures that both sides have; worst first. Raises BaselineRefused for another GPU or other sizes."""
     require_device(before, now.device)
     for name in sorted(before.sizes.keys() & now.sizes.keys()):
         if before.sizes[name] != now.sizes[name]:
-            raise BaselineRefused(f"its {name} is {before.sizes[name]!r}, and here it is {now.sizes[name]!r}")
+            raise BaselineRefused(f"its {name} is {before.sizes[name]!r}, and this run's is {now.sizes[name]!r}")
     compared = [
         _compare(name, figure, now.figures[name])
         for name, figure in before.figures.items()
@@ -125,12 +127,10 @@ def compare(before: Baseline, now: Baseline) -> list[FigureComparison]:
 
 
 def make_findings(before: Baseline, now: Baseline, compared: list[FigureComparison]) -> list[Finding]:
-    """A failed check for each figure that is much worse, and facts for the rest."""
+    """A failed check for each figure with the verdict "fail"; facts for the summary and for unmatched names."""
     failed = [each for each in compared if each.verdict == "fail"]
     num_warned = sum(each.verdict == "warn" for each in compared)
-    said = (
-        f"figures beside those of {before.commit}: {num_warned} worse by {WARN_PERCENT:g} % or more, {len(failed)} by "
-    )
+    said = f"figures compared with {before.commit}: {num_warned} worse by {WARN_PERCENT:g} % or more, {len(failed)} by "
     findings = [Finding(f"{SECTION}.compared", len(compared), "", None, f"{said}{FAIL_PERCENT:g} % or more")]
     findings += [
         Finding(
@@ -152,5 +152,5 @@ def _compare(name: str, before: BaselineFigure, now: BaselineFigure) -> FigureCo
 
 
 def _is_ours(name: str) -> bool:
-    """A peer's figure, or the profiler's with cold caches, is no measure of a change of ours."""
+    """False for figures of peers and of the profiler (cold caches): they do not measure our changes."""
     return name == "peers.ours" or not name.startswith(("peer.", "peers.", "ncu."))

@@ -1,4 +1,4 @@
-"""The machine, as it is: read only, nothing is set."""
+"""Describes the machine, the software versions and the commit. Reads only; no setting is changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NVIDIA_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.me
 
 
 def describe_environment(commit: str = "") -> dict[str, str]:
-    """The GPU's name, software versions and the commit, by git where it is not said; uses no GPU."""
+    """Software versions, the GPU's name and the commit (from git if empty). Does not use the GPU."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -45,11 +45,11 @@ def run(results: Results) -> None:
     values = _output("nvidia-smi", f"--query-gpu={','.join(_NVIDIA_SMI_FIELDS)}", "--format=csv,noheader")
     for field, value in zip(_NVIDIA_SMI_FIELDS, values.split(", "), strict=False):
         results.fact(f"nvidia-smi.{field}", value)
-    results.check("gpu.capability_is_served", (properties.major, properties.minor) >= (8, 0), "8.0 is the least")
+    results.check("gpu.capability_is_served", (properties.major, properties.minor) >= (8, 0), "8.0 is the minimum")
 
 
 def _output(*argv: str) -> str:
-    """What a command prints, or nothing where it is missing, fails or hangs."""
+    """A command's output; "" if the command is missing, fails or takes more than 10 s."""
     path = shutil.which(argv[0])
     if path is None:
         return ""

@@ -1,6 +1,6 @@
-"""The figures this project wants to reach on an H200 with bf16 weights, beside what the hardware can give at most.
+"""The project's performance goals on an H200 with bf16 weights, each with the limit that the hardware sets.
 
-Limits come from two ceilings measured on an H200: 4.3 TB/s of copying and 790 TFLOP/s of bf16 products. A goal names
+Limits follow from two ceilings measured on an H200: 4.3 TB/s of copying and 790 TFLOP/s of bf16 products. A goal names
 the finding that decides it.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """at_least True: the figure is to be that or more; False: that or less. limit is "" where none is computed."""
+    """A bound on one finding: a minimum if at_least, else a maximum. limit is "" if none is computed."""
 
     finding: str
     title: str

@@ -1,4 +1,4 @@
-"""report.json and report.md: every goal with what was measured, what became worse, each section's findings."""
+"""Writes report.json and report.md: goals with measured values, the comparison with a baseline, all findings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 NOT_MEASURED = "not measured"
 _MOST_FAILED, _MOST_OTHERS, _MOST_COMPARED = 12, 80, 40
-"""Lines of one section, and of the comparison: report.md is for reading, report.json has everything."""
+"""Maximum lines in report.md, per section and for the comparison; report.json has everything."""
 
 
 CEILINGS = {"TB/s": "ceiling.copy", "TFLOP/s": "ceiling.product"}
-"""By unit, the finding that figures are a share of, where the same run has it."""
+"""Unit → finding of the ceiling; figures are also shown as a share of it if the run measured it."""
 
 
 def write_report(
@@ -31,7 +31,7 @@ def write_report(
     environment: dict[str, str],
     compared: Sequence[FigureComparison] = (),
 ) -> None:
-    """Writes both files anew; called again and again, so that what was measured survives any end."""
+    """Rewrite both files. Called after each progress, so a killed run leaves what it had measured."""
     measured = _measured(outcomes)
     document: dict[str, Any] = {
         "environment": environment,
@@ -45,7 +45,7 @@ def write_report(
 
 
 def summary_lines(outcomes: list[SectionOutcome]) -> list[str]:
-    """For the end of the output: every goal that was measured, and every check that failed."""
+    """The end of the console output: measured goals, failed checks, how each section ended."""
     measured = _measured(outcomes)
     lines = ["", "goals"]
     for row in (_goal_row(goal, measured) for goal in GOALS):
@@ -122,8 +122,10 @@ def _comparison_lines(compared: list[dict[str, Any]]) -> list[str]:
 
 
 def _lines_of_others(findings: list[dict[str, Any]], ceilings: dict[str, float]) -> list[str]:
-    """Of those that did not fail. A fact that is named after another finding is on its line, unless it has the same
-    unit: then it is of another case."""
+    """Lines for the findings that did not fail.
+
+    A fact `a.b` joins the line of the finding `a`, unless both have the same unit: then it is another case.
+    """
     shown = [each for each in findings if each["passed"] is not False and not each["name"].startswith(SIZES_PREFIX)]
     units = {each["name"]: each["unit"] for each in shown}
 
@@ -157,7 +159,7 @@ def _at_most(count: int, lines: list[str]) -> list[str]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Replace the file atomically."""
     draft = path.with_suffix(path.suffix + ".new")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)

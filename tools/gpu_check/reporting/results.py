@@ -1,4 +1,4 @@
-"""What a section finds, written line by line as it finds it, so that a killed section keeps what it had."""
+"""A section's findings, written to a file line by line as they are found, so that a killed section loses none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ All processes share that clock.
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One figure, fact or check. passed is None where there is nothing to pass."""
+    """One figure, fact or check. passed is None for facts and figures."""
 
     name: str
     value: float | int | str | None
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class SectionOutcome:
-    """How a section ended: "done", "timed out", "failed" with its exit status, or "skipped", and what it found."""
+    """What a section found and how it ended: "done", "running", "timed out", "skipped" or "failed with status N"."""
 
     name: str
     outcome: str
@@ -46,14 +46,14 @@ class SectionOutcome:
 
 
 class SectionOver(Exception):
-    """Nothing more can be measured in this process: the device answers no more. What was found stands."""
+    """The device is lost, so this process can measure nothing more. Findings so far stay valid."""
 
 
 class Results:
-    """One section's findings. Owned by the section's process; the file grows by whole lines."""
+    """One section's findings. Owned by the section's process, which appends whole lines to the file."""
 
     def __init__(self, path: Path, budget_s: float, device_fault: Callable[[], str | None] = lambda: None) -> None:
-        """device_fault: after a failure, what the device answers, where it is not nothing."""
+        """device_fault is called after a failure; it returns the device's error, or None if the device works."""
         self._path = path
         self._deadline_s = time.monotonic() + budget_s
         self._device_fault = device_fault
@@ -61,18 +61,18 @@ class Results:
 
     @property
     def remaining_s(self) -> float:
-        """What is left of the section's time; below 0 it should end by itself."""
+        """Seconds left of the section's time. Below 0 the section should end by itself."""
         return self._deadline_s - time.monotonic()
 
     def fact(self, name: str, value: float | int | str, unit: str = "", detail: str = "") -> None:
         self._write(Finding(name, value, unit, None, detail))
 
     def sizes(self, of: str, described: str) -> None:
-        """What the figures' names do not say of what they were measured on: figures are compared where it is equal."""
+        """Record sizes that the figures' names do not tell. Runs are compared only if they are equal."""
         self.fact(f"{SIZES_PREFIX}{of}", described)
 
     def check(self, name: str, passed: bool, detail: str = "", value: float | int | str | None = None) -> None:
-        """A gate: the whole run fails where one does."""
+        """Record a check. One failed check fails the whole run."""
         self.num_failed += not passed
         self._write(Finding(name, value, "", passed, detail))
 
@@ -80,13 +80,13 @@ class Results:
         self._write(Finding(name, None, "", None, f"not measured: {reason}"))
 
     def attempt(self, name: str, work: Callable[[], object], needs_s: float = 0.0) -> bool:
-        """One measurement, which writes its own findings: True if it ended well.
+        """Run one measurement, which records its own findings. Returns whether it ended without an error.
 
-        A fault is a failed check of this name, and the section goes on. Without needs_s seconds left it is skipped.
-        Raises SectionOver where the device is lost.
+        An error is recorded as a failed check of this name, and the section goes on. The measurement is skipped if
+        at most needs_s seconds are left. Raises SectionOver if the device is lost.
         """
         if self.remaining_s <= needs_s:
-            self.skipped(name, f"{max(self.remaining_s, 0):.0f} s were left")
+            self.skipped(name, f"only {max(self.remaining_s, 0):.0f} s were left")
             return False
         try:
             work()
@@ -110,7 +110,7 @@ class Results:
 
 
 def describe(error: Exception) -> str:
-    """One line: what it is, what it says, and where it came up."""
+    """One line: the error's type, its message, and the file and line that raised it."""
     trace, where = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -121,7 +121,7 @@ def describe(error: Exception) -> str:
 
 
 def read_findings(path: Path) -> list[Finding]:
-    """The whole lines of a section's file; none where it never began."""
+    """Read the complete lines of a section's file; an absent file has none."""
     if not path.exists():
         return []
     findings = []
