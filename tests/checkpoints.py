@@ -1,8 +1,8 @@
-"""Tiny random checkpoints of every supported architecture, written by transformers: the oracle's own files.
+"""Tiny random checkpoints of every supported architecture, written by transformers, which is also the oracle.
 
     model_dir = make_checkpoint("qwen3", tmp_path, num_hidden_layers=4)
 
-Every parameter is random, norms and biases included, so that none can be forgotten unnoticed.
+Every parameter is random, norms and biases included, so a forgotten one changes the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGROPE = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A transformers model class and what its tiny config sets beyond COMMON."""
+    """A transformers model class, and the settings of its tiny config that differ from COMMON."""
 
     model: str
     config: str
@@ -88,9 +88,9 @@ PRESETS: dict[str, Preset] = {
 
 
 def make_config(architecture: str, **overrides: Any) -> Any:
-    """The tiny transformers config of PRESETS[architecture], with overrides as its config class spells them."""
+    """The tiny transformers config of PRESETS[architecture], with overrides under transformers' names."""
     preset = PRESETS[architecture]
-    # Settings are copied: transformers writes into the dicts it is given.
+    # Copied, because transformers changes the dicts that it receives.
     settings = {
         key: dict(value) if isinstance(value, dict) else value
         for key, value in (COMMON | preset.settings | overrides).items()
@@ -121,7 +121,7 @@ def make_checkpoint(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> Path:
-    """Writes make_model's checkpoint to out_dir and returns it. A small max_shard_size gives shards with an index."""
+    """Write make_model's checkpoint to out_dir and return it. A small max_shard_size gives shards with an index."""
     model = make_model(architecture, seed, **overrides).to(dtype)
     model.save_pretrained(out_dir, max_shard_size=max_shard_size)
     return out_dir

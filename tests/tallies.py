@@ -1,7 +1,6 @@
-"""What tests counted, told at the end of a run: worlds that were simulated, kernels that were compiled and emulated.
+"""Counts reported at the end of a test run: simulated worlds, compiled kernels and emulated kernels.
 
-Counts travel as properties of the tests' reports, so that they come from the workers of pytest-xdist too. Those of
-tests that fail do not count.
+Counts are properties of test reports, so they arrive from pytest-xdist workers too. Counts of failed tests are ignored.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ from collections.abc import Iterator
 import pytest
 
 SIMULATED = "simulated"
-"""The property of a test that ran worlds: how many "seeds", and how often each thing happened in them."""
+"""Test property of simulated worlds: the number of "seeds", and how often each event happened."""
 COMPILED = "kernels compiled"
-"""The property of a test that compiled kernels: (architecture, kernel) of each."""
+"""Test property of compiled kernels: (architecture, kernel) of each."""
 _EMULATED = "kernels emulated"
 
 _launches: Counter[tuple[str, str]] = Counter()
 
 
 def note_launch(mode: str, kernel: str) -> None:
-    """The emulator ran a kernel of the project's in the test that is running."""
+    """Count a kernel that the emulator ran in the current test."""
     _launches[mode, kernel] += 1
 
 
 class Tallies:
-    """A plugin of pytest's."""
+    """The pytest plugin."""
 
     def __init__(self) -> None:
         self._simulated: Counter[str] = Counter()
@@ -60,8 +59,8 @@ class Tallies:
         if "seeds" in self._simulated:
             terminalreporter.write_sep("-", "simulation")
             counts = sorted((name, count) for name, count in self._simulated.items() if name != "seeds")
-            told = ", ".join(f"{count:,} {name}" for name, count in counts)
-            terminalreporter.write_line(f"{self._simulated['seeds']:,} seeds: {told}")
+            text = ", ".join(f"{count:,} {name}" for name, count in counts)
+            terminalreporter.write_line(f"{self._simulated['seeds']:,} seeds: {text}")
         lines = [*self._compilation(), *self._emulation()]
         if lines:
             terminalreporter.write_sep("-", "kernels")

@@ -1,4 +1,4 @@
-"""What a run tells at its end of the kernels and the worlds that its tests met with."""
+"""The summary of kernels and worlds at the end of a test run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server for all tests that want the shipped model behind `penstock serve`."""
+"""One server for all tests of the demo model behind `penstock serve`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--too
 
 @pytest.fixture(scope="session")
 def served_demo() -> Iterator[str]:
-    """Its URL. In fp32 greedy tokens are the same for any number of rows."""
+    """The server's URL. It computes in fp32, where greedy tokens do not depend on the number of rows."""
     serve = Command("penstock.tools.main", *SERVE, "--dtype", "fp32")
     with running(serve):
         yield serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)

@@ -1,4 +1,4 @@
-"""The real processes: started, read by their log lines, killed."""
+"""Starts and kills the real processes, and reads their log lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STOP_TIMEOUT_S = 45.0
 
 
 class Command:
-    """A child process whose output is read as it comes."""
+    """A child process; a thread reads its output."""
 
     def __init__(
         self, module: str, *arguments: str, python_path: str = str(REPOSITORY), cwd: Path | None = None
@@ -58,7 +58,7 @@ class Command:
         return "\n".join(self._lines)
 
     def wait_for(self, pattern: str, timeout_s: float = START_TIMEOUT_S, *, count: int = 1) -> re.Match[str]:
-        """The count-th line that holds the pattern, as soon as it is there."""
+        """Wait for the count-th line that contains the pattern."""
 
         def found() -> re.Match[str] | None:
             matches = [match for line in self._lines if (match := re.search(pattern, line))]
@@ -71,7 +71,7 @@ class Command:
         return match
 
     def status(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """The exit status, once it has ended and all its output is read."""
+        """Wait for the end of the process and of its output; return the exit status."""
         returncode = self.process.wait(timeout_s)
         self._reader.join(timeout_s)
         return returncode
@@ -81,7 +81,7 @@ class Command:
         return self.status()
 
     def kill(self) -> None:
-        """SIGKILL, to the process and all that came from it."""
+        """Send SIGKILL to the process and all its descendants."""
         for pid in [*descendants(self.process.pid), self.process.pid]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -115,11 +115,11 @@ class Frontend(Command):
         self.url = self.wait_for(r"listening on (http://\S+)").group(1)
 
     def get(self, path: str) -> httpx.Response:
-        # Without verify=False each call would read all of the system's certificates, for plain HTTP.
+        # Without verify=False each call reads all of the system's certificates, even for plain HTTP.
         return httpx.get(f"{self.url}{path}", timeout=5.0, verify=False)  # noqa: S501
 
     def ready(self) -> dict[str, Any] | None:
-        """The body of /ready where it is green."""
+        """The body of /ready if it is green, else None."""
         response = self.get("/ready")
         body: dict[str, Any] = response.json()
         return body if response.status_code == 200 else None
@@ -128,7 +128,7 @@ class Frontend(Command):
         wait_until(lambda: self.ready() is not None, timeout_s)
 
     def wait_idle(self, timeout_s: float = 10.0) -> None:
-        """Until the backend runs nothing and holds no page."""
+        """Wait until the backend runs nothing and holds no page."""
 
         def is_idle() -> bool:
             body = self.ready()
@@ -138,7 +138,7 @@ class Frontend(Command):
 
 
 def wait_until(condition: Any, timeout_s: float) -> None:
-    """Asks another process's state until it is as wanted: what is seen from outside brings no event."""
+    """Poll until the condition holds: another process's state sends no event."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "waited in vain"
@@ -147,7 +147,7 @@ def wait_until(condition: Any, timeout_s: float) -> None:
 
 @contextmanager
 def running(*commands: Command) -> Iterator[None]:
-    """Ends the commands, whatever happens, in the order given."""
+    """End the commands at the end of the block, in the order given."""
     try:
         yield
     finally:

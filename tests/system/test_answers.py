@@ -1,4 +1,4 @@
-"""What the real processes answer, against transformers and against each other: log probabilities, streams, grammars."""
+"""Answers of the real processes compared with transformers and with each other: logprobs, streams, grammars."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def text_of(choice: Any) -> str:
 
 
 def from_chunks(chunks: list[Any]) -> list[Any]:
-    """The choices that the chunks make: (text, finish reason, log probabilities)."""
+    """The choices of a stream's chunks: (text, finish reason, log probabilities)."""
     choices: dict[int, list[Any]] = {}
     for chunk in chunks:
         for piece in chunk["choices"]:
@@ -73,7 +73,7 @@ def from_chunks(chunks: list[Any]) -> list[Any]:
 
 
 def flat(logprobs: Any) -> list[Any]:
-    """One entry for each token, whichever endpoint told it."""
+    """One entry per token, from any endpoint's format."""
     if logprobs is None:
         return []
     if "content" in logprobs:
@@ -90,7 +90,7 @@ def flat(logprobs: Any) -> list[Any]:
 
 
 def log_softmax(oracle: Any, token_ids: list[int]) -> torch.Tensor:
-    """[len(token_ids), vocab]: row i is of the token behind the first i + 1."""
+    """[len(token_ids), vocab]: row i is for the token after the first i + 1."""
     with torch.inference_mode():
         logits: torch.Tensor = oracle(torch.tensor([token_ids])).logits[0]
     return torch.log_softmax(logits.double(), dim=-1)
@@ -107,7 +107,7 @@ def assert_likeliest(told: list[float], row: torch.Tensor) -> None:
     ids=["greedy", "sampled"],
 )
 async def test_chat_logprobs_match_transformers(http: httpx.AsyncClient, oracle: Any, sampling: Any) -> None:
-    """Of the model's own distribution, whatever is sampled from."""
+    """Logprobs are of the model's own distribution, before filters and penalties."""
     answer = await whole(http, CHAT, logprobs=True, top_logprobs=5, return_token_ids=True, **sampling)
     (choice,) = answer["choices"]
     prompt, generated = answer["prompt_token_ids"], choice["token_ids"]
@@ -119,7 +119,7 @@ async def test_chat_logprobs_match_transformers(http: httpx.AsyncClient, oracle:
 
 
 async def test_completion_logprobs_match_transformers(http: httpx.AsyncClient, oracle: Any) -> None:
-    """With echo those of the prompt stand before them."""
+    """With echo, the prompt's logprobs come first."""
     answer = await whole(http, COMPLETIONS, logprobs=3, echo=True, return_token_ids=True)
     (choice,) = answer["choices"]
     token_ids, told = choice["prompt_token_ids"] + choice["token_ids"], choice["logprobs"]
@@ -139,7 +139,7 @@ async def test_completion_logprobs_match_transformers(http: httpx.AsyncClient, o
 
 @PATHS
 async def test_prompt_logprobs_match_transformers(http: httpx.AsyncClient, oracle: Any, path: str) -> None:
-    """A chat's prompt has the model's own end tokens within it."""
+    """A chat's prompt contains the model's own end tokens."""
     messages = [
         *ASKED[CHAT]["messages"],
         {"role": "assistant", "content": "It joins."},
@@ -189,7 +189,7 @@ async def test_stream_equals_the_whole_answer(http: httpx.AsyncClient, path: str
         ]
         assert from_chunks(chunks) == expected
         usages = [answer["usage"], chunks[-1]["usage"]]
-        for usage in usages:  # one of the two may have come first
+        for usage in usages:  # either of the two may come first
             del usage["prompt_tokens_details"], usage["penstock"]
         assert usages[0] == usages[1]
 
@@ -227,7 +227,7 @@ GUIDED: list[tuple[dict[str, Any], Any]] = [
     ("fields", "is_right"), GUIDED, ids=lambda value: str(value)[:50] if isinstance(value, dict) else ""
 )
 async def test_answer_has_the_requested_format(http: httpx.AsyncClient, fields: dict[str, Any], is_right: Any) -> None:
-    """From both endpoints, each of several choices, streamed and not."""
+    """On both endpoints, for each of several choices, streamed and not."""
     fields = {**fields, "max_tokens": 200, "temperature": 1.2, "seed": 4, "n": 3}
     answers = await asyncio.gather(*(whole(http, path, **fields) for path in ASKED))
     streams = await asyncio.gather(*(events(http, path, **fields) for path in ASKED))
@@ -254,7 +254,7 @@ async def test_equal_requests_coalesce_and_other_formats_do_not(http: httpx.Asyn
     assert (sum(joined[:4]), sum(joined[4:6]), joined[6]) == (3, 1, False)
 
 
-# fields, the param named
+# fields, and the name of the parameter
 BAD_FORMS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "(a"}, "guided_regex"),
     ({"guided_grammar": "start: nowhere"}, "guided_grammar"),
@@ -276,7 +276,7 @@ BAD_FORMS: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_bad_response_format_fails_only_its_own_request(http: httpx.AsyncClient) -> None:
-    """While others run, which neither notice nor wait."""
+    """Other requests run meanwhile and are not disturbed."""
     prompts = [f"def function_{number}(" for number in range(6)]
     alone = [
         text_of((await whole(http, COMPLETIONS, prompt=prompt, max_tokens=60))["choices"][0]) for prompt in prompts

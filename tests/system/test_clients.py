@@ -1,4 +1,4 @@
-"""Programs that people have: the libraries by which they ask OpenAI, pointed at `penstock serve`."""
+"""Client libraries for OpenAI's API, pointed at `penstock serve`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG: dict[str, Any] = {"temperature": 0.8, "seed": 1, "max_tokens": 400}
 
 
 class Strict(pydantic.BaseModel):
-    """A model without a clue would add fields of its own."""
+    """An untrained model would add fields of its own."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -37,7 +37,7 @@ class Book(Strict):
 
 
 class Weather(Strict):
-    """How the weather is somewhere."""
+    """Weather at a place."""
 
     city: Literal["Paris", "Oslo"]
     days: int = pydantic.Field(ge=1, le=9)
@@ -50,7 +50,7 @@ def base_url(served_demo: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _offline() -> Iterator[None]:
-    """litellm would fetch a table of prices; langchain would report what it does."""
+    """Without these settings litellm downloads a price table, and langchain sends telemetry."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
         patch.setenv("LANGSMITH_TRACING", "false")
@@ -66,7 +66,7 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def text(client: openai.OpenAI) -> str:
-    """What the model says to MESSAGES, greedily."""
+    """The model's greedy answer to MESSAGES."""
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
     assert answer.choices[0].message.content
     return answer.choices[0].message.content
@@ -76,7 +76,7 @@ def text(client: openai.OpenAI) -> str:
 
 
 def test_openai_streams_with_its_helper(client: openai.OpenAI, text: str) -> None:
-    text = text[: text.index("\n")]  # the helper takes an answer that was cut off for a failure
+    text = text[: text.index("\n")]  # the helper treats a truncated answer as a failure
     options: dict[str, Any] = {"stop": "\n", "stream_options": {"include_usage": True}, **GREEDY}
     with client.chat.completions.stream(
         model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=2, **options
@@ -153,14 +153,14 @@ def asked(base_url: str) -> dict[str, Any]:
 
 @pytest.fixture
 async def asked_async(asked: dict[str, Any], base_url: str) -> AsyncIterator[dict[str, Any]]:
-    """With a client that is closed: litellm leaves its own to the garbage collector."""
+    """Uses a client that is closed: litellm leaves its own to the garbage collector."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
         yield {**asked, "client": client}
 
 
 @pytest.fixture
 def loop() -> Iterator[None]:
-    """litellm makes one where it finds none, and leaves it open."""
+    """litellm creates an event loop if there is none, and leaves it open."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     yield
@@ -237,7 +237,7 @@ def test_langchain_invokes_and_streams(langchain: Any, text: str) -> None:
 
 
 async def test_langchain_invokes_and_streams_asynchronously(langchain: Any, text: str) -> None:
-    async with httpx.AsyncClient() as http:  # its own would never be closed
+    async with httpx.AsyncClient() as http:  # langchain's own client is never closed
         chat = langchain(http_async_client=http, **GREEDY)
         assert (await chat.ainvoke("What does os.path.join do?")).content == text
         assert "".join([piece.content async for piece in chat.astream("What does os.path.join do?")]) == text

@@ -1,4 +1,4 @@
-"""Equal requests over the real processes: computed once, told apart by tenant, and each with its own end."""
+"""Equal requests over the real processes: computed once, separate per tenant, each with its own end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = ("--api-key", "one", "--api-key", "two")
 
 @dataclass(frozen=True)
 class Servers:
-    """One backend that runs one sequence at a time, two open frontends, and one that asks for keys."""
+    """One backend that runs one sequence at a time, two open frontends, and one that requires keys."""
 
     first: Frontend
     second: Frontend
@@ -94,7 +94,7 @@ async def ask(
 
 
 def metrics(frontend: Frontend) -> dict[str, float]:
-    """Samples by name, those of the worker without its pid."""
+    """Samples by name; a worker's samples without its pid."""
     worker = f'worker="{descendants(frontend.process.pid)[0]}"'
     lines = frontend.get("/metrics").text.replace(f"{{{worker},", "{").splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
@@ -110,7 +110,7 @@ async def until(frontend: Frontend, name: str, value: float) -> None:
 
 @asynccontextmanager
 async def occupied(http: httpx.AsyncClient, frontend: Frontend) -> AsyncIterator[None]:
-    """While inside, another request has the one slot: what comes waits, however long it takes to come."""
+    """Inside the block another request holds the only slot, so all new requests wait."""
     blocker = asyncio.create_task(ask(http, frontend, [1], 10_000))
     await until(frontend, "sequences_running", 1)
     try:
@@ -195,7 +195,7 @@ async def test_choices_of_a_sampled_request_compute_the_prompt_once(servers: Ser
         body = {"prompt": prompt, "n": num_choices, "max_tokens": max_tokens, "temperature": 2.0, "ignore_eos": True}
         response = await http.post(servers.first.url + "/v1/completions", json=body)
         assert len({choice["text"] for choice in response.json()["choices"]}) == num_choices
-        # The logits of its last token are each choice's own, and the last token of an answer is never computed with.
+        # Each choice computes the prompt's last token for its own logits; an answer's last token is never computed.
         expected = len(prompt) + num_choices - 1 + num_choices * (max_tokens - 1)
         assert counted(servers.first, "computed_tokens_total") - had == expected
         assert response.headers["x-penstock-coalesced"] == "none"
@@ -242,7 +242,7 @@ async def test_tenants_share_neither_tokens_nor_pages(servers: Servers) -> None:
         assert (one.coalesced, two.coalesced) == ("none", "none")
         assert one.text == two.text
         assert counted(servers.keyed, "generated_tokens_total") - had == 60
-        # Each finds its own pages again, and a third party, who has no key, finds nobody's.
+        # Each tenant finds its own pages again; a third one without a key finds none.
         other = await ask(http, servers.second, prompt, 5)
         assert other.usage["prompt_tokens_details"]["cached_tokens"] == 0
         again = await ask(http, servers.keyed, prompt, 5, headers=key("one"))

@@ -1,4 +1,4 @@
-"""The whole path with the shipped model and real clients: what is streamed, and that the crowd changes nothing."""
+"""The whole path with the demo model and real clients: streams, and answers that do not depend on other requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = "penstock-demo"
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     socket = tmp_path_factory.mktemp("demo") / "private" / "backend.sock"
-    # fp32, in which greedy tokens are the same for any number of rows.
+    # In fp32 greedy tokens do not depend on the number of rows.
     backend = start_backend(socket, "--gpu", "none", "--kv-budget", "6GB", "--dtype", "fp32")
     frontend = Frontend(socket)
     with running(frontend, backend):
@@ -113,7 +113,7 @@ def test_prompt_longer_than_the_context_is_refused_with_both_numbers(client: ope
 async def stream_of(
     client: openai.AsyncOpenAI, prompt: str, max_tokens: int, seed: int | None = None
 ) -> tuple[str, float, float]:
-    """Text, and when its first and last piece came."""
+    """The text, and the times of its first and last piece."""
     stream = await client.completions.create(
         model=MODEL,
         prompt=prompt,

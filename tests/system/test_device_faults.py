@@ -1,4 +1,4 @@
-"""What goes wrong on the (emulated) device, from the request that met with it to the server that goes on, or ends."""
+"""Faults of the (emulated) device: the request fails, and the server continues or restarts."""
 
 from __future__ import annotations
 

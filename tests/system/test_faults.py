@@ -1,4 +1,4 @@
-"""The real processes with the fake pass at a device's pace, while clients and processes die."""
+"""The real processes with the fake pass at the speed of a device, while clients and processes die."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACED = ("--forward-pass", "tests.passes:PacedFakePass", "--kv-budget", "64MB")
 
 
 class Pair:
-    """One backend and two frontends, each with a port of its own."""
+    """One backend and two frontends, each on its own port."""
 
     def __init__(self, socket: Path) -> None:
         self.socket = socket
@@ -50,7 +50,7 @@ def lasting_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def pair(lasting_pair: Pair) -> Iterator[Pair]:
-    """One pair for all tests: each leaves it as it was, which is what they are about."""
+    """One set for all tests; each test must leave it as it was."""
     for frontend in lasting_pair.frontends:
         frontend.wait_ready()
     yield lasting_pair
@@ -71,7 +71,7 @@ def body(prompt: list[int], max_tokens: int, *, stream: bool = True) -> dict[str
 
 
 async def read_stream(client: httpx.AsyncClient, url: str, prompt: list[int], max_tokens: int) -> str:
-    """The text of one stream, which must end well."""
+    """The text of one stream, which must end without an error."""
     text = ""
     async with client.stream("POST", f"{url}/v1/completions", json=body(prompt, max_tokens)) as response:
         assert response.status_code == 200
@@ -121,7 +121,7 @@ async def test_killed_frontend_ends_only_its_own_streams(pair: Pair) -> None:
     doomed, other = pair.frontends
     (worker,) = descendants(doomed.process.pid)
     async with client() as http:
-        # Long enough that all are still running when that is looked at, however late.
+        # Long enough that all are still running when the test looks at them.
         alone = await asyncio.gather(*(read_stream(http, other.url, [number, 5], 1000) for number in range(8)))
         lost = [asyncio.create_task(read_stream(http, doomed.url, [9, number], 3000)) for number in range(16)]
         kept = [asyncio.create_task(read_stream(http, other.url, [number, 5], 1000)) for number in range(8)]
@@ -130,7 +130,7 @@ async def test_killed_frontend_ends_only_its_own_streams(pair: Pair) -> None:
         os.kill(worker, signal.SIGKILL)
         assert await asyncio.gather(*kept) == alone
         assert all(isinstance(end, Exception) for end in await asyncio.gather(*lost, return_exceptions=True))
-    # The frontend's parent starts another worker on the same port: the fixture waits for it.
+    # The frontend's parent starts another worker on the same port; the fixture waits for it.
 
 
 async def test_streams_resume_after_the_backend_is_killed(pair: Pair) -> None:
@@ -190,7 +190,7 @@ async def test_queued_requests_wait_and_a_disconnected_one_is_removed(tmp_path: 
 
 
 def one_line_failure(argv: tuple[str, ...]) -> str:
-    """Standard error of a command that must fail: one line, and an exit status that is not 0."""
+    """Standard error of a command that must fail with one line and a nonzero exit status."""
     module, *arguments = argv
     result = subprocess.run(
         module_argv(module, arguments),
@@ -230,7 +230,7 @@ def test_command_that_cannot_start_says_so_in_one_line(pair: Pair, tmp_path: Pat
 
 
 def test_frontend_imports_no_heavy_packages() -> None:
-    """No torch, no numpy: what a worker imports."""
+    """A worker imports neither torch nor numpy."""
     code = "import penstock.frontend.worker, sys; "
     code += "print(sorted({'torch', 'numpy', 'cupy', 'transformers'} & set(sys.modules)))"
     result = subprocess.run(

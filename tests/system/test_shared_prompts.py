@@ -1,4 +1,4 @@
-"""A client of the real backend process that hands in prompts as embeddings, and the deaths on either side."""
+"""A client that gives prompts as embeddings to the real backend process; both sides die and recover."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def hand_in(buffer: SharedBuffer, prompt: list[int], table: torch.nn.Embedding) 
 
 async def until_ready(client: BackendClient) -> None:
     async with asyncio.timeout(30):
-        while not client.ready:  # noqa: ASYNC110 - another process brings it about
+        while not client.ready:  # noqa: ASYNC110 - another process changes it
             await asyncio.sleep(0.02)
 
 

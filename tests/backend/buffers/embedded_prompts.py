@@ -25,12 +25,12 @@ def random_rows(num_rows: int, seed: int = 0) -> NDArray[np.float32]:
 
 
 def fakes_tokens(rows: NDArray[np.float32], count: int, vocab_size: int = VOCAB) -> list[int]:
-    """What the fake pass generates greedily after these embeddings, by its definition."""
+    """The tokens that the fake pass generates greedily after these embeddings."""
     return expected_tokens([embedded_token(row) for row in rows], count, vocab_size)
 
 
 class StubLoan:
-    """Rows as a `Loan` gives them, and how often each was read."""
+    """Rows of a client's buffer, like a `Loan`, that counts how often each is read."""
 
     device_reads = False
 

@@ -30,7 +30,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 class DeviceFakePass(FakePass):
-    """The fake pass with its logits on a fake device, whose one stream runs what it holds as the next step begins."""
+    """The fake pass with logits on a fake device. Its one stream runs queued work when the next step begins."""
 
     STREAM = 5
     _PROMPT_BYTES = 1 << 12
@@ -84,7 +84,7 @@ def decoder() -> IBatchedForwardPass:
 
 
 def logits_alone(load: Callable[[], IBatchedForwardPass], tokens: list[int], num_rows: int) -> NDArray[np.float32]:
-    """[num_rows, vocab] before each of the last num_rows tokens, each context computed by itself in one step."""
+    """[num_rows, vocab] logits before each of the last num_rows tokens, each context computed alone in one step."""
     forward_pass = load()
     rows = []
     for count in range(len(tokens) - num_rows, len(tokens)):
@@ -103,7 +103,7 @@ def logits_alone(load: Callable[[], IBatchedForwardPass], tokens: list[int], num
 
 @pytest.mark.parametrize("load", [fake, decoder])
 async def test_each_shared_row_holds_the_logits_of_its_token(load: Callable[[], IBatchedForwardPass]) -> None:
-    """In a crowd that is preempted and chunked; against each context computed alone."""
+    """In a busy batch with preemption and chunks, compared with each context computed alone."""
     with served(load) as path:
         async with connected(path, BufferRequest(3, 1 << 17)) as client:
             buffers = [client.take_buffer() for _ in range(3)]
@@ -211,7 +211,7 @@ async def test_buffer_of_a_cancelled_request_can_be_used_again() -> None:
         async with connected(path, BufferRequest(1, 1 << 14)) as client:
             for length in range(1, 20):
                 async with asyncio.timeout(10):
-                    while not client.num_free_buffers:  # noqa: ASYNC110 - the backend brings it about
+                    while not client.num_free_buffers:  # noqa: ASYNC110 - the backend changes it
                         await asyncio.sleep(0.001)
                 buffer = client.take_buffer()
                 part = BufferSlice(buffer, BufferContent.LOGITS, 40)
@@ -256,7 +256,7 @@ async def test_device_logits_and_prompts_are_never_copied_to_the_host(device: Fa
             prompt.release()
             output.release()
         async with asyncio.timeout(20):
-            while device.num_allocated > 1:  # noqa: ASYNC110 - the engine's thread hears the farewell
+            while device.num_allocated > 1:  # noqa: ASYNC110 - the engine's thread handles the disconnect
                 await asyncio.sleep(0.002)
     assert passes[0].num_host_copies == 0
     assert (device.num_allocated, clients_device.num_opened, device.registered) == (0, 0, {})

@@ -69,7 +69,7 @@ def test_pages_of_embeddings_are_discarded_with_their_sequence(num_host_pages: i
     assert bench.board.host_pages_used == 0
     num_saved = bench.board.pages_saved
     assert (num_saved > 0) == (num_host_pages > 0)
-    for number in range(3):  # these need all pages
+    for number in range(3):  # these requests need all pages
         bench.submit([number, *range(9, 30)], 24, request_id=20 + number)
         bench.run_dry()
     assert bench.board.pages_saved == num_saved

@@ -76,7 +76,7 @@ def oracle() -> Any:
 
 
 def looked_up(tokens: list[int]) -> NDArray[np.float32]:
-    """What the demo model's table gives for them."""
+    """The rows of the demo model's embedding table."""
     with torch.inference_mode():
         rows: NDArray[np.float32] = oracle().get_input_embeddings()(torch.tensor(tokens)).numpy()
     return rows
@@ -106,7 +106,7 @@ async def test_embeddings_of_tokens_give_the_same_text_as_the_tokens() -> None:
 
 
 async def test_penalties_do_not_count_embeddings() -> None:
-    """At the first token nothing is generated yet: what a penalty there knows is the prompt's tokens."""
+    """Nothing is generated before the first token, so only prompt tokens could be penalised there."""
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     repeated = Sampling(temperature=0.0, repetition_penalty=50.0, frequency_penalty=1.0, num_logprobs=0)
     with served(decoder) as path:
@@ -153,7 +153,7 @@ async def test_embeddings_that_are_not_finite_fail_only_their_own_request() -> N
 
 
 async def test_pages_computed_from_embeddings_are_never_reused() -> None:
-    """The buffer is rewritten as soon as it is back: neither equal embeddings nor any others see what was before."""
+    """The buffer is rewritten as soon as it is free: later embeddings, equal or not, see nothing of earlier ones."""
     one, other = random_rows(17, 1), random_rows(17, 2)
     with served(fake) as path:
         async with connected(path, BufferRequest(3, 1 << 12)) as client:
@@ -209,7 +209,7 @@ async def test_cancelled_request_frees_its_embeddings_for_the_next_one() -> None
         async with connected(path, BufferRequest(1, 1 << 12)) as client:
             for number in range(12):
                 async with asyncio.timeout(10):
-                    while not client.num_free_buffers:  # noqa: ASYNC110 - the backend brings it about
+                    while not client.num_free_buffers:  # noqa: ASYNC110 - the backend changes it
                         await asyncio.sleep(0.001)
                 buffer = client.take_buffer()
                 stream = client.submit(GenerationRequest(hand_in(buffer, random_rows(33, number)), 40, GREEDY))
@@ -243,7 +243,7 @@ async def test_device_embeddings_are_never_copied_to_the_host(tmp_path: Path) ->
                 for buffer in buffers:
                     buffer.release()
         async with asyncio.timeout(20):
-            while device.num_allocated > 1:  # noqa: ASYNC110 - the engine's thread hears the farewell
+            while device.num_allocated > 1:  # noqa: ASYNC110 - the engine's thread handles the disconnect
                 await asyncio.sleep(0.002)
     assert passes[0].num_host_copies == 0
     assert (device.num_allocated, clients_device.num_opened) == (0, 0)
@@ -259,7 +259,7 @@ def test_embeddings_are_offered_only_if_the_pass_takes_them() -> None:
 
 
 def test_device_reads_host_buffers_only_for_a_pass_with_device_outputs(tmp_path: Path) -> None:
-    """Any other one is given rows by the host alone, whatever device there is."""
+    """Other passes receive rows on the host only, even if there is a device."""
     device = FakeDevice(tmp_path)
     for forward_pass, device_reads in ((fake(), False), (DeviceFakePass(device), True)):
         exporter = make_exporter("host", 1 << 20, forward_pass, device)

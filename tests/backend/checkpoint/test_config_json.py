@@ -38,7 +38,7 @@ LLAMA: dict[str, Any] = {
 
 
 def hf_values(architecture: str, **overrides: Any) -> dict[str, Any]:
-    """config.json's content as transformers writes it."""
+    """The content of config.json as transformers writes it."""
     config = make_config(architecture, **overrides)
     config.architectures = [PRESETS[architecture].model]
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
@@ -46,7 +46,7 @@ def hf_values(architecture: str, **overrides: Any) -> dict[str, Any]:
 
 
 def oracle_rope(model: Any, num_positions: int) -> tuple[torch.Tensor, float]:
-    """inv_freq and attention factor that transformers uses for a sequence of num_positions."""
+    """inv_freq and attention factor in transformers, for a sequence of num_positions."""
     rotary = model.model.rotary_emb
     rotary(torch.zeros(1), torch.arange(num_positions)[None])
     return rotary.inv_freq, rotary.attention_scaling
@@ -85,7 +85,7 @@ def test_windows_and_nope_layers_match_transformers(architecture: str) -> None:
     model = make_model(architecture)
     config = parse_decoder_config(hf_values(architecture))
     layers = [layer.self_attn for layer in model.model.layers]
-    # Mistral and Phi-3 have one window for all layers, in their config; the others know it layer by layer.
+    # Mistral and Phi-3 have one window for all layers in their config; the others have one per layer.
     whole = model.config.sliding_window if architecture.startswith(("mistral", "phi3")) else None
     assert config.layer_window_tokens == tuple(getattr(layer, "sliding_window", whole) for layer in layers)
     assert config.layer_uses_rope == tuple(bool(getattr(layer, "use_rope", True)) for layer in layers)

@@ -1,4 +1,4 @@
-"""From --model to a directory: local paths, and the hub behind a snapshot_download of our own."""
+"""--model becomes a directory: local paths, and the hub with a fake snapshot_download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class FakeHub:
-    """snapshot_download over a directory: copies the files that the patterns allow, under a commit's name."""
+    """A fake snapshot_download: copies the files of a directory that match the patterns to a commit's directory."""
 
     def __init__(self, repository: Path, cache: Path) -> None:
         self.repository = repository

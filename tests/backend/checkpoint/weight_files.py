@@ -25,6 +25,6 @@ def open_checkpoint(model_dir: Path) -> DecoderWeights:
 
 
 def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
-    """Replaces tensors of a safetensors file; None removes."""
+    """Replace tensors of a safetensors file; None removes one."""
     tensors: dict[str, Any] = {name: tensor.clone() for name, tensor in load_file(path).items()} | change
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)

@@ -1,4 +1,4 @@
-"""Pages on the host against a model of a plain list, and what they save an engine that is short of pages."""
+"""Host offload against a model of plain lists, and the work it saves an engine that is short of pages."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ KEYS = [bytes([number]) * 16 for number in range(9)]
 
 
 class HostOffloadMachine(RuleBasedStateMachine):
-    """A page's number is its key's, so that what is copied where can be told from what is read later."""
+    """A page's number is its hash's first byte, so the test can check that a restore reads the right content."""
 
-    @initialize(num_places=st.integers(0, 5))
-    def start(self, num_places: int) -> None:
-        self.host_offload = HostOffload(num_places)
-        self.num_places = num_places
+    @initialize(num_host_pages=st.integers(0, 5))
+    def start(self, num_host_pages: int) -> None:
+        self.host_offload = HostOffload(num_host_pages)
+        self.num_host_pages = num_host_pages
         self.kept: list[bytes] = []
         """Least recently used first."""
-        self.read: set[bytes] = set()
+        self.restored: set[bytes] = set()
         self.content: dict[int, int] = {}
-        """Of each place, once what is saved has been copied."""
+        """Host page → content, once its save has been copied."""
 
     @rule(key=st.sampled_from(KEYS))
     def save(self, key: bytes) -> None:
-        if key not in self.kept and len(self.kept) == self.num_places:
-            if not self.kept or self.kept[0] in self.read:
+        if key not in self.kept and len(self.kept) == self.num_host_pages:
+            if not self.kept or self.kept[0] in self.restored:
                 self.host_offload.save(key[0], key, salt_of(key))
                 assert not self.host_offload.contains(key)
                 return
@@ -43,7 +43,7 @@ class HostOffloadMachine(RuleBasedStateMachine):
         self.kept = [kept for kept in self.kept if kept != key] + [key]
 
     @rule(key=st.sampled_from(KEYS))
-    def read_one(self, key: bytes) -> None:
+    def restore(self, key: bytes) -> None:
         if key not in self.kept:
             with pytest.raises(KeyError):
                 self.host_offload.restore(key)
@@ -52,29 +52,29 @@ class HostOffloadMachine(RuleBasedStateMachine):
         assert self.content[self.host_offload.restore(key)] == key[0]
         self.kept.remove(key)
         self.kept.append(key)
-        self.read.add(key)
+        self.restored.add(key)
 
     @rule()
     def end_plan(self) -> None:
         self.host_offload.end_plan()
-        self.read.clear()
+        self.restored.clear()
 
     @rule()
     def copy(self) -> None:
         saves = self.host_offload.take_saves()
-        assert len({place for _, place in saves}) == len(saves)
-        self.content |= {place: page for page, place in saves}
+        assert len({host_page for _, host_page in saves}) == len(saves)
+        self.content |= {host_page: page for page, host_page in saves}
         assert self.host_offload.take_saves() == ()
 
     @rule(salt=st.sampled_from(SALTS))
     def invalidate_tenant(self, salt: bytes) -> None:
-        self.end_plan()  # nobody is distrusted in the middle of a plan
+        self.end_plan()  # no tenant is invalidated in the middle of a plan
         self.host_offload.invalidate_tenant(salt)
         self.kept = [kept for kept in self.kept if salt_of(kept) != salt]
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
-    def drop(self, keys: list[bytes]) -> None:
-        self.end_plan()  # as above
+    def discard(self, keys: list[bytes]) -> None:
+        self.end_plan()  # as in invalidate_tenant
         self.host_offload.discard(keys)
         self.kept = [kept for kept in self.kept if kept not in keys]
 
@@ -84,7 +84,7 @@ class HostOffloadMachine(RuleBasedStateMachine):
             return
         assert self.host_offload.num_used == len(self.kept)
         assert [key for key in KEYS if self.host_offload.contains(key)] == sorted(self.kept)
-        if not self.read:
+        if not self.restored:
             self.host_offload.check_integrity()
 
 
@@ -108,7 +108,7 @@ def run_short_of_pages(num_host_pages: int, capacity: int) -> Bench:
 
 @pytest.mark.parametrize("capacity", [0, 1, 4])
 def test_preempted_sequence_restores_its_pages_instead_of_computing_them_again(capacity: int) -> None:
-    """However many plans are in flight: pages that applied steps have filled are kept."""
+    """Pages that applied steps have filled are kept, however many plans are in flight."""
     recomputed, restored = run_short_of_pages(0, capacity), run_short_of_pages(16, capacity)
     assert recomputed.board.pages_saved == recomputed.board.pages_restored == 0
     num_back = restored.board.pages_restored
@@ -133,7 +133,7 @@ def test_saves_of_a_step_that_cannot_be_built_run_with_the_next_step(
         return build(builder, plan)
 
     monkeypatch.setattr(BatchBuilder, "build", fail_with_saves)
-    for number in range(2, 5):  # these need all pages
+    for number in range(2, 5):  # these requests need all pages
         bench.submit([*SECOND, number], 12, request_id=number)
         bench.run_dry()
     assert next(faults, None) is None
@@ -157,7 +157,7 @@ def test_prefix_that_was_reused_survives_eviction_on_the_host() -> None:
     for number in range(2):
         bench.submit([*FIRST, number], 2, request_id=number)
         bench.run_dry()
-    for number in range(2, 4):  # these need all pages
+    for number in range(2, 4):  # these requests need all pages
         bench.submit([*SECOND, number], 12, request_id=number)
         bench.run_dry()
     assert bench.board.pages_saved >= 2

@@ -1,4 +1,4 @@
-"""How much memory is free, read from /proc and /sys/fs/cgroup as they are on machines and in containers."""
+"""Free memory, read from /proc and /sys/fs/cgroup as they are on machines and in containers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_limit_above_the_machines_free_memory_changes_nothing(tmp_path: Path) ->
 
 @pytest.mark.parametrize("path", ["docker/0123", ""])
 def test_cgroup_version_1_is_read_with_its_own_names(tmp_path: Path, path: str) -> None:
-    """In a container /proc names the path outside; the group that is mounted is the root."""
+    """In a container, /proc names the path outside; the mounted group is the root."""
     machine = Machine(tmp_path, "5:cpu,cpuacct:/docker/0123\n4:hugetlb,memory:/docker/0123\n1:name=systemd:/\n0::/\n")
     machine.group("memory", V1, UNLIMITED_V1, 7, 0)
     machine.group(f"memory/{path}", V1, str(2 * GB), GB // 2, 0)

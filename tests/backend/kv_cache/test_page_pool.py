@@ -1,4 +1,4 @@
-"""The page pool against a model of plain dicts: any order of taking, naming, finding, sharing and giving back."""
+"""The page pool against a model of plain dicts: allocate, index, find, share and release pages in any order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ KEYS = [bytes([number]) * 16 for number in range(12)]
 SALTS = (b"", b"other")
 
 
-def before_of(key: bytes) -> bytes:
-    """Several pages follow one."""
+def parent_of(key: bytes) -> bytes:
+    """Parent hash; several pages have the same one."""
     return KEYS[key[0] % 3]
 
 
@@ -23,7 +23,7 @@ def salt_of(key: bytes) -> bytes:
 
 
 class PagePoolMachine(RuleBasedStateMachine):
-    """Holdings stand for sequences: lists of pages, each given back as a whole."""
+    """Holdings stand for sequences: lists of pages, each released as a whole."""
 
     @initialize(num_pages=st.integers(1, 12))
     def start(self, num_pages: int) -> None:
@@ -32,13 +32,13 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.holdings: list[list[int]] = []
         self.key_of: dict[int, bytes] = {}
         self.idle: list[int] = []
-        """Least recently given back first."""
+        """Least recently released first."""
 
     def held(self) -> set[int]:
         return {page for holding in self.holdings for page in holding}
 
     @rule(count=st.integers(0, 14))
-    def take(self, count: int) -> None:
+    def allocate(self, count: int) -> None:
         free = self.num_pages - len(self.held()) - len(self.idle)
         if count > free + len(self.idle):
             before = (self.pool.num_available, self.pool.num_idle)
@@ -57,12 +57,12 @@ class PagePoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holdings)
     @rule(data=st.data(), key=st.sampled_from(KEYS))
-    def name(self, data: st.DataObject, key: bytes) -> None:
+    def index_page(self, data: st.DataObject, key: bytes) -> None:
         holding = data.draw(st.sampled_from(self.holdings))
         if not holding:
             return
         page = data.draw(st.sampled_from(holding))
-        self.pool.index_page(page, key, before_of(key), key, salt_of(key))
+        self.pool.index_page(page, key, parent_of(key), key, salt_of(key))
         if page not in self.key_of and key not in self.key_of.values():
             self.key_of[page] = key
 
@@ -79,7 +79,7 @@ class PagePoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holdings)
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         holding = data.draw(st.sampled_from(self.holdings))
         self.holdings = [other for other in self.holdings if other is not holding]
         self.pool.release(holding)
@@ -93,14 +93,14 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.idle = [page for page in self.idle if page in self.key_of]
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
-    def drop(self, keys: list[bytes]) -> None:
+    def discard(self, keys: list[bytes]) -> None:
         self.pool.discard(keys)
         self.key_of = {page: key for page, key in self.key_of.items() if key not in keys}
         self.idle = [page for page in self.idle if page in self.key_of]
 
     @rule(page=st.integers(0, 11))
     def misuse(self, page: int) -> None:
-        """What is not held can be neither given back nor named; what has no key cannot be shared."""
+        """A page that is not held can be neither released nor indexed; a page that is not indexed cannot be shared."""
         if page >= self.num_pages:
             return
         if page not in self.held():
@@ -126,7 +126,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         found = {self.pool.find(key): key for key in KEYS if self.pool.find(key) is not None}
         assert found == self.key_of
         for before in KEYS[:3]:
-            following = {page: key for page, key in self.key_of.items() if before_of(key) == before}
+            following = {page: key for page, key in self.key_of.items() if parent_of(key) == before}
             assert self.pool.pages_following(before) == following
 
     def teardown(self) -> None:
@@ -147,10 +147,10 @@ def test_pool_without_pages_is_refused(num_pages: int) -> None:
         PagePool(num_pages)
 
 
-def named(pool: PagePool, key: bytes) -> int:
-    """A page of the caller's with this content."""
+def indexed_page(pool: PagePool, key: bytes) -> int:
+    """Allocate and index a page with this content."""
     (page,) = pool.allocate(1)
-    pool.index_page(page, key, before_of(key), key, b"")
+    pool.index_page(page, key, parent_of(key), key, b"")
     return page
 
 
@@ -159,9 +159,9 @@ def evict_all(pool: PagePool) -> None:
 
 
 def test_mark_for_offload_finds_the_page_by_its_content() -> None:
-    """A sequence whose own page was not named, for another one of that content was: that one is worth keeping."""
+    """A sequence's own page is not indexed if another page has its content; then the other one is marked."""
     pool = PagePool(2, num_host_pages=1)
-    first, second = named(pool, KEYS[0]), named(pool, KEYS[0])
+    first, second = indexed_page(pool, KEYS[0]), indexed_page(pool, KEYS[0])
     pool.mark_for_offload([KEYS[0]])
     pool.release([first])
     pool.release([second])
@@ -172,13 +172,13 @@ def test_mark_for_offload_finds_the_page_by_its_content() -> None:
 
 def test_restored_page_is_saved_again_if_its_host_page_was_reused() -> None:
     pool = PagePool(2, num_host_pages=1)
-    page = named(pool, KEYS[0])
+    page = indexed_page(pool, KEYS[0])
     pool.mark_for_offload([KEYS[0]])
     pool.release([page])
     evict_all(pool)
     pool.host_offload.restore(KEYS[0])
     pool.host_offload.end_plan()
-    restored = named(pool, KEYS[0])
+    restored = indexed_page(pool, KEYS[0])
     pool.host_offload.save(1 - restored, KEYS[1], b"")
     assert not pool.host_offload.contains(KEYS[0])
     pool.release([restored])
@@ -188,6 +188,6 @@ def test_restored_page_is_saved_again_if_its_host_page_was_reused() -> None:
 
 def test_unmarked_page_is_not_saved_when_it_is_evicted() -> None:
     pool = PagePool(2, num_host_pages=1)
-    pool.release([named(pool, KEYS[0])])
+    pool.release([indexed_page(pool, KEYS[0])])
     evict_all(pool)
     assert pool.host_offload.num_used == 0

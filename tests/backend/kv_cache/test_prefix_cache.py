@@ -52,9 +52,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.running: dict[Sequence, None] = {}
         self.parked: list[tuple[Sequence, object]] = []
         self.held: list[list[tuple[bytes, tuple[int, ...]] | None]] = [[None] * page_size for _ in range(num_pages)]
-        """Of each page's places, the text up to there that was computed into it."""
+        """For each place of each page, the text whose KV was computed into it."""
         self.named: dict[tuple[bytes, tuple[int, ...]], int] = {}
-        """Full pages, and parts of some, by the text up to their end."""
+        """Indexed pages, full and partial, by the text up to their end."""
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
@@ -98,7 +98,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return pages
 
     def judge(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Nothing is found that is not there, and nothing that is there is missed."""
+        """The prefix contains exactly the pages and tokens that are available."""
         tokens, salt, size = tuple(sequence.tokens), sequence.salt, self.size
         expected: list[int] = []
         while (end := (len(expected) + 1) * size) < len(tokens) and (salt, tokens[:end]) in self.named:
@@ -138,7 +138,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for place in range(sequence.num_applied, end):
             page = sequence.kv.pages[place // self.size]
             text = sequence.salt, tokens[: place + 1]
-            # What was copied is there already.
+            # Copied tokens are computed already.
             assert place >= sequence.num_computed or self.held[page][place % self.size] == text
             self.held[page][place % self.size] = text
         sequence.num_computed = end

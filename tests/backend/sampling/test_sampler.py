@@ -47,7 +47,7 @@ def sample(sampler: HostSampling, logits: np.ndarray, batch: StepBatch) -> list[
 
 
 def kept_by_reference(logits: np.ndarray, params: SamplingParams) -> set[int]:
-    """Which tokens one row may draw, in float64 and one at a time."""
+    """The tokens that one row may draw, in float64 and one at a time."""
     scaled = logits.astype(np.float64) / params.temperature
     order = np.argsort(-scaled, kind="stable")
     if 0 < params.top_k < len(order):
@@ -174,7 +174,7 @@ def test_penalties_and_bias_match_a_plain_reference() -> None:
 
 
 def test_penalties_do_not_count_embeddings_of_the_prompt() -> None:
-    """An index from the end would be the second last token."""
+    """Used as an index, FROM_EMBEDDINGS would be the second last token."""
     sampler = HostSampling(VOCAB, 1)
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, [FROM_EMBEDDINGS, 5, 6]] = 2.0, 1.9, 1.8
@@ -292,7 +292,7 @@ def test_mask_does_not_hide_nan_logits() -> None:
     logits = np.zeros((2, VOCAB), np.float32)
     logits[0, 5] = np.nan
     bits = np.zeros((2, -(-VOCAB // 32)), np.uint32)
-    bits[:, 0] = 2  # token 1 alone
+    bits[:, 0] = 2  # only token 1
     batch = decode_batch([0, 1], inits=tuple(slot_init(slot, temperature=0.0) for slot in range(2)))
     sampler = HostSampling(VOCAB, 2)
     sampler.begin_step(batch)
@@ -302,7 +302,7 @@ def test_mask_does_not_hide_nan_logits() -> None:
 
 def test_logprobs_are_the_log_softmax_of_raw_logits_for_rows_that_request_them() -> None:
     logits = np.random.default_rng(4).normal(size=(3, VOCAB)).astype(np.float32) * 4
-    logits[2, [5, 9, 40]] = logits[2].max() + 1  # equal ones come by id
+    logits[2, [5, 9, 40]] = logits[2].max() + 1  # equal values are ordered by id
     sampler = HostSampling(VOCAB, 3)
     bias = ((17, 100.0),)
     inits = (

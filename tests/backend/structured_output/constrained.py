@@ -32,12 +32,12 @@ def ask(bench: Bench, request_id: int, grammar: Grammar | None = DIGITS, max_tok
 
 
 def compile_all(bench: Bench) -> None:
-    """Turns until no request waits for its grammar any more."""
+    """Turn the engine until no request waits for its grammar."""
     bench.engine.turn()
     for waiting in list(bench.requests._grammar_queue._waiting.values()):
         waiting.future.exception(timeout=30)
     while len(bench.requests._grammar_queue._done) < bench.requests._grammar_queue.num_waiting:
-        pass  # the compiler's thread is about to say so
+        pass  # the compiler's thread is about to report it
     bench.engine.turn()
 
 

@@ -73,7 +73,7 @@ def test_failed_step_that_runs_again_does_not_advance_the_grammar(compiler: Gram
 
 
 class FaultOfNobody(FakePass):
-    """Of the steps of several rows each period-th one fails, when it has sampled."""
+    """Every period-th step of several rows fails after it has sampled."""
 
     def __init__(self, period: int, num_host_pages: int) -> None:
         super().__init__(VOCAB_SIZE, 8, num_host_pages * 4 * 8)

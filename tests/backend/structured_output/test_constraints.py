@@ -19,7 +19,7 @@ from penstock.backend.structured_output.grammar_compiler import BadGrammar, Gram
 from penstock.shm.messages import Constraints, Grammar
 from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON
 
-VOCAB_SIZE = TOKENIZER.get_vocab_size() + 50  # as models pad it
+VOCAB_SIZE = TOKENIZER.get_vocab_size() + 50  # models pad their vocabulary
 STOPS = frozenset([EOS])
 PERSON = {
     "type": "object",
@@ -63,7 +63,7 @@ def allowed(constraints: SequenceConstraints) -> set[int]:
 
 
 def walk(constraints: SequenceConstraints, rng: random.Random, most: int = 300) -> list[int]:
-    """Any tokens that are allowed, until the text ends; shorter ones first, as a model that means to end would."""
+    """Random allowed tokens until the text may end."""
     tokens: list[int] = []
     while len(tokens) < most:
         choices = sorted(allowed(constraints))
@@ -138,7 +138,7 @@ def test_rewind_restores_earlier_masks(seed: int, rewinds: list[int]) -> None:
 def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler) -> None:
     end = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
     constraints = constrained(compiler, grammar=Grammar("regex", "[0-9]+"), grammar_after=end)
-    assert allowed(constraints) == set(range(VOCAB_SIZE)) - STOPS  # without it there is no answer
+    assert allowed(constraints) == set(range(VOCAB_SIZE)) - STOPS  # the answer may not end before its grammar begins
     for token in end:
         constraints.advance(token)
     assert all(TOKENIZER.decode([token]).strip().isdigit() for token in allowed(constraints))

@@ -33,7 +33,7 @@ def test_bad_grammar_rejects_only_its_own_request(compiler: GrammarCompiler, gra
     bench.run_dry()
     assert text(bench, 2).isdigit()
     ask(bench, 3, grammar)
-    bench.engine.turn()  # what is wrong is known by now: nothing is compiled again
+    bench.engine.turn()  # the error is cached: nothing is compiled again
     for request_id in (0, 1, 3):
         received = bench.received(request_id)
         assert received.finishes == [Finish.REJECTED]

@@ -1,4 +1,4 @@
-"""Whatever schema a request has, a model without a clue answers with what the schema allows."""
+"""A model with random weights answers with what the schema allows, for any schema."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     forward_pass = CpuDecoderPass.load(model_dir, PassOptions(max_running=MAX_RUNNING, dtype="fp32"))
     bench = Bench(
         vocab_size=VOCAB_SIZE,
-        num_pages=140,  # less than they all want at once
+        num_pages=140,  # fewer than all requests need at once
         page_size=8,
         max_running=MAX_RUNNING,
         max_batch_tokens=64,
@@ -56,7 +56,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def schema_of(rng: random.Random, depth: int) -> Schema:
-    """Whose values are all of bounded length."""
+    """A random schema whose values have bounded length."""
     simple = [_integer, _number, _string, _pattern, _enum, _fixed]
     nested = [_object, _object, _array, _tuple, _any_of]
     return rng.choice(simple + nested if depth else simple)(rng, depth)
@@ -153,5 +153,5 @@ def test_output_matches_each_of_200_random_schemas(bench: Bench, seed: int) -> N
         text = TOKENIZER.decode(received.token_ids)
         jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
         num_characters += len(text)
-    # It would show nothing if all of them were empty.
+    # Empty answers would prove nothing.
     assert num_characters > 10 * NUM_SCHEMAS
