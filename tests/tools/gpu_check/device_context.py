@@ -1,4 +1,4 @@
-"""A `DeviceContext` on a machine without a GPU: the emulated device, the host's clock, and no memory to speak of."""
+"""A `DeviceContext` without a GPU: the emulated device, the host's clock, and a memory counter with constants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class HostClock:
-    """Each work once, and as often again as a graph's replay would be seen to repeat it."""
+    """Times work with the host's clock. `work_us` runs each variant twice, as a graph replay repeats work."""
 
     def work_us(self, variants: Sequence[Callable[[], object]]) -> float:
         started_s = time.perf_counter()
@@ -46,14 +46,14 @@ def make_device_context() -> DeviceContext:
 
 
 class Record:
-    """A section's results, and what was found in the end."""
+    """A section's results and the findings it recorded."""
 
     def __init__(self, directory: Path, budget_s: float = 600.0) -> None:
         self._path = directory / "findings.jsonl"
         self.results = Results(self._path, budget_s)
 
     def findings(self) -> dict[str, Finding]:
-        """By name. None of them failed."""
+        """Findings by name. Raises AssertionError if one failed."""
         found = read_findings(self._path)
         failed = [(finding.name, finding.detail) for finding in found if finding.passed is False]
         if failed:

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 
-def test_the_environment_without_a_gpu_is_said_to_have_none(record: Record) -> None:
+def test_environment_without_a_gpu_fails_and_says_so(record: Record) -> None:
     environment.run(record.results)
     with pytest.raises(AssertionError, match="torch finds no CUDA device"):
         record.findings()
     assert environment.describe_environment()["torch"] == torch.__version__
 
 
-def test_compilation_has_a_figure_for_each_architecture(record: Record) -> None:
+def test_compilation_records_each_architecture(record: Record) -> None:
     kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source in ("norms.cu", "step.cu")]
     compilation.compile_for(record.results, kernels, ["sm_80", "sm_90"], 2)
     found = record.findings()
@@ -41,7 +41,7 @@ def test_compilation_has_a_figure_for_each_architecture(record: Record) -> None:
     assert "add_rms_norm" in str(found["compile.sm_90.registers"].value)
 
 
-def test_a_family_is_one_finding_and_a_failed_check_another(record: Record, tmp_path: Path) -> None:
+def test_each_family_and_each_failed_check_is_a_finding(record: Record, tmp_path: Path) -> None:
     def fail(_launcher: Launcher) -> None:
         raise Mismatch("3 of 4 bytes differ")
 
@@ -58,14 +58,14 @@ def test_a_family_is_one_finding_and_a_failed_check_another(record: Record, tmp_
     assert by_name["correctness.ptx"]["passed"]
 
 
-def test_checks_end_with_their_time(tmp_path: Path) -> None:
+def test_checks_stop_when_only_the_reserve_is_left(tmp_path: Path) -> None:
     record = Record(tmp_path, 5.0)
     correctness.run_checks(record.results, EmulatedLauncher(), [Check("norm", "x", lambda _: None)], reserve_s=10.0)
     with pytest.raises(AssertionError, match="0 of 1 passed"):
         record.findings()
 
 
-def test_passes_agree_with_the_cpus(record: Record) -> None:
+def test_cuda_pass_agrees_with_the_cpu_pass(record: Record) -> None:
     pass_agreement.check_passes(record.results, make_device_context(), ("qwen3", "phi3-partial"))
     findings = record.findings()
     assert findings["pass.qwen3.tokens"].passed

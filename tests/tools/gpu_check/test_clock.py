@@ -1,4 +1,4 @@
-"""What the GPU's clock asks of torch, on a machine where there is no GPU."""
+"""How `GpuClock` calls torch, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Event:
 
 
 class Graphs:
-    """torch's, which write one tensor of all graphs, made with the first one."""
+    """torch's CUDA graphs: all write one shared tensor, which is made with the first graph."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._seed: torch.Tensor | None = None
@@ -49,11 +49,11 @@ class Graphs:
         self._seed.fill_(2)
 
 
-def test_work_is_timed_while_graphs_that_were_captured_in_inference_mode_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_timed_while_a_graph_from_inference_mode_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
     with torch.inference_mode(), torch.cuda.graph(graphs):  # type: ignore[arg-type]
         pass
     numbers = torch.zeros(2)
-    # A replay of 0.5 ms is made to last 2 ms, of four times two variants.
+    # A replay takes 0.5 ms, so the two variants are repeated four times to last 2 ms.
     assert GpuClock().work_us([lambda: numbers.add_(1), lambda: numbers.add_(1)]) == 500.0 / 8
     assert numbers.tolist() == [2 + 2 + 8] * 2

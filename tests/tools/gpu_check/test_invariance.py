@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     pass
 
 
-def test_passes_with_deterministic_keep_a_rows_bits(record: Record) -> None:
+def test_deterministic_passes_keep_a_rows_bits(record: Record) -> None:
     context, batch_cases = make_device_context(), deterministic_passes.BATCH_CASES
-    small = tuple(replace(company, num_rows=min(company.num_rows, 9), row=company.row % 9) for company in batch_cases)
+    small = tuple(
+        replace(batch_case, num_rows=min(batch_case.num_rows, 9), row=batch_case.row % 9) for batch_case in batch_cases
+    )
     deterministic_passes.check_products(record.results, context, {"o": (64, 32, 2)}, torch.float32)
     sizes = deterministic_passes.PassSizes(TINY, torch.float32, ("bf16", "q8_0"), small, new_tokens=4)
     deterministic_passes.check_passes(record.results, context, sizes)
@@ -34,12 +36,12 @@ def test_passes_with_deterministic_keep_a_rows_bits(record: Record) -> None:
     for kv_dtype in ("bf16", "q8_0"):
         for name in ("few", "blocks", "chunks", "tokens", "beside_decodes"):
             finding = found[f"invariance.deterministic.{kv_dtype}.{name}"]
-            assert finding.detail == "4 of 4 tokens have the same logits as alone"
+            assert finding.detail == "4 of 4 tokens have the same logits as in a batch of one"
         assert found[f"invariance.deterministic.{kv_dtype}.recomputed"].passed
 
 
-def test_a_pass_whose_bits_depend_on_the_company_fails(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a pass that was not asked to be deterministic."""
+def test_pass_whose_bits_depend_on_the_batch_fails(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses a pass without `--deterministic`."""
     monkeypatch.setattr(deterministic_passes, "StepSizes", lambda *sizes, **_: StepSizes(*sizes))
     batch_cases = (deterministic_passes.BatchCase("tokens", 3, 1, 1, 1),)
     sizes = deterministic_passes.PassSizes(TINY, torch.float32, ("bf16",), batch_cases, new_tokens=2)
@@ -48,7 +50,7 @@ def test_a_pass_whose_bits_depend_on_the_company_fails(record: Record, monkeypat
         record.findings()
 
 
-def test_the_cost_of_deterministic_is_told_beside_the_steps_times(record: Record) -> None:
+def test_cost_of_deterministic_is_recorded_with_the_step_times(record: Record) -> None:
     sizes = deterministic_passes.CostSizes(TINY, torch.float32, (1, 3), context_tokens=40, prefill_tokens=48)
     deterministic_passes.measure_cost(record.results, make_device_context(), sizes)
     found = record.findings()
@@ -56,23 +58,23 @@ def test_the_cost_of_deterministic_is_told_beside_the_steps_times(record: Record
         assert "ms with --deterministic, " in found[f"invariance.deterministic.cost.{name}"].detail
 
 
-def test_the_child_compares_rows_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_child_compares_rows_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = invariance_child.LibrarySizes(
         {"o": (64, 32, 2), "lm_head": (200, 32, 1)}, (2, 7), (1, 2), 10_000, TINY, torch.float32, 9, 4, (1, 3)
     )
     invariance_child.measure(make_device_context(), sizes, until_s=1e12)
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(told["differing"]) == {"o", "lm_head"}
-    assert told["step_us"]["2"] > 0
-    assert told["tokens"] == {"same": True, "detail": "1 of 1 rows alike in batches of 1 and 3"}
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(printed["differing"]) == {"o", "lm_head"}
+    assert printed["step_us"]["2"] > 0
+    assert printed["tokens"] == {"same": True, "detail": "1 of 1 rows agree in batches of 1 and 3"}
 
 
-def test_settings_are_compared_and_their_cost_is_the_largest(record: Record) -> None:
+def test_settings_are_compared_and_the_largest_cost_is_recorded(record: Record) -> None:
     script = """
 import json, os
 slow = 1.5 if "CUBLASLT_WORKSPACE_SIZE" in os.environ else 1
 differing, step_us = {"qkv": [] if slow > 1 else [7]}, {"1": 10 * slow, "64": 20}
-print(json.dumps({"differing": differing, "step_us": step_us, "tokens": {"same": slow > 1, "detail": "told"}}))
+print(json.dumps({"differing": differing, "step_us": step_us, "tokens": {"same": slow > 1, "detail": "x"}}))
 """
     invariance.compare_settings(record.results, [sys.executable, "-c", script])
     found = record.findings()
@@ -82,13 +84,13 @@ print(json.dumps({"differing": differing, "step_us": step_us, "tokens": {"same":
     assert found["invariance.invariant.tokens"].passed
 
 
-def test_a_setting_whose_child_dies_is_a_failed_check(record: Record) -> None:
+def test_setting_whose_child_dies_is_a_failed_check(record: Record) -> None:
     invariance.compare_settings(record.results, [sys.executable, "-c", "raise SystemExit('no GPU')"])
     with pytest.raises(AssertionError, match="no GPU"):
         record.findings()
 
 
-def test_the_large_models_are_those_that_are_named() -> None:
+def test_large_models_have_their_published_sizes() -> None:
     shapes = invariance_child.weight_shapes(LLAMA_8B)
     num_weights = sum(outputs * inputs * count for outputs, inputs, count in shapes.values())
     assert num_weights + 128_256 * 4096 == pytest.approx(8.03e9, rel=1e-3)

@@ -41,14 +41,12 @@ def fake_sanitizer(tmp_path: Path, script: str) -> str:
         (
             "print('checked 0 of 9; failed: none'); print('========= ERROR SUMMARY: 0 errors')",
             None,
-            "no check was begun",
+            "no check started",
         ),
         ("print('========= Error: Device not supported.'); sys.exit(255)", None, "not measured: the tool does not run"),
     ],
 )
-def test_what_the_sanitizer_says_becomes_a_finding(
-    tmp_path: Path, script: str, passed: bool | None, detail: str
-) -> None:
+def test_sanitizer_output_becomes_a_finding(tmp_path: Path, script: str, passed: bool | None, detail: str) -> None:
     record = Record(tmp_path)
     sanitizer.run_tool(record.results, fake_sanitizer(tmp_path, script), TOOL, ["true"])
     line = json.loads((tmp_path / "findings.jsonl").read_text())
@@ -56,20 +54,20 @@ def test_what_the_sanitizer_says_becomes_a_finding(
     assert detail in line["detail"]
 
 
-def test_the_sanitizers_child_launches_every_kernel_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sanitizer_child_launches_every_kernel_source(capsys: pytest.CaptureFixture[str]) -> None:
     sources: set[str] = set()
 
-    class Noting(EmulatedLauncher):
+    class RecordingLauncher(EmulatedLauncher):
         def launch(self, kernel: Any, grid: Any, *arguments: Any) -> None:
             sources.add(kernel.source)
             super().launch(kernel, grid, *arguments)
 
-    assert sanitizer_child.run_small_checks(Noting(), small_checks(), float("inf")) == 0
+    assert sanitizer_child.run_small_checks(RecordingLauncher(), small_checks(), float("inf")) == 0
     assert "failed: none" in capsys.readouterr().out
-    # The page table's changes have no case of their own: whole passes run them.
+    # The kernel that updates the page table has no case of its own; whole passes run it.
     assert {kernel.source for kernel in kernel_manifest.kernels()} - sources == {"step.cu"}
 
 
-def test_the_sanitizers_child_ends_with_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sanitizer_child_stops_at_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitizer_child.run_small_checks(EmulatedLauncher(), small_checks(), 0.0) == 0
     assert "checked 0 of" in capsys.readouterr().out

@@ -21,47 +21,47 @@ if TYPE_CHECKING:
     pass
 
 
-def test_kernels_and_products_are_captured_together(record: Record) -> None:
+def test_one_graph_captures_kernels_and_products(record: Record) -> None:
     sharing.check_graph(record.results, make_device_context())
     assert record.findings()["sharing.graph"].passed
 
 
-class OneMemory(FakeDevice):
-    """The emulated GPU's memory is the host's."""
+class HostMemoryDevice(FakeDevice):
+    """A device whose memory is the host's, as the emulated GPU's is."""
 
     def copy_from_host(self, destination: int, address: int, num_bytes: int, stream: int) -> None:
         self._check_registered(address, num_bytes)
         ctypes.memmove(destination, address, num_bytes)
 
 
-def test_a_registered_memfd_is_read_in_place(record: Record, tmp_path: Path) -> None:
-    device = OneMemory(tmp_path)
+def test_registered_memfd_is_read_in_place(record: Record, tmp_path: Path) -> None:
+    device = HostMemoryDevice(tmp_path)
     sharing.check_host_registration(record.results, make_device_context(), device, 1 << 16)
     assert record.findings()["sharing.host"].passed
     assert not device.registered
 
 
-def test_pages_go_to_the_host_and_back(record: Record) -> None:
+def test_pages_survive_a_copy_to_the_host_and_back(record: Record) -> None:
     context = make_device_context()
     sharing.check_host_page_copies(record.results, context)
     assert record.findings()["sharing.host_pages"].passed
     assert [memory.is_free for memory in context.device.host_memories] == [True]  # type: ignore[attr-defined]
 
 
-def test_pages_that_come_back_changed_are_found(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_pages_are_detected(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_copier.page_copies, "copy_pages", lambda *_arguments, **_keywords: None)
-    with pytest.raises(Mismatch, match="what the host sees: "):
+    with pytest.raises(Mismatch, match="the pages in host memory: "):
         sharing.check_host_page_copies(record.results, make_device_context())
 
 
 class CopyingFakeDevice(FakeDevice):
-    """Copies out of the host's tensors, which stand for the GPU's."""
+    """Copies from host tensors, which stand for GPU tensors."""
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         self.poke(destination, ctypes.string_at(source, num_bytes))
 
 
-def test_another_process_reads_our_buffers(record: Record, tmp_path: Path) -> None:
+def test_another_process_reads_the_buffers(record: Record, tmp_path: Path) -> None:
     device = CopyingFakeDevice(tmp_path)
     script = f"""
 import json, sys
@@ -76,7 +76,7 @@ print(json.dumps(read_sums(IpcHandles(**json.load(sys.stdin)), lambda uuid: Fake
     assert device.num_allocated == 0
 
 
-def test_a_peer_that_fails_is_told_with_its_last_words(record: Record, tmp_path: Path) -> None:
+def test_failed_peer_is_reported_with_its_last_error_line(record: Record, tmp_path: Path) -> None:
     device = CopyingFakeDevice(tmp_path)
     with pytest.raises(RuntimeError, match="no usable CUDA driver"):
         sharing.check_ipc(record.results, make_device_context(), device, sharing._PEER)

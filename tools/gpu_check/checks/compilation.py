@@ -1,4 +1,4 @@
-"""Every kernel compiles without spills, for this GPU or, without one, for every architecture that is supported."""
+"""Checks that every kernel compiles without spills: for this GPU, or without one for every supported architecture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(results: Results) -> None:
 
 
 def gpu_architecture() -> str | None:
-    """Of the first GPU; None where there is none."""
+    """The first GPU's architecture, such as sm_90; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -70,7 +70,7 @@ def _check(results: Results, arch: str, reports: list[CompileReport]) -> None:
 
 
 def load_all(results: Results, kernels: Sequence[Kernel]) -> None:
-    """As the backend does at its start, by CuPy, whose cache on disk then has them for later sections too."""
+    """Load the kernels with CuPy, as the backend does at its start. This fills CuPy's disk cache for later sections."""
     launcher = CupyLauncher(0)
     started_s = time.monotonic()
     try:

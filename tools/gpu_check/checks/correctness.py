@@ -1,4 +1,4 @@
-"""Every kernel against its reference, each wrapper of PTX against its emulation, whole passes against the CPU's."""
+"""Checks each kernel against its reference, each PTX wrapper against its emulation, and passes against the CPU pass."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ def run(results: Results) -> None:
 
 
 def run_quick(results: Results) -> None:
-    """Kernels by themselves."""
+    """Check kernels only, no whole passes."""
     launcher = MirrorLauncher()
     run_checks(results, launcher, quick_checks(launcher.shared_bytes_per_sm))
 
 
 def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], reserve_s: float = 0.0) -> None:
-    """One finding a family: how many passed, and the largest error; and one for each that failed. Ends while reserve_s
-    seconds are left."""
+    """Record one finding per family (checks passed, largest error) and one per failed check.
+
+    Stops when at most reserve_s seconds of the section's time are left.
+    """
     families: defaultdict[str, list[Check]] = defaultdict(list)
     for check in checks:
         families[check.family].append(check)
@@ -55,9 +57,9 @@ def _run_family(results: Results, launcher: Launcher, family: str, checks: list[
             num_passed += 1
             if errors and errors[0] >= worst:
                 worst, worst_name = errors[0], check.name
-    detail = f"{num_passed} of {len(checks)} passed" + (f", the largest error in {worst_name}" if worst_name else "")
+    detail = f"{num_passed} of {len(checks)} passed" + (f"; largest error in {worst_name}" if worst_name else "")
     if num_run < len(checks):
-        results.skipped(f"correctness.{family}.rest", f"{len(checks) - num_run} checks had no time left")
+        results.skipped(f"correctness.{family}.rest", f"no time was left for {len(checks) - num_run} checks")
     results.check(f"correctness.{family}", num_run > 0 and num_passed == num_run, detail, worst)
 
 

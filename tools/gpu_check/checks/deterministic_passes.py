@@ -1,4 +1,4 @@
-"""Whole passes with `--deterministic`: whether a row keeps its bits, which is a gate, and what it costs."""
+"""Checks that a row keeps its bits in whole passes with `--deterministic`, and measures what the option costs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class BatchCase:
-    """The sequence that is looked at is row `row` of num_rows. A step brings so many tokens of its prompt, and of
-    the others'.
+    """How the sequence under test is batched: it is row `row` of num_rows.
+
+    A prefill step takes `chunk` tokens of its prompt and `others_chunk` tokens of every other prompt.
     """
 
     name: str
@@ -76,14 +77,17 @@ class CostSizes:
     prefill_tokens: int = 2048
 
 
-# ---- Whether it holds ----
+# ---- Bits ----
 
 
 @torch.inference_mode()
 def check_products(
     results: Results, context: DeviceContext, shapes: dict[str, tuple[int, int, int]], dtype: torch.dtype
 ) -> None:
-    """Of each weight, outputs and inputs first: a row's bits in every place of a block, and beside other rows."""
+    """Check that a row keeps its bits in every place of a block and beside other rows.
+
+    shapes: see `weight_shapes`; only outputs and inputs are used.
+    """
     for name, (outputs, inputs, _) in shapes.items():
         work = partial(_check_product, results, context, name, outputs, inputs, dtype)
         results.attempt(f"invariance.blocks.{name}", work)
@@ -101,21 +105,21 @@ def _check_product(
     rows, others = (torch.randn(BLOCK_ROWS, inputs, device=context.torch_device, dtype=dtype) for _ in range(2))
     expected = multiply(rows)
     differing = [
-        f"{shift} places on"
+        f"{shift} places further"
         for shift in range(1, BLOCK_ROWS)
         if not torch.equal(multiply(rows.roll(shift, 0)), expected.roll(shift, 0))
     ]
-    # Half of the rows beside other ones, and in the second block of two.
+    # Half of the rows, beside other rows and in the second of two blocks.
     mixed = torch.cat([others, rows[: BLOCK_ROWS // 2], others[: BLOCK_ROWS // 2]])
     if not torch.equal(multiply(mixed)[BLOCK_ROWS : BLOCK_ROWS * 3 // 2], expected[: BLOCK_ROWS // 2]):
         differing.append("beside others")
-    detail = f"other bits {', '.join(differing[:8])}" if differing else f"the same in all {BLOCK_ROWS} places"
+    detail = f"different bits {', '.join(differing[:8])}" if differing else f"same bits in all {BLOCK_ROWS} places"
     results.check(f"invariance.blocks.{name}", not differing, detail)
 
 
 @torch.inference_mode()
 def check_passes(results: Results, context: DeviceContext, sizes: PassSizes, reserve_s: float = 0.0) -> None:
-    """Ends while reserve_s seconds of the section's time are left."""
+    """Check passes of each KV dtype. Skips those for which at most reserve_s seconds are left."""
     weights = RandomWeights(sizes.config, sizes.dtype, context.torch_device)
     for kv_dtype in sizes.kv_dtypes:
         name = f"invariance.deterministic.{kv_dtype}"
@@ -125,7 +129,7 @@ def check_passes(results: Results, context: DeviceContext, sizes: PassSizes, res
 def _check_pass(
     results: Results, context: DeviceContext, sizes: PassSizes, weights: RandomWeights, kv_dtype: str, name: str
 ) -> None:
-    num_rows = max(company.num_rows for company in sizes.batch_cases)
+    num_rows = max(batch_case.num_rows for batch_case in sizes.batch_cases)
     rng = np.random.default_rng(0)
     mine, *others = rng.integers(0, sizes.config.vocab_size, (num_rows, sizes.prompt_tokens)).astype(np.int32)
     pages = _pages(sizes.prompt_tokens + sizes.new_tokens)
@@ -135,34 +139,36 @@ def _check_pass(
     try:
         expected = _logits(forward_pass, mine, others, ALONE, sizes.new_tokens, pages)
         found = {
-            company.name: _logits(forward_pass, mine, others, company, sizes.new_tokens, pages)
-            for company in sizes.batch_cases
+            batch_case.name: _logits(forward_pass, mine, others, batch_case, sizes.new_tokens, pages)
+            for batch_case in sizes.batch_cases
         }
-        # As after a preemption: what was decoded is part of a chunk.
+        # As after a preemption: the decoded tokens are prefilled in a chunk.
         whole = np.concatenate([mine, expected.argmax(axis=1)[:-1].astype(np.int32)])
         last = _logits(forward_pass, whole, others, ALONE, 1, pages)
     finally:
         forward_pass.close()
-    _tell(results, f"{name}.recomputed", last, expected[-1:])
-    for company_name, logits in found.items():
-        _tell(results, f"{name}.{company_name}", logits, expected)
+    _record_same_logits(results, f"{name}.recomputed", last, expected[-1:])
+    for batch_case_name, logits in found.items():
+        _record_same_logits(results, f"{name}.{batch_case_name}", logits, expected)
 
 
-def _tell(results: Results, name: str, found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+def _record_same_logits(results: Results, name: str, found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
     same = (found.view(np.int32) == expected.view(np.int32)).all(axis=1)
-    results.check(name, bool(same.all()), f"{int(same.sum())} of {len(same)} tokens have the same logits as alone")
+    results.check(
+        name, bool(same.all()), f"{int(same.sum())} of {len(same)} tokens have the same logits as in a batch of one"
+    )
 
 
 def _logits(
-    forward_pass: CudaDecoderPass, mine: Ids, others: Sequence[Ids], company: BatchCase, num_tokens: int, pages: int
+    forward_pass: CudaDecoderPass, mine: Ids, others: Sequence[Ids], batch_case: BatchCase, num_tokens: int, pages: int
 ) -> NDArray[np.float32]:
-    """[num_tokens, vocab] of the sequence's greedy tokens."""
-    row = company.row
-    prompts = [*others[:row], mine, *others[row : company.num_rows - 1]]
-    chunks = [company.others_chunk] * company.num_rows
-    chunks[row] = company.chunk
-    steps, found = Steps(company.num_rows, pages), []
-    num_steps = -(-len(mine) // company.chunk)
+    """[num_tokens, vocab] logits of the sequence's greedy tokens."""
+    row = batch_case.row
+    prompts = [*others[:row], mine, *others[row : batch_case.num_rows - 1]]
+    chunks = [batch_case.others_chunk] * batch_case.num_rows
+    chunks[row] = batch_case.chunk
+    steps, found = Steps(batch_case.num_rows, pages), []
+    num_steps = -(-len(mine) // batch_case.chunk)
     for step in range(num_steps + num_tokens - 1):
         if step < num_steps:
             parts = [prompt[step * n : (step + 1) * n] for prompt, n in zip(prompts, chunks, strict=True)]
@@ -176,12 +182,12 @@ def _logits(
     return np.stack(found)
 
 
-# ---- What it costs ----
+# ---- Cost ----
 
 
 @torch.inference_mode()
 def measure_cost(results: Results, context: DeviceContext, sizes: CostSizes, reserve_s: float = 0.0) -> None:
-    """Steps with and without. Ends while reserve_s seconds of the section's time are left."""
+    """Time steps with and without `--deterministic`. Skips a side for which at most reserve_s seconds are left."""
     context.memory.reset_peak()
     weights = RandomWeights(sizes.config, sizes.dtype, context.torch_device)
     found: dict[bool, dict[str, float]] = {}
@@ -194,7 +200,7 @@ def measure_cost(results: Results, context: DeviceContext, sizes: CostSizes, res
         return
     for name, without_ms in found[False].items():
         with_ms = found[True][name]
-        detail = f"of a step: {with_ms:.3f} ms with --deterministic, {without_ms:.3f} ms without"
+        detail = f"a step takes {with_ms:.3f} ms with --deterministic, {without_ms:.3f} ms without"
         results.fact(f"invariance.deterministic.cost.{name}", 100 * (with_ms / without_ms - 1), "%", detail)
 
 
@@ -205,7 +211,7 @@ def _time_steps(
     deterministic: bool,
     found: dict[bool, dict[str, float]],
 ) -> None:
-    """Milliseconds: decode by the device's clock, prefill by the host's."""
+    """Store milliseconds per step in `found`: decode by the device's clock, prefill by the host's."""
     most, spare = max(sizes.decode_rows), 2 * _REPEATS
     longest = _pages(max(sizes.context_tokens + spare, sizes.prefill_tokens)) * _PAGE_TOKENS
     pages = _pages(sizes.context_tokens + spare)

@@ -1,5 +1,6 @@
-"""Whether a row's bits depend on the rows beside it: our kernels', cuBLAS's products, whole passes; and what it costs
-to make them independent, by `--deterministic` and by the settings of cuBLAS.
+"""Checks whether a row's bits depend on the other rows: in our kernels, cuBLAS's products and whole passes.
+
+Also measures what independence costs, with `--deterministic` and with cuBLAS's settings.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
-    # As vLLM has it for sm_90: no product is split along its length, by whatever workspace.
+    # vLLM's settings for sm_90: cuBLAS splits no product along its inner dimension, whatever workspace it has.
     "invariant": {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"},
 }
-"""What a process must have in its environment before it uses CUDA; the child does the rest."""
+"""Environment variables to set before a process first uses CUDA. The child sets the rest."""
 _CHILD = (sys.executable, "-m", "penstock.tools.gpu_check.checks.invariance_child")
 
 
@@ -50,7 +51,10 @@ def run(results: Results) -> None:
 
 
 def compare_settings(results: Results, command: Sequence[str]) -> None:
-    """The child prints one JSON object a measurement, last of all lines that begin with a brace."""
+    """Run the child once with each setting, and compare the times.
+
+    The child prints its results as JSON again after each part; the last such line counts.
+    """
     found: dict[str, dict[str, Any]] = {}
     for mode in SETTINGS:
         results.attempt(f"invariance.{mode}", partial(_run_mode, results, command, mode, found), 5.0)
@@ -61,7 +65,7 @@ def compare_settings(results: Results, command: Sequence[str]) -> None:
         }
         for rows, cost in costs.items():
             results.fact(f"invariance.cost.{rows}_rows", cost, "%")
-        results.fact("invariance.cost", max(costs.values()), "%", "of the products of a step; the largest")
+        results.fact("invariance.cost", max(costs.values()), "%", "largest slowdown of a step's products")
 
 
 def _run_mode(results: Results, command: Sequence[str], mode: str, found: dict[str, dict[str, Any]]) -> None:
@@ -73,24 +77,24 @@ def _run_mode(results: Results, command: Sequence[str], mode: str, found: dict[s
     printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not printed:
         raise RuntimeError(f"status {done.returncode}: {done.stderr.strip()[-300:]}")
-    told: dict[str, Any] = json.loads(printed[-1])
-    for shape, rows in told["differing"].items():
+    measured: dict[str, Any] = json.loads(printed[-1])
+    for shape, rows in measured["differing"].items():
         passed = not rows
         name = f"invariance.{mode}.product.{shape}"
-        detail = "as with one row" if passed else f"other bits than with one row at {', '.join(map(str, rows))} rows"
-        # Without the settings nothing is promised.
+        detail = "same bits as with one row" if passed else f"differs from one row at {', '.join(map(str, rows))} rows"
+        # The default settings promise nothing, so differences are facts, not failures.
         if mode == "invariant":
             results.check(name, passed, detail)
         else:
             results.fact(name, detail)
-    for rows, us in told["step_us"].items():
+    for rows, us in measured["step_us"].items():
         results.fact(f"invariance.{mode}.products.{rows}_rows", us, "us")
-    if "tokens" in told:
-        name, detail = f"invariance.{mode}.tokens", told["tokens"]["detail"]
+    if "tokens" in measured:
+        name, detail = f"invariance.{mode}.tokens", measured["tokens"]["detail"]
         if mode == "invariant":
-            results.check(name, told["tokens"]["same"], detail)
+            results.check(name, measured["tokens"]["same"], detail)
         else:
             results.fact(name, detail)
-    if "error" in told:
-        results.check(f"invariance.{mode}.child", False, told["error"])
-    found[mode] = told
+    if "error" in measured:
+        results.check(f"invariance.{mode}.child", False, measured["error"])
+    found[mode] = measured

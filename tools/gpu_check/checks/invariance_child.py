@@ -1,4 +1,4 @@
-"""One setting of the libraries, in a process of its own, for they read it once: `MODE SECONDS`, and JSON on stdout."""
+"""Measures with one setting of the libraries, which read it once per process: `MODE SECONDS`, prints JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
-    """Outputs, inputs, and how often a step multiplies by it."""
+    """Weight name → outputs, inputs and products per step."""
     heads = config.num_heads + 2 * config.num_kv_heads
     return {
         "qkv": (heads * config.head_dim, config.hidden_size, config.num_layers),
@@ -60,11 +60,11 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, int, int]]:
 
 
 def forbid_splits() -> None:
-    """After `CudaDevice`, which sets one of these itself."""
+    """Forbid split sums in torch's products. Call it after `CudaDevice` is made, which sets one of these options."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
     matmul: Any = torch.backends.cuda.matmul
     try:
-        # Neither sums in 16 bits, nor split sums at all: from torch 2.10 on.
+        # No sums in 16 bits and no split sums; needs torch 2.10.
         matmul.allow_bf16_reduced_precision_reduction = (False, False)
     except (TypeError, RuntimeError):
         matmul.allow_bf16_reduced_precision_reduction = False
@@ -72,31 +72,31 @@ def forbid_splits() -> None:
 
 @torch.inference_mode()
 def measure(context: DeviceContext, sizes: LibrarySizes, until_s: float) -> None:
-    """Prints what is known so far after each part: whoever kills this has the last line."""
-    told: dict[str, Any] = {"differing": {}, "step_us": dict.fromkeys(map(str, sizes.timed_rows), 0.0)}
+    """Print all results so far after each part, so that the parent keeps them if it kills this process."""
+    measured: dict[str, Any] = {"differing": {}, "step_us": dict.fromkeys(map(str, sizes.timed_rows), 0.0)}
     try:
         for name, (outputs, inputs, count) in sizes.shapes.items():
-            told["differing"][name] = _differing(context, sizes, outputs, inputs)
+            measured["differing"][name] = _differing(context, sizes, outputs, inputs)
             for rows, us in _timed(context, sizes, outputs, inputs).items():
-                told["step_us"][rows] += count * us
-        print(json.dumps(told), flush=True)
+                measured["step_us"][rows] += count * us
+        print(json.dumps(measured), flush=True)
         if time.monotonic() < until_s:
-            told["tokens"] = _compare_tokens(context, sizes)
-    except Exception as error:  # noqa: BLE001 - told to the parent, which records it
-        told["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
-    print(json.dumps(told), flush=True)
+            measured["tokens"] = _compare_tokens(context, sizes)
+    except Exception as error:  # noqa: BLE001 - the parent records it
+        measured["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+    print(json.dumps(measured), flush=True)
 
 
 def _differing(context: DeviceContext, sizes: LibrarySizes, outputs: int, inputs: int) -> list[int]:
-    """The numbers of rows at which some row has other bits than alone."""
+    """The batch sizes at which some row's bits differ from those it has alone."""
     weight = torch.randn(outputs, inputs, device=context.torch_device, dtype=sizes.dtype).mul_(inputs**-0.5)
     x = torch.randn(max(sizes.compared_rows), inputs, device=context.torch_device, dtype=sizes.dtype)
-    looked_at = sorted({0, *(rows - 1 for rows in sizes.compared_rows)})
-    alone = {row: torch.mm(x[row : row + 1], weight.t())[0] for row in looked_at}
+    compared = sorted({0, *(rows - 1 for rows in sizes.compared_rows)})
+    alone = {row: torch.mm(x[row : row + 1], weight.t())[0] for row in compared}
     differing = []
     for rows in sizes.compared_rows:
         together = torch.mm(x[:rows], weight.t())
-        if not all(torch.equal(together[row], alone[row]) for row in looked_at if row < rows):
+        if not all(torch.equal(together[row], alone[row]) for row in compared if row < rows):
             differing.append(rows)
     return differing
 
@@ -113,7 +113,7 @@ def _timed(context: DeviceContext, sizes: LibrarySizes, outputs: int, inputs: in
 
 
 def _compare_tokens(context: DeviceContext, sizes: LibrarySizes) -> dict[str, Any]:
-    """Greedy tokens of the same prompts, in batches of several sizes."""
+    """Compare the greedy tokens of the same prompts in batches of several sizes."""
     rng = np.random.default_rng(0)
     most = max(sizes.batches)
     pages = -(-(sizes.prompt_tokens + sizes.new_tokens) // _PAGE_TOKENS)
@@ -127,7 +127,7 @@ def _compare_tokens(context: DeviceContext, sizes: LibrarySizes) -> dict[str, An
     parts = []
     for size in sizes.batches[:-1]:
         same = (tokens[size] == tokens[most][:size]).all(axis=1)
-        parts.append(f"{int(same.sum())} of {size} rows alike in batches of {size} and {most}")
+        parts.append(f"{int(same.sum())} of {size} rows agree in batches of {size} and {most}")
     all_same = all(np.array_equal(tokens[size], tokens[most][:size]) for size in sizes.batches)
     return {"same": all_same, "detail": "; ".join(parts)}
 

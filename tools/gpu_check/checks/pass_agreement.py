@@ -1,4 +1,4 @@
-"""The CUDA pass's tokens and logits beside the CPU pass's, for what distinguishes the architectures."""
+"""Compares the CUDA pass's tokens and logits with the CPU pass's, on tiny models of each architecture."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 24, 16, 5
 _SIZES = StepSizes(max_rows=_ROWS, max_tokens=256, max_context_tokens=_PAGE_TOKENS * _PAGES)
 _LOGIT_ERROR = {"bf16": 3e-2, "fp16": 1e-2}
-"""Of the CUDA pass's logits to fp32 ones of the same weights, relative to their norm; of KV in bf16."""
+"""Maximum error of the CUDA pass's logits with bf16 KV, relative to the norm of the fp32 logits."""
 
 
 @dataclass
 class RowsOnHost:
-    """See `EmbeddingRows`."""
+    """`EmbeddingRows` in host memory."""
 
     values: NDArray[np.float32]
     device_reads = False
@@ -48,7 +48,7 @@ class RowsOnHost:
         return self.values.copy()
 
     def copy_to(self, there: DeviceRows) -> None:
-        raise TypeError(f"rows on the host are to be copied on the device, to {there}")
+        raise TypeError(f"rows in host memory cannot be copied on the device, to {there}")
 
 
 def check_passes(results: Results, context: DeviceContext, names: tuple[str, ...] = tuple(TINY_FAMILY)) -> None:
@@ -60,14 +60,14 @@ def check_passes(results: Results, context: DeviceContext, names: tuple[str, ...
 
 
 def _compare_tokens(results: Results, context: DeviceContext, name: str) -> None:
-    """In fp32, where greedy choices of different kernels agree but for ties; whole prompts and chunks of 7."""
+    """Compare tokens in fp32, where kernels differ in ties only, with whole prompts and with chunks of 7."""
     config = TINY_FAMILY[name]
     expected = _tokens(_on_cpu(config), config)
     for chunk in (1 << 30, 7):
         found = _tokens(_on_gpu(context, config, torch.float32, "fp32"), config, chunk)
         num_same = int((found == expected).all(axis=1).sum())
-        require(f"{num_same} of {_ROWS} rows have the CPU pass's tokens", num_same == _ROWS)
-    results.check(f"pass.{name}.tokens", True, f"{_ROWS} rows of {_NEW_TOKENS} tokens are the CPU pass's")
+        require(f"only {num_same} of {_ROWS} rows have the CPU pass's tokens", num_same == _ROWS)
+    results.check(f"pass.{name}.tokens", True, f"{_ROWS} rows of {_NEW_TOKENS} tokens equal the CPU pass's")
 
 
 def _compare_logits(results: Results, context: DeviceContext, name: str, dtype_name: str) -> None:
@@ -75,12 +75,12 @@ def _compare_logits(results: Results, context: DeviceContext, name: str, dtype_n
     expected = _last_logits(_on_cpu(config, dtype), config)
     found = _last_logits(_on_gpu(context, config, dtype, "bf16"), config)
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-    require_within("of the logits", error, _LOGIT_ERROR[dtype_name])
+    require_within("relative error of the logits", error, _LOGIT_ERROR[dtype_name])
     results.check(f"pass.{name}.{dtype_name}", True, "relative error of the logits", error)
 
 
 def _compare_embeddings(results: Results, context: DeviceContext, name: str) -> None:
-    """Rows of the table in the place of the tokens, from the host, in two steps behind each other: bit for bit."""
+    """Check that embedding rows from the host give the same logits as their tokens, bit for bit, in two steps."""
     config = TINY_FAMILY[name]
     prompts = _prompts(config)
     table = RandomWeights(config, torch.float32, torch.device("cpu")).embedding(torch.float32).numpy()
@@ -120,9 +120,9 @@ def _prompts(config: DecoderConfig) -> list[NDArray[np.int32]]:
 
 
 def _on_cpu(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> CpuDecoderPass:
-    """In fp32 throughout, of weights that were rounded to dtype."""
+    """A CPU pass that computes in fp32 with weights rounded to dtype."""
     weights = RandomWeights(config, dtype, torch.device("cpu"))
-    # By torch alone: nothing is compiled for it, and it shares no code with our kernels.
+    # Plain torch: it needs no compilation and shares no code with our kernels.
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     ops = TorchOps(heads, config.rope, config.rms_norm_eps, torch.float32)
     made = CpuDecoderPass(config, weights, ops, torch.float32, _ROWS)

@@ -1,4 +1,4 @@
-"""compute-sanitizer over every kernel: accesses out of bounds, races, barriers, and reads of what nothing wrote."""
+"""Runs compute-sanitizer over every kernel: out-of-bounds accesses, races, barriers and uninitialised reads."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _PLACES = (
     "/opt/nvidia/*/compute-sanitizer",
 )
 _FOUND_ERRORS = 97
-"""The exit status asked for where the tool finds something."""
+"""The exit status that we ask the tool to use for its findings."""
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: .*")
 _DONE = re.compile(r"checked (\d+) of (\d+)")
 _LEAST_S = 8.0
 _STOP_EARLY_S = 5.0
-"""The child ends so long before it would be killed: a killed one tells nothing."""
+"""The child stops this long before its timeout, because a killed child reports nothing."""
 
 
 @dataclass(frozen=True)
 class SanitizerTool:
-    """share: of what is left of the section's time."""
+    """One tool of compute-sanitizer. share: its part of the section's remaining time."""
 
     name: str
     share: float
@@ -45,11 +45,11 @@ class SanitizerTool:
 
 
 TOOLS = (
-    # What the libraries' calls return is theirs to judge: torch and CuPy ask for what may not be there.
+    # No API errors: torch and CuPy make calls that may fail, and handle the failure themselves.
     SanitizerTool("memcheck", 0.35, ("--report-api-errors", "no")),
     SanitizerTool("racecheck", 0.55, ("--racecheck-report", "analysis")),
     SanitizerTool("synccheck", 0.6),
-    # The child's poisoned outputs are left unwritten on the device; what is copied back of them is no error.
+    # No API accesses: the child leaves poisoned outputs unwritten on the device, and copies them back.
     SanitizerTool("initcheck", 1.0, ("--check-api-memory-access", "no")),
 )
 
@@ -71,7 +71,7 @@ def find_sanitizer() -> str | None:
 
 
 def run_tool(results: Results, path: str, tool: SanitizerTool, command: Sequence[str]) -> None:
-    """One finding: passed where the tool saw kernels and found nothing; a tool that does not run here is skipped."""
+    """Record one finding: passed if checks ran and the tool found nothing, skipped if the tool does not run here."""
     name = f"sanitizer.{tool.name}"
     budget_s = max(results.remaining_s * tool.share, _LEAST_S)
     argv = [path, "--tool", tool.name, "--error-exitcode", str(_FOUND_ERRORS), "--print-limit", "3", *tool.options]
@@ -86,16 +86,16 @@ def run_tool(results: Results, path: str, tool: SanitizerTool, command: Sequence
     except subprocess.TimeoutExpired:
         results.skipped(name, f"not done after {budget_s:.0f} s")
         return
-    said = done.stdout + done.stderr
-    summary, checked = _SUMMARY.search(said), _DONE.search(said)
-    lines = [line.strip("= ") for line in said.splitlines() if line.startswith("=========")]
+    output = done.stdout + done.stderr
+    summary, checked = _SUMMARY.search(output), _DONE.search(output)
+    lines = [line.strip("= ") for line in output.splitlines() if line.startswith("=========")]
     if done.returncode == 0 and summary and checked and int(checked[1]):
         results.check(name, True, f"{checked[0]}; {summary[0]}")
     elif done.returncode == 0 and checked and not int(checked[1]):
-        results.skipped(name, f"no check was begun in {budget_s:.0f} s")
+        results.skipped(name, f"no check started within {budget_s:.0f} s")
     elif done.returncode == _FOUND_ERRORS:
-        results.check(name, False, "; ".join(lines)[:1500] or said[-500:])
+        results.check(name, False, "; ".join(lines)[:1500] or output[-500:])
     elif summary is None:
-        results.skipped(name, f"the tool does not run here: {'; '.join(lines)[:300] or said.strip()[-300:]}")
+        results.skipped(name, f"the tool does not run here: {'; '.join(lines)[:300] or output.strip()[-300:]}")
     else:
-        results.check(name, False, f"status {done.returncode}: {said.strip()[-500:]}")
+        results.check(name, False, f"status {done.returncode}: {output.strip()[-500:]}")

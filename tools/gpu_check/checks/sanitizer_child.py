@@ -1,6 +1,6 @@
-"""What compute-sanitizer watches: every kernel on small shapes, each tensor an allocation of its own.
+"""The process that compute-sanitizer watches: every kernel on small shapes, each tensor in its own allocation.
 
-torch makes the references on the CPU and uses no GPU here.
+torch computes the references on the CPU and does not use the GPU here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def main(argv: list[str]) -> int:
     launcher = MirrorLauncher(pooled=False, leaves_poison=leaves_poison)
     until_s = float(os.environ.get(DEADLINE_VARIABLE, "inf"))
     status = run_small_checks(launcher, small_checks(launcher.shared_bytes_per_sm), until_s)
-    return 0 if leaves_poison else status  # then outputs are compared that were never poisoned
+    return 0 if leaves_poison else status  # with --leave-poison the comparisons are meaningless
 
 
 def run_small_checks(launcher: Launcher, checks: Iterable[Check], until_s: float) -> int:
-    """The exit status: 1 where a check failed. Ends by the monotonic clock."""
+    """Run checks until until_s of the monotonic clock. Returns the exit status: 1 if a check failed."""
     checks = list(checks)
     failed, num_run = [], 0
     for check in checks:
@@ -39,7 +39,7 @@ def run_small_checks(launcher: Launcher, checks: Iterable[Check], until_s: float
         num_run += 1
         try:
             check.run(launcher)
-        except Exception as error:  # noqa: BLE001 - the tool's own findings count for more; go on
+        except Exception as error:  # noqa: BLE001 - recorded; the tool must see the other checks too
             failed.append(f"{check.family}.{check.name}: {str(error)[:200]}")
     print(f"checked {num_run} of {len(checks)}; failed: {'; '.join(failed) or 'none'}", flush=True)
     return 1 if failed else 0

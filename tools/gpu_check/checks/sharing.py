@@ -1,4 +1,4 @@
-"""Where our code meets others': page-locked shared memory, IPC between processes, CuPy's launches in torch's graphs."""
+"""Checks the interfaces with CUDA and torch: captured launches, page-locked shared memory, IPC between processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PEER_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class IpcHandles:
-    """What a peer needs to open the buffers; in hexadecimal, for it travels as JSON."""
+    """What a peer needs to open the buffers. Bytes are in hexadecimal, to travel as JSON."""
 
     memory: list[str]
     events: list[str]
@@ -51,14 +51,14 @@ def run(results: Results) -> None:
     context = open_device_context()
     results.attempt("sharing.graph", partial(check_graph, results, context))
     results.attempt("sharing.host_pages", partial(check_host_page_copies, results, context))
-    # The driver's own interface: what the backend uses for its shared buffers.
+    # The CUDA driver API, which the backend uses for its shared buffers.
     device = DriverDevice(0)
     results.attempt("sharing.host", partial(check_host_registration, results, context, device))
     results.attempt("sharing.ipc", partial(check_ipc, results, context, device, _PEER))
 
 
 def check_graph(results: Results, context: DeviceContext) -> None:
-    """Kernels of ours and products of torch, captured in one graph, compute again on what the buffers hold then."""
+    """Check that one graph of our kernels and torch's products computes on the buffers' new values at each replay."""
     hidden, rows = 256, 5
     elementwise = _elementwise(context, hidden)
     weight, norm = (
@@ -82,11 +82,11 @@ def check_graph(results: Results, context: DeviceContext) -> None:
         x = residual.double()
         expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() @ weight.double()
         require_close("the graph's product", product.cpu(), expected.cpu(), 1e-3, 1e-2)
-    results.check("sharing.graph", True, "our kernels and torch's products, replayed on new values")
+    results.check("sharing.graph", True, "our kernels and torch's products are replayed on new values")
 
 
 def check_host_page_copies(results: Results, context: DeviceContext) -> None:
-    """Saved, poisoned and restored elsewhere, pages hold what they held; and the host sees what was saved."""
+    """Check that pages survive a copy to the host and back to other pages, and that the host sees the saved bytes."""
     layout = CacheLayout(3, 40, 16, 2, 64, "bf16")
     count = layout.num_pages // 2
     cache = torch.randint(0, 256, cache_shape(layout), dtype=torch.uint8, device=context.torch_device)
@@ -100,18 +100,18 @@ def check_host_page_copies(results: Results, context: DeviceContext) -> None:
         cache[:, :count] = 0xFF
         copy(pool.pages, cache, torch.stack([places, pages + count], dim=1))
         context.device.synchronize()
-        require_same_bits("what the host sees", pool.pages.flip(1), expected[:, :count].cpu())
-        require_same_bits("what was restored", cache[:, count : 2 * count].cpu(), expected[:, :count].cpu())
+        require_same_bits("the pages in host memory", pool.pages.flip(1), expected[:, :count].cpu())
+        require_same_bits("the restored pages", cache[:, count : 2 * count].cpu(), expected[:, :count].cpu())
     finally:
         context.device.synchronize()
         pool.close()
-    results.check("sharing.host_pages", True, f"{count} pages there and back by the copy kernel")
+    results.check("sharing.host_pages", True, f"the copy kernel saved and restored {count} pages")
 
 
 def check_host_registration(
     results: Results, context: DeviceContext, device: DeviceApi, num_bytes: int = 32 << 20
 ) -> None:
-    """A memfd, sealed and mapped as shared buffers are, read in place: by copies in the stream and by a kernel."""
+    """Check that a memfd, sealed and mapped like a shared buffer, is read in place by stream copies and by a kernel."""
     fd = region.create("gpu-check", num_bytes)
     try:
         region.seal(fd)
@@ -126,7 +126,7 @@ def check_host_registration(
         copy = partial(lock.copy, 0, num_bytes, DeviceRow(copied.data_ptr(), context.device.stream))
         copy()
         context.device.synchronize()
-        require("what was copied is not what the host wrote", torch.equal(copied.cpu(), host.cpu()))
+        require("the copy differs from what the host wrote", torch.equal(copied.cpu(), host.cpu()))
         us = context.clock.once_us(copy)
         results.fact("sharing.host.copy", num_bytes / us / 1e3, "GB/s", "copied in the stream, in place")
         rows = torch.arange(len(host) - 1, -1, -1, dtype=torch.int32, device=context.torch_device)
@@ -134,17 +134,17 @@ def check_host_registration(
         elementwise = _elementwise(context, 256)
         elementwise.gather_rows(host, rows, out)
         context.device.synchronize()
-        require("what the kernel read is not what the host wrote", torch.equal(out.cpu(), host.flip(0)))
+        require("the kernel read something else than the host wrote", torch.equal(out.cpu(), host.flip(0)))
         us = context.clock.once_us(partial(elementwise.gather_rows, host, rows, out))
         results.fact("sharing.host.read", num_bytes / us / 1e3, "GB/s", "by a kernel, in place")
     finally:
         context.device.synchronize()
         lock.close()
-    results.check("sharing.host", True, "a registered memfd is read in place")
+    results.check("sharing.host", True, "copies and a kernel read a registered memfd in place")
 
 
 def check_ipc(results: Results, context: DeviceContext, device: DeviceApi, command: Sequence[str]) -> None:
-    """Another process reads what we put into a buffer, behind its event, and we what it says it read."""
+    """Check that another process reads what we wrote into two buffers, once their events have passed."""
     memory = ExportedDeviceMemory(device, 2, BLOCK_BYTES)
     try:
         values = torch.arange(BLOCK_BYTES // 8, dtype=torch.float32, device=context.torch_device)
@@ -163,14 +163,16 @@ def check_ipc(results: Results, context: DeviceContext, device: DeviceApi, comma
             timeout=_PEER_TIMEOUT_S,
         )  # fmt: skip
         if done.returncode != 0:
-            raise RuntimeError(f"the peer: {done.stderr.strip().splitlines()[-1][:300] if done.stderr else 'no word'}")
+            raise RuntimeError(
+                f"the peer failed: {done.stderr.strip().splitlines()[-1][:300] if done.stderr else 'no error output'}"
+            )
         sums, count = json.loads(done.stdout), BLOCK_BYTES // 8
         expected = [float(np.arange(count, dtype=np.float64).sum() + index * count) for index in range(2)]
         require(f"the peer's sums are {sums}, expected {expected}", sums == expected)
     finally:
         context.device.synchronize()
         memory.free()
-    results.check("sharing.ipc", True, "two buffers and their events, opened in another process")
+    results.check("sharing.ipc", True, "another process opened two buffers and their events")
 
 
 def _elementwise(context: DeviceContext, hidden: int) -> Elementwise:

@@ -1,4 +1,4 @@
-"""The other process of the IPC check: opens the buffers named on stdin, and prints the sums of what they hold."""
+"""The other process of the IPC check: opens the buffers named on stdin and prints the sums of their contents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Grant:
-    """The fields of a `BufferGrant` that opening needs, without the codec that it travels by."""
+    """The fields of a `BufferGrant` needed to open buffers, without msgspec."""
 
     memory_handles: tuple[bytes, ...]
     event_handles: tuple[bytes, ...]
@@ -30,7 +30,7 @@ class _Grant:
 
 
 def read_sums(handles: IpcHandles, open_peer: OpenDevice) -> list[float]:
-    """Of each buffer's first half, float32, once its event has passed."""
+    """Sum the float32 values in each buffer's first half, after its event has passed."""
     grant = _Grant(
         tuple(map(bytes.fromhex, handles.memory)),
         tuple(map(bytes.fromhex, handles.events)),

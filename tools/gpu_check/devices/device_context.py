@@ -1,4 +1,4 @@
-"""What a section measures with. Sections never name a device: so tests rehearse each on the CPU."""
+"""The device, clock and memory counter that a section measures with; tests pass an emulated device instead."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class MemoryCounter(Protocol):
-    """The device's, in bytes."""
+    """The device's memory use in bytes."""
 
     def reset_peak(self) -> None:
-        """Frees what nobody holds, and counts the peak from now on."""
+        """Free torch's unused memory, and count the peak from now on."""
         ...
 
     def peak_bytes(self) -> int:
-        """What they took at most since `reset_peak`."""
+        """Peak memory of torch's tensors since `reset_peak`."""
         ...
 
     def free_bytes(self) -> int:
-        """Of the whole device, whoever takes the rest."""
+        """Free memory of the whole device, all processes considered."""
         ...
 
 
@@ -50,7 +50,7 @@ class DeviceContext:
     clock: Clock
     memory: MemoryCounter
     make_device: Callable[[], Device]
-    """Another `Device` on the same GPU, with a stream of its own, for the thread that calls it."""
+    """Another `Device` on the same GPU, with a stream of its own, for the calling thread."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -58,5 +58,5 @@ class DeviceContext:
 
 
 def open_device_context() -> DeviceContext:
-    """On the first GPU, for the thread that calls it."""
+    """A context on the first GPU, for the calling thread only."""
     return DeviceContext(CudaDevice(0), GpuClock(), GpuMemoryCounter(), lambda: CudaDevice(0))

@@ -1,7 +1,7 @@
-"""A `Launcher` on a GPU for tensors on the CPU: each launch takes them there and back again.
+"""A `Launcher` on a GPU for CPU tensors: each launch copies them to the GPU and back.
 
-Each tensor's bytes, from its first element to its last, are an allocation of their own, so that a sanitizer sees an
-access just beyond them. Of torch nothing runs on the GPU, which a sanitizer would have to watch as well.
+Each tensor's bytes, first element to last, have an allocation of their own, so that a sanitizer sees an access just
+beyond them. torch runs nothing on the GPU, so the sanitizer watches our kernels only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TO_DEVICE, _TO_HOST = 1, 2
 
 @dataclass
 class _Mirror:
-    """A range of the host's addresses and its allocation on the device."""
+    """A range of host addresses and its allocation on the device."""
 
     start: int
     end: int
@@ -35,11 +35,13 @@ class _Mirror:
 
 
 class MirrorLauncher(CupyLauncher):
-    """Launches one by one, on the default stream, and waits. Kernels are loaded as they come."""
+    """Launches on the default stream and waits after each launch. Kernels are loaded at their first launch."""
 
     def __init__(self, device_index: int = 0, *, pooled: bool = True, leaves_poison: bool = False) -> None:
-        """Without a pool each tensor is a cudaMalloc. leaves_poison: what is NaN throughout is not written on the
-        device, so that a sanitizer sees reads of it."""
+        """Without a pool each tensor is a cudaMalloc.
+
+        leaves_poison: do not write tensors that are all NaN to the device, so that a sanitizer sees reads of them.
+        """
         super().__init__(device_index)
         self._leaves_poison = leaves_poison
         if not pooled:
@@ -73,7 +75,7 @@ class MirrorLauncher(CupyLauncher):
 
 
 def make_mirrors(arguments: tuple[Argument, ...]) -> list[_Mirror]:
-    """The ranges that the tensors take, those that overlap as one. Raises KernelFailed for a tensor elsewhere."""
+    """The address ranges of the tensors, overlapping ones merged. Raises KernelFailed for a tensor not on the CPU."""
     ranges = []
     for tensor in (argument for argument in arguments if isinstance(argument, Tensor)):
         if tensor.device.type != "cpu":

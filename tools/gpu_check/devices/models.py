@@ -1,4 +1,4 @@
-"""The models that are measured, and weights for them that no checkpoint has."""
+"""Configurations of the measured models, and random weights for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_rope(head_dim: int, theta: float) -> RopeConfig:
 
 
 def rope_theta(config: DecoderConfig) -> float:
-    """Of plain rotary embeddings over whole heads."""
+    """Base frequency of plain rotary embeddings over whole heads."""
     return float(config.rope.inv_freq[1] ** (-config.head_dim / 2))
 
 
@@ -37,7 +37,7 @@ LLAMA_8B = DecoderConfig(
     rope=make_rope(128, 500_000.0),
     tie_embeddings=False,
 )
-"""Llama-3.1-8B's dimensions. Its long-context scaling of rotary frequencies changes no cost, and is left out."""
+"""Llama-3.1-8B's dimensions, without its scaling of rotary frequencies, which changes no cost."""
 
 QWEN3_06B = DecoderConfig(
     architecture="Qwen3ForCausalLM",
@@ -69,7 +69,7 @@ TINY = DecoderConfig(
     rope=make_rope(64, 10_000.0),
     tie_embeddings=False,
 )
-"""As small as the kernels allow."""
+"""About the smallest model that the kernels accept."""
 
 TINY_FAMILY = {
     "llama": TINY,
@@ -80,13 +80,14 @@ TINY_FAMILY = {
     "smollm3": replace(TINY, layer_uses_rope=(True, False)),
     "phi3-partial": replace(TINY, rope=RopeConfig(32, make_rope(32, 10_000.0).inv_freq)),
 }
-"""What distinguishes the architectures that are served."""
+"""One tiny model per feature that distinguishes the supported architectures."""
 
 
 class RandomWeights:
-    """Made once on a device, and handed out again and again: passes for several caches share them.
+    """Random weights on one device, shared by several passes.
 
-    Norms are near 1, the rest is normal with a spread of 1 / sqrt(inputs), so that the stream neither dies nor bursts.
+    Norms are near 1; matrices are normal with standard deviation 1 / sqrt(inputs), so that activations neither vanish
+    nor overflow.
     """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:

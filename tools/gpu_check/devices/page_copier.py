@@ -1,4 +1,4 @@
-"""Pages in the host's memory: does the copy kernel reach it, how fast, and what does a pass make of that."""
+"""Copies KV cache pages between the device and the host with the copy kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cache_shape(layout: CacheLayout) -> tuple[int, int, int]:
 
 
 def make_page_copier(context: DeviceContext, layout: CacheLayout) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Of source, destination and pairs, see `page_copies.copy_pages`."""
+    """A function of source, destination and pairs: see `page_copies.copy_pages`."""
     launcher = context.device.launcher
     launcher.prepare(page_copies.kernels())
     return partial(page_copies.copy_pages, launcher, layout=layout)

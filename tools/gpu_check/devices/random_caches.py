@@ -1,4 +1,4 @@
-"""KV caches full of numbers such as models have: zeros would draw less power, and any bits at all may be NaN."""
+"""Fills KV caches with realistic numbers: zeros would draw less power, and random bits may be NaN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4
 
 @torch.inference_mode()
 def fill_cache(cache: Tensor, layout: CacheLayout) -> None:
-    """cache: uint8, any number of whole blocks; see `CacheLayout`. A piece is drawn, and repeated."""
+    """Fill a uint8 cache of whole blocks (see `CacheLayout`) with copies of one random piece."""
     blocks = cache.view(-1, layout.block_bytes)
     piece = _draw_blocks(min(len(blocks), _PIECE_BLOCKS), layout, cache.device)
     for start in range(0, len(blocks), len(piece)):

@@ -1,4 +1,4 @@
-"""Steps for a forward pass without an engine: sequences of whatever length, in pages dealt out in turn."""
+"""Makes steps for a forward pass without an engine. Each sequence has a fixed range of pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class Steps:
-    """Rows in slots 0, 1, 2 and so on. Row r owns the pages r · P … (r + 1) · P - 1."""
+    """Batches of num_rows sequences: row r has slot r and the pages r · P … (r + 1) · P - 1, P being pages_per_row."""
 
     num_rows: int
     pages_per_row: int
@@ -36,11 +36,11 @@ class Steps:
         self._page_table = pages.reshape(self.num_rows, self.pages_per_row)
 
     def decode(self) -> StepBatch:
-        """Each row's next token, from what its slot sampled last."""
+        """A step with one token per row: the token that its slot sampled last."""
         return self._batch(np.full(self.num_rows, FROM_SLOT, np.int32), np.ones(self.num_rows, np.int32))
 
     def prefill(self, tokens: Sequence[NDArray[np.int32]], *, samples: bool = True) -> StepBatch:
-        """The next tokens of each row: of one each, or of more each."""
+        """A step with the next prompt tokens of each row, at least one each."""
         lengths = np.array([len(part) for part in tokens], np.int32)
         return self._batch(np.concatenate(tokens).astype(np.int32), lengths, samples=samples)
 
@@ -63,13 +63,13 @@ class Steps:
 
 
 def launch(forward_pass: Any, batch: StepBatch) -> PendingOutput:
-    """Of a batch that samples."""
+    """Launch the step of a batch that samples."""
     pending: PendingOutput = forward_pass.sample(forward_pass.forward(batch), batch)
     return pending
 
 
 def step_us(clock: Clock, forward_pass: Any, batch: StepBatch) -> float:
-    """Microseconds that the device computes for a step of a batch that samples."""
+    """Device time in microseconds for the step of a batch that samples."""
     pending: list[PendingOutput] = []
     us = clock.once_us(lambda: pending.append(launch(forward_pass, batch)))
     pending[0].wait()
@@ -79,7 +79,7 @@ def step_us(clock: Clock, forward_pass: Any, batch: StepBatch) -> float:
 def generate(
     forward_pass: Any, prompts: Sequence[NDArray[np.int32]], num_tokens: int, pages_per_row: int, chunk: int = 1 << 30
 ) -> NDArray[np.int32]:
-    """[rows, num_tokens] greedy tokens. Prompts are of equal length, of two tokens at least, and go in by chunks."""
+    """Return [rows, num_tokens] greedy tokens. Prompts have equal lengths of two tokens or more."""
     steps = Steps(len(prompts), pages_per_row)
     length = len(prompts[0])
     outputs = []

@@ -1,4 +1,4 @@
-"""How long work on the GPU takes: replayed from a graph, over buffers that no cache can hold, by the device's clock."""
+"""Times GPU work by the device's clock: replayed from a graph, over buffers larger than the cache."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ _ROUNDS = 5
 _MIN_REPLAY_US = 2_000.0
 _MAX_REPEATS = 2_000
 _HEAD_START_CYCLES = 8_000_000
-"""Some 5 ms, in which the host puts the work into the stream."""
+"""About 5 ms, during which the host submits the work to the stream."""
 
 
 class Clock(Protocol):
     def work_us(self, variants: Sequence[Callable[[], object]]) -> float:
-        """Microseconds of one call, without what the host takes to launch it.
+        """Microseconds per call, without the host's launch time.
 
-        variants do the same work on different buffers, in turn: together they should be larger than the L2 cache.
+        variants do the same work on different buffers, which together should be larger than the L2 cache.
         """
         ...
 
     def once_us(self, work: Callable[[], object]) -> float:
-        """Microseconds on the device of work that cannot be repeated, and takes the host less than 5 ms to launch."""
+        """Device time in microseconds of work that cannot be repeated. Launching it must take the host under 5 ms."""
         ...
 
 
 class GpuClock:
-    """`work_us` is captured in one graph, whose replay is timed by events: the median of five; a short one several
-    times over, until a replay lasts 2 ms."""
+    """`work_us` times replays of one captured graph with events and returns the median of five.
 
-    # Graphs share tensors that torch makes with the first one and writes with each (ATen/cuda/CUDAGeneratorImpl.cpp).
-    # Where a pass's graphs came first, none but inference mode may write them: torch issue 166792.
+    Short work is repeated in the graph until a replay lasts 2 ms.
+    """
+
+    # torch makes tensors with the first graph and writes them with each graph (ATen/cuda/CUDAGeneratorImpl.cpp).
+    # If a pass made the first graph, only inference mode may write them: torch issue 166792.
     @torch.inference_mode()
     def work_us(self, variants: Sequence[Callable[[], object]]) -> float:
         for variant in variants:
