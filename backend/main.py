@@ -16,8 +16,9 @@ from penstock.backend.buffers.options import check_shared_buffers, make_exporter
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import Executor, ExecutorFailed
+from penstock.backend.engine.intake import EngineLimits
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import EngineLimits, Requests
+from penstock.backend.engine.requests import Requests
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IHostPages, PassOptions
 from penstock.backend.kv_cache.budget import CPU_BUDGET_BYTES, KvBudget, KvPlan, auto_budget, host_budget, plan_kv
@@ -131,7 +132,7 @@ def serve(options: BackendOptions) -> None:
         executor,
         scheduler,
         BatchBuilder(options.max_running, plan.max_pages_per_sequence),
-        Requests(
+        Requests.make(
             link, scheduler, board, limits, grammar_queue=GrammarQueue(compiler, executor.wake, options.max_waiting)
         ),
         board,

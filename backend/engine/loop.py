@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING
 
 from penstock.backend.engine.executor import ExecutorFailed
 from penstock.backend.engine.step_timing import StepTiming
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from penstock.shm.memory.board import BackendBoard
 
 logger = logging.getLogger("penstock.backend")
-
-P = ParamSpec("P")
 
 _IDLE_TURN_S = 0.5
 """The loop turns at least this often, so that its heartbeat on the board stays fresh."""
@@ -58,7 +56,10 @@ class Engine:
         self._executor = executor
         self._scheduler = scheduler
         self._builder = builder
-        self._requests = requests
+        self._intake = requests.intake
+        self._delivery = requests.delivery
+        self._canceller = requests.canceller
+        self._open_requests = requests.table
         self._board = board
         self._clock = clock
         self._drain_deadline_s: float | None = None
@@ -77,7 +78,7 @@ class Engine:
     def next_turn_s(self) -> float:
         """Seconds after which a turn is wanted even if nothing happens."""
         at_most_s = _IDLE_TURN_S if self.plan_due_s is None else min(_IDLE_TURN_S, self.plan_due_s)
-        return self._requests.next_due_s(at_most_s)
+        return self._canceller.next_due_s(at_most_s)
 
     def turn(self) -> None:
         """One turn of the loop. Cancellations take effect here, before the next plan; never blocks."""
@@ -85,15 +86,13 @@ class Engine:
         for event in self._link.receive():
             match event:
                 case Submission():
-                    self._take(event, self._requests.submit, event)
+                    self._intake.submit(event)
                 case Cancellation(frontend, request_id, noticed_ns):
-                    self._requests.cancel(frontend, request_id, noticed_ns)
+                    self._canceller.cancel(frontend, request_id, noticed_ns)
                 case FrontendDeath(frontend):
-                    self._requests.drop_frontend(frontend)
-        for waiting, matcher in self._requests.compiled():
-            submission, times = waiting.submission, (waiting.arrived_s, waiting.deadline_s)
-            self._take(submission, self._requests.take_on, submission, matcher, *times)
-        self._requests.expire()
+                    self._canceller.drop_frontend(frontend)
+        self._intake.submit_compiled()
+        self._canceller.expire()
         for result in self._executor.results():
             self._apply(result)
             if isinstance(result.error, DeviceLost):
@@ -101,27 +100,20 @@ class Engine:
                 raise ExecutorFailed("the device is lost") from result.error
         self.plan_due_s = self._plan_steps()
         for sequence in self._scheduler.take_preempted():
-            self._requests.note_preemption(sequence)
+            self._delivery.note_preemption(sequence)
         self._link.flush()
         self._show_on_board()
 
-    def _take(self, submission: Submission, take: Callable[P, None], *args: P.args, **options: P.kwargs) -> None:
-        try:
-            take(*args, **options)
-        except Exception:
-            logger.exception("a submission failed; the other requests go on")
-            self._requests.abandon(submission.frontend, submission.request_id)
-
     def drain(self, timeout_s: float) -> None:
         """No new requests from now on; `run` returns when all ended, or after timeout_s. Safe in a signal handler."""
-        self._requests.is_draining = True
+        self._intake.is_draining = True
         self._drain_deadline_s = self._clock() + timeout_s
         self._executor.wake()
 
     def _is_drained(self) -> bool:
         if self._drain_deadline_s is None:
             return False
-        return self._clock() >= self._drain_deadline_s or not (self._requests.num_open or self._executor.is_busy)
+        return self._clock() >= self._drain_deadline_s or not (self._open_requests.num_open or self._executor.is_busy)
 
     def _plan_steps(self) -> float | None:
         """As many as the device will want before long. Returns when the next one is to be planned."""
@@ -165,11 +157,11 @@ class Engine:
         if plan:
             self._num_failed_steps = 0
         token_ids = _by_row(result)
-        special = self._requests.deliver_fast_path(plan, token_ids)
-        board.generated_tokens += len(plan) - len(special)
+        slow = self._delivery.deliver_fast_path(plan, token_ids)
+        board.generated_tokens += len(plan) - len(slow)
         faults = {plan.logit_rows[place]: fault for place, fault in result.faults.items()}
         logprobs = {} if result.logprobs is None else _by_index(plan, result.logprobs)
-        for index in special:
+        for index in slow:
             if index in faults:
                 self._fail_constrained(plan, index, faults[index])
             else:
@@ -184,7 +176,7 @@ class Engine:
         """A grammar met its limits in the middle of an answer."""
         sequence = plan.sequences[index]
         if sequence.generation == plan.generations[index]:
-            self._requests.fail(sequence, FailureCode.BAD_GRAMMAR, fault)
+            self._delivery.fail(sequence, FailureCode.BAD_GRAMMAR, fault)
 
     def _apply_row(self, plan: Plan, index: int, token_id: int, logprobs: EventLogprobs | None) -> None:
         sequence = plan.sequences[index]
@@ -196,13 +188,13 @@ class Engine:
             if token_id == NOT_FINITE:
                 logger.error("the logits of a row are not finite; its requests fail")
                 self._scheduler.invalidate_tenant(sequence)
-                self._requests.fail(sequence)
+                self._delivery.fail(sequence)
             elif token_id != NO_SAMPLE:
                 self._board.generated_tokens += 1
-                self._requests.deliver(sequence, token_id, logprobs)
+                self._delivery.deliver(sequence, token_id, logprobs)
         except Exception:
             logger.exception("what a row brought could not be taken in; its requests fail")
-            self._requests.fail(sequence)
+            self._delivery.fail(sequence)
 
     def _apply_failure(self, plan: Plan, error: Exception) -> None:
         """A step of one row was that row's fault. Of several it is not known whose: they run again in halves, so that
@@ -218,7 +210,7 @@ class Engine:
             self._scheduler.bisect(live)
             return
         for sequence, _ in live:
-            self._requests.fail(sequence)
+            self._delivery.fail(sequence)
 
     def _show_on_board(self) -> None:
         board = self._board
@@ -243,7 +235,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless requests, sequences, pages and slots all account for each other."""
         self._scheduler.check_integrity()
-        self._requests.check_integrity(self._scheduler.num_running + self._scheduler.num_waiting)
+        self._open_requests.check_integrity(self._scheduler.num_running + self._scheduler.num_waiting)
 
 
 def _by_row(result: StepResult) -> list[int]:

@@ -32,7 +32,7 @@ class WaitingSubmission:
 
 
 class GrammarQueue:
-    """Owned by `Requests`, on the main thread. The compiler's thread calls `wake` when a grammar is compiled."""
+    """Owned by `OpenRequests`, on the main thread. The compiler's thread calls `wake` when a grammar is compiled."""
 
     def __init__(self, compiler: GrammarCompiler | None, wake: Callable[[], None], max_waiting: int) -> None:
         """compiler is None when the model has no tokenizer.json; then every grammar is refused."""

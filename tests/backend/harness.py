@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import run_step
+from penstock.backend.engine.intake import EngineLimits
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import EngineLimits, Requests
+from penstock.backend.engine.requests import Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass, next_token
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -194,7 +195,7 @@ class Bench:
         self.board = BackendBoard.create()
         self.scheduler = Scheduler(self.pool, page_size, max_running, max_batch_tokens, max_park_steps, capacity)
         self.now_s = 0.0
-        self.requests = Requests(
+        self.requests = Requests.make(
             self.link,  # type: ignore[arg-type]
             self.scheduler,
             self.board,
@@ -247,10 +248,10 @@ class Bench:
     def run_dry(self, max_turns: int = 5000) -> int:
         """Turns until nothing is open and nothing in flight; returns how many that took."""
         for turn in range(max_turns):
-            if not self.link.arrivals and not self.requests.num_open and not self.executor.is_busy:
+            if not self.link.arrivals and not self.requests.table.num_open and not self.executor.is_busy:
                 return turn
             self.turn()
-        raise AssertionError(f"{self.requests.num_open} requests still open after {max_turns} turns")
+        raise AssertionError(f"{self.requests.table.num_open} requests still open after {max_turns} turns")
 
     def close(self) -> None:
         self.board.close()

@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 from penstock.backend.buffers.options import make_exporter
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import Executor
+from penstock.backend.engine.intake import EngineLimits
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import EngineLimits, Requests
+from penstock.backend.engine.requests import Requests
 from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -47,7 +48,7 @@ def served(
         exporter = make_exporter(choice, 64 << 20, forward_pass, device)
         link = BackendLink(path, card, board, exporter=exporter)
         scheduler = Scheduler(PagePool(num_pages), page_size, MAX_RUNNING, 6)
-        requests = Requests(link, scheduler, board, EngineLimits(card.vocab_size, card.max_context_tokens, 100))
+        requests = Requests.make(link, scheduler, board, EngineLimits(card.vocab_size, card.max_context_tokens, 100))
         engine = Engine(link, executor, scheduler, BatchBuilder(MAX_RUNNING, num_pages), requests, board)
         thread = threading.Thread(target=engine.run)
         thread.start()

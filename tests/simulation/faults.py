@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.delivery import Delivery
+from penstock.backend.engine.intake import Intake
 from penstock.backend.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -71,23 +72,29 @@ class FaultyBuilder(BatchBuilder):
         return batch
 
 
-class FaultyRequests(Requests):
-    def __init__(self, world: World, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+class FaultyIntake(Intake):
+    def __init__(self, world: World, *args: Any) -> None:
+        super().__init__(*args)
         self._world = world
 
-    def take_on(
+    def assign_sequence(
         self, submission: Submission, matcher: LLMatcher | None, arrived_s: float, deadline_s: float | None
     ) -> None:
         try:
-            super().take_on(submission, matcher, arrived_s, deadline_s)
+            super().assign_sequence(submission, matcher, arrived_s, deadline_s)
         finally:
             self._world.note_submission(submission.frontend, submission.request_id, arrived_s)
+
+
+class FaultyDelivery(Delivery):
+    def __init__(self, world: World, *args: Any) -> None:
+        super().__init__(*args)
+        self._world = world
 
     def deliver(self, sequence: Sequence, token_id: int, logprobs: EventLogprobs | None = None) -> None:
         self._world.strike("deliver", [sequence])
         super().deliver(sequence, token_id, logprobs)
 
-    def _replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
+    def replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
         self._world.strike_request("deliver", subscriber)
-        super()._replay(sequence, subscriber)
+        super().replay(sequence, subscriber)

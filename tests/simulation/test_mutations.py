@@ -11,12 +11,15 @@ import msgspec
 import pytest
 
 from penstock.backend.engine import executor as executor_module
-from penstock.backend.engine import requests as requests_module
+from penstock.backend.engine import intake as intake_module
 from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.coalescer import Coalescer, ShareKey
+from penstock.backend.engine.delivery import Delivery
 from penstock.backend.engine.executor import StepResult
+from penstock.backend.engine.intake import Intake
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import Requests
+from penstock.backend.engine.open_requests import OpenRequests
 from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.kv_cache import prefix_cache as prefixes_module
@@ -30,7 +33,7 @@ from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber, Subscribers
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
-from penstock.shm.messages import NO_TOKEN, Finish
+from penstock.shm.messages import Finish
 from tests.simulation import device as device_module
 from tests.simulation.world import run_seed
 
@@ -80,15 +83,15 @@ def _names_pages_when_planned(plan_step: Any, scheduler: Scheduler) -> Plan:
     return plan
 
 
-def _keeps_who_cancelled(_: Any, requests: Requests, sequence: Sequence, subscriber: Subscriber) -> None:
-    del requests._open[subscriber.frontend][subscriber.request_id]
-    if not requests._open[subscriber.frontend]:
-        del requests._open[subscriber.frontend]
-    requests._num_listening -= 1
+def _keeps_who_cancelled(_: Any, table: OpenRequests, sequence: Sequence, subscriber: Subscriber) -> None:
+    del table._by_frontend[subscriber.frontend][subscriber.request_id]
+    if not table._by_frontend[subscriber.frontend]:
+        del table._by_frontend[subscriber.frontend]
+    table._num_subscribed -= 1
     if len(sequence.subscribers) == 1:
         sequence.unsubscribe(subscriber)
-        requests._coalescer.withdraw(sequence)
-        requests._scheduler.remove(sequence)
+        table.coalescer.withdraw(sequence)
+        table._scheduler.remove(sequence)
 
 
 def _joins_what_has_ended(patch: pytest.MonkeyPatch) -> None:
@@ -224,7 +227,7 @@ def _distrusted_parts_are_kept(distrust: Any, prefixes: PrefixCache, salt: bytes
 def _a_failed_step_fails_them_all(_: Any, engine: Engine, plan: Plan, error: Exception) -> None:
     for row in plan.rows():
         if row.sequence.generation == row.generation:
-            engine._requests.fail(row.sequence)
+            engine._delivery.fail(row.sequence)
 
 
 def _tries_without_going_back(_: Any, scheduler: Scheduler, chunks: list[Any]) -> None:
@@ -233,9 +236,8 @@ def _tries_without_going_back(_: Any, scheduler: Scheduler, chunks: list[Any]) -
     scheduler._bisections.extend([chunk] for chunk in chunks)
 
 
-def _abandons_without_leaving(_: Any, requests: Requests, frontend: int, request_id: int) -> None:
-    requests._link.push(frontend, request_id, NO_TOKEN, Finish.FAILED)
-    requests._board.requests_failed += 1
+def _abandons_without_leaving(_: Any, intake: Intake, submission: Submission) -> None:
+    intake._delivery.end(submission.frontend, submission.request_id, Finish.FAILED)
 
 
 def _a_newcomer_is_not_noticed(subscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
@@ -256,29 +258,29 @@ def _plain_tokens_complete_pages(settle: Any, sequence: Sequence) -> None:
     sequence.kv.next_page_end = next_page_end
 
 
-def _waiting_requests_never_expire(expire: Any, requests: Requests) -> None:
+def _waiting_requests_never_expire(expire: Any, canceller: Canceller) -> None:
     waiting = [
         subscriber
-        for sequence in requests._scheduler._waiting.sequences()
+        for sequence in canceller._open_requests._scheduler._waiting.sequences()
         for subscriber in sequence.subscribers
         if subscriber.deadline_s is not None
     ]
     deadlines = [subscriber.deadline_s for subscriber in waiting]
     for subscriber in waiting:
         subscriber.deadline_s = None
-    expire(requests)
+    expire(canceller)
     for subscriber, deadline_s in zip(waiting, deadlines, strict=True):
         subscriber.deadline_s = deadline_s
 
 
-def _replays_one_too_few(replay: Any, requests: Requests, sequence: Sequence, subscriber: Subscriber) -> None:
+def _replays_one_too_few(replay: Any, delivery: Delivery, sequence: Sequence, subscriber: Subscriber) -> None:
     subscriber.next_index += 1
-    replay(requests, sequence, subscriber)
+    replay(delivery, sequence, subscriber)
 
 
-def _repeats_what_was_brought(give: Any, requests: Requests, sequence: Sequence, s: Subscriber, *token: Any) -> bool:
+def _repeats_what_was_brought(send: Any, delivery: Delivery, sequence: Sequence, s: Subscriber, *token: Any) -> bool:
     s.next_index = min(s.next_index, token[0])
-    return bool(give(requests, sequence, s, *token))
+    return bool(send(delivery, sequence, s, *token))
 
 
 def _evicts_what_is_held(_: Any, pool: PagePool, page: int) -> None:
@@ -298,10 +300,10 @@ def _page_table_keeps_a_former_owners_pages(clear: Any, builder: BatchBuilder, s
     builder._num_pages[sequence.slot] = min(known, len(sequence.kv.pages))
 
 
-def _drops_one_request_of_a_dead_frontend(_: Any, requests: Requests, frontend: int) -> None:
-    for sequence, subscriber in list(requests._open.get(frontend, {}).values())[:1]:
-        requests._leave(sequence, subscriber)
-        requests._board.requests_cancelled += 1
+def _drops_one_request_of_a_dead_frontend(_: Any, canceller: Canceller, frontend: int) -> None:
+    for sequence, subscriber in canceller._open_requests.of_frontend(frontend)[:1]:
+        canceller._open_requests.remove(sequence, subscriber)
+        canceller._board.requests_cancelled += 1
 
 
 def _goes_to_the_head_of_the_queue(put: Any, queue: WaitQueue, sequence: Sequence) -> None:
@@ -324,15 +326,15 @@ def _tokens_of_failed_constraints_are_told(apply: Any, engine: Engine, result: S
     apply(engine, replace(result, token_ids=tokens))
 
 
-def _keeps_log_probabilities_twice(deliver: Any, requests: Requests, sequence: Sequence, *rest: Any) -> None:
-    deliver(requests, sequence, *rest)
+def _keeps_log_probabilities_twice(deliver: Any, delivery: Delivery, sequence: Sequence, *rest: Any) -> None:
+    deliver(delivery, sequence, *rest)
     if sequence.kept_logprobs:
         sequence.kept_logprobs.append(sequence.kept_logprobs[-1])
 
 
-def _grammars_begin_anew(make: Any, requests: Requests, submission: Submission, *rest: Any, **options: Any) -> Any:
+def _grammars_begin_anew(make: Any, intake: Intake, submission: Submission, *rest: Any, **options: Any) -> Any:
     prompt = submission.tokens[: 4 * submission.submit.num_prompt_tokens]
-    return make(requests, replace(submission, tokens=prompt), *rest, **options)
+    return make(intake, replace(submission, tokens=prompt), *rest, **options)
 
 
 def _forces_one_too_few(init: Any, constraints: Any, *args: Any) -> None:
@@ -340,8 +342,8 @@ def _forces_one_too_few(init: Any, constraints: Any, *args: Any) -> None:
     init(constraints, *rest, forced[:-1])
 
 
-def _deadlines_do_not_hold_in_the_grammar_queue(find: Any, requests: Requests, frontend: int, request_id: int) -> Any:
-    return None if requests._grammar_queue.find(frontend, request_id) else find(requests, frontend, request_id)
+def _deadlines_do_not_hold_in_the_grammar_queue(find: Any, table: OpenRequests, frontend: int, request_id: int) -> Any:
+    return None if table.grammar_queue.find(frontend, request_id) else find(table, frontend, request_id)
 
 
 PLANTED: dict[str, Plant] = {
@@ -351,7 +353,7 @@ PLANTED: dict[str, Plant] = {
         executor_module, "_masks", lambda masks, plan, vocab_size, _before: masks(plan, vocab_size, None)
     ),
     "what builds on a failed step is launched": _wrap(executor_module, "_stop_rows", lambda *_: None),
-    "log probabilities are kept twice": _wrap(Requests, "deliver", _keeps_log_probabilities_twice),
+    "log probabilities are kept twice": _wrap(Delivery, "deliver", _keeps_log_probabilities_twice),
     "different constraints share a sequence": _wrap(ShareKey, "of", lambda of, *rest: of(*rest[:3], None, ())),
     "different stop ids share a sequence that keeps them out": _wrap(
         ShareKey, "of", lambda of, *rest: of(*rest[:4], ())
@@ -361,17 +363,17 @@ PLANTED: dict[str, Plant] = {
         "of",
         lambda of, salt, prompt, sampling, *rest: of(salt, prompt, replace(sampling, num_logprobs=-1), *rest),
     ),
-    "a resumed stream's grammar begins anew": _wrap(Requests, "_constraints", _grammars_begin_anew),
+    "a resumed stream's grammar begins anew": _wrap(Intake, "_make_constraints", _grammars_begin_anew),
     "the last token of a scored prompt is not forced": _wrap(SequenceConstraints, "__init__", _forces_one_too_few),
     "who left while a grammar was compiled is taken on": _wrap(GrammarQueue, "remove", lambda *_: True),
     "deadlines do not hold in the grammar queue": _wrap(
-        Requests, "_deadline_of", _deadlines_do_not_hold_in_the_grammar_queue
+        OpenRequests, "_deadline_of", _deadlines_do_not_hold_in_the_grammar_queue
     ),
     "pages are given back twice": _wrap(PagePool, "release", _gives_back_twice),
     "who waits for a prefix is forgotten": _wrap(WaitQueue, "unpark", lambda *_: None),
     "only the first of several keys lets go of who waits": _wrap(WaitQueue, "unpark", _never_unparks_in_order),
     "a page is named before its step is applied": _wrap(Scheduler, "plan", _names_pages_when_planned),
-    "a cancelled subscriber goes on listening": _wrap(Requests, "_leave", _keeps_who_cancelled),
+    "a cancelled subscriber goes on listening": _wrap(OpenRequests, "remove", _keeps_who_cancelled),
     "a sequence that has ended takes on listeners": _joins_what_has_ended,
     "tenants share sequences": _wrap(ShareKey, "of", lambda of, _salt, *rest: of(b"", *rest)),
     "tenants share pages": _wrap(prefixes_module, "extend_page_hashes", _page_hashes_without_salt),
@@ -391,10 +393,10 @@ PLANTED: dict[str, Plant] = {
     "the slot is not told of a restart": _wrap(Sequence, "rewind", _slot_is_not_told_of_a_restart),
     "steps in flight count after a restart": _wrap(Sequence, "rewind", _steps_in_flight_still_count),
     "priorities are turned round": _wrap(
-        Requests,
+        Intake,
         "submit",
-        lambda submit, requests, event: submit(
-            requests, replace(event, submit=msgspec.structs.replace(event.submit, priority=-event.submit.priority))
+        lambda submit, intake, event: submit(
+            intake, replace(event, submit=msgspec.structs.replace(event.submit, priority=-event.submit.priority))
         ),
     ),
     "who joins a stream is not looked at": _wrap(Sequence, "subscribe", _a_newcomer_is_not_noticed),
@@ -425,7 +427,7 @@ PLANTED: dict[str, Plant] = {
         BatchBuilder, "build", lambda build, *args: _with_first_embeddings(build(*args))
     ),
     "what embeddings gave is found by their token ids": lambda patch: patch.setattr(
-        requests_module.secrets, "token_bytes", bytes
+        intake_module.secrets, "token_bytes", bytes
     ),
     "pages are not restored": _wrap(
         BatchBuilder, "build", lambda build, *args: replace(build(*args), page_restores=())
@@ -452,17 +454,17 @@ PLANTED: dict[str, Plant] = {
     "who waits for a prefix waits for ever": _wrap(WaitQueue, "unpark_overdue", lambda *_: None),
     "a failed step fails all its requests": _wrap(Engine, "_apply_failure", _a_failed_step_fails_them_all),
     "a failed step counts as computed": _wrap(Scheduler, "bisect", _tries_without_going_back),
-    "a request that could not be taken on is kept": _wrap(Requests, "abandon", _abandons_without_leaving),
-    "waiting requests never expire": _wrap(Requests, "expire", _waiting_requests_never_expire),
-    "a replay leaves out the first token": _wrap(Requests, "_replay", _replays_one_too_few),
-    "a resumed stream begins again": _wrap(Requests, "_give", _repeats_what_was_brought),
+    "a request that could not be taken on is kept": _wrap(Intake, "_abandon", _abandons_without_leaving),
+    "waiting requests never expire": _wrap(Canceller, "expire", _waiting_requests_never_expire),
+    "a replay leaves out the first token": _wrap(Delivery, "replay", _replays_one_too_few),
+    "a resumed stream begins again": _wrap(Delivery, "_send", _repeats_what_was_brought),
     "tokens are computed for who has left": _wrap(Sequence, "unsubscribe", _keeps_the_limit_of_who_left),
     "a page found again can still be evicted": _wrap(PagePool, "hold", _evicts_what_is_held),
     "a prefix hit leaves nothing to compute": _wrap(PrefixCache, "find", _finds_the_whole_prompt),
     "the page table keeps a former owner's pages": _wrap(
         BatchBuilder, "_clear", _page_table_keeps_a_former_owners_pages
     ),
-    "a dead frontend's requests live on": _wrap(Requests, "drop_frontend", _drops_one_request_of_a_dead_frontend),
+    "a dead frontend's requests live on": _wrap(Canceller, "drop_frontend", _drops_one_request_of_a_dead_frontend),
     "the last one to come goes first": _wrap(WaitQueue, "put", _goes_to_the_head_of_the_queue),
     "membership is bound when planned": lambda patch: patch.setattr(
         Plan, "live_rows", lambda plan: list(range(len(plan)))

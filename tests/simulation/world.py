@@ -6,16 +6,19 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING
 
+from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.executor import ExecutorFailed
+from penstock.backend.engine.intake import EngineLimits
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import EngineLimits
+from penstock.backend.engine.open_requests import OpenRequests
+from penstock.backend.engine.requests import Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.link.events import FrontendDeath
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import FailureCode, Finish
 from tests.simulation.device import SimulatedExecutor
-from tests.simulation.faults import CURSES, FaultyBuilder, FaultyRequests, FaultyScheduler
+from tests.simulation.faults import CURSES, FaultyBuilder, FaultyDelivery, FaultyIntake, FaultyScheduler
 from tests.simulation.link import Frontend, Open, SimulatedLink
 from tests.simulation.models import ChainPass, Fault, PassSizes, PlantedFault, Violation
 from tests.simulation.rules import SimulatedCompiler
@@ -64,9 +67,10 @@ class Backend:
         limits = EngineLimits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         self.compiler = SimulatedCompiler(setup.model.vocab_size)
         self.grammar_queue = GrammarQueue(self.compiler, lambda: None, setup.max_waiting)
-        self.requests = FaultyRequests(
-            world, self.link, self.scheduler, self.board, limits, world.clock, grammar_queue=self.grammar_queue
-        )
+        table = OpenRequests(self.scheduler, self.board, self.grammar_queue)
+        delivery = FaultyDelivery(world, self.link, self.board, table)
+        intake = FaultyIntake(world, self.scheduler, self.board, limits, table, delivery, world.clock)
+        self.requests = Requests(table, intake, delivery, Canceller(self.board, table, delivery, world.clock))
         self.engine = Engine(
             self.link,  # type: ignore[arg-type]
             self.executor,  # type: ignore[arg-type]
@@ -86,6 +90,10 @@ class Backend:
         """Sequences, and (frontend, request id), on which the engine broke down, and which may fail for it."""
         self.burnt: dict[int, int] = {}
         """Fault → the tick in which a request first failed for what it had left in its pages."""
+
+    def sequence_of(self, frontend: int, request_id: int) -> Sequence:
+        """The sequence of an open request that has one."""
+        return self.requests.table._by_frontend[frontend][request_id].sequence
 
 
 class World:
@@ -253,8 +261,8 @@ class World:
 
     def _is_just_planned(self, epoch: int, request_id: int) -> bool:
         """Its first step, or the first one since it was preempted, is the last one that was planned."""
-        sequence, _ = self.backend.requests._open.get(epoch, {}).get(request_id, (None, None))
-        return sequence in self.backend.scheduler.started
+        found = self.backend.requests.table.find(epoch, request_id)
+        return found is not None and found.sequence in self.backend.scheduler.started
 
     def _cancel_alike(self) -> None:
         """All with one prompt drop, and perhaps somebody asks for the same in that moment."""
@@ -376,18 +384,18 @@ class World:
         heard = backend.link.open.get((frontend, request_id))
         if heard is not None:
             heard.is_judged = True
-        sequence, _ = backend.requests._open.get(frontend, {}).get(request_id, (None, None))
+        found = backend.requests.table.find(frontend, request_id)
         if backend.board.requests_coalesced > backend.num_joined:
             backend.num_joined += 1
             self.covered["joined"] += 1
             self.covered["joined late"] += heard is None or heard.next_index > 0
             self.covered["joined with constraints"] += ask.constraints is not None
             self.covered["joined for log probabilities"] += ask.sampling.num_logprobs >= 0
-        elif sequence is not None:
+        elif found is not None:
             step_s = self.setup.priority_step_s
             rank = arrived_s + ask.priority * step_s if step_s else 0.0
-            backend.places[sequence] = rank, len(backend.places)
-            backend.since[sequence] = self.tick
+            backend.places[found.sequence] = rank, len(backend.places)
+            backend.since[found.sequence] = self.tick
         if heard is not None and ask.constraints is not None:
             self.covered["resumed with constraints"] += heard.next_index > 0 and ask.num_lives > 1
 
@@ -397,7 +405,7 @@ class World:
         if self.backend.grammar_queue.find(epoch, request_id) is not None:
             state = "while compiling"
         elif heard is not None:
-            sequence = self.backend.requests._open[epoch][request_id][0]
+            sequence = self.backend.sequence_of(epoch, request_id)
             if len(sequence.subscribers) > 1:
                 state = "of a shared sequence"
             elif sequence in self.backend.scheduler._waiting._key_of:
@@ -465,7 +473,7 @@ class World:
 
     def judge_failure(self, heard: Open, key: tuple[int, int]) -> None:
         backend = self.backend
-        sequence = backend.requests._open[key[0]][key[1]][0]
+        sequence = backend.sequence_of(*key)
         if sequence in backend.struck or key in backend.struck:
             self.covered["failed by a curse"] += 1
             return
@@ -484,7 +492,7 @@ class World:
 
     def _judge_turn(self) -> None:
         backend = self.backend
-        heard_by_engine = {(f, i) for f, by_id in backend.requests._open.items() for i in by_id}
+        heard_by_engine = {(f, i) for f, by_id in backend.requests.table._by_frontend.items() for i in by_id}
         heard_by_engine |= backend.grammar_queue._waiting.keys()
         if heard_by_engine != backend.link.open.keys():
             raise Violation(f"the engine has {heard_by_engine} open, the link {set(backend.link.open)}")
@@ -496,7 +504,7 @@ class World:
                 raise Violation(f"{heard.ask} lives beyond its deadline")
             if backend.grammar_queue.find(frontend, request_id) is not None:
                 continue
-            sequence, subscriber = backend.requests._open[frontend][request_id]
+            sequence, subscriber = backend.requests.table._by_frontend[frontend][request_id]
             if (sequence.salt == heard.ask.salt) != (heard.embeddings is None):
                 raise Violation(f"{heard.ask} listens to a sequence of another tenant")
             if heard.next_index != len(sequence.tokens) - len(heard.ask.prompt) and subscriber.next_index <= len(
@@ -509,8 +517,8 @@ class World:
     def _judge_board(self) -> None:
         board, requests = self.backend.board, self.backend.requests
         ended = board.requests_finished + board.requests_cancelled + board.requests_expired + board.requests_failed
-        if board.requests_accepted != ended + requests._num_listening:
-            raise Violation(f"{board.requests_accepted} accepted, {ended} ended, {requests.num_open} open")
+        if board.requests_accepted != ended + requests.table._num_subscribed:
+            raise Violation(f"{board.requests_accepted} accepted, {ended} ended, {requests.table.num_open} open")
         if board.pages_used > self.setup.num_pages or board.pages_used + board.pages_idle > self.setup.num_pages:
             raise Violation(f"{board.pages_used} pages used and {board.pages_idle} idle")
         if board.host_pages_used > self.setup.num_host_pages:
@@ -521,10 +529,10 @@ class World:
         scheduler, board = backend.scheduler, backend.board
         if self.covered["rewound"] > self.covered["joined"] + self.covered["scored"]:  # a prompt may have stop ids
             raise Violation("tokens were computed again though nobody had joined")
-        if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.num_open:
+        if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.table.num_open:
             raise Violation("something is left over")
         if (
-            len(backend.requests._coalescer)
+            len(backend.requests.table.coalescer)
             or scheduler._prefix_cache._computing
             or scheduler._prefix_cache._filling
             or backend.executor.is_busy

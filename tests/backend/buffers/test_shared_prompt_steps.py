@@ -29,7 +29,7 @@ def test_preempted_sequence_reuses_its_pages_and_reads_no_embedding_twice(bench:
     loan = submit_embedded(bench, rows)
     while len(bench.received().token_ids) < 2:
         bench.turn()
-    ((sequence, _),) = bench.requests._open[1].values()
+    ((sequence, _),) = bench.requests.table.of_frontend(1)
     bench.scheduler._preempt(sequence)
     bench.run_dry()
     assert bench.received().token_ids == fakes_tokens(rows, 8, bench.vocab_size)

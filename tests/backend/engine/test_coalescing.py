@@ -536,7 +536,7 @@ def test_a_duplicate_of_a_running_request_is_taken_on_though_the_queue_is_full()
 
 def test_listeners_are_bounded_and_their_number_costs_no_more_than_itself() -> None:
     bench = Bench()
-    bench.requests._limits = replace(bench.requests._limits, max_open=3000)
+    bench.requests.intake.limits = replace(bench.requests.intake.limits, max_open=3000)
     for request_id in range(3100):
         share(bench, request_id, 5 + request_id % 7)
     bench.run_dry()
@@ -551,7 +551,7 @@ def test_a_fault_in_taking_one_request_on_fails_that_request_alone(monkeypatch: 
     bench.submit([1, 2], 8, request_id=0)
     bench.turn()
     with monkeypatch.context() as planted:
-        planted.setattr(bench.requests, "_refusal", lambda _submission: 1 / 0)
+        planted.setattr(bench.requests.intake, "find_refusal", lambda _submission: 1 / 0)
         bench.submit([3], 8, request_id=1)
         bench.engine.turn()
     bench.run_dry()

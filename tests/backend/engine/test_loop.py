@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.backend.engine.executor import ExecutorFailed
-from penstock.backend.engine.requests import EngineLimits
+from penstock.backend.engine.intake import EngineLimits
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.sequences.sequence import Sequence
@@ -105,7 +105,7 @@ def test_a_cancel_in_any_state_frees_pages_at_the_next_turn(turns: int) -> None:
         bench.cancel(request_id)
     bench.engine.turn()
     assert bench.pool.num_held == 0
-    assert bench.requests.num_open == 0
+    assert bench.requests.table.num_open == 0
     bench.engine.check_integrity()
 
 
@@ -250,7 +250,7 @@ class FaultyPass(FakePass):
 
 def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
     bench = Bench(forward_pass=FaultyPass(90, 8), vocab_size=90)
-    bench.requests._limits = EngineLimits(97, 256, 10)
+    bench.requests.intake.limits = EngineLimits(97, 256, 10)
     bench.submit([1, 91], 5)
     bench.submit([1, 2], 5, request_id=1)
     bench.run_dry()
@@ -260,7 +260,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_only() -> None:
 
 def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on() -> None:
     bench = Bench(forward_pass=FaultyPass(90, 8), vocab_size=90)
-    bench.requests._limits = EngineLimits(97, 256, 10)
+    bench.requests.intake.limits = EngineLimits(97, 256, 10)
     bench.submit([1, 90], 5)
     bench.run_dry()
     assert bench.received().finishes == [Finish.FAILED]
@@ -272,7 +272,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on() -> None:
 
 def test_a_step_that_raises_fails_the_guilty_request_and_who_shared_the_step_goes_on() -> None:
     bench = Bench(forward_pass=FaultyPass(90, 8), vocab_size=90, max_batch_tokens=64)
-    bench.requests._limits = EngineLimits(97, 256, 10)
+    bench.requests.intake.limits = EngineLimits(97, 256, 10)
     for request_id in range(4):
         bench.submit([1, request_id], 5, request_id=request_id)
     bench.turn()
@@ -338,7 +338,7 @@ def test_when_sixteen_steps_in_a_row_have_failed_the_process_ends() -> None:
 @pytest.mark.parametrize("part", ["build", "note_computed", "deliver"])
 def test_a_fault_of_ours_on_one_request_fails_that_request_alone(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    owner = {"build": bench.engine._builder, "note_computed": bench.scheduler, "deliver": bench.requests}[part]
+    owner = {"build": bench.engine._builder, "note_computed": bench.scheduler, "deliver": bench.requests.delivery}[part]
     original = getattr(owner, part)
 
     def broken(subject: Any, *args: Any) -> Any:

@@ -34,9 +34,9 @@ def ask(bench: Bench, request_id: int, grammar: Grammar | None = DIGITS, max_tok
 def compile_all(bench: Bench) -> None:
     """Turn the engine until no request waits for its grammar."""
     bench.engine.turn()
-    for waiting in list(bench.requests._grammar_queue._waiting.values()):
+    for waiting in list(bench.requests.table.grammar_queue._waiting.values()):
         waiting.future.exception(timeout=30)
-    while len(bench.requests._grammar_queue._done) < bench.requests._grammar_queue.num_waiting:
+    while len(bench.requests.table.grammar_queue._done) < bench.requests.table.grammar_queue.num_waiting:
         pass  # the compiler's thread is about to report it
     bench.engine.turn()
 

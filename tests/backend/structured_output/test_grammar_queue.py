@@ -47,12 +47,12 @@ def test_request_cancelled_while_its_grammar_compiles_leaves_nothing_behind(comp
     ask(bench, 0)
     ask(bench, 1, frontend=2)
     bench.engine.turn()
-    assert bench.requests.num_open == 2
+    assert bench.requests.table.num_open == 2
     bench.cancel(0)
     bench.link.arrivals.append(FrontendDeath(2))
     bench.link.dead.add(2)
     bench.engine.turn()
-    assert bench.requests.num_open == 0
+    assert bench.requests.table.num_open == 0
     compile_all(bench)
     assert bench.run_dry() == 0
     assert bench.board.requests_cancelled == bench.board.requests_accepted == 2
@@ -96,7 +96,7 @@ def test_abandoned_grammars_free_their_place_in_the_compiler(
     failure = bench.received(2).failure
     assert failure is not None
     assert failure.code == FailureCode.OVERLOADED
-    for request_id, waiting in enumerate(list(bench.requests._grammar_queue._waiting.values())):
+    for request_id, waiting in enumerate(list(bench.requests.table.grammar_queue._waiting.values())):
         bench.cancel(request_id)
         waiting.future.exception(timeout=30)
     ask(bench, 3)
@@ -134,7 +134,7 @@ def test_deadline_counts_from_arrival_while_a_grammar_compiles(compiler: Grammar
     ask(bench, 1, timeout_ms=3000, max_tokens=200)
     bench.engine.turn()
     bench.now_s = 2.0
-    bench.requests.expire()
+    bench.requests.canceller.expire()
     assert bench.received(0).finishes == [Finish.EXPIRED]
     compile_all(bench)
     assert bench.received(1).finishes == []
@@ -142,7 +142,7 @@ def test_deadline_counts_from_arrival_while_a_grammar_compiles(compiler: Grammar
     bench.engine.turn()
     assert bench.received(1).finishes == [Finish.EXPIRED]
     board = bench.board
-    assert (board.requests_accepted, board.requests_expired, bench.requests.num_open) == (2, 2, 0)
+    assert (board.requests_accepted, board.requests_expired, bench.requests.table.num_open) == (2, 2, 0)
 
 
 def test_draining_serves_requests_that_wait_for_grammars(compiler: GrammarCompiler) -> None:

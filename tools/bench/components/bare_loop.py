@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.executor import StepResult
+from penstock.backend.engine.intake import EngineLimits
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import EngineLimits, Requests
+from penstock.backend.engine.requests import Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.connected_frontend import ConnectedFrontend
@@ -123,7 +124,7 @@ class BareLoop:
             executor,
             self._scheduler,
             BatchBuilder(num_running, pages_per_sequence),
-            Requests(link, self._scheduler, self._board, limits),
+            Requests.make(link, self._scheduler, self._board, limits),
             self._board,
         )
         self._num_submitted = 0

@@ -18,8 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.backend.engine.batch_builder import BatchBuilder
+from penstock.backend.engine.intake import EngineLimits
 from penstock.backend.engine.loop import Engine
-from penstock.backend.engine.requests import EngineLimits, Requests
+from penstock.backend.engine.requests import Requests
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.shm.link.events import Cancellation, Submission
@@ -109,7 +110,7 @@ class Simulation:
         pool = PagePool(max_running * pages_per_sequence)
         scheduler = Scheduler(pool, _PAGE_SIZE_TOKENS, max_running, max_batch_tokens, num_plans_ahead=capacity)
         link, executor = cast("Any", self._link), cast("Any", self._device)
-        requests = Requests(
+        requests = Requests.make(
             link, scheduler, self._board, EngineLimits(VOCAB_SIZE, _CONTEXT_TOKENS, max_waiting=1 << 20)
         )
         builder = BatchBuilder(max_running, pages_per_sequence)

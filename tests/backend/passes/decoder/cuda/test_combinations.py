@@ -287,7 +287,7 @@ def test_bad_logits_invalidate_the_host_pages_of_their_tenant_only(capacity: int
     while len(bench.received(201).token_ids) < 4:
         bench.turn()
     assert bench.board.pages_restored == 2
-    ((sequence, _),) = bench.requests._open[1].values()
+    ((sequence, _),) = bench.requests.table.of_frontend(1)
     with torch.inference_mode():
         forward_pass._ops.pages[:, sequence.kv.pages[0]] = 0xFF  # NaN in every number
     bench.run_dry()
@@ -335,7 +335,7 @@ def test_bisection_of_a_step_with_restores_fails_only_the_bad_row(
     forward_pass.forward, forward_pass.sample = forward, fail_late  # type: ignore[method-assign]
     submit_all(bench, link)
     bench.turn()
-    while any(request_id < 100 for request_id in bench.requests._open.get(1, ())):
+    while any(request.subscriber.request_id < 100 for request in bench.requests.table.of_frontend(1)):
         if not guilty or not guilty[-1]._is_open:
             loan = link.submit(random_rows(3, 50), 4, 100 + len(guilty))
             guilty.append(loan)
@@ -359,7 +359,7 @@ def test_a_lost_device_releases_all_loans_and_host_pages_once(
     bench = AheadBench(forward_pass, 9, 4, 16, link)
     submit_all(bench, link)
     while bench.board.pages_saved == 0:
-        assert bench.requests.num_open or link.arrivals
+        assert bench.requests.table.num_open or link.arrivals
         bench.turn()
     link.submit(random_rows(20, 8), 5, 8)
     forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")

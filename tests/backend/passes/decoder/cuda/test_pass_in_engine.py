@@ -87,10 +87,10 @@ class AheadBench(Bench):
 
     def run_dry(self, max_turns: int = 5000) -> int:
         for turn in range(max_turns):
-            if not self.link.arrivals and not self.requests.num_open and not self.threads.is_busy:
+            if not self.link.arrivals and not self.requests.table.num_open and not self.threads.is_busy:
                 return turn
             self.turn()
-        raise AssertionError(f"{self.requests.num_open} requests still open after {max_turns} turns")
+        raise AssertionError(f"{self.requests.table.num_open} requests still open after {max_turns} turns")
 
     def close(self) -> None:
         self.threads.close()

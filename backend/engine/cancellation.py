@@ -1,0 +1,70 @@
+"""Ends requests early: the client cancels, the frontend dies, or the deadline passes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from penstock.shm.messages import Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.backend.engine.delivery import Delivery
+    from penstock.backend.engine.open_requests import OpenRequests
+    from penstock.shm.memory.board import BackendBoard
+
+
+class Canceller:
+    """A cancelled request is gone at once. If its sequence has no other subscriber, the scheduler drops it: pages and
+    slot are free for the next plan, and rows in plans already made are dropped when their step is launched."""
+
+    def __init__(
+        self,
+        board: BackendBoard,
+        open_requests: OpenRequests,
+        delivery: Delivery,
+        clock: Callable[[], float],
+    ) -> None:
+        self._board = board
+        self._open_requests = open_requests
+        self._grammar_queue = open_requests.grammar_queue
+        self._delivery = delivery
+        self._clock = clock
+
+    def cancel(self, frontend: int, request_id: int, noticed_ns: int = 0) -> None:
+        """End one request. An unknown id is normal: a cancel may cross the end of its request, or come twice.
+
+        noticed_ns is the CLOCK_MONOTONIC time at which the frontend noticed; 0 if unknown.
+        """
+        if self._grammar_queue.remove(frontend, request_id):
+            self._board.requests_accepted += 1
+            self._board.requests_cancelled += 1
+        elif (found := self._open_requests.find(frontend, request_id)) is not None:
+            self._open_requests.remove(*found)
+            self._board.requests_cancelled += 1
+            if noticed_ns and found.sequence.ended:
+                self._board.observe_cancel(max(0, time.monotonic_ns() - noticed_ns) // 1000)
+
+    def drop_frontend(self, frontend: int) -> None:
+        """End all requests of a frontend that has died."""
+        num_removed = self._grammar_queue.remove_frontend(frontend)
+        self._board.requests_accepted += num_removed
+        self._board.requests_cancelled += num_removed
+        for sequence, subscriber in self._open_requests.of_frontend(frontend):
+            self._open_requests.remove(sequence, subscriber)
+            self._board.requests_cancelled += 1
+
+    def expire(self) -> None:
+        """End the requests whose deadline has passed, in whatever state they are."""
+        for frontend, request_id in self._open_requests.deadlines.passed(self._clock()):
+            self._delivery.end(frontend, request_id, Finish.EXPIRED)
+            if (found := self._open_requests.find(frontend, request_id)) is not None:
+                self._open_requests.remove(*found)
+            else:
+                self._grammar_queue.remove(frontend, request_id)
+                self._board.requests_accepted += 1
+
+    def next_due_s(self, at_most_s: float) -> float:
+        """Seconds until the next deadline, or at_most_s if that is sooner."""
+        return self._open_requests.deadlines.next_due_s(self._clock(), at_most_s)

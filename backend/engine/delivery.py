@@ -1,0 +1,146 @@
+"""Sends each sampled token to the sequence's subscribers, and ends the streams that are complete or have failed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from penstock.shm.messages import NO_TOKEN, EventLogprobs, Failure, FailureCode, Finish, Started
+
+if TYPE_CHECKING:
+    from penstock.backend.engine.open_requests import OpenRequests
+    from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.sequences.subscribers import Subscriber
+    from penstock.shm.link.backend_link import BackendLink
+    from penstock.shm.memory.board import BackendBoard
+
+
+class Delivery:
+    """Tokens of a step that are nothing but tokens take the fast path, all together; see `Sequence.settle`."""
+
+    def __init__(self, link: BackendLink, board: BackendBoard, open_requests: OpenRequests) -> None:
+        self._link = link
+        self._board = board
+        self._open_requests = open_requests
+
+    def deliver_fast_path(self, plan: Plan, token_ids: list[int]) -> list[int]:
+        """Deliver the tokens of a step, one per row, that are nothing but a token to all their subscribers.
+
+        Returns the indices of the other rows, which are untouched: stale ones, and those that have no token or one that
+        completes a page, starts a stream or may end one.
+        """
+        slow = []
+        outputs: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        rows = zip(range(len(plan)), plan.sequences, plan.generations, plan.ends, token_ids, strict=True)
+        for index, sequence, generation, end, token_id in rows:
+            if (
+                end < sequence.fast_path_until
+                and sequence.generation == generation
+                and token_id not in sequence.stop_ids
+            ):
+                sequence.tokens.append(token_id)
+                for frontend, request_id in sequence.subscriber_ids:
+                    request_ids, tokens = outputs[frontend]
+                    request_ids.append(request_id)
+                    tokens.append(token_id)
+            else:
+                slow.append(index)
+        for frontend, (request_ids, tokens) in outputs.items():
+            self._link.push_tokens(frontend, request_ids, tokens)
+        return slow
+
+    def deliver(self, sequence: Sequence, token_id: int, logprobs: EventLogprobs | None = None) -> None:
+        """Deliver the sequence's next token. Subscribers that it ends leave; with the last one the sequence ends."""
+        index = len(sequence.tokens)
+        sequence.tokens.append(token_id)
+        if sequence.kept_logprobs is not None and logprobs is not None:
+            sequence.kept_logprobs.append(logprobs)
+        for subscriber in tuple(sequence.subscribers):
+            if self._send(sequence, subscriber, index, token_id, logprobs):
+                self._open_requests.remove(sequence, subscriber)
+        sequence.settle()
+
+    def replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
+        """Send a late joiner all tokens so far. Its own limit may be among them."""
+        for index in range(subscriber.next_index, len(sequence.tokens)):
+            # kept_logprobs is aligned with the end of tokens.
+            logprobs = sequence.kept_logprobs[index - len(sequence.tokens)] if sequence.kept_logprobs else None
+            if self._send(sequence, subscriber, index, sequence.tokens[index], logprobs):
+                self._open_requests.remove(sequence, subscriber)
+                return
+
+    def _send(
+        self, sequence: Sequence, subscriber: Subscriber, index: int, token_id: int, logprobs: EventLogprobs | None
+    ) -> bool:
+        """Send one subscriber the sequence's token at index. True if that ends its stream."""
+        if index < subscriber.next_index:  # a token that came with the request
+            if logprobs is not None and subscriber.num_prompt_logprobs >= 0:
+                entry = _narrowed(logprobs, index, subscriber.num_prompt_logprobs)
+                self._link.push_prompt_logprobs(subscriber.frontend, subscriber.request_id, entry)
+            return False
+        own_logprobs = None
+        if logprobs is not None and subscriber.num_logprobs >= 0:
+            own_logprobs = _narrowed(logprobs, 0, subscriber.num_logprobs)
+        started = None if subscriber.is_started else self._start(sequence, subscriber)
+        finish = Finish.NONE
+        if token_id in subscriber.stop_token_ids:
+            finish = Finish.STOP
+        elif index + 1 >= subscriber.max_total_tokens:
+            finish = Finish.LENGTH
+        address = subscriber.frontend, subscriber.request_id
+        if finish is Finish.NONE:
+            self._link.push(*address, token_id, started=started, logprobs=own_logprobs)
+            return False
+        self.end(*address, finish, token_id, started=started, logprobs=own_logprobs)
+        return True
+
+    def _start(self, sequence: Sequence, subscriber: Subscriber) -> Started:
+        """What a subscriber receives beside its first token."""
+        subscriber.is_started = True
+        queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
+        # After a preemption, generated tokens may have been found in the cache as well.
+        num_cached = min(sequence.kv.num_cached, sequence.num_prompt_tokens)
+        if not subscriber.has_joined:
+            self._board.cached_tokens += num_cached
+        return Started(subscriber.request_id, num_cached, queue_s, subscriber.has_joined)
+
+    def fail(self, sequence: Sequence, code: FailureCode = FailureCode.INTERNAL, text: str = "") -> None:
+        """End the sequence and all its requests, for a bug of ours or a fault of its constraints."""
+        for subscriber in list(sequence.subscribers):
+            failure = Failure(subscriber.request_id, code, text=text)
+            self.end(subscriber.frontend, subscriber.request_id, Finish.FAILED, failure=failure)
+            self._open_requests.remove(sequence, subscriber)
+
+    def end(
+        self,
+        frontend: int,
+        request_id: int,
+        finish: Finish,
+        token_id: int = NO_TOKEN,
+        *,
+        started: Started | None = None,
+        failure: Failure | None = None,
+        logprobs: EventLogprobs | None = None,
+    ) -> None:
+        """Send and count the last event of a request. The caller removes it from the table of open requests."""
+        self._link.push(frontend, request_id, token_id, finish, started=started, failure=failure, logprobs=logprobs)
+        match finish:
+            case Finish.STOP | Finish.LENGTH:
+                self._board.requests_finished += 1
+            case Finish.EXPIRED:
+                self._board.requests_expired += 1
+            case Finish.REJECTED:
+                self._board.requests_rejected += 1
+            case _:
+                self._board.requests_failed += 1
+
+    def note_preemption(self, sequence: Sequence) -> None:
+        for subscriber in sequence.subscribers:
+            self._link.note_preemption(subscriber.frontend, subscriber.request_id)
+
+
+def _narrowed(logprobs: EventLogprobs, event: int, width: int) -> EventLogprobs:
+    """The entry with its top width tokens only."""
+    top_ids, top_logprobs = logprobs.top_ids[:width], logprobs.top_logprobs[:width]
+    return EventLogprobs(event, logprobs.logprob, logprobs.rank, top_ids, top_logprobs)
