@@ -112,16 +112,12 @@ class DriverDevice:
         device, uuid = _DEVICE(), _Uuid()
         self._driver.call("cuDeviceGet", ctypes.byref(device), ordinal)
         self._driver.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
-        self._uuid = bytes(uuid.bytes)
+        self.uuid = bytes(uuid.bytes)
         self._context = _CONTEXT()
         self._driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         # Reads and fills run on this stream: on the default stream they would wait for the running step.
         self._stream = _STREAM()
         self._call("cuStreamCreate", ctypes.byref(self._stream), _STREAM_NON_BLOCKING)
-
-    @property
-    def uuid(self) -> bytes:
-        return self._uuid
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:

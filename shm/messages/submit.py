@@ -101,7 +101,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     output: BufferRef | None = None
     """Receives logits or hidden states of the first num_rows generated tokens. Such a request is never coalesced."""
     batch_delivery: bool = False
-    """Nobody reads its tokens one by one: all but the first may be held for a moment and sent together."""
+    """Tokens need not arrive one by one: all but the first may be held for a moment and sent together."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):

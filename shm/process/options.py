@@ -59,7 +59,7 @@ def make_app(name: str, help_text: str) -> App:
     An invalid value ends the process with one line on standard error and exit status 1.
     """
 
-    def say_in_one_line(error: CycloptsError) -> NoReturn:
+    def fail_in_one_line(error: CycloptsError) -> NoReturn:
         fail(name, " ".join(str(error).split()))
 
     return App(
@@ -67,7 +67,7 @@ def make_app(name: str, help_text: str) -> App:
         help=help_text,
         config=Env(ENV_PREFIX, command=False),
         version_flags=[],
-        error_formatter=say_in_one_line,
+        error_formatter=fail_in_one_line,
     )
 
 

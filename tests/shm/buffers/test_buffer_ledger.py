@@ -45,7 +45,7 @@ class Client:
     death_fd: int
     mail: list[BufferReturn] = field(default_factory=list)
     is_connected: bool = True
-    lives: bool = True
+    is_running: bool = True
     written: dict[int, list[float]] = field(default_factory=dict)
     """Index → first value of each row that the backend wrote in the last loan."""
     held: dict[int, SharedBuffer] = field(default_factory=dict)
@@ -91,15 +91,15 @@ class Buffers(RuleBasedStateMachine):
 
     # Choices for the rules
 
-    def living(self) -> list[Client]:
-        return [client for client in self.everybody if client.lives]
+    def running(self) -> list[Client]:
+        return [client for client in self.everybody if client.is_running]
 
     def connected(self) -> list[Client]:
         return [client for client in self.everybody if client.is_connected]
 
     def held(self) -> list[tuple[Client, SharedBuffer]]:
         """Buffers taken in running processes, lent or not."""
-        return [(client, buffer) for client in self.living() for buffer in client.held.values()]
+        return [(client, buffer) for client in self.running() for buffer in client.held.values()]
 
     def lendable(self) -> list[tuple[Client, SharedBuffer]]:
         return [(client, buffer) for client, buffer in self.held() if client.is_connected and is_at_hand(buffer)]
@@ -114,7 +114,7 @@ class Buffers(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.connected()) < 3)
     @rule(num_buffers=st.integers(1, 3), on_device=st.booleans())
-    def come(self, num_buffers: int, on_device: bool) -> None:
+    def connect(self, num_buffers: int, on_device: bool) -> None:
         buffer_request = BufferRequest(num_buffers, 3 * ROW_BYTES, (BufferKind.CUDA if on_device else BufferKind.HOST,))
         death_fd = os.eventfd(0)
         held_bytes = self.exporter.held_bytes
@@ -130,11 +130,11 @@ class Buffers(RuleBasedStateMachine):
         exported.close_fds()
         self.everybody.append(Client(device, exported, shared, death_fd))
 
-    @precondition(lambda self: self.living())
+    @precondition(lambda self: self.running())
     @rule(data=st.data(), how=st.sampled_from(["stays", "stays", "leaves", "deserts", "dies"]))
     def depart(self, data: st.DataObject, how: str) -> None:
         """leaves: closes all buffers that are not held, and reports it if that was all; deserts: closes nothing."""
-        client = data.draw(st.sampled_from(self.living()))
+        client = data.draw(st.sampled_from(self.running()))
         if how == "leaves" and client.is_connected:
             client.shared.close()
             self._lose(client, has_closed=client.shared.is_closed)
@@ -144,7 +144,7 @@ class Buffers(RuleBasedStateMachine):
             self._die(client)
 
     def _die(self, client: Client) -> None:
-        client.lives = False
+        client.is_running = False
         client.device.die()
         if client.exported.grant.kind is BufferKind.HOST:
             client.shared.close()  # the kernel unmaps it
@@ -291,7 +291,7 @@ class Buffers(RuleBasedStateMachine):
 
     @precondition(lambda self: any(lent.client.is_connected for lent in self.loans))
     @rule(data=st.data(), earlier=st.integers(0, 2))
-    def lend_what_was_lent(self, data: st.DataObject, earlier: int) -> None:
+    def lend_a_stale_reference(self, data: st.DataObject, earlier: int) -> None:
         """A stale or repeated reference never lends."""
         lent = data.draw(st.sampled_from([lent for lent in self.loans if lent.client.is_connected]))
         stale = BufferRef(lent.ref.index, max(0, lent.ref.generation - earlier), BufferContent.LOGITS, 1)
@@ -301,7 +301,7 @@ class Buffers(RuleBasedStateMachine):
     # Invariants
 
     @invariant()
-    def what_came_back_is_what_was_written(self) -> None:
+    def returned_rows_are_what_was_written(self) -> None:
         if not hasattr(self, "exporter"):
             return
         for client, buffer in self.lendable():
@@ -326,14 +326,14 @@ class Buffers(RuleBasedStateMachine):
                 assert client.shared.num_lent - client.shared.num_returned == num_open + len(client.mail)
 
     @invariant()
-    def memory_is_there_for_whoever_has_it_open_and_for_nobody_else(self) -> None:
+    def memory_stays_allocated_exactly_while_someone_has_it_open(self) -> None:
         if not hasattr(self, "exporter"):
             return
         kept = [c for c in self.everybody if c.is_connected or c.exported in self.exporter._orphans]
         assert self.exporter.held_bytes == sum(client.exported.num_bytes for client in kept) <= BUDGET
         on_device = [client for client in kept if client.exported.grant.kind is BufferKind.CUDA]
         assert self.device.num_allocated == 1 + sum(client.exported.grant.num_buffers for client in on_device)
-        for client in self.living():
+        for client in self.running():
             assert client.device.num_opened == 0 or client in on_device, "freed under its client"
             if client.exported.grant.kind is BufferKind.CUDA:
                 at_hand = sum(is_at_hand(buffer) for buffer in client.held.values())
@@ -342,7 +342,7 @@ class Buffers(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "exporter"):
             return
-        for client in self.living():
+        for client in self.running():
             self._die(client)
         self.run_device()
         self.exporter.reap()

@@ -39,8 +39,8 @@ async def test_tokens_that_arrive_together_share_the_time_since_the_token_before
     monkeypatch.setattr("penstock.shm.link.connected_frontend._MAX_HOLD_S", 60.0)
     with ScriptedBackend(socket_path, Script(step_s=0.01)) as backend:
         async with connected(socket_path) as client:
-            bundled = replace(request([1], 9), batch_delivery=True)
-            batches = [batch async for batch in client.submit(bundled)]
+            batched = replace(request([1], 9), batch_delivery=True)
+            batches = [batch async for batch in client.submit(batched)]
             assert [len(batch.token_ids) for batch in batches] == [1, 8]
             assert [token for batch in batches for token in batch.token_ids] == expected_tokens([1], 9)
             await until(lambda: at_base(client))
