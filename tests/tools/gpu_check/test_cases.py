@@ -1,4 +1,7 @@
-"""gpu-check's comparisons, and its checks of invariance on the emulator; the others run in tests/decoder/cuda."""
+"""The comparisons of cases, and the invariance checks on the emulator.
+
+The other cases run in tests/backend/passes/decoder/cuda.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ LAUNCHER = EmulatedLauncher()
 
 
 @pytest.mark.parametrize("check", list(invariance_checks()), ids=lambda check: f"{check.family}.{check.name}")
-def test_a_check_of_invariance_passes(check: Check) -> None:
+def test_invariance_check_passes(check: Check) -> None:
     check.run(LAUNCHER)
 
 
-def test_checks_have_names_of_their_own() -> None:
+def test_checks_have_distinct_names() -> None:
     for checks in (list(small_checks()), list(wide_checks())):
         assert len({(check.family, check.name) for check in checks}) == len(checks)
 
 
-def test_numbers_are_close_or_the_message_says_by_how_much_not() -> None:
+def test_require_close_reports_the_error_of_distant_numbers() -> None:
     nan, inf = torch.nan, torch.inf
     assert require_close("x", torch.tensor([1.0, nan, inf]), torch.tensor([1.001, nan, inf]), 0.01, 0.0) < 0.2
     for found in ([1.02, nan, inf], [1.0, 1.0, inf], [1.0, nan, nan], [nan, nan, inf]):
@@ -32,13 +35,13 @@ def test_numbers_are_close_or_the_message_says_by_how_much_not() -> None:
         require_close("x", torch.zeros(2), torch.zeros(3), 1, 1)
 
 
-def test_bits_are_the_same_or_counted() -> None:
+def test_require_same_bits_counts_differing_bytes() -> None:
     require_same_bits("x", torch.tensor([torch.nan, 0.0]), torch.tensor([torch.nan, 0.0]))
     with pytest.raises(Mismatch, match="x: 1 of 8 bytes differ"):
         require_same_bits("x", torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
 
 
-def test_what_is_no_number_is_within_nothing() -> None:
+def test_require_within_refuses_nan_and_larger_errors() -> None:
     assert require_within("x", 0.5, 1.0) == 0.5
     for error in (1.5, torch.nan):
         with pytest.raises(Mismatch, match="at most 1 is allowed"):

@@ -41,7 +41,7 @@ def tiny_plan(**changes: Any) -> end_to_end.ModelPlan:
     return replace(plan, **changes)
 
 
-def test_a_model_is_measured_from_end_to_end(record: Record) -> None:
+def test_model_is_measured_from_end_to_end(record: Record) -> None:
     end_to_end.measure_model(record.results, make_device_context(), tiny_plan())
     found = record.findings()
     assert {
@@ -55,7 +55,7 @@ def test_a_model_is_measured_from_end_to_end(record: Record) -> None:
     assert 1.85 < ratio < 1.9
 
 
-def test_the_engines_loop_gives_the_tokens_of_steps_by_themselves(record: Record) -> None:
+def test_engine_loop_generates_the_same_tokens_as_single_steps(record: Record) -> None:
     context, weights = make_device_context(), RandomWeights(TINY, torch.float32, torch.device("cpu"))
     plan = engine_runs.EnginePlan()
     runs = engine_runs._EngineRuns(record.results, context, "x", TINY, weights, torch.float32, plan)
@@ -72,7 +72,7 @@ def test_the_engines_loop_gives_the_tokens_of_steps_by_themselves(record: Record
     assert len(stream.token_times_s) == 12
 
 
-def test_a_step_that_fails_ends_the_loop_with_its_error(record: Record) -> None:
+def test_failed_step_ends_the_loop_with_its_error(record: Record) -> None:
     weights = RandomWeights(TINY, torch.float32, torch.device("cpu"))
     runs = engine_runs._EngineRuns(
         record.results, make_device_context(), "x", TINY, weights, torch.float32, engine_runs.EnginePlan()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HEADS = HeadShape(4, 2, 64)
 
 
-def test_ceilings(record: Record) -> None:
+def test_ceilings_are_measured(record: Record) -> None:
     sizes = ceilings.CeilingSizes(4096, 32, (64, 32), 3, 4096, 64, CacheLayout(2, 3, 16, 1, 64, "bf16"))
     ceilings.measure(record.results, make_device_context(), sizes)
     found = record.findings()
@@ -30,7 +30,7 @@ def test_ceilings(record: Record) -> None:
     assert {"link.pages.save", "link.pages.restore"} <= set(found)
 
 
-def test_kernels_have_figures(record: Record) -> None:
+def test_each_kernel_has_a_figure(record: Record) -> None:
     sizes = kernel_cases.KernelSizes(
         heads=HEADS,
         decode=tuple(
@@ -54,7 +54,7 @@ def test_kernels_have_figures(record: Record) -> None:
     assert {"attention.prefill.b", "sampling.256x128k.filtered", "elementwise.rope_and_store.q8_0.5"} <= set(found)
 
 
-def test_peers_of_attention_are_measured_or_skipped_with_a_reason(record: Record) -> None:
+def test_attention_peers_are_measured_or_skipped_with_a_reason(record: Record) -> None:
     attention_peers.measure(
         record.results, make_device_context(), HEADS, (("d", 2, 64),), (("p", 32),),
         {"math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION},

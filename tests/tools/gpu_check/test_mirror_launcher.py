@@ -1,4 +1,4 @@
-"""Tensors of the CPU on a GPU for one launch, by a CuPy whose device is the host's memory."""
+"""`MirrorLauncher`, tested with a fake CuPy whose device memory is host memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fault(Exception):
 
 
 class HostCupy:
-    """Of CuPy what the launcher uses. The kernel adds 1 to the floats of its first argument, count of them."""
+    """The part of CuPy that the launcher uses. The kernel adds 1 to the first `count` floats of its first argument."""
 
     def __init__(self) -> None:
         self.allocations: list[ctypes.Array[ctypes.c_char]] = []
@@ -75,14 +75,14 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> HostCupy:
     return fake
 
 
-def test_a_launch_takes_the_tensors_there_and_back(cupy: HostCupy) -> None:
+def test_launch_copies_the_tensors_to_the_device_and_back(cupy: HostCupy) -> None:
     whole = torch.arange(10.0)
     launcher = MirrorLauncher()
     launcher.launch(KERNEL, (2, 1, 1), whole[3:], np.int32(2))
     assert whole.tolist() == [0, 1, 2, 4, 5, 5, 6, 7, 8, 9]
     ((grid, block, (pointer, count), shared_bytes),) = cupy.seen
     assert (grid, block, count, shared_bytes) == ((2, 1, 1), (32,), 2, 0)
-    # From the first element to the last, and no byte more.
+    # From the first element to the last, without a byte more.
     (allocation,) = cupy.allocations
     assert len(allocation) == 7 * 4
     assert pointer == ctypes.addressof(allocation)
@@ -90,7 +90,7 @@ def test_a_launch_takes_the_tensors_there_and_back(cupy: HostCupy) -> None:
     assert launcher.shared_bytes_per_sm == 233_472
 
 
-def test_tensors_that_overlap_are_one_allocation(cupy: HostCupy) -> None:
+def test_overlapping_tensors_share_an_allocation(cupy: HostCupy) -> None:
     whole, other = torch.zeros(8), torch.zeros(2, dtype=torch.int16)
     MirrorLauncher().launch(KERNEL, (1, 1, 1), whole[2:6], other, whole, whole[:0], np.int32(4))
     assert whole.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
@@ -101,7 +101,7 @@ def test_tensors_that_overlap_are_one_allocation(cupy: HostCupy) -> None:
     assert nothing == 0
 
 
-def test_poison_stays_behind_where_a_sanitizer_is_to_see_reads_of_it(cupy: HostCupy) -> None:
+def test_poison_is_not_uploaded_when_a_sanitizer_should_see_reads_of_it(cupy: HostCupy) -> None:
     launcher = MirrorLauncher(pooled=False, leaves_poison=True)
     assert cupy.allocator is None
     poisoned, mixed = torch.full((4,), torch.nan), torch.tensor([torch.nan, 1.0])
@@ -109,19 +109,19 @@ def test_poison_stays_behind_where_a_sanitizer_is_to_see_reads_of_it(cupy: HostC
     assert cupy.uploads == [8]
 
 
-def test_a_stride_is_part_of_what_is_mirrored() -> None:
+def test_mirror_spans_strided_tensors() -> None:
     wide = torch.zeros(3, 10)
     (mirror,) = make_mirrors((wide[:, :4],))
     assert mirror.end - mirror.start == (2 * 10 + 4) * 4
 
 
-def test_a_fault_names_the_kernel_and_its_grid(cupy: HostCupy) -> None:
+def test_fault_names_the_kernel_and_its_grid(cupy: HostCupy) -> None:
     cupy.fault = Fault("an illegal memory access")
     with pytest.raises(KernelFailed, match=r"add_rms_norm\[ACT=0\] \(1, 1, 1\): an illegal memory access"):
         MirrorLauncher().launch(KERNEL, (1, 1, 1), torch.zeros(1), np.int32(1))
 
 
-def test_an_empty_grid_is_no_launch_and_other_devices_tensors_are_refused(cupy: HostCupy) -> None:
+def test_empty_grid_is_skipped_and_tensors_of_other_devices_are_refused(cupy: HostCupy) -> None:
     launcher = MirrorLauncher()
     launcher.launch(KERNEL, (0, 1, 1), torch.zeros(1), np.int32(1))
     assert not cupy.seen
@@ -129,7 +129,7 @@ def test_an_empty_grid_is_no_launch_and_other_devices_tensors_are_refused(cupy: 
         launcher.launch(KERNEL, (1, 1, 1), torch.zeros(1, device="meta"), np.int32(1))
 
 
-def test_a_wrappers_kernel_is_in_a_file_of_its_own(cupy: HostCupy) -> None:
+def test_wrapper_kernel_has_a_source_file_of_its_own(cupy: HostCupy) -> None:
     kernel = wrapper_kernel("multiply", half=1)
     assert kernel.source.endswith("cases/ptx_wrappers.cu")
     MirrorLauncher().prepare([kernel])

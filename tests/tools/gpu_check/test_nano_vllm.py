@@ -1,4 +1,4 @@
-"""nano-vllm beside ours: the checkpoint it is given, FlashAttention 3 under its names, and how it is driven."""
+"""nano-vllm as a peer: the checkpoint we write for it, the FlashAttention 3 adapter, and how it is called."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ QWEN3 = TINY_FAMILY["qwen3"]
 SIZES = nano_vllm.NanoVllmSizes(QWEN3, torch.float32, EnginePlan(requests=4, shortest=3, longest=9, batch_tokens=64))
 
 
-def test_the_workload_is_the_one_that_nano_vllm_publishes_figures_for() -> None:
+def test_workload_equals_that_of_nano_vllms_benchmark() -> None:
     requests = draw_offline_requests(256, 100, 1024, 151_936)
     assert sum(request.num_new_tokens for request in requests) == 133_966
     assert {100 <= len(request.prompt) <= 1024 for request in requests} == {True}
     assert max(max(request.prompt) for request in draw_offline_requests(9, 3, 9, 200)) < 200
 
 
-def test_transformers_reads_the_checkpoint_as_our_model(tmp_path: Path) -> None:
+def test_transformers_computes_the_same_logits_from_the_checkpoint(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     weights = RandomWeights(QWEN3, torch.float32, torch.device("cpu"))
     nano_vllm.write_checkpoint(tmp_path, QWEN3, weights, torch.float32)
@@ -50,7 +50,7 @@ def test_transformers_reads_the_checkpoint_as_our_model(tmp_path: Path) -> None:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """[tokens, heads, size] each, the queries being the last tokens."""
+    """Causal attention of [tokens, heads, size] tensors; the queries are the last tokens."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -58,7 +58,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 
 
 def flash_attention_3() -> ModuleType:
-    """With the names and arguments of `flash_attn_interface`, in plain torch."""
+    """A module with the names and arguments of `flash_attn_interface`, in plain torch."""
     module: Any = ModuleType("flash_attn_interface")
 
     def flash_attn_varlen_func(
@@ -97,8 +97,8 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("flash_attn", None)
 
 
-def test_flash_attention_3_computes_what_nano_vllm_asks_for(flash_attn: Any) -> None:
-    """New prompts, prompts behind cached prefixes, and decodes, called as its attention layer calls them."""
+def test_flash_attention_3_adapter_computes_what_nano_vllm_expects(flash_attn: Any) -> None:
+    """Calls it as nano-vllm's attention layer does: new prompts, prompts after cached prefixes, decodes."""
     torch.manual_seed(0)
     lengths, history = [5, 9], [6, 2]
     k, v = (torch.randn(sum(lengths) + sum(history), 2, 16) for _ in range(2))
@@ -171,7 +171,7 @@ def test_both_run_the_same_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {(params.temperature, params.ignore_eos) for params in sampling} == {(0.6, True)}
 
 
-def test_a_nano_vllm_that_fails_here_is_skipped_with_its_reason(
+def test_failing_nano_vllm_is_skipped_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flash_attn: ModuleType
 ) -> None:
     assert flash_attn
@@ -188,11 +188,11 @@ def test_a_nano_vllm_that_fails_here_is_skipped_with_its_reason(
     assert record.findings()["peers.nano_vllm_ratio"].detail == "not measured: AssertionError: no process group"
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     present = {"nanovllm"}
     monkeypatch.setattr(nano_vllm.importlib.util, "find_spec", lambda name: name in present or None)
-    assert "neither is there" in str(nano_vllm.missing_package())
+    assert "neither is present" in str(nano_vllm.missing_package())
     present.add("flash_attn_interface")
     assert nano_vllm.missing_package() is None
     present.clear()
-    assert "nanovllm is not installed" in str(nano_vllm.missing_package())
+    assert "nanovllm is neither installed" in str(nano_vllm.missing_package())

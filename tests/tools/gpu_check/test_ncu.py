@@ -1,4 +1,4 @@
-"""gpu-check --ncu: a kernel case by name, and what is read of Nsight Compute's output, which a script prints here."""
+"""gpu-check --ncu, with a script that prints Nsight Compute's output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def raw_page(columns: dict[str, tuple[str, list[str]]] = COLUMNS) -> str:
 
 
 def fake_ncu(directory: Path, profiling: str = "pass", raw: str = "") -> None:
-    """On PATH: records by the code `profiling`, and shows two pages of any recording."""
+    """Put an ncu on PATH that runs the code `profiling` to record, and prints two pages of any recording."""
     script = f"""
 import os, subprocess, sys
 from pathlib import Path
@@ -70,7 +70,7 @@ else:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """PATH is a directory of this test's."""
+    """A directory that is the whole PATH."""
     directory = tmp_path / "bin"
     directory.mkdir()
     monkeypatch.setenv("PATH", str(directory))
@@ -79,7 +79,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_a_cases_numbers_are_in_the_report(place: Path, tmp_path: Path) -> None:
+def test_metrics_of_a_case_are_in_the_report(place: Path, tmp_path: Path) -> None:
     fake_ncu(place)
     out = tmp_path / "out"
     assert main(["--ncu", CASE, "--out", str(out), "--commit", "abc"]) == 0
@@ -112,7 +112,7 @@ def test_a_cases_numbers_are_in_the_report(place: Path, tmp_path: Path) -> None:
         ("print('Traceback'); print('RuntimeError: no GPU'); sys.exit(9)", "status 9: RuntimeError: no GPU"),
     ],
 )
-def test_what_goes_wrong_is_told_in_ncus_words(
+def test_failure_is_reported_in_ncus_words(
     place: Path, tmp_path: Path, profiling: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_ncu(place, profiling)
@@ -121,35 +121,35 @@ def test_what_goes_wrong_is_told_in_ncus_words(
     assert said in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_a_recording_without_kernels_is_a_failure(place: Path, tmp_path: Path) -> None:
+def test_recording_without_kernels_fails(place: Path, tmp_path: Path) -> None:
     fake_ncu(place, raw="==WARNING== No kernels were profiled.\n")
     assert main(["--ncu", CASE, "--out", str(tmp_path / "out")]) == 1
     assert "ncu profiled no kernel" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_an_unknown_case_is_answered_with_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_case_is_refused_with_the_list_of_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--ncu", "attention", "--out", str(tmp_path)])
     said = capsys.readouterr().err
-    assert "--ncu is attention; the cases are attention.decode.64x1k, " in said
+    assert "--ncu is attention, which is not a case; choose from attention.decode.64x1k, " in said
     assert "elementwise.silu_mul.8192" in said
 
 
-def test_without_ncu_one_line_says_so(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ncu_is_reported_in_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not list(place.iterdir())
     assert main(["--ncu", CASE, "--out", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "Nsight Compute is not installed" in line
 
 
-def test_units_of_older_versions_are_known_too() -> None:
+def test_units_of_older_versions_are_accepted() -> None:
     columns = COLUMNS | {"gpu__time_duration.sum": ("usecond", ["71", "73", "2"])}
     launches = ncu.parse_raw("==PROF== Connected to process 77\n" + raw_page(columns))["decode_attention"]
     assert ncu._first_value(launches[0], ("gpu__time_duration.sum",)) == 71
     assert ncu.parse_raw("nothing") == {}
 
 
-def test_only_the_cases_own_launches_are_profiled() -> None:
+def test_only_launches_of_the_case_are_profiled() -> None:
     context, launched = make_device_context(), []
     sizes = KernelSizes(
         HeadShape(4, 2, 64), decode=(("a", 2, 40, "bf16"),), prefill=(), elementwise_tokens=(), cold_bytes=1

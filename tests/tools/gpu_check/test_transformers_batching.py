@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     pass
 
 
-def test_transformers_model_has_our_weights() -> None:
+def test_transformers_model_computes_with_our_weights() -> None:
     transformers = pytest.importorskip("transformers")
     weights = RandomWeights(TINY, torch.float32, torch.device("cpu"))
     model = peers.make_model(transformers, TINY, weights, torch.float32, torch.device("cpu"))
@@ -54,10 +54,10 @@ def test_transformers_and_ours_are_measured_on_the_same_weights(record: Record) 
         ),
     ],
 )
-def test_sdpa_is_asked_for_by_the_name_that_each_version_keeps_it_by(
+def test_sdpa_is_requested_by_the_name_of_each_version(
     monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...], name: str, options: dict[str, object]
 ) -> None:
-    """5.17 has blocks, and takes FlashAttention for SDPA unless it is called paged; later versions have pages."""
+    """5.17 has blocks, and replaces sdpa with FlashAttention unless asked for paged|sdpa; later versions have pages."""
     kind = dataclasses.make_dataclass("Config", [(field, object, None) for field in fields])
     monkeypatch.setattr(peers, "_options_class", lambda: kind)
     names: list[str] = []
@@ -68,18 +68,18 @@ def test_sdpa_is_asked_for_by_the_name_that_each_version_keeps_it_by(
         return {}
 
     model = SimpleNamespace(set_attn_implementation=names.append, generate_batch=generate_batch)
-    with pytest.raises(RuntimeError, match="0 of 16 requests were done"):
+    with pytest.raises(RuntimeError, match="0 of 16 requests ended"):
         peers.measure_transformers(
             SimpleNamespace(GenerationConfig=SimpleNamespace), model, peers.TransformersSizes(rows=16), "sdpa"
         )
     assert (names, given) == ([name], [options])
 
 
-def test_a_peer_that_takes_too_long_is_left_behind() -> None:
-    assert peers.within(60, lambda: 1.5) == 1.5
+def test_peer_that_takes_too_long_is_abandoned() -> None:
+    assert peers.run_with_timeout(60, lambda: 1.5) == 1.5
     with pytest.raises(ZeroDivisionError):
-        peers.within(60, lambda: 1 / 0)
+        peers.run_with_timeout(60, lambda: 1 / 0)
     never = threading.Event()
-    with pytest.raises(TimeoutError, match="not done after 0 s"):
-        peers.within(0.01, lambda: float(never.wait()))
+    with pytest.raises(TimeoutError, match="did not end within 0 s"):
+        peers.run_with_timeout(0.01, lambda: float(never.wait()))
     never.set()

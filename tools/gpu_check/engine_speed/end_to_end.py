@@ -1,4 +1,4 @@
-"""Whole models of random weights through the CUDA pass: steps of set lengths, then the engine's own loop."""
+"""The section "end-to-end": models of random weights in the CUDA pass, by single steps and in the engine's loop."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 PAGE_TOKENS = 32
 _SPARE_TOKENS = 64
-"""A sequence's room beyond its set length: for the steps that are timed."""
+"""KV slots of a sequence beyond its set length, for the timed steps."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is measured of one model."""
+    """What to measure of one model."""
 
     name: str
     config: DecoderConfig
     decode: tuple[tuple[str, str, int, int], ...]
-    """KV dtype, name, rows and tokens of each."""
+    """KV dtype, name, rows, tokens per row."""
     prefill: tuple[tuple[str, int], ...]
     engine: EnginePlan
     ttft_tokens: int = 1024
@@ -47,7 +47,7 @@ class ModelPlan:
     host_kv_bytes: int = 1 << 30
 
     def describe(self) -> str:
-        """What the cases' names do not say."""
+        """The sizes that the cases' names do not tell."""
         config = self.config
         heads = f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}"
         layers = f"{config.num_layers} layers of {config.hidden_size}, {heads}, vocabulary {config.vocab_size}"
@@ -84,7 +84,7 @@ def run(results: Results) -> None:
 
 
 def measure_model(results: Results, context: DeviceContext, plan: ModelPlan, reserve_s: float = 0.0) -> None:
-    """Ends while reserve_s seconds of the section's time are left."""
+    """Measure one model. Skips measurements for which at most reserve_s seconds are left."""
     results.sizes(plan.name, plan.describe())
     context.memory.reset_peak()
     weights = RandomWeights(plan.config, plan.dtype, context.torch_device)
@@ -101,7 +101,7 @@ def measure_model(results: Results, context: DeviceContext, plan: ModelPlan, res
 def _measure_cache(
     results: Results, context: DeviceContext, plan: ModelPlan, weights: RandomWeights, kv_dtype: str
 ) -> None:
-    """One pass, for the largest of the steps in this KV dtype."""
+    """Measure with one pass, made for the largest steps in this KV dtype."""
     cases = [(name, rows, tokens) for dtype, name, rows, tokens in plan.decode if dtype == kv_dtype]
     longest = max(max(tokens for _, _, tokens in cases) + _SPARE_TOKENS, *(tokens for _, tokens in plan.prefill))
     sizes = StepSizes(
@@ -118,7 +118,7 @@ def _measure_cache(
         layout = make_layout(plan.config, num_pages, PAGE_TOKENS, kv_dtype)
         peak_bytes = context.memory.peak_bytes()
         fill_cache(forward_pass._ops.cache.view(-1), layout)
-        context.memory.reset_peak()  # what filling took is not the pass's
+        context.memory.reset_peak()  # filling the cache is not the pass's memory use
         for name, rows, tokens in cases:
             work = partial(_decode, results, context, plan, forward_pass, name, rows, tokens)
             results.attempt(f"{plan.name}.decode.{name}", work)
@@ -131,12 +131,12 @@ def _measure_cache(
 
 
 def _record_offload_choice(results: Results, name: str, forward_pass: CudaDecoderPass) -> None:
-    """What `create_cache` measured, and what followed."""
+    """Record the costs that `create_cache` measured, and whether it keeps pages on the host."""
     costs = forward_pass.token_costs
-    results.fact(f"{name}.host_pages.copy", costs.copy_s * 1e6, "us", "a token's KV there and back, by the link")
-    results.fact(f"{name}.host_pages.compute", costs.compute_s * 1e6, "us", "a token of the largest prefill step")
+    results.fact(f"{name}.host_pages.copy", costs.copy_s * 1e6, "us", "a token's KV to the host and back")
+    results.fact(f"{name}.host_pages.compute", costs.compute_s * 1e6, "us", "a token in the largest prefill step")
     choice = "kept on the host" if forward_pass.num_host_pages else "computed again"
-    results.fact(f"{name}.host_pages", choice, "", f"{forward_pass.num_host_pages} places")
+    results.fact(f"{name}.host_pages", choice, "", f"{forward_pass.num_host_pages} pages on the host")
 
 
 def _decode(
@@ -159,7 +159,7 @@ def _decode(
 
 
 def time_decode(forward_pass: CudaDecoderPass, steps: Steps, num_steps: int) -> tuple[float, list[float]]:
-    """Seconds a step, and the host's of each: launched one ahead of what is waited for, as the executor does."""
+    """Seconds per step, and the host's launch seconds of each. Launches one step ahead, as the executor does."""
     for _ in range(3):
         launch(forward_pass, steps.decode()).wait()
     host_s, pending = [], launch(forward_pass, steps.decode())
@@ -183,7 +183,7 @@ def _measure_prefill(results: Results, plan: ModelPlan, forward_pass: CudaDecode
 
 
 def _prefill(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass, name: str, tokens: int) -> None:
-    """One prompt a step, one step ahead."""
+    """Time steps of one whole prompt each, launched one step ahead."""
     prompt = _prompt(plan.config, tokens)
     launch(forward_pass, Steps(1, _pages(tokens)).prefill([prompt])).wait()
     repeats = 3
@@ -211,12 +211,12 @@ def _ttft(results: Results, plan: ModelPlan, forward_pass: CudaDecoderPass) -> N
 def _check_memory(
     results: Results, context: DeviceContext, plan: ModelPlan, sizes: StepSizes, cache_bytes: int, peak: int
 ) -> None:
-    """What torch's tensors took at most is within what is planned before anything is loaded."""
+    """Check that torch's peak memory is within the plan that is made before anything is loaded."""
     spec = plan_spec(plan.config, plan.dtype, sizes)
     planned = spec.weight_bytes + spec.workspace_bytes + cache_bytes
     results.fact(f"{plan.name}.memory.planned", planned / 1e9, "GB")
-    results.fact(f"{plan.name}.memory.free", context.memory.free_bytes() / 1e9, "GB", "left of the device")
-    results.check(f"{plan.name}.memory", peak <= planned, f"GB at most, of {planned / 1e9:.2f} planned", peak / 1e9)
+    results.fact(f"{plan.name}.memory.free", context.memory.free_bytes() / 1e9, "GB", "free on the device")
+    results.check(f"{plan.name}.memory", peak <= planned, f"GB peak, {planned / 1e9:.2f} planned", peak / 1e9)
 
 
 def _count_tokens(results: Results, plan: ModelPlan, budget_bytes: int = 20_000_000_000) -> None:

@@ -1,4 +1,4 @@
-"""The engine without its link: the real scheduler, batch builder and executor, and streams that are counted here."""
+"""The engine without its link: the real scheduler, batch builder and executor; tokens are only counted."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _GREEDY = SamplingParams(temperature=0.0)
 _WAIT_S = 5.0
-"""For the next result; far more than a step takes."""
+"""Timeout for the next result; a step takes far less."""
 
 
 @dataclass(eq=False)
 class TokenStream:
-    """One request, and when what happened to it. Times by the monotonic clock."""
+    """One request and the times of its tokens, in seconds of the monotonic clock."""
 
     num_new_tokens: int
     submitted_s: float
@@ -53,10 +53,10 @@ class LoopSizes:
 
 
 class EngineLoop:
-    """Used by one thread; the pass belongs to the executor's."""
+    """Used by one thread. The pass belongs to the executor's thread."""
 
     def __init__(self, make_pass: Callable[[], IBatchedForwardPass], sizes: LoopSizes) -> None:
-        """make_pass runs on the executor's thread and makes the cache as well."""
+        """make_pass runs on the executor's thread, and also creates the cache."""
         self._scheduler = Scheduler(
             PagePool(sizes.num_pages), sizes.page_tokens, sizes.max_running, sizes.max_batch_tokens
         )
@@ -66,10 +66,10 @@ class EngineLoop:
         self._step_timing = StepTiming()
         self._streams: dict[Sequence, TokenStream] = {}
         self.on_end: Callable[[TokenStream], None] = lambda _stream: None
-        """Told of each stream that ends, between steps; it may submit more."""
+        """Called with each stream that ends, between steps. It may submit more requests."""
         self.turn_s: list[float] = []
-        """Host time up to each turn that planned a step, since the one before: applying, planning, building, handing
-        over."""
+        """Host seconds of applying, planning, building and launching: one entry per turn that planned a step, including
+        the turns without a plan before it."""
         self._unplanned_s = 0.0
         self.num_steps = 0
 
@@ -87,23 +87,26 @@ class EngineLoop:
         return stream
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Until that holds or nothing is open. Raises what a step raises, and TimeoutError for one that never ends."""
+        """Run until `until()` is true or no request is open.
+
+        Raises the error of a failed step, and TimeoutError if a step does not end in time.
+        """
         while self._streams and not until():
             plan_due_s = self._turn()
             wait_s = _WAIT_S if plan_due_s is None else plan_due_s
             has_result = not self._executor.is_busy or select.select([self._executor.wake_fd], [], [], wait_s)[0]
             if not has_result and plan_due_s is None:
-                raise TimeoutError(f"no step has ended in {_WAIT_S:g} s")
+                raise TimeoutError(f"no step ended within {_WAIT_S:g} s")
 
     def close(self) -> None:
-        """Ends the executor, and with it the pass. Open streams end where they are."""
+        """Stop the executor and its pass. Open requests are dropped."""
         for sequence in list(self._streams):
             self._scheduler.remove(sequence)
         self._streams.clear()
         self._executor.close()
 
     def _turn(self) -> float | None:
-        """Returns when the next step is to be planned, in seconds; None where that is when something happens."""
+        """Apply results and plan steps. Returns seconds until the next plan is due, or None: after the next result."""
         started_s = time.perf_counter()
         self._executor.clear_wake()
         ended: list[TokenStream] = []
@@ -119,7 +122,7 @@ class EngineLoop:
         return plan_due_s
 
     def _plan_steps(self) -> tuple[int, float | None]:
-        """As late as the device allows, as the engine does."""
+        """Plan as late as the device allows, like the engine. Returns the number of steps, and what `_turn` returns."""
         num_planned = 0
         while self._executor.has_capacity:
             if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
@@ -133,7 +136,7 @@ class EngineLoop:
         return num_planned, None
 
     def _apply(self, result: StepResult, ended: list[TokenStream]) -> None:
-        """As the engine does: most rows bring a mere token."""
+        """Apply a step's tokens as the engine does: most rows take the fast path."""
         if result.error is not None:
             raise result.error
         plan, now_s = result.plan, time.monotonic()
@@ -146,7 +149,7 @@ class EngineLoop:
                 continue
             token = tokens.get(index)
             if token == NOT_FINITE:
-                raise ArithmeticError("a row's logits are no numbers")
+                raise ArithmeticError("a row's logits are not finite")
             if end >= sequence.fast_path_until:
                 self._scheduler.note_computed(sequence, end)
             if token is None:

@@ -1,4 +1,4 @@
-"""What the engine makes of a model: arrivals among decodes, a batch of offline requests, the host's time, idle gaps."""
+"""Measures a model in the engine's loop: host time and GPU idle time, arrivals among decodes, offline requests."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ PAGE_TOKENS = 32
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Of the loads that are run on one model; 0 users or requests leave one out."""
+    """The loads to run on one model. 0 users, requests or concurrent sequences skip that load."""
 
     users: int = 0
-    """Each submits a prompt, waits for its answer, and submits the next."""
+    """Users, each of whom submits a prompt, waits for its answer and submits the next."""
     user_prompt_tokens: int = 1024
     user_new_tokens: int = 128
     user_batch_tokens: int = 512
     user_s: float = 9.0
     requests: int = 0
-    """Of random lengths, submitted at once."""
+    """Requests of random lengths, submitted at once."""
     shortest: int = 100
     longest: int = 1024
     batch_tokens: int = 8192
@@ -49,7 +49,7 @@ class EnginePlan:
     concurrent_prompt_tokens: int = 256
     concurrent_new_tokens: int = 160
     is_goal: bool = False
-    """The crowd's figures are the goals'."""
+    """Whether the figures of the concurrent sequences are those that the goals name."""
 
 
 LLAMA_ENGINE = EnginePlan(users=32, is_goal=True)
@@ -83,7 +83,7 @@ def time_offline(
     dtype: torch.dtype,
     plan: EnginePlan,
 ) -> tuple[int, float]:
-    """The plan's requests alone: see `offline_requests`. Tokens generated, and seconds."""
+    """Run only the plan's offline requests. Returns the generated tokens and the seconds."""
     return _EngineRuns(results, context, "offline", config, weights, dtype, plan).time_offline()
 
 
@@ -98,7 +98,7 @@ class _EngineRuns:
     plan: EnginePlan
 
     def concurrent(self) -> None:
-        """All decode at once: the host's time a turn, and how long the device waits for it."""
+        """Decode many sequences together; record the host's time per turn and the GPU's idle share."""
         plan = self.plan
         total = plan.concurrent_prompt_tokens + plan.concurrent_new_tokens
         sizes = _sizes(plan.num_concurrent, plan.batch_tokens, total)
@@ -125,11 +125,14 @@ class _EngineRuns:
         self.results.fact(f"{prefix}.plan_p50", p50, "ms", f"{plan.num_concurrent} rows")
         self.results.fact(f"{prefix}.plan_p99", p99, "ms")
         self.results.fact(
-            f"{prefix}.gpu_idle", idle, "%", f"a step takes {step_us:.0f} us, {device_us[0]:.0f} computing"
+            f"{prefix}.gpu_idle",
+            idle,
+            "%",
+            f"a step takes {step_us:.0f} us, the GPU computes {device_us[0]:.0f}",
         )
 
     def mixed(self) -> None:
-        """Closed loops of users, who come one after the other."""
+        """Run closed loops of users, who start one after the other."""
         plan = self.plan
         total = plan.user_prompt_tokens + plan.user_new_tokens
         loop = self._open(_sizes(plan.users, plan.user_batch_tokens, total))
@@ -137,7 +140,7 @@ class _EngineRuns:
         streams: list[TokenStream] = []
 
         def submit(_ended: TokenStream | None = None) -> None:
-            # Lengths differ, or all would come back together for ever.
+            # Different lengths, so that the users do not stay in step.
             new_tokens = int(rng.integers(plan.user_new_tokens // 2, plan.user_new_tokens + 1))
             streams.append(loop.submit(self._prompt(rng, plan.user_prompt_tokens), new_tokens))
 
@@ -150,10 +153,10 @@ class _EngineRuns:
             loop.run(lambda: time.monotonic() > ends_s)
         finally:
             loop.close()
-        # With those that were there first everything was still quiet.
+        # Skip the users' first requests: there was little load when they started.
         counted = [stream for stream in streams[num_first:] if len(stream.token_times_s) > 1]
         if not counted:
-            raise RuntimeError(f"no request came and went in {plan.user_s:g} s")
+            raise RuntimeError(f"no request started and ended within {plan.user_s:g} s")
         gaps_s = np.concatenate([np.diff(stream.token_times_s) for stream in streams if len(stream.token_times_s) > 1])
         median_s, p99_s = (float(np.quantile(gaps_s, q)) for q in (0.5, 0.99))
         name = f"{self.name}.mixed"
@@ -167,7 +170,7 @@ class _EngineRuns:
         self.results.fact(f"{self.name}.offline", num_tokens / wall_s, "tok/s", f"{num_tokens} tokens, {wall_s:.2f} s")
 
     def time_offline(self) -> tuple[int, float]:
-        """The tokens that were generated, and the seconds from the first request to the last one's end."""
+        """Generated tokens, and seconds from the first submission to the end of the last request."""
         plan = self.plan
         requests = draw_offline_requests(plan.requests, plan.shortest, plan.longest, self.config.vocab_size)
         loop = self._open(_sizes(plan.requests, plan.batch_tokens, 2 * plan.longest))
@@ -178,13 +181,13 @@ class _EngineRuns:
             loop.run(lambda: self.results.remaining_s <= 0)
             wall_s = time.monotonic() - started_s
             if loop.num_open:
-                raise TimeoutError(f"{loop.num_open} of {plan.requests} requests were not done after {wall_s:.0f} s")
+                raise TimeoutError(f"{loop.num_open} of {plan.requests} requests did not end within {wall_s:.0f} s")
         finally:
             loop.close()
         return sum(request.num_new_tokens for request in requests), wall_s
 
     def _open(self, sizes: LoopSizes, first: partial[None] | None = None) -> EngineLoop:
-        """first is run with the pass, on its thread, before the loop begins."""
+        """Open a loop. `first` runs with the pass, on its thread, before the loop starts."""
 
         def make() -> IBatchedForwardPass:
             steps = StepSizes(sizes.max_running, sizes.max_batch_tokens, sizes.max_context_tokens)
@@ -194,11 +197,11 @@ class _EngineRuns:
                 first(made)
             return cast("IBatchedForwardPass", made)
 
-        self.context.device.synchronize()  # the weights were made in another stream
+        self.context.device.synchronize()  # the weights are made in another stream
         return EngineLoop(make, sizes)
 
     def _time_step(self, rows: int, tokens: int, device_us: list[float], forward_pass: CudaDecoderPass) -> None:
-        """How long such a step computes where nothing keeps it waiting."""
+        """Append the device time of a decode step of these rows and tokens, measured alone."""
         steps = Steps(rows, -(-(tokens + PAGE_TOKENS) // PAGE_TOKENS))
         steps.context_lens[:] = tokens - 1
         launch(forward_pass, steps.decode()).wait()

@@ -1,7 +1,7 @@
-"""nano-vllm beside ours, where --peers holds it: the workload of its own benchmark on a 0.6B model of the same weights.
+"""Measures nano-vllm from --peers beside ours: its own benchmark's workload on a 0.6B model with the same weights.
 
-Its attention is FlashAttention's. Where FlashAttention 3 alone is there, its two functions are given under the names
-and with the arguments that nano-vllm knows.
+nano-vllm uses FlashAttention. If only FlashAttention 3 is present, its two functions are adapted to the names and
+arguments that nano-vllm expects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from penstock.tools.gpu_check.devices.device_context import open_device_context
 from penstock.tools.gpu_check.devices.models import QWEN3_06B, RandomWeights, rope_theta
 from penstock.tools.gpu_check.engine_speed.engine_runs import QWEN_ENGINE, EnginePlan, time_offline
 from penstock.tools.gpu_check.engine_speed.offline_requests import draw_offline_requests
-from penstock.tools.gpu_check.engine_speed.transformers_batching import MARGIN_S, first_line, make_state_dict, within
+from penstock.tools.gpu_check.engine_speed.transformers_batching import (
+    MARGIN_S,
+    first_line,
+    make_state_dict,
+    run_with_timeout,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +58,7 @@ def run(results: Results) -> None:
         results.skipped("peers.nano_vllm_ratio", missing)
         return
     measure(results, open_device_context(), NanoVllmSizes())
-    # What it leaves behind, threads and process groups, is not ours to end.
+    # Exit at once: nano-vllm leaves threads and process groups behind.
     sys.stdout.flush()
     os._exit(0)
 
@@ -62,7 +67,7 @@ def missing_package() -> str | None:
     if importlib.util.find_spec("nanovllm") is None:
         return "nanovllm is neither installed nor in --peers"
     if not any(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn_interface")):
-        return "nano-vllm needs flash_attn, or flash_attn_interface in its place, and neither is there"
+        return "nano-vllm needs flash_attn or flash_attn_interface, and neither is present"
     return None
 
 
@@ -74,8 +79,8 @@ def measure(results: Results, context: DeviceContext, sizes: NanoVllmSizes) -> N
     try:
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
             write_checkpoint(Path(directory), sizes.config, weights, sizes.dtype)
-            rate = within(results.remaining_s - MARGIN_S, partial(_measure_theirs, Path(directory), sizes))
-    except Exception as error:  # noqa: BLE001 - a peer's fault is not ours
+            rate = run_with_timeout(results.remaining_s - MARGIN_S, partial(_measure_theirs, Path(directory), sizes))
+    except Exception as error:  # noqa: BLE001 - a peer's error is recorded, not ours to raise
         results.skipped("peers.nano_vllm_ratio", first_line(error))
         return
     results.fact("peers.nano_vllm", rate, "tok/s", sizes.describe())
@@ -91,7 +96,7 @@ def _measure_ours(
 
 
 def _measure_theirs(directory: Path, sizes: NanoVllmSizes) -> float:
-    """Generated tokens a second, from the first request's submission to the last one's end, as its benchmark counts."""
+    """Generated tokens per second of the whole `generate` call, as nano-vllm's benchmark counts them."""
     install_flash_attention()
     nanovllm: Any = importlib.import_module("nanovllm")
     _without_scaling(importlib.import_module("nanovllm.models.qwen3"))
@@ -110,7 +115,7 @@ def _measure_theirs(directory: Path, sizes: NanoVllmSizes) -> float:
 
 
 def install_flash_attention() -> None:
-    """As the module `flash_attn`, where only FlashAttention 3 is there."""
+    """Install FlashAttention 3 as the module `flash_attn`, unless `flash_attn` is present."""
     if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
         return
     fa3: Any = importlib.import_module("flash_attn_interface")
@@ -133,7 +138,7 @@ def install_flash_attention() -> None:
         block_table: Tensor | None = None,
         **named: Any,
     ) -> Tensor:
-        """With a block table k and v are the pages."""
+        """With a block table, k and v are pages."""
         if block_table is None:
             lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             return _output(fa3.flash_attn_varlen_func(q, k, v, *lengths, **named))
@@ -147,20 +152,20 @@ def install_flash_attention() -> None:
 
 
 def _output(returned: Any) -> Tensor:
-    """Early versions return the sums' logarithms as well."""
+    """The output alone: early versions also return the logarithms of the softmax sums."""
     output: Tensor = returned[0] if isinstance(returned, tuple) else returned
     return output
 
 
 def _without_scaling(qwen3: Any) -> None:
-    """transformers 5 describes plain rotary embeddings in a dictionary, where nano-vllm expects None. The frequency it
-    misses there it takes to be Qwen3's."""
+    """Make `get_rope` ignore rope_scaling: nano-vllm expects None for plain rotary embeddings, but transformers 5 gives
+    a dictionary. nano-vllm then uses Qwen3's base frequency by default."""
     get_rope = qwen3.get_rope
     qwen3.get_rope = lambda *args, **named: get_rope(*args, **(named | {"rope_scaling": None}))
 
 
 def write_checkpoint(directory: Path, config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> None:
-    """A Qwen3 checkpoint with a tokenizer of one word: what nano-vllm decodes in the end is not looked at."""
+    """Write a Qwen3 checkpoint with a tokenizer of one word: nobody reads the decoded text."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in make_state_dict(config, weights, dtype).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     end = "<|endoftext|>"

@@ -1,4 +1,4 @@
-"""The offline workload by which nano-vllm and its like are compared: 256 requests of random lengths, all at once."""
+"""The offline workload of nano-vllm's benchmark: 256 requests of random lengths, submitted at once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class OfflineRequest:
 
 
 def draw_offline_requests(count: int, shortest: int, longest: int, vocab_size: int) -> list[OfflineRequest]:
-    """Lengths of prompts and of answers are uniform, ends included, in the order in which nano-vllm's benchmark draws
-    them from seed 0: for 256 of 100 to 1,024 tokens the same that it runs.
+    """Draw uniform lengths (bounds included) in the same order as nano-vllm's benchmark, from seed 0.
+
+    256 requests of 100 to 1,024 tokens are exactly its workload.
     """
-    draw = random.Random(0)  # noqa: S311 - the same lengths for all
+    draw = random.Random(0)  # noqa: S311 - fixed seed, so that all engines get the same lengths
     most = min(_MAX_TOKEN_ID, vocab_size - 1)
     prompts = [[draw.randint(0, most) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
     return [OfflineRequest(prompt, draw.randint(shortest, longest)) for prompt in prompts]

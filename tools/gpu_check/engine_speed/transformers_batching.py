@@ -1,4 +1,4 @@
-"""transformers' continuous batching on the same weights, in the same run: its decode rate beside ours."""
+"""Measures the decode rate of transformers' continuous batching beside ours, on the same weights in one run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 _PAGE_TOKENS = 32
 _PEER_PAGE_TOKENS = 256
 MARGIN_S = 3.0
-"""Kept for telling of a peer that takes too long."""
+"""Seconds kept to report a peer that takes too long."""
 KINDS = {"sdpa": "sdpa", "fa3": "flash_attention_3"}
-"""Finding → transformers' name of the attention."""
+"""Finding's name → transformers' name of the attention."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class TransformersSizes:
     prompt_tokens: int = 1024
     new_tokens: int = 32
     batch_tokens: int = 8192
-    """Of a peer's step: what transformers takes by itself, where the number of blocks is left to it too."""
+    """Tokens of a peer's step: transformers' own choice when it also chooses the number of blocks."""
     kinds: tuple[str, ...] = tuple(KINDS)
 
 
 def run(results: Results) -> None:
     measure(results, open_device_context(), TransformersSizes())
     if threading.active_count() > 1:
-        # A peer that did not end in its time would keep the process.
+        # Exit at once: the thread of a peer that timed out would keep the process alive.
         os._exit(0)
 
 
@@ -63,14 +63,14 @@ def measure(results: Results, context: DeviceContext, sizes: TransformersSizes) 
     ours = [0.0]
     if not results.attempt("peers.ours", partial(_measure_ours, results, context, weights, sizes, ours)):
         return
-    # Of a pass no graph may live on: what all graphs of a process share would belong to inference mode, in which
-    # transformers captures none (torch issue 166792).
+    # Free our pass's graphs: tensors that all graphs of a process share would stay in inference mode, and transformers
+    # captures its graphs outside of it (torch issue 166792).
     gc.collect()
     context.memory.reset_peak()
     try:
         transformers = importlib.import_module("transformers")
         model = make_model(transformers, sizes.config, weights, sizes.dtype, context.torch_device)
-    except Exception as error:  # noqa: BLE001 - a peer's fault is not ours
+    except Exception as error:  # noqa: BLE001 - a peer's error is recorded, not ours to raise
         results.skipped("peers.transformers", first_line(error))
         return
     results.fact("peers.transformers.version", str(transformers.__version__))
@@ -80,7 +80,7 @@ def measure(results: Results, context: DeviceContext, sizes: TransformersSizes) 
             results.skipped(name, "no time was left")
             continue
         try:
-            rate = within(
+            rate = run_with_timeout(
                 results.remaining_s - MARGIN_S,
                 partial(measure_transformers, transformers, model, sizes, KINDS[kind]),
             )
@@ -109,9 +109,9 @@ def _measure_ours(
 def make_model(
     transformers: Any, config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A LlamaForCausalLM over the very same tensors."""
+    """Make a LlamaForCausalLM that shares our weights."""
     if config.tie_embeddings or config.qk_norm:
-        raise ValueError("the model's embedding is tied, or its heads are normed; this one is for Llama")
+        raise ValueError("the model has tied embeddings or norms its heads; only Llama is supported here")
     settings = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -130,7 +130,7 @@ def make_model(
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(settings)
     model.load_state_dict(make_state_dict(config, weights, dtype), assign=True)
-    # Its frequencies are no parameters, and so still nowhere.
+    # Rotary frequencies are not parameters, so they are still on the meta device.
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(settings)
     model.requires_grad_(False)
@@ -138,7 +138,7 @@ def make_model(
 
 
 def make_state_dict(config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """By the names that checkpoints of Llama and Qwen3 have. Without the logits' matrix where the embedding is it."""
+    """Our weights by the names in Llama and Qwen3 checkpoints. lm_head is absent if the embedding is tied."""
     state = {"model.embed_tokens.weight": weights.embedding(dtype), "model.norm.weight": weights.final_norm(dtype)}
     if (lm_head := weights.lm_head(dtype)) is not None:
         state["lm_head.weight"] = lm_head
@@ -165,9 +165,9 @@ def make_state_dict(config: DecoderConfig, weights: RandomWeights, dtype: torch.
 
 
 def measure_transformers(transformers: Any, model: Any, sizes: TransformersSizes, attention: str) -> float:
-    """Tokens a second while all rows decode: by the times at which it says it had each token."""
+    """Tokens per second while all rows decode, from the timestamps that transformers records."""
     known = known_options()
-    # To 5.17 SDPA is whatever FlashAttention it finds, unless it is called paged; later ones want to be told otherwise.
+    # 5.17 replaces sdpa with an installed FlashAttention unless asked for paged|sdpa; later versions have an option.
     model.set_attn_implementation(attention if "auto_switch_to_flash" in known else f"paged|{attention}")
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, sizes.config.vocab_size, sizes.prompt_tokens).tolist() for _ in range(sizes.rows)]
@@ -175,16 +175,16 @@ def measure_transformers(transformers: Any, model: Any, sizes: TransformersSizes
         max_new_tokens=sizes.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     blocks_per_row = -(-(sizes.prompt_tokens + sizes.new_tokens) // _PEER_PAGE_TOKENS) + 1
-    wanted: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "auto_switch_to_flash": False,
         "allow_block_sharing": False,
-        "safety_margin": 0.0,  # there is room for all, so none need wait for it
+        "safety_margin": 0.0,  # all rows fit, so none should wait
         "max_batch_tokens": sizes.batch_tokens,
         "num_blocks": sizes.rows * blocks_per_row,
         "page_size": _PEER_PAGE_TOKENS,
     }
     options = {
-        "continuous_batching_config": batching_options(wanted, known),
+        "continuous_batching_config": batching_options(requested, known),
         "record_timestamps": True,
         "progress_bar": False,
     }
@@ -193,41 +193,41 @@ def measure_transformers(transformers: Any, model: Any, sizes: TransformersSizes
     outputs = model.generate_batch(inputs=prompts, generation_config=generation, **options)
     times = [output.timestamps for output in outputs.values() if output.timestamps and not output.error]
     if len(times) < sizes.rows:
-        raise RuntimeError(f"{len(times)} of {sizes.rows} requests were done")
+        raise RuntimeError(f"only {len(times)} of {sizes.rows} requests ended")
     all_decode_s, first_ends_s = max(row[0] for row in times), min(row[-1] for row in times)
     counted = sum(all_decode_s < at_s <= first_ends_s for row in times for at_s in row)
     if first_ends_s <= all_decode_s or not counted:
-        raise RuntimeError("the rows never decoded all together")
+        raise RuntimeError("the rows never decoded all at once")
     return float(counted / (first_ends_s - all_decode_s))
 
 
-def within(seconds: float, work: Callable[[], float]) -> float:
-    """What work returns or raises, or TimeoutError: then its thread is left behind."""
+def run_with_timeout(seconds: float, work: Callable[[], float]) -> float:
+    """Return or raise what work does. Raises TimeoutError after `seconds`, and leaves work's thread running."""
     done: Future[float] = Future()
 
     def run_it() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is taken
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
             done.set_exception(error)
 
     threading.Thread(target=run_it, daemon=True).start()
     try:
         return done.result(max(seconds, 0.0))
     except TimeoutError as error:
-        raise TimeoutError(f"not done after {seconds:.0f} s") from error
+        raise TimeoutError(f"did not end within {seconds:.0f} s") from error
 
 
 def known_options() -> frozenset[str]:
-    """Of continuous batching in the version that is installed."""
+    """Options of continuous batching in the installed version."""
     return frozenset(field.name for field in dataclasses.fields(_options_class()))
 
 
-def batching_options(wanted: dict[str, Any], known: frozenset[str]) -> Any:
-    """As far as they are known. A page was called a block up to 5.17."""
+def batching_options(requested: dict[str, Any], known: frozenset[str]) -> Any:
+    """Make the options object from the requested options that are known. Up to 5.17 a page is called a block."""
     if "page_size" not in known:
-        wanted = wanted | {"block_size": wanted["page_size"]}
-    return _options_class()(**{name: value for name, value in wanted.items() if name in known})
+        requested = requested | {"block_size": requested["page_size"]}
+    return _options_class()(**{name: value for name, value in requested.items() if name in known})
 
 
 def _options_class() -> Any:

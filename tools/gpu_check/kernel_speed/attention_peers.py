@@ -1,4 +1,4 @@
-"""What others have for attention, on contiguous keys and values: torch's SDPA and flex attention, FlashAttention 3."""
+"""Times other attention implementations: torch's SDPA and flex attention on contiguous KV, FlashAttention 3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DECODE = (("64x1k", 64, 1024), ("8x4k", 8, 4096), ("1x1k", 1, 1024))
 PREFILL = (("4k", 4096), ("8k", 8192))
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _FLEX_S = 40.0
-"""Left over, or its compilation is not begun."""
+"""Seconds that must be left to start flex attention, which is compiled first."""
 
 
 def measure(
@@ -48,12 +48,12 @@ def measure(
 
 
 def _record(results: Results, name: str, work_us: Callable[[], float], amount: float, unit: str) -> None:
-    """A peer that does not run here is skipped, and fails nothing."""
+    """Record a peer's time and rate. A peer that fails is skipped and fails no check."""
     if results.remaining_s <= 0:
         return
     try:
         us = work_us()
-    except Exception as error:  # noqa: BLE001 - a peer's fault is not ours
+    except Exception as error:  # noqa: BLE001 - a peer's error is recorded, not ours to raise
         results.skipped(name, str(error).strip().partition("\n")[0][:200])
         return
     results.fact(name, amount / us / 1e6, unit)
@@ -75,7 +75,7 @@ def _draw(context: DeviceContext, *shape: int) -> Tensor:
 def _sdpa(
     context: DeviceContext, heads: HeadShape, num_rows: int, num_queries: int, num_tokens: int, backend: SDPBackend
 ) -> float:
-    """Queries are the last tokens: all, causal, or one."""
+    """Time SDPA. The queries are all tokens (causal) or the last one."""
     q = _draw(context, num_rows, heads.num_heads, num_queries, heads.head_dim)
     sets = [
         [_draw(context, num_rows, heads.num_kv_heads, num_tokens, heads.head_dim) for _ in range(2)]
@@ -106,7 +106,7 @@ def _flash_attention_3(
     decode: tuple[tuple[str, int, int], ...],
     prefill: tuple[tuple[str, int], ...],
 ) -> None:
-    """From --peers or installed: the package that offers `flash_attn_interface`."""
+    """Time FlashAttention 3, if `flash_attn_interface` is installed or in --peers."""
     try:
         module: Any = importlib.import_module("flash_attn_interface")
     except Exception as error:  # noqa: BLE001 - not installed, or built for something else

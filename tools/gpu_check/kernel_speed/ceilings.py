@@ -1,4 +1,4 @@
-"""What this GPU gives at most: the denominators of every other figure."""
+"""Measures this GPU's ceilings: memory bandwidth, products, launches and the host link."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _LLAMA_PAGES = CacheLayout(32, 256, 32, 8, 128, "bf16")
-"""Of a Llama 8B, 1 GB."""
+"""The pages of a Llama 8B, 1 GB."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _copy(results: Results, context: DeviceContext, sizes: CeilingSizes) -> None
 
 
 def _products(results: Results, context: DeviceContext, sizes: CeilingSizes) -> None:
-    """On random data: zeros draw less power, and so clock higher than any model will."""
+    """Use random data: zeros draw less power, so the clock would be higher than with any model."""
     n = sizes.product
     a, b = (torch.randn(n, n, device=context.torch_device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -90,17 +90,17 @@ def _host_link(results: Results, context: DeviceContext, sizes: CeilingSizes) ->
     speed = measure_link(context.device, sizes.link_bytes)
     results.fact("link.to_device", speed.to_device / 1e9, "GB/s")
     results.fact("link.to_host", speed.to_host / 1e9, "GB/s")
-    there = torch.zeros(sizes.small_bytes, dtype=torch.uint8, device=context.torch_device)
-    here = context.device.pinned(sizes.small_bytes, torch.uint8)
+    on_device = torch.zeros(sizes.small_bytes, dtype=torch.uint8, device=context.torch_device)
+    on_host = context.device.pinned(sizes.small_bytes, torch.uint8)
     started_s = time.perf_counter()
     for _ in range(100):
-        here.copy_(there, non_blocking=True)
+        on_host.copy_(on_device, non_blocking=True)
         context.device.synchronize()
     results.fact("link.round_trip_1k", (time.perf_counter() - started_s) * 1e4, "us")
 
 
 def _measure_page_copies(results: Results, context: DeviceContext, layout: CacheLayout) -> None:
-    """Of the whole cache, by the kernel: to be compared with `link.to_host` and `link.to_device`."""
+    """Copy a whole cache with the copy kernel; compare with `link.to_host` and `link.to_device`."""
     cache = torch.randint(0, 256, cache_shape(layout), dtype=torch.uint8, device=context.torch_device)
     pool = HostPool(context.device, layout, layout.num_pages)
     try:

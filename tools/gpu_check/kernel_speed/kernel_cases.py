@@ -1,4 +1,4 @@
-"""The cases of kernels that are timed and profiled, by name: what each launches, and what it moves or computes."""
+"""The kernel cases that are timed and profiled, by name: what each launches, moves and computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LLAMA_HEADS = HeadShape(32, 8, 128)
 
 @dataclass(frozen=True)
 class KernelSizes:
-    """What is measured: of the 8B's heads unless a test wants less."""
+    """Shapes of the cases; the 8B model's by default, smaller in tests."""
 
     heads: HeadShape = LLAMA_HEADS
     decode: tuple[tuple[str, int, int, str], ...] = (
@@ -47,7 +47,7 @@ class KernelSizes:
         ("8x1k", 8, 1024, "bf16"),
         ("64x8k.q8_0", 64, 8192, "q8_0"),
     )
-    """Name, rows, tokens of each, KV dtype."""
+    """Name, rows, tokens per row, KV dtype."""
     prefill: tuple[tuple[str, int, int, str], ...] = (
         ("4k", 0, 4096, "bf16"),
         ("8k", 0, 8192, "bf16"),
@@ -63,11 +63,11 @@ class KernelSizes:
     hidden: int = 4096
     intermediate: int = 14_336
     cold_bytes: int = 256 << 20
-    """What is read in turn, so that nothing of it is left in the cache."""
+    """Total bytes of the caches that are read in turn: more than the L2 cache holds."""
     with_peers: bool = True
 
     def describe(self) -> str:
-        """What the cases' names do not say."""
+        """The sizes that the cases' names do not tell."""
         heads = f"{self.heads.num_heads}/{self.heads.num_kv_heads} heads of {self.heads.head_dim}"
         return (
             f"{heads}, hidden {self.hidden}, intermediate {self.intermediate}, pages of {PAGE_TOKENS}, "
@@ -77,13 +77,16 @@ class KernelSizes:
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """works do the same on different memory: together more than a cache holds. amount is in bytes, or in
-    floating-point operations where unit is TFLOP/s, of each."""
+    """A case's buffers and launches.
+
+    works do the same on different buffers, together larger than the L2 cache. amount is per work: bytes, or
+    floating-point operations if unit is TFLOP/s.
+    """
 
     works: list[Callable[[], object]]
     amount: float = 0.0
     unit: str = ""
-    """Of the rate: TB/s or TFLOP/s, or "" where the time says it all."""
+    """Unit of the rate, TB/s or TFLOP/s; "" if only the time is recorded."""
     leads_with_time: bool = False
     detail: str = ""
 
@@ -92,11 +95,11 @@ class PreparedCase:
 class KernelCase:
     name: str
     prepare: Callable[[DeviceContext], PreparedCase]
-    """Draws the buffers and loads the kernels."""
+    """Allocates the buffers and loads the kernels."""
 
 
 def kernel_cases(sizes: KernelSizes) -> list[KernelCase]:
-    """In the order of what is wanted most."""
+    """Return all cases, the most important first."""
     cases = [
         KernelCase(f"attention.decode.{name}", partial(_decode, sizes, rows, tokens, kv_dtype))
         for name, rows, tokens, kv_dtype in sizes.decode
@@ -134,7 +137,7 @@ _SAMPLING = {
 
 @dataclass(frozen=True)
 class _DecodeStep:
-    """A planned step, but for the caches that it reads."""
+    """A decode step. `plan` runs once per step; `attend` takes the cache to read."""
 
     layout: CacheLayout
     plan: Callable[[], object]
@@ -142,7 +145,7 @@ class _DecodeStep:
 
 
 def _decode(sizes: KernelSizes, num_rows: int, num_tokens: int, kv_dtype: str, context: DeviceContext) -> PreparedCase:
-    """Of its own bytes: each key and value once, scales included. The plan, once a step, is not in it."""
+    """Decode attention. Counts each key and value once, scales included; the plan is not timed."""
     step = _decode_step(sizes, num_rows, num_tokens, kv_dtype, context)
     num_bytes = num_rows * num_tokens * 2 * sizes.heads.num_kv_heads * step.layout.row_bytes
     caches = _caches(context, step.layout, -(-sizes.cold_bytes // num_bytes))
@@ -266,7 +269,7 @@ def _elementwise(sizes: KernelSizes, kv_dtype: str, context: DeviceContext) -> E
 
 
 def _traffic(work: Callable[[], object], num_bytes: float) -> PreparedCase:
-    """What a kernel must read and write, once."""
+    """A case whose amount is the bytes that the kernel must read and write, each once."""
     return PreparedCase([work], num_bytes, "TB/s", leads_with_time=True)
 
 
@@ -278,6 +281,6 @@ def _caches(context: DeviceContext, layout: CacheLayout, count: int) -> list[Ten
 
 
 def _shuffled_pages(context: DeviceContext, num_rows: int, pages_per_row: int) -> Tensor:
-    """int32 [rows, pages]: no two alike."""
+    """int32 [rows, pages] page table of distinct pages in random order."""
     pages = np.random.default_rng(0).permutation(num_rows * pages_per_row).astype(np.int32)
     return torch.from_numpy(pages.reshape(num_rows, pages_per_row)).to(context.torch_device)

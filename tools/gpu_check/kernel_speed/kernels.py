@@ -1,4 +1,4 @@
-"""How fast each kernel is, replayed from a graph over more memory than a cache holds, beside what torch has for it."""
+"""The section "kernels": times each kernel case, and other libraries' attention beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(results: Results) -> None:
 
 
 def run_quick(results: Results) -> None:
-    """Ours alone."""
+    """Time our kernels only."""
     measure(results, open_device_context(), KernelSizes(with_peers=False))
 
 

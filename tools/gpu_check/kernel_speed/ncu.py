@@ -1,6 +1,6 @@
-"""One kernel case under Nsight Compute: its text to read, its report for the viewer, and the few numbers that matter.
+"""Profiles one kernel case with Nsight Compute: saves its text and its report file, and records the main metrics.
 
-The clocks are left as they are. ncu replays each launch once a group of counters, with cold caches.
+The clocks are not locked. ncu replays each launch once per group of counters, with cold caches.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _SCALES = {
     "Gbyte/s": 1e-3,
     "Tbyte/s": 1.0,
 }
-"""ncu's unit → how many of ours it is: microseconds and TB/s. What is not listed is taken as it is. Older ones
-write nsecond and byte/second."""
+"""ncu's unit → factor to our unit, microseconds or TB/s. Other units stay as they are. Older versions of ncu write
+nsecond and byte/second."""
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(?!selected_)(\w+)(?<!_not_issued)_per_issue_active\.ratio")
 _TOP_STALLS = 4
 
 
 @dataclass(frozen=True)
 class Metric:
-    """columns: ncu's names for it, of which the first that is there counts."""
+    """One metric to record. columns: ncu's names for it; the first one present is used."""
 
     name: str
     unit: str
@@ -73,7 +73,7 @@ METRICS = (
 
 
 class NcuFailed(Exception):
-    """What ncu said for itself."""
+    """ncu failed; the message is ncu's."""
 
 
 def find_ncu() -> str | None:
@@ -82,11 +82,13 @@ def find_ncu() -> str | None:
 
 
 def profile_case(out: Path, case: str, budget_s: float, commit: str = "") -> int:
-    """Writes ncu-CASE.txt and ncu-CASE.ncu-rep beside the report; the exit status is 1 where there is no ncu, or it
-    fails."""
+    """Write ncu-CASE.txt, ncu-CASE.ncu-rep and the report. Returns the exit status: 1 if ncu is missing or fails."""
     path = find_ncu()
     if path is None:
-        print(f"--ncu: Nsight Compute is not installed: no ncu on PATH nor as {' or '.join(_PLACES)}", file=sys.stderr)
+        print(
+            f"--ncu: Nsight Compute is not installed: no ncu on PATH or at {' or '.join(_PLACES)}",
+            file=sys.stderr,
+        )
         return 1
     started_s = time.monotonic()
     scratch = out / f"ncu-{case}.jsonl"
@@ -101,15 +103,15 @@ def profile_case(out: Path, case: str, budget_s: float, commit: str = "") -> int
 
 
 def profile(results: Results, path: str, out: Path, case: str, command: Sequence[str]) -> None:
-    """Raises NcuFailed."""
+    """Record the case's profile and its metrics. Raises NcuFailed."""
     base = out / f"ncu-{case}"
     recorded = base.with_name(f"{base.name}.ncu-rep")
     options = ["--clock-control", "none", "--profile-from-start", "off", "--set", "full", "--force-overwrite"]
     _run([path, *options, "--export", str(recorded), *command], results.remaining_s)
     shown = [path, "--import", str(recorded), "--page"]
     base.with_name(f"{base.name}.txt").write_text(_run([*shown, "details"], results.remaining_s), encoding="utf-8")
-    told = _run([*shown, "raw", "--csv", "--print-units", "base"], results.remaining_s)
-    kernels = parse_raw(told)
+    raw_page = _run([*shown, "raw", "--csv", "--print-units", "base"], results.remaining_s)
+    kernels = parse_raw(raw_page)
     if not kernels:
         raise NcuFailed("ncu profiled no kernel")
     for kernel, launches in kernels.items():
@@ -117,11 +119,11 @@ def profile(results: Results, path: str, out: Path, case: str, command: Sequence
 
 
 Launch = dict[str, tuple[str, str]]
-"""A column's name → value and unit."""
+"""Column name → value and unit."""
 
 
 def parse_raw(text: str) -> dict[str, list[Launch]]:
-    """Each kernel's launches, of `--page raw --csv`: names, then units, then a line a launch; other lines before."""
+    """Parse `--page raw --csv` into launches by kernel: after other lines come names, units, and a line per launch."""
     lines = text.splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -149,7 +151,7 @@ def _record(results: Results, name: str, launches: list[Launch]) -> None:
         most = sorted(stalls, key=lambda reason: -stalls[reason])[:_TOP_STALLS]
         results.fact(f"{name}.stalls", ", ".join(f"{reason} {100 * stalls[reason] / total:.0f} %" for reason in most))
     else:
-        results.skipped(f"{name}.stalls", "ncu has no stall reasons")
+        results.skipped(f"{name}.stalls", "ncu reports no stall reasons")
 
 
 def _first_value(launch: Launch, columns: Sequence[str]) -> float | None:
@@ -157,31 +159,31 @@ def _first_value(launch: Launch, columns: Sequence[str]) -> float | None:
 
 
 def _value(launch: Launch, column: str) -> float | None:
-    """In our unit. None where there is no such column, or no number in it."""
+    """The column's value in our unit; None if the column is absent or not a number."""
     text, unit = launch.get(column, ("", ""))
     try:
         return float(text.replace(",", "")) * _SCALES.get(unit.replace("second", "s"), 1.0)
-    except ValueError:  # n/a, or nan in words
+    except ValueError:  # such as n/a
         return None
 
 
 def _stalls(launch: Launch) -> dict[str, float]:
-    """Of an issued instruction's wait, by reason."""
+    """Stall reason → average number of stalled warps per issued instruction."""
     found = {match[1]: _value(launch, column) for column in launch if (match := _STALL.fullmatch(column))}
     return {reason: value for reason, value in found.items() if value is not None}
 
 
 def _run(argv: list[str], timeout_s: float) -> str:
-    """What it prints. Raises NcuFailed for any error, of which ncu's exit status does not tell all."""
+    """Run ncu and return its output. Raises NcuFailed for a bad exit status, or for an error line despite status 0."""
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
     try:
         said, _ = child.communicate(timeout=max(timeout_s, 1.0))
     except subprocess.TimeoutExpired as error:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        raise NcuFailed(f"ncu was not done after {max(timeout_s, 1.0):.0f} s") from error
+        raise NcuFailed(f"ncu did not end within {max(timeout_s, 1.0):.0f} s") from error
     errors = [line for line in said.splitlines() if line.startswith("==ERROR==")]
     if errors or child.returncode != 0:
-        last = "; ".join(errors) or next((line for line in reversed(said.splitlines()) if line.strip()), "no word")
+        last = "; ".join(errors) or next((line for line in reversed(said.splitlines()) if line.strip()), "no output")
         raise NcuFailed(f"status {child.returncode}: {last.strip()[:400]}")
     return said

@@ -1,4 +1,4 @@
-"""What Nsight Compute watches: one kernel case by name, a few launches of it between the profiler's start and stop."""
+"""The process that Nsight Compute watches: a few launches of one kernel case, named by its argument."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def case_names() -> list[str]:
 
 
 def run_case(context: DeviceContext, case: KernelCase, profiling: AbstractContextManager[object]) -> None:
-    """Nothing but the case's own kernels runs within `profiling`."""
+    """Run the case. Only its own kernels run within `profiling`."""
     works = itertools.cycle(case.prepare(context).works)
     for work in itertools.islice(works, _WARM_UPS):
         work()
