@@ -330,10 +330,10 @@ class ClientConnection:
         if not self.transport.closed:
             self.protocol.data_received(data)
 
-    async def output(self, wanted: bytes, timeout_s: float = 5.0) -> None:
+    async def output(self, expected: bytes, timeout_s: float = 5.0) -> None:
         """Wait until the server has sent these bytes."""
         async with asyncio.timeout(timeout_s):
-            while wanted not in self.transport.output:
+            while expected not in self.transport.output:
                 assert not self.transport.closed, bytes(self.transport.output)
                 self.transport.changed.clear()
                 await self.transport.changed.wait()

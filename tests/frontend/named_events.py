@@ -20,17 +20,17 @@ def named_events(response: Response) -> list[dict[str, Any]]:
     """Return the events' data; each name must be the data's type."""
     assert response.status == 200, response.body
     assert response.headers["content-type"].startswith("text/event-stream")
-    told = []
+    events = []
     for block in response.body.decode().split("\n\n"):
         if not block or block.startswith(":"):
             continue
         name, data = block.split("\n")
-        told.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {told[-1]['type']}"
-    return told
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
 
 
 def names(events: Sequence[dict[str, Any]]) -> list[str]:
     """Return the events' types, with runs of the same type collapsed."""
     types = [event["type"] for event in events]
-    return [name for place, name in enumerate(types) if place == 0 or types[place - 1] != name]
+    return [name for index, name in enumerate(types) if index == 0 or types[index - 1] != name]

@@ -1,4 +1,4 @@
-"""Requests before a model is loaded: which of them wait for it, and how long."""
+"""Requests that arrive before a model is loaded: which ones wait for it, and how long."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_workers_end_when_their_parent_is_killed(start: Callable[..., Frontend])
     frontend = start("--workers", "2")
     frontend.client.get("/health")
     frontend.process.kill()
-    # The pipe ends when the last process with its write end is gone, and the workers have it too.
+    # The pipe ends when the last process that holds its write end has ended; the workers hold it too.
     assert frontend.end() == -signal.SIGKILL
 
 

@@ -63,15 +63,15 @@ class Responses:
         async def answer(client: Exchange) -> None:
             await answer_chat(client, chat, served, context.backend, style, num_body_bytes=num_body_bytes)
 
-        with renamed(RENAMED):
-            if body.background:
-                self._runs.check_capacity(is_streamed=body.stream is True)
-                run = BackgroundRun(exchange, pending, keeps_events=body.stream is True)
-                chat.stream = True
-                await self._runs.start(run, answer(run.exchange))
-            else:
+        if not body.background:
+            with renamed(RENAMED):
                 await answer(exchange)
-                return
+            return
+        self._runs.check_capacity(is_streamed=body.stream is True)
+        run = BackgroundRun(exchange, pending, keeps_events=body.stream is True)
+        chat.stream = True
+        with renamed(RENAMED):
+            await self._runs.start(run, answer(run.exchange))
         if run.events is not None:
             await run.events.follow(exchange, -1)
         else:

@@ -64,7 +64,7 @@ def test_key_file_has_one_key_per_line_with_name_and_limits(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ("", "contains no key"),
         ("# none\n", "contains no key"),
@@ -78,10 +78,10 @@ def test_key_file_has_one_key_per_line_with_name_and_limits(tmp_path: Path) -> N
         ("sk-é\n", "printable ASCII"),
     ],
 )
-def test_invalid_line_is_reported_without_the_key(tmp_path: Path, content: str, said: str) -> None:
+def test_invalid_line_is_reported_without_the_key(tmp_path: Path, content: str, expected: str) -> None:
     path = tmp_path / "keys"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(KeyFileError, match=re.escape(said)) as raised:
+    with pytest.raises(KeyFileError, match=re.escape(expected)) as raised:
         read_key_file(path)
     assert "sk-" not in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -96,14 +96,14 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 def test_any_file_is_either_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any-keys"
     path.write_bytes(data)
-    keys, told = [], ""
+    keys, message = [], ""
     try:
         keys = read_key_file(path)
     except KeyFileError as error:
-        told = str(error)
-    assert bool(keys) != bool(told)
+        message = str(error)
+    assert bool(keys) != bool(message)
     assert all(key.secret in data for key in keys)
-    assert "\n" not in told
+    assert "\n" not in message
 
 
 def test_duplicate_keys_are_refused_by_their_names() -> None:
@@ -179,7 +179,7 @@ async def test_replaced_keys_are_no_longer_accepted(backend: FakeBackend) -> Non
 
 def ratelimit(response: Response) -> dict[str, str]:
     prefix = "x-ratelimit-"
-    return {name.removeprefix(prefix): told for name, told in response.headers.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in response.headers.items() if name.startswith(prefix)}
 
 
 async def test_requests_per_minute_are_limited_and_reported(backend: FakeBackend) -> None:

@@ -19,12 +19,12 @@ BODY = {"messages": [{"role": "user", "content": "x"}]}
 
 def allowed(response: Response) -> dict[str, str]:
     prefix = "access-control-"
-    return {name.removeprefix(prefix): told for name, told in response.headers.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in response.headers.items() if name.startswith(prefix)}
 
 
 def preflight(origin: str, method: str = "POST", **more: str) -> list[tuple[str, str]]:
-    asked = [("origin", origin), ("access-control-request-method", method)]
-    return asked + [(f"access-control-request-{name}", value) for name, value in more.items()]
+    headers = [("origin", origin), ("access-control-request-method", method)]
+    return headers + [(f"access-control-request-{name}", value) for name, value in more.items()]
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ async def test_page_of_another_origin_may_not_read_answers(
 
 async def test_preflight_is_answered_before_any_key(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(admission=Admission(cors_origins=(OURS,)))
-    asked = "authorization,content-type, x-stainless-lang"
-    answer = await connection.request("OPTIONS", CHAT, headers=preflight(OURS, headers=asked))
+    requested = "authorization,content-type, x-stainless-lang"
+    answer = await connection.request("OPTIONS", CHAT, headers=preflight(OURS, headers=requested))
     assert (answer.status, answer.body) == (204, b"")
     assert allowed(answer) == {
         "allow-origin": OURS,
         "allow-methods": "POST",
-        "allow-headers": asked,
+        "allow-headers": requested,
         "max-age": "600",
         "expose-headers": allowed(answer)["expose-headers"],
     }
@@ -111,10 +111,10 @@ async def test_preflight_is_answered_before_any_key(connect: Callable[..., Clien
     assert plain.status == 405
 
 
-@pytest.mark.parametrize("asked", ["x" * 2049, "a:b", "x\x7f"])
-async def test_strange_header_names_are_not_echoed(connect: Callable[..., ClientConnection], asked: str) -> None:
+@pytest.mark.parametrize("requested", ["x" * 2049, "a:b", "x\x7f"])
+async def test_strange_header_names_are_not_echoed(connect: Callable[..., ClientConnection], requested: str) -> None:
     connection = connect(admission=Admission(cors_origins=(OURS,)))
-    answer = await connection.request("OPTIONS", CHAT, headers=preflight(OURS, headers=asked))
+    answer = await connection.request("OPTIONS", CHAT, headers=preflight(OURS, headers=requested))
     assert answer.status == 400 or "allow-headers" not in allowed(answer)
 
 

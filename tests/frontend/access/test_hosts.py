@@ -24,8 +24,8 @@ async def ask(connection: ClientConnection, host: str, method: str = "GET", path
     return await connection.response()
 
 
-async def status(connection: ClientConnection, *asked: str, path: str = "/v1/models") -> int:
-    return (await ask(connection, *asked, path=path)).status
+async def status(connection: ClientConnection, host: str, method: str = "GET", *, path: str = "/v1/models") -> int:
+    return (await ask(connection, host, method, path)).status
 
 
 @pytest.mark.parametrize(

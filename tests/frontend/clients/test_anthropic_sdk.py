@@ -81,12 +81,12 @@ async def test_stream_helper_assembles_the_answer(backend: FakeBackend, batch_si
     assert "".join(texts) == "I look it up."
     kinds = [block.type for block in strictly(whole).content]
     assert kinds == [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
-    for mine, told in zip(whole.content, final.content, strict=True):
-        if mine.type == "tool_use" and told.type == "tool_use":
-            assert (mine.name, mine.input) == (told.name, told.input)
-        elif mine.type == "thinking" and told.type == "thinking":
-            assert mine.thinking == told.thinking
-            assert told.signature
+    for whole_block, streamed_block in zip(whole.content, final.content, strict=True):
+        if whole_block.type == "tool_use" and streamed_block.type == "tool_use":
+            assert (whole_block.name, whole_block.input) == (streamed_block.name, streamed_block.input)
+        elif whole_block.type == "thinking" and streamed_block.type == "thinking":
+            assert whole_block.thinking == streamed_block.thinking
+            assert streamed_block.signature
     assert final.stop_reason == whole.stop_reason == "tool_use"
     assert final.usage == whole.usage
 
@@ -106,8 +106,8 @@ async def test_tool_results_are_returned_to_the_model(backend: FakeBackend) -> N
             {"role": "user", "content": results},
         ]
         await client.messages.create(**{**HI, "messages": conversation}, tools=TOOLS)
-    said = MODEL.tokenizer.decode(list(backend.last.token_ids), skip_special_tokens=False)
-    assert said.count("<tool_response>\nfine") == 2
+    text = MODEL.tokenizer.decode(list(backend.last.token_ids), skip_special_tokens=False)
+    assert text.count("<tool_response>\nfine") == 2
 
 
 async def test_errors_raise_the_sdks_own_exceptions(url: str, backend: FakeBackend) -> None:

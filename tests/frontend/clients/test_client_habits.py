@@ -1,4 +1,4 @@
-"""What clients of other servers send: other names for a field, longer names of tools."""
+"""Requests as clients of other servers send them: other field names, longer tool names."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ async def test_tool_name_may_contain_its_servers_name(path: str, body: dict[str,
     call = f'<tool_call>\n{{"name": "{LONG_NAME}", "arguments": {{"a": 1}}}}\n</tool_call>'
     backend = FakeBackend(script=Model(HERMES).says(call))
     async with talking(backend, Model(HERMES)) as connection:
-        told = await connection.post(path, body)
-        assert told.status == 200
-        assert f'"{LONG_NAME}"'.encode() in told.body
+        response = await connection.post(path, body)
+        assert response.status == 200
+        assert f'"{LONG_NAME}"'.encode() in response.body
         too_long = json.loads(json.dumps(body).replace(LONG_NAME, LONG_NAME + "x"))
         assert (await connection.post(path, too_long)).status == 400
 
 
-def asked_schema(backend: FakeBackend) -> Any:
+def requested_schema(backend: FakeBackend) -> Any:
     constraints = backend.last.constraints
     assert constraints is not None
     assert constraints.grammar is not None
@@ -52,7 +52,7 @@ async def test_schema_next_to_the_response_format_type_is_read(
     form = {"type": kind, "schema": SCHEMA}
     for path, body in ((CHAT, HI), ("/v1/completions", {"prompt": "hi"})):
         assert (await connection.post(path, {**body, "response_format": form})).status == 200
-        assert asked_schema(backend) == SCHEMA
+        assert requested_schema(backend) == SCHEMA
     both = await connection.post(CHAT, {**HI, "response_format": {**form, "json_schema": {"schema": SCHEMA}}})
     assert (both.status, both.error["param"]) == (400, "response_format.schema")
 
@@ -61,7 +61,7 @@ async def test_output_format_of_anthropics_beta_is_read(connection: ClientConnec
     form = {"type": "json_schema", "schema": SCHEMA}
     body = {**HI, "max_tokens": 50}
     assert (await connection.post("/v1/messages", {**body, "output_format": form})).status == 200
-    assert asked_schema(backend) == SCHEMA
+    assert requested_schema(backend) == SCHEMA
     both = {**body, "output_format": form, "output_config": {"format": form}}
     assert (await connection.post("/v1/messages", both)).status == 400
     assert (await connection.post("/v1/messages", {**both, "output_config": {"effort": "low"}})).status == 200
@@ -100,10 +100,10 @@ async def test_completion_may_have_many_stop_strings(connection: ClientConnectio
         ("/v1/responses", {"input": "hi"}, "stop"),
         ("/v1/messages", {**HI, "max_tokens": 50}, "stop_sequences"),
     ):
-        told = await connection.post(path, {**body, field: [*stops, "wor"]})
-        assert told.status == 200
-        assert b"Hello, " in told.body
-        assert b"world" not in told.body
+        response = await connection.post(path, {**body, field: [*stops, "wor"]})
+        assert response.status == 200
+        assert b"Hello, " in response.body
+        assert b"world" not in response.body
         assert (await connection.post(path, {**body, field: [*stops, "wor", "x"]})).status == 400
 
 
@@ -120,7 +120,7 @@ async def test_refusal_is_returned_as_the_assistants_text(connection: ClientConn
 
 
 @pytest.mark.parametrize(
-    ("path", "fields", "said"),
+    ("path", "fields", "expected"),
     [
         (CHAT, {"reasoning_effort": "default"}, "reasoning_effort: must be one of high, low, max, medium, minimal, "),
         (CHAT, {"tool_choice": "any"}, 'tool_choice: must be one of auto, none, required, got "any"'),
@@ -153,8 +153,8 @@ async def test_refusal_is_returned_as_the_assistants_text(connection: ClientConn
     ],
 )
 async def test_invalid_choice_is_answered_with_the_valid_ones(
-    connection: ClientConnection, path: str, fields: dict[str, Any], said: str
+    connection: ClientConnection, path: str, fields: dict[str, Any], expected: str
 ) -> None:
     refused = await connection.post(path, {**HI, **fields})
     assert refused.status == 400
-    assert refused.json()["error"]["message"].startswith(said)
+    assert refused.json()["error"]["message"].startswith(expected)

@@ -284,7 +284,7 @@ async def test_silent_stream_is_kept_alive_by_comments() -> None:
 
 
 async def test_nothing_is_left_after_many_dropped_requests() -> None:
-    """Of 500 requests half are dropped at random moments; the others get their whole answers."""
+    """Drop half of 500 requests at random moments; the others get their whole answers."""
     random = Random(5)
     prompt = "the cat sat"
     expected = TOKENIZER.decode((token_ids(prompt) * 10)[:20])

@@ -73,10 +73,10 @@ async def test_stream_helper_assembles_the_answer(backend: FakeBackend, batch_si
     assert reasoning.content is not None
     assert reasoning.content[0].text == "Hm, 猫."
     assert isinstance(message, ResponseOutputMessage)
-    for call, told in zip((weather, time), final.output[2:], strict=True):
+    for call, item in zip((weather, time), final.output[2:], strict=True):
         assert isinstance(call, ResponseFunctionToolCall)
-        assert isinstance(told, ResponseFunctionToolCall)
-        assert (call.name, call.arguments, call.status) == (told.name, told.arguments, "completed")
+        assert isinstance(item, ResponseFunctionToolCall)
+        assert (call.name, call.arguments, call.status) == (item.name, item.arguments, "completed")
     assert final.usage == whole.usage
 
 

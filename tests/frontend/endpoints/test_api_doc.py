@@ -36,10 +36,10 @@ def test_every_field_is_named() -> None:
 def test_every_metric_is_in_the_table() -> None:
     backend = dict.fromkeys(BackendBoard.fields, 0)
     page = render(1, dict.fromkeys(FrontendBoard.fields, 0), backend).decode()
-    told = dict(re.findall(r"^# TYPE (\w+) (\w+)$", page, flags=re.MULTILINE))
+    reported = dict(re.findall(r"^# TYPE (\w+) (\w+)$", page, flags=re.MULTILINE))
     rows = re.findall(r"^\| (.+?) \| (gauge|counter|histogram) \| ", section("/metrics"), flags=re.MULTILINE)
     listed = {name: kind for names, kind in rows for name in re.findall(r"`(penstock_\w+)", names)}
-    assert listed == told
+    assert listed == reported
 
 
 def test_table_of_parameters_matches_the_bodies() -> None:

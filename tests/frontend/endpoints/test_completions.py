@@ -78,7 +78,7 @@ async def test_stream_is_the_whole_answer_in_pieces(
     assert "".join(event["choices"][0]["text"] for event in completion.events()[:-1]) == text
 
 
-async def test_usage_comes_last_when_asked_for(connection: ClientConnection) -> None:
+async def test_requested_usage_comes_last(connection: ClientConnection) -> None:
     body = {**HI, "stream": True, "stream_options": {"include_usage": True}}
     *events, last, done = (await connection.post(CHAT, body)).events()
     assert done == "[DONE]"

@@ -139,7 +139,7 @@ async def test_invalid_prompts_are_named(connection: ClientConnection, prompt: A
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "expected"),
     [
         (None, "prompt: expected str | array, got null"),
         ([None], "prompt[0]: expected int | str | array, got null"),
@@ -147,8 +147,8 @@ async def test_invalid_prompts_are_named(connection: ClientConnection, prompt: A
         ([1.5], "prompt[0]: expected int | str | array, got float 1.5"),
     ],
 )
-async def test_wrong_type_is_reported_with_its_value(connection: ClientConnection, prompt: Any, told: str) -> None:
-    assert (await refused(connection, COMPLETIONS, {"prompt": prompt}))["message"] == told
+async def test_wrong_type_is_reported_with_its_value(connection: ClientConnection, prompt: Any, expected: str) -> None:
+    assert (await refused(connection, COMPLETIONS, {"prompt": prompt}))["message"] == expected
 
 
 async def test_missing_fields_are_named(connection: ClientConnection) -> None:
@@ -246,15 +246,15 @@ async def test_messages_refused_by_the_template_are_400(
     assert "/v1/completions" in response.error["message"]
 
 
-@pytest.mark.parametrize(("path", "fields", "param", "told"), WRONG_TOGETHER, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize(("path", "fields", "param", "expected"), WRONG_TOGETHER, ids=lambda value: str(value)[:50])
 async def test_fields_that_exclude_each_other_are_refused(
-    connection: ClientConnection, path: str, fields: dict[str, Any], param: str, told: str
+    connection: ClientConnection, path: str, fields: dict[str, Any], param: str, expected: str
 ) -> None:
     body = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
     error = await refused(connection, path, {**body, **fields})
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: ")
-    assert told in error["message"]
+    assert expected in error["message"]
 
 
 @pytest.mark.parametrize("depth", [70, 400, 900, 1500, 20_000])

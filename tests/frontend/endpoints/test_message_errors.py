@@ -60,12 +60,12 @@ async def test_every_error_has_anthropics_format(
 def test_every_error_has_one_of_anthropics_types(kind: ErrorKind) -> None:
     status, body = anthropic_error(ApiError(kind, "why"), "r1")
     assert status == (529 if kind is ErrorKind.OVERLOADED else kind.status)
-    told = json.loads(body)
-    assert (told["type"], told["request_id"], told["error"]["message"]) == ("error", "r1", "why")
+    answer = json.loads(body)
+    assert (answer["type"], answer["request_id"], answer["error"]["message"]) == ("error", "r1", "why")
     if status != 413:  # missing in the SDK's types, but in Anthropic's documentation
-        anthropic.types.ErrorResponse.model_validate(told)
+        anthropic.types.ErrorResponse.model_validate(answer)
     rows = re.findall(r"^\| ([\d, ]+) \| `(\w+)`", API_DOC, flags=re.MULTILINE)
-    assert next(name for statuses, name in rows if str(status) in statuses.split(", ")) == told["error"]["type"]
+    assert next(name for statuses, name in rows if str(status) in statuses.split(", ")) == answer["error"]["type"]
 
 
 async def test_backend_errors_have_anthropics_format(connection: ClientConnection, backend: FakeBackend) -> None:
@@ -103,7 +103,7 @@ async def test_hang_up_cancels_the_message(connection: ClientConnection, backend
     await asyncio.wait_for(backend.streams[0].cancelled.wait(), 5)
 
 
-def said(*blocks: dict[str, Any], role: str = "user") -> dict[str, Any]:
+def message(*blocks: dict[str, Any], role: str = "user") -> dict[str, Any]:
     return {**HI, "messages": [{"role": role, "content": list(blocks)}]}
 
 
@@ -115,18 +115,18 @@ def said(*blocks: dict[str, Any], role: str = "user") -> dict[str, Any]:
         ({**HI, "messages": []}, "messages", "length"),
         ({**HI, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "tool"),
         ({**HI, "messages": [{"role": "user", "content": []}]}, "messages", "at least one needs content"),
-        (said({"type": "image", "source": {}}), "messages[0].content[0].type", "image"),
-        (said({"type": "document", "source": {}}), "messages[0].content[0].type", "document"),
-        (said({"type": "text"}), "messages[0].content[0].text", "required"),
-        (said({"type": "tool_use", "id": "x", "name": "f", "input": {}}), "messages[0].content[0].type", "tool_use"),
+        (message({"type": "image", "source": {}}), "messages[0].content[0].type", "image"),
+        (message({"type": "document", "source": {}}), "messages[0].content[0].type", "document"),
+        (message({"type": "text"}), "messages[0].content[0].text", "required"),
+        (message({"type": "tool_use", "id": "x", "name": "f", "input": {}}), "messages[0].content[0].type", "tool_use"),
         (
-            said({"type": "tool_use", "id": "x", "name": "f"}, role="assistant"),
+            message({"type": "tool_use", "id": "x", "name": "f"}, role="assistant"),
             "messages[0].content[0].input",
             "required",
         ),
-        (said({"type": "tool_result"}), "messages[0].content[0].tool_use_id", "required"),
+        (message({"type": "tool_result"}), "messages[0].content[0].tool_use_id", "required"),
         (
-            said({"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}),
+            message({"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}),
             "messages[0].content[0].content[0].type",
             "image",
         ),
@@ -164,7 +164,7 @@ async def test_invalid_field_is_named(
 ) -> None:
     response = await connection.post(PATH, body)
     assert response.status == 400
-    told = error(response)
-    assert told["type"] == "invalid_request_error"
-    assert told["message"].startswith(f"{param}: "), told["message"]
-    assert shown in told["message"]
+    found = error(response)
+    assert found["type"] == "invalid_request_error"
+    assert found["message"].startswith(f"{param}: "), found["message"]
+    assert shown in found["message"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.shm.messages import Finish
-from tests.frontend.endpoints.responses.test_responses import CALLED, MODEL, SAID, prompt, talking
+from tests.frontend.endpoints.responses.test_responses import CALLS, MODEL, TEXTS, prompt, talking
 from tests.frontend.harness import ClientConnection, FakeBackend, Response, says, token_ids
 from tests.frontend.named_events import REASONED_CALLS, named_events, names
 
@@ -27,17 +27,17 @@ def error(response: Response) -> dict[str, Any]:
     assert body["type"] == "error"
     assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
     assert set(body["error"]) == {"type", "message"}
-    told: dict[str, Any] = body["error"]
-    return told
+    found: dict[str, Any] = body["error"]
+    return found
 
 
 async def test_message_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
     response = await connection.post(PATH, {**HI, "model": "test/model", "metadata": {"user_id": "u"}})
-    told = response.json()
+    answer = response.json()
     assert response.status == 200
-    assert told.pop("id").startswith("msg_")
+    assert answer.pop("id").startswith("msg_")
     num_output = len(token_ids("Hello, world!")) + 1
-    assert told == {
+    assert answer == {
         "type": "message",
         "role": "assistant",
         "model": "test/model",
@@ -76,15 +76,15 @@ async def test_thinking_text_and_calls_are_consecutive_blocks() -> None:
     backend = FakeBackend(script=MODEL.says(REASONED_CALLS))
     body = {**HI, "tools": [WEATHER, TIME], "thinking": {"type": "enabled", "budget_tokens": 100}}
     async with talking(backend) as connection:
-        told = (await connection.post(PATH, body)).json()
+        answer = (await connection.post(PATH, body)).json()
         events = named_events(await connection.post(PATH, {**body, "stream": True}))
-    thinking, text, weather, time = told["content"]
+    thinking, text, weather, time = answer["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "Hm, 猫.")
     assert thinking["signature"]
     assert text == {"type": "text", "text": "I look it up."}
     assert (weather["type"], weather["name"], weather["input"]) == ("tool_use", "get_weather", {"city": "été 🐈"})
     assert (time["name"], time["input"]) == ("get_time", {})
-    assert told["stop_reason"] == "tool_use"
+    assert answer["stop_reason"] == "tool_use"
     starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [block["type"] for block in starts] == ["thinking", "text", "tool_use", "tool_use"]
     assert starts[0] == {"type": "thinking", "thinking": "", "signature": ""}
@@ -123,19 +123,19 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def comparable(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the content without ids, and of each block the fields of its type."""
+    """Return the message without ids; each block keeps only the fields of its type."""
     fields = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("name", "input")}
     content = [{name: block[name] for name in ("type", *fields[block["type"]])} for block in message["content"]]
     return {name: value for name, value in message.items() if name != "id"} | {"content": content}
 
 
 @settings(max_examples=25, deadline=None)
-@given(SAID, CALLED, CALLED)
+@given(TEXTS, CALLS, CALLS)
 @pytest.mark.parametrize(("batch_size", "finish"), [(1, Finish.STOP), (3, Finish.LENGTH), (1000, Finish.STOP)])
 async def test_streamed_and_whole_answers_are_equal(
-    batch_size: int, finish: Finish, said: str, first: str, second: str
+    batch_size: int, finish: Finish, text: str, first: str, second: str
 ) -> None:
-    backend = FakeBackend(script=MODEL.says(f"x{said}{first}{second}", batch_size=batch_size, finish=finish))
+    backend = FakeBackend(script=MODEL.says(f"x{text}{first}{second}", batch_size=batch_size, finish=finish))
     async with talking(backend) as connection:
         body = {**HI, "tools": [WEATHER, TIME], "thinking": {"type": "adaptive"}}
         whole = (await connection.post(PATH, body)).json()
@@ -157,10 +157,10 @@ async def test_stop_reason_is_reported(
     connection: ClientConnection, changes: dict[str, Any], reason: str, sequence: str | None, stream: bool
 ) -> None:
     response = await connection.post(PATH, {**HI, **changes, "stream": stream})
-    told = assembled(named_events(response)) if stream else response.json()
-    assert (told["stop_reason"], told["stop_sequence"]) == (reason, sequence)
+    answer = assembled(named_events(response)) if stream else response.json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
     if sequence is not None:
-        assert told["content"][0]["text"] == "Hello, "
+        assert answer["content"][0]["text"] == "Hello, "
 
 
 async def test_every_kind_of_block_reaches_the_model() -> None:
@@ -233,7 +233,7 @@ async def test_thinking_is_off_unless_requested(thinking: dict[str, Any] | None,
 
 
 @pytest.mark.parametrize(
-    ("choice", "is_forced", "is_told"),
+    ("choice", "is_forced", "reads_calls"),
     [
         ({"type": "auto"}, False, True),
         ({"type": "any", "disable_parallel_tool_use": True}, True, True),
@@ -241,7 +241,7 @@ async def test_thinking_is_off_unless_requested(thinking: dict[str, Any] | None,
         ({"type": "none"}, False, False),
     ],
 )
-async def test_tool_choice_reaches_the_model(choice: dict[str, Any], is_forced: bool, is_told: bool) -> None:
+async def test_tool_choice_reaches_the_model(choice: dict[str, Any], is_forced: bool, reads_calls: bool) -> None:
     backend = FakeBackend(script=MODEL.says("ok"))
     async with talking(backend) as connection:
         body = {**HI, "tools": [WEATHER, TIME], "tool_choice": choice}
@@ -255,8 +255,8 @@ async def test_tool_choice_reaches_the_model(choice: dict[str, Any], is_forced: 
     text = MODEL.says(REASONED_CALLS)
     backend.script = text
     async with talking(backend) as connection:
-        told = (await connection.post(PATH, body)).json()
-    assert any(block["type"] == "tool_use" for block in told["content"]) is is_told
+        answer = (await connection.post(PATH, body)).json()
+    assert any(block["type"] == "tool_use" for block in answer["content"]) is reads_calls
 
 
 async def test_output_format_becomes_a_grammar(connection: ClientConnection, backend: FakeBackend) -> None:
@@ -271,9 +271,9 @@ async def test_output_format_becomes_a_grammar(connection: ClientConnection, bac
 
 async def test_counted_tokens_equal_the_messages_prompt(connection: ClientConnection, backend: FakeBackend) -> None:
     body = {"messages": HI["messages"], "system": "be brief"}
-    told = (await connection.post(f"{PATH}/count_tokens", body)).json()
+    answer = (await connection.post(f"{PATH}/count_tokens", body)).json()
     await connection.post(PATH, {**HI, **body})
-    assert told == {"input_tokens": len(backend.last.token_ids)}
+    assert answer == {"input_tokens": len(backend.last.token_ids)}
     refused = await connection.post(f"{PATH}/count_tokens", {"messages": [], "model": "x"})
     assert error(refused)["type"] == "invalid_request_error"
 

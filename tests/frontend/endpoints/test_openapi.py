@@ -39,34 +39,34 @@ def routes(backend: FakeBackend) -> dict[str, dict[str, Route]]:
 
 
 @pytest.fixture
-def told(routes: dict[str, dict[str, Route]]) -> dict[str, Any]:
+def api(routes: dict[str, dict[str, Route]]) -> dict[str, Any]:
     """The document as a client receives it."""
     decoded: dict[str, Any] = json.loads(json.dumps(document(routes, "1.2.3")))
     return decoded
 
 
-def schema_of(told: dict[str, Any], path: str, method: str, status: int, kind: str = "application/json") -> Any:
-    found = told["paths"][path][method]["responses"][str(status)]["content"][kind]["schema"]
-    return {**found, "components": told["components"]}
+def schema_of(api: dict[str, Any], path: str, method: str, status: int, kind: str = "application/json") -> Any:
+    found = api["paths"][path][method]["responses"][str(status)]["content"][kind]["schema"]
+    return {**found, "components": api["components"]}
 
 
-def check(told: dict[str, Any], response: Response, path: str, method: str = "get") -> None:
-    jsonschema.validate(response.json(), schema_of(told, path, method, response.status))
+def check(api: dict[str, Any], response: Response, path: str, method: str = "get") -> None:
+    jsonschema.validate(response.json(), schema_of(api, path, method, response.status))
 
 
-def test_document_is_valid_openapi_3_1(told: dict[str, Any]) -> None:
-    assert told["openapi"].startswith("3.1")
-    OpenAPIV31SpecValidator(told).validate()
-    ids = [operation["operationId"] for methods in told["paths"].values() for operation in methods.values()]
+def test_document_is_valid_openapi_3_1(api: dict[str, Any]) -> None:
+    assert api["openapi"].startswith("3.1")
+    OpenAPIV31SpecValidator(api).validate()
+    ids = [operation["operationId"] for methods in api["paths"].values() for operation in methods.values()]
     assert len(ids) == len(set(ids))
 
 
-def test_document_has_exactly_the_routes(told: dict[str, Any], routes: dict[str, dict[str, Route]]) -> None:
-    listed = {(path, method.upper()) for path, methods in told["paths"].items() for method in methods}
+def test_document_has_exactly_the_routes(api: dict[str, Any], routes: dict[str, dict[str, Route]]) -> None:
+    listed = {(path, method.upper()) for path, methods in api["paths"].items() for method in methods}
     assert listed == {(path, method) for path, methods in routes.items() for method in methods if method != "HEAD"}
     for path, methods in routes.items():
         for method, route in methods.items():
-            operation = told["paths"][path].get(method.lower())
+            operation = api["paths"][path].get(method.lower())
             if operation is None:
                 continue
             assert len(operation["summary"]) > 10
@@ -76,76 +76,76 @@ def test_document_has_exactly_the_routes(told: dict[str, Any], routes: dict[str,
 
 
 def test_document_explains_exactly_the_fields_with_an_effect(
-    told: dict[str, Any], routes: dict[str, dict[str, Route]]
+    api: dict[str, Any], routes: dict[str, dict[str, Route]]
 ) -> None:
     bodies = {route.doc.body for methods in routes.values() for route in methods.values() if route.doc.body is not None}
     fields = set().union(*(names(body) for body in bodies))
     assert fields == set(FIELDS)
     for body in bodies:
-        properties = told["components"]["schemas"][body.__name__]["properties"]
+        properties = api["components"]["schemas"][body.__name__]["properties"]
         assert set(properties) <= names(body)
         assert all(field["description"] for field in properties.values())
-    temperature = json.dumps(told["components"]["schemas"]["ChatBody"]["properties"]["temperature"])
+    temperature = json.dumps(api["components"]["schemas"]["ChatBody"]["properties"]["temperature"])
     assert '"maximum": 2' in temperature
-    assert "suffix" not in told["components"]["schemas"]["CompletionBody"]["properties"]
-    assert "n" not in told["components"]["schemas"]["MessagesBody"]["properties"]
+    assert "suffix" not in api["components"]["schemas"]["CompletionBody"]["properties"]
+    assert "n" not in api["components"]["schemas"]["MessagesBody"]["properties"]
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_answers_and_errors_match_the_document(
-    connection: ClientConnection, told: dict[str, Any], path: str
+    connection: ClientConnection, api: dict[str, Any], path: str
 ) -> None:
     answer = await connection.post(path, BODIES[path])
     assert answer.status == 200
-    check(told, answer, path, "post")
+    check(api, answer, path, "post")
     refused = await connection.post(path, b"no JSON")
     assert refused.status == 400
-    check(told, refused, path, "post")
+    check(api, refused, path, "post")
 
 
 @pytest.mark.parametrize("path", GENERATING)
-async def test_stream_events_match_the_document(connection: ClientConnection, told: dict[str, Any], path: str) -> None:
+async def test_stream_events_match_the_document(connection: ClientConnection, api: dict[str, Any], path: str) -> None:
     extras = {} if path in ("/v1/responses", "/v1/messages") else {"return_timings": True}
     response = await connection.post(path, {**BODIES[path], "stream": True, **extras})
     data = re.findall(r"^data: (\{.*)$", response.body.decode(), flags=re.MULTILINE)
     assert len(data) > 5
     for event in data:
-        jsonschema.validate(json.loads(event), schema_of(told, path, "post", 200, "text/event-stream"))
+        jsonschema.validate(json.loads(event), schema_of(api, path, "post", 200, "text/event-stream"))
 
 
 async def test_chat_answer_with_every_option_matches_the_document(
-    connection: ClientConnection, told: dict[str, Any]
+    connection: ClientConnection, api: dict[str, Any]
 ) -> None:
     body = {**CHAT, "return_timings": True, "return_token_ids": True, "stop": "o", "n": 2}
     answer = await connection.post("/v1/chat/completions", body)
     assert "timings" in answer.json()
     assert "stop_reason" in answer.json()["choices"][0]
-    check(told, answer, "/v1/chat/completions", "post")
+    check(api, answer, "/v1/chat/completions", "post")
 
 
 READABLE = [(path, path) for path in ("/v1/models", "/version", "/v1/load", "/health", "/ready")]
 READABLE.append(("/v1/models/test/model", "/v1/models/{model}"))
 
 
-@pytest.mark.parametrize(("asked", "path"), READABLE)
+@pytest.mark.parametrize(("url", "path"), READABLE)
 async def test_get_answers_match_the_document(
-    connection: ClientConnection, told: dict[str, Any], asked: str, path: str
+    connection: ClientConnection, api: dict[str, Any], url: str, path: str
 ) -> None:
-    answer = await connection.request("GET", asked)
+    answer = await connection.request("GET", url)
     assert answer.status == 200
-    check(told, answer, path)
+    check(api, answer, path)
 
 
-async def test_kept_response_matches_the_document(connection: ClientConnection, told: dict[str, Any]) -> None:
+async def test_kept_response_matches_the_document(connection: ClientConnection, api: dict[str, Any]) -> None:
     made = (await connection.post("/v1/responses", {"input": "x"})).json()["id"]
     for suffix in ("", "/input_items"):
         path = "/v1/responses/{response_id}" + suffix
-        check(told, await connection.request("GET", f"/v1/responses/{made}{suffix}"), path)
+        check(api, await connection.request("GET", f"/v1/responses/{made}{suffix}"), path)
     path = "/v1/responses/{response_id}"
-    check(told, await connection.request("DELETE", f"/v1/responses/{made}"), path, "delete")
+    check(api, await connection.request("DELETE", f"/v1/responses/{made}"), path, "delete")
     missing = await connection.request("GET", f"/v1/responses/{made}")
     assert missing.status == 404
-    check(told, missing, path)
+    check(api, missing, path)
 
 
 async def test_document_needs_no_key_and_says_which_routes_do(connect: Callable[..., ClientConnection]) -> None:

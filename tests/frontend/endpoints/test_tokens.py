@@ -15,27 +15,27 @@ RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 async def test_prompt_becomes_tokens_as_in_vllm(connection: ClientConnection) -> None:
     body = {"model": "test/model", "prompt": "the cat 猫", "return_token_strs": True}
-    told = (await connection.post("/tokenize", body)).json()
+    answer = (await connection.post("/tokenize", body)).json()
     ids = token_ids("the cat 猫")
-    assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), 1000)
-    assert told["token_strs"][:2] == ["the", " cat"]
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 1000)
+    assert answer["token_strs"][:2] == ["the", " cat"]
     assert (await connection.post("/tokenize", {"prompt": "x"})).json()["token_strs"] is None
     assert (await connection.post("/tokenize", {"prompt": ""})).json()["tokens"] == []
 
 
 async def test_messages_become_the_tokens_of_their_chat(connection: ClientConnection, backend: FakeBackend) -> None:
-    told = (await connection.post("/tokenize", HI)).json()
+    answer = (await connection.post("/tokenize", HI)).json()
     await connection.post("/v1/chat/completions", HI)
-    assert told["tokens"] == list(backend.last.token_ids) == token_ids(RENDERED)
+    assert answer["tokens"] == list(backend.last.token_ids) == token_ids(RENDERED)
     short = (await connection.post("/tokenize", {**HI, "add_generation_prompt": False})).json()
     assert short["tokens"] == token_ids(RENDERED.removesuffix("<|im_start|>assistant\n"))
 
 
 async def test_content_becomes_tokens_as_in_llama_cpp(connection: ClientConnection) -> None:
     assert (await connection.post("/tokenize", {"content": "the cat"})).json() == {"tokens": token_ids("the cat")}
-    told = (await connection.post("/tokenize", {"content": "the 猫", "with_pieces": True})).json()["tokens"]
-    assert [piece["id"] for piece in told] == token_ids("the 猫")
-    raw = b"".join(p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in told)
+    pieces = (await connection.post("/tokenize", {"content": "the 猫", "with_pieces": True})).json()["tokens"]
+    assert [piece["id"] for piece in pieces] == token_ids("the 猫")
+    raw = b"".join(p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces)
     assert raw == "the 猫".encode()
 
 
@@ -43,10 +43,10 @@ async def test_token_texts_are_the_same_for_many_tokens_and_few(connection: Clie
     few, times = 'the 猫 "\\', 500
     for body, field in (({"content": few, "with_pieces": True}, "tokens"), ({"return_token_strs": True}, "token_strs")):
         source = "content" if "content" in body else "prompt"
-        told = (await connection.post("/tokenize", {**body, source: few})).json()[field]
-        assert len(told) * times > 1024
+        texts = (await connection.post("/tokenize", {**body, source: few})).json()[field]
+        assert len(texts) * times > 1024
         many = (await connection.post("/tokenize", {**body, source: few * times})).json()[field]
-        assert many == told * times
+        assert many == texts * times
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 5000])

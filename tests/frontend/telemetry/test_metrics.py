@@ -88,15 +88,15 @@ def test_every_counter_of_the_boards_is_reported(board: BackendBoard) -> None:
     board.pages_used, board.pages_idle, board.pages_total = 11, 22, 100
     worker = {name: number for number, name in enumerate(FrontendBoard.fields, start=2000)}
     samples = parse(render(1, worker, board.values()))
-    told = set(samples.values())
+    reported = set(samples.values())
     in_histograms = histogram_words()
     for name, number in board.values().items():
         if name == "pages_total":
             assert sum(value(samples, "kv_pages", state=state) for state in ("used", "idle", "free")) == number
         elif name not in ("pid", "heartbeat_ns", *in_histograms):
-            assert number in told, f"{name} is nowhere in /metrics"
+            assert number in reported, f"{name} is nowhere in /metrics"
     for name, number in worker.items():
-        assert name == "pid" or name in in_histograms or number in told, f"{name} is nowhere in /metrics"
+        assert name == "pid" or name in in_histograms or number in reported, f"{name} is nowhere in /metrics"
 
 
 def histogram_words() -> set[str]:
@@ -192,7 +192,7 @@ def test_dashboard_uses_metrics_that_exist_and_labels_that_they_have(board: Back
             assert set(re.findall(r"(\w+)=~?\"", selector)) - {"job", "instance"} <= labels[name], query
         for named in re.findall(r"by \(([^)]*)\)", query):
             assert set(re.split(r",\s*", named)) - {"job", "instance"} <= set().union(*labels.values()), query
-    told = {re.sub(r"_(bucket|sum|count)$", "", name) for name in labels if not name.startswith("penstock_worker_")}
-    assert {"penstock_steps_total", "penstock_step_rows"} <= told
-    panels = [panel["gridPos"] for panel in dashboard["panels"]]
-    assert all(place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in panels)
+    reported = {re.sub(r"_(bucket|sum|count)$", "", name) for name in labels if not name.startswith("penstock_worker_")}
+    assert {"penstock_steps_total", "penstock_step_rows"} <= reported
+    positions = [panel["gridPos"] for panel in dashboard["panels"]]
+    assert all(position["x"] >= 0 and position["x"] + position["w"] <= 24 for position in positions)

@@ -60,20 +60,20 @@ def test_each_part_of_the_time_is_reported_once() -> None:
         "total_ms": 3000.0,
         "preemptions": 2,
     }
-    told = server_timing(timings.server_timing(is_whole=True).decode())
-    assert told["prepare"] + told["queue"] + told["prefill"] == told["ttft"] == 1000.0
-    assert told["ttft"] + told["decode"] == told["total"] == 3000.0
-    assert (told["tps"], told["preemptions"]) == (10.0, 2.0)
+    header = server_timing(timings.server_timing(is_whole=True).decode())
+    assert header["prepare"] + header["queue"] + header["prefill"] == header["ttft"] == 1000.0
+    assert header["ttft"] + header["decode"] == header["total"] == 3000.0
+    assert (header["tps"], header["preemptions"]) == (10.0, 2.0)
     begun = server_timing(timings.server_timing(is_whole=False).decode())
-    assert begun == {name: told[name] for name in ("prepare", "queue", "prefill", "ttft")}
+    assert begun == {name: header[name] for name in ("prepare", "queue", "prefill", "ttft")}
 
 
 @pytest.mark.parametrize(("completion_tokens", "first_token_s"), [(0, None), (1, 11.0), (0, 10.0)])
 def test_unknown_rate_is_null(completion_tokens: int, first_token_s: float | None) -> None:
     timings = Timings(10.0, 10.0, first_token_s, 11.0, 0.0, 5, 5, completion_tokens, 0)
-    told = timings.as_dict()
-    assert told["predicted_per_second"] is None
-    assert told["prompt_per_second"] is None
+    fields = timings.as_dict()
+    assert fields["predicted_per_second"] is None
+    assert fields["prompt_per_second"] is None
     assert "tps" not in server_timing(timings.server_timing(is_whole=True).decode())
 
 
@@ -84,12 +84,12 @@ async def test_timings_are_in_the_body_if_requested_and_always_in_the_header(
     plain = await connection.post(path, PROMPTS[path])
     assert "timings" not in plain.json()
     assert set(server_timing(plain.headers["server-timing"])) >= {"queue", "prefill", "ttft", "decode", "preemptions"}
-    asked = await connection.post(path, {**PROMPTS[path], "return_timings": True})
-    timings, usage = asked.json()["timings"], asked.json()["usage"]
+    requested = await connection.post(path, {**PROMPTS[path], "return_timings": True})
+    timings, usage = requested.json()["timings"], requested.json()["usage"]
     assert set(timings) == LLAMA_CPP | {"queue_ms", "ttft_ms", "total_ms", "preemptions"}
     assert timings["predicted_n"] == usage["completion_tokens"]
     assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
-    del (body := asked.json())["timings"]
+    del (body := requested.json())["timings"]
     assert set(body) == set(plain.json())
 
 
@@ -106,8 +106,8 @@ async def test_stream_has_timings_in_its_last_chunk(connection: ClientConnection
     assert last["timings"]["predicted_n"] == 14
     assert not any("timings" in chunk for chunk in chunks)
     assert all(("usage" in chunk) == with_usage for chunk in chunks)
-    told = server_timing(response.headers["server-timing"])
-    assert set(told) == {"prepare", "queue", "prefill", "ttft"}
+    header = server_timing(response.headers["server-timing"])
+    assert set(header) == {"prepare", "queue", "prefill", "ttft"}
 
 
 async def test_timings_per_token_are_in_every_chunk(connection: ClientConnection) -> None:

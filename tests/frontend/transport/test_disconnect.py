@@ -148,20 +148,20 @@ async def test_hang_up_while_waiting_for_a_thread_renders_nothing(
     monkeypatch.setattr(
         "penstock.frontend.text.chat_template.ChatTemplate.render", lambda _self, body: rendered.append(body)
     )
-    asked = asyncio.Event()
+    queued = asyncio.Event()
 
     class WatchedExecutor(ThreadPoolExecutor):
         def submit(self, *call: Any, **fields: Any) -> Any:
-            asked.set()
+            queued.set()
             return super().submit(*call, **fields)
 
     with WatchedExecutor(1) as executor:
         asyncio.get_running_loop().set_default_executor(executor)
         is_free = threading.Event()
         blocker = executor.submit(is_free.wait)
-        asked.clear()
+        queued.clear()
         connection.send(request_bytes("POST", CHAT, {"messages": [{"role": "user", "content": LONG}]}))
-        await asked.wait()
+        await queued.wait()
         connection.transport.reset()
         await connection.idle()
         is_free.set()

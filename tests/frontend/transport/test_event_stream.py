@@ -64,9 +64,9 @@ async def test_events_before_a_failure_are_sent_before_it(connection: ClientConn
     backend.streams[3].push(finish=Finish.FAILED)
     response = await connection.response()
     *chunks, error = response.events()
-    said = [choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"]]
-    assert said.count("a") == 4
-    assert said.count("b") == 3
+    contents = [choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"]]
+    assert contents.count("a") == 4
+    assert contents.count("b") == 3
     assert error["error"]["code"] == "internal_error"
     assert all(stream.cancelled.is_set() for stream in backend.streams[:3])
 

@@ -386,7 +386,7 @@ async def test_busy_connections_stay_and_a_new_one_gets_429(
 
 
 async def test_new_connections_are_not_closed_for_newer_ones(open_connection: Callable[[], ClientConnection]) -> None:
-    there = [open_connection() for _ in range(3)]
+    existing = [open_connection() for _ in range(3)]
     assert (await open_connection().response()).status == 429
-    for connection in there:
+    for connection in existing:
         assert await serves(connection)

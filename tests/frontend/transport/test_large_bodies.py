@@ -60,9 +60,9 @@ def test_lists_of_prompts_are_checked(prompt: list[Any], param: str, shown: str)
 @pytest.mark.parametrize("as_text", [False, True])
 def test_schema_that_is_too_long_is_refused_for_its_length(as_text: bool) -> None:
     schema = {"enum": [0] * 500_000}
-    asked = {"guided_json": msgspec.json.encode(schema).decode() if as_text else schema}
+    fields = {"guided_json": msgspec.json.encode(schema).decode() if as_text else schema}
     with pytest.raises(ApiError, match="guided_json: 1000010 characters"):
-        requested_grammar(decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], **asked})))
+        requested_grammar(decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], **fields})))
 
 
 async def test_schema_nested_as_deep_as_a_body_may_be_is_refused(connection: ClientConnection) -> None:
@@ -82,9 +82,11 @@ def test_garbage_collector_runs_again_after_a_large_body(end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", [{}, {"echo": True}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}]
+    "options", [{}, {"echo": True}, {"logprobs": 1}, {"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}]
 )
-async def test_prompt_logprobs_are_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]) -> None:
+async def test_prompt_logprobs_are_encoded_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     threads: list[threading.Thread] = []
     whole = CompletionFormat.whole
 
@@ -94,8 +96,8 @@ async def test_prompt_logprobs_are_encoded_in_a_thread(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(CompletionFormat, "whole", noted)
     connection = ClientConnection(make_app(ScoringBackend()))
-    assert (await connection.post("/v1/completions", {"prompt": "the cat", **wanted})).status == 200
-    is_scored = "prompt_logprobs" in wanted or len(wanted) == 2
+    assert (await connection.post("/v1/completions", {"prompt": "the cat", **options})).status == 200
+    is_scored = "prompt_logprobs" in options or len(options) == 2
     assert (threads == [threading.main_thread()]) is not is_scored
     await connection.end()
 
@@ -117,8 +119,8 @@ async def test_at_most_two_of_the_longest_texts_are_tokenized_at_a_time(monkeypa
 
     monkeypatch.setattr(tokenizer, "_encode", encode)
     text = "x" * 300_000
-    told = await asyncio.gather(*(tokenizer.encode([text], add_special_tokens=False) for _ in range(8)))
-    assert told == [[[1, False]]] * 8
+    encoded = await asyncio.gather(*(tokenizer.encode([text], add_special_tokens=False) for _ in range(8)))
+    assert encoded == [[[1, False]]] * 8
     assert max(most) == 2
 
 
@@ -146,8 +148,8 @@ async def test_streamed_echo_is_encoded_in_a_thread_and_equals_the_whole_one(
     events = (await connection.post("/v1/completions", {**body, "stream": True})).events()
     pieces = [event["choices"][0] for event in events[:-1]]
     assert "".join(piece["text"] for piece in pieces) == whole["text"]
-    told = [piece["logprobs"]["tokens"] for piece in pieces if piece["logprobs"]]
-    assert [token for tokens in told for token in tokens] == whole["logprobs"]["tokens"]
+    streamed = [piece["logprobs"]["tokens"] for piece in pieces if piece["logprobs"]]
+    assert [token for tokens in streamed for token in tokens] == whole["logprobs"]["tokens"]
     assert len(threads) == 3
     assert threading.main_thread() not in threads
     await connection.end()

@@ -116,7 +116,7 @@ def test_sighup_loads_a_new_certificate_and_keeps_the_old_one_if_it_is_bad(
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "expected"),
     [
         (("none.pem", None), "none.pem: No such file"),
         (("localhost.pem", "none.key"), "none.key: No such file"),
@@ -128,14 +128,14 @@ def test_sighup_loads_a_new_certificate_and_keeps_the_old_one_if_it_is_bad(
     ],
 )
 def test_unusable_tls_files_are_reported_in_one_line(
-    certificates: Path, directory: Path, files: tuple[str, str | None], said: str
+    certificates: Path, directory: Path, files: tuple[str, str | None], expected: str
 ) -> None:
     options = [f"--ssl-certfile={certificates / files[0] if files[0] else 'none-here'}"]
     if files[1] is not None:
         options.append(f"--ssl-keyfile={certificates / files[1]}")
     status, output = run_to_its_end(directory, "--port", "0", *options)
     assert status == 1
-    assert said in output
+    assert expected in output
     assert output.count("\n") == 1
 
 
@@ -148,8 +148,8 @@ def test_encrypted_key_is_opened_with_its_password(certificates: Path) -> None:
     tls = ServerTls(TlsFiles(*files, PASSWORD))
     assert shown(tls) == (certificates / "encrypted.pem").read_text()
     assert tls.context.minimum_version >= ssl.TLSVersion.TLSv1_2
-    for wrong, said in (("x", "the password is wrong"), ("x" * 1025, "the limit is 1024")):
-        with pytest.raises(TlsError, match=said):
+    for wrong, expected in (("x", "the password is wrong"), ("x" * 1025, "the limit is 1024")):
+        with pytest.raises(TlsError, match=expected):
             ServerTls(TlsFiles(*files, wrong))
 
 
@@ -211,7 +211,7 @@ def test_connections_without_a_handshake_count_and_are_closed_for_new_ones(
             stack.enter_context(socket.create_connection((address.host, address.port or 0), timeout=5))
             for _ in range(21)
         ]
-        # None has been idle long enough to be closed for a new one, and no handshake has timed out.
+        # No connection has been idle long enough to be closed for a new one, and no handshake has timed out.
         with contextlib.suppress(ConnectionResetError):
             assert silent[-1].recv(1) == b""
         frontend.wait_for("20 connections, the limit of this worker")
@@ -232,7 +232,7 @@ def test_idle_tls_connection_does_not_keep_the_server_from_stopping(
     address = frontend.client.base_url
     with httpx.Client(base_url=address, verify=trusting(files[0])) as client:
         assert client.get("/health").status_code == 200
-        with socket.create_connection((address.host, address.port or 0)):  # nor does a connection without a handshake
+        with socket.create_connection((address.host, address.port or 0)):  # and one without a handshake
             frontend.process.terminate()
             assert frontend.process.wait(timeout=15) == 0  # half of uvloop's timeout for the client's confirmation
 
@@ -290,7 +290,7 @@ def test_unlink_keeps_another_servers_socket(directory: Path) -> None:
         next_path.replace(path)
         unlink(first)
         assert path.is_socket()
-        second.path = path  # type: ignore[attr-defined] # as if it had been made there
+        second.path = path  # type: ignore[attr-defined] # as if it had been bound there
         unlink(second)
         assert not path.exists()
         unlink(second)
@@ -327,7 +327,7 @@ def test_one_of_several_servers_starting_over_a_stale_socket_serves(directory: P
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         (("--uds", "/tmp/" + "x" * 120), "the limit is 107"),  # noqa: S108 - never made
         (("--uds", "/nowhere/at/all.sock"), "No such file"),
@@ -337,10 +337,10 @@ def test_one_of_several_servers_starting_over_a_stale_socket_serves(directory: P
         (("--api-key", "a,a"), "the keys key-1 and key-2 are the same"),
     ],
 )
-def test_invalid_option_is_reported_in_one_line(directory: Path, options: tuple[str, ...], said: str) -> None:
+def test_invalid_option_is_reported_in_one_line(directory: Path, options: tuple[str, ...], expected: str) -> None:
     status, output = run_to_its_end(directory, *options)
     assert status == 1
-    assert said in output
+    assert expected in output
     assert output.count("\n") == 1
 
 

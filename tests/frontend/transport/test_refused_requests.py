@@ -1,4 +1,4 @@
-"""Requests that are refused whatever their body says: types, paths, methods, sizes; and bodies in small pieces."""
+"""Requests refused for their type, path, method or size, before the body is decoded; and bodies in small pieces."""
 
 from __future__ import annotations
 

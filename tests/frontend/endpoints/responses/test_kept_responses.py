@@ -64,8 +64,8 @@ async def test_input_of_many_empty_parts_counts_for_its_memory(
     connection = connect(max_stored_response_bytes=400_000)
     for num_parts, status in ((200, 200), (2000, 404)):
         content = [{"type": "input_text", "text": ""}] * num_parts
-        told = (await connection.post(PATH, {"input": [{"role": "user", "content": content}] * 5})).json()
-        assert (await connection.request("GET", f"{PATH}/{told['id']}")).status == status
+        answer = (await connection.post(PATH, {"input": [{"role": "user", "content": content}] * 5})).json()
+        assert (await connection.request("GET", f"{PATH}/{answer['id']}")).status == status
 
 
 async def test_calls_of_a_response_are_answered_in_the_next() -> None:
@@ -76,9 +76,9 @@ async def test_calls_of_a_response_are_answered_in_the_next() -> None:
         outputs = [{"type": "function_call_output", "call_id": call, "output": "fine"} for call in calls]
         body = {"input": outputs, "previous_response_id": first["id"], "tools": [WEATHER, TIME]}
         assert (await connection.post(PATH, body)).status == 200
-    said = prompt(backend, MODEL)
-    assert said.count("<tool_response>\nfine") == 2
-    assert '{"name": "get_weather", "arguments": {"city": "été 🐈"}}' in said
+    text = prompt(backend, MODEL)
+    assert text.count("<tool_response>\nfine") == 2
+    assert '{"name": "get_weather", "arguments": {"city": "été 🐈"}}' in text
 
 
 async def test_item_reference_is_resolved() -> None:
@@ -99,41 +99,41 @@ async def test_item_reference_is_resolved() -> None:
 async def test_kept_response_is_retrieved(connection: ClientConnection) -> None:
     for stream in (False, True):
         response = await connection.post(PATH, {**HI, "stream": stream})
-        told = named_events(response)[-1]["response"] if stream else response.json()
-        assert (await connection.request("GET", f"{PATH}/{told['id']}")).json() == told
+        answer = named_events(response)[-1]["response"] if stream else response.json()
+        assert (await connection.request("GET", f"{PATH}/{answer['id']}")).json() == answer
 
 
 @pytest.mark.parametrize("path", ["", "/cancel", "/input_items"])
 async def test_response_that_is_not_kept_is_404(connection: ClientConnection, path: str) -> None:
-    told = (await connection.post(PATH, {**HI, "store": False})).json()
-    assert told["store"] is False
+    answer = (await connection.post(PATH, {**HI, "store": False})).json()
+    assert answer["store"] is False
     method = "POST" if path == "/cancel" else "GET"
-    for response_id, reason in ((told["id"], "was unused for"), ("resp_" + "0" * 32, "another process")):
+    for response_id, reason in ((answer["id"], "was unused for"), ("resp_" + "0" * 32, "another process")):
         missing = await connection.request(method, f"{PATH}/{response_id}{path}")
         assert (missing.status, missing.error["code"]) == (404, "response_not_found")
         assert reason in missing.error["message"]
-    previous = await connection.post(PATH, {**HI, "previous_response_id": told["id"]})
+    previous = await connection.post(PATH, {**HI, "previous_response_id": answer["id"]})
     assert (previous.status, previous.error["param"]) == (404, "previous_response_id")
-    assert (await connection.request("DELETE", f"{PATH}/{told['id']}")).status == 404
+    assert (await connection.request("DELETE", f"{PATH}/{answer['id']}")).status == 404
 
 
 async def test_another_keys_response_does_not_exist(connect: Callable[..., ClientConnection]) -> None:
     connection = connect(api_keys=("one", "two"))
     keys = [[("authorization", f"Bearer {key}")] for key in ("one", "two")]
-    told = (await connection.request("POST", PATH, {**HI, "background": True}, keys[0])).json()
+    answer = (await connection.request("POST", PATH, {**HI, "background": True}, keys[0])).json()
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
-        refused = await connection.request(method, f"{PATH}/{told['id']}{path}", headers=keys[1])
+        refused = await connection.request(method, f"{PATH}/{answer['id']}{path}", headers=keys[1])
         assert refused.status == 404
-    body = {**HI, "previous_response_id": told["id"]}
+    body = {**HI, "previous_response_id": answer["id"]}
     assert (await connection.request("POST", PATH, body, keys[1])).status == 404
     assert (await connection.request("POST", PATH, body, keys[0])).status == 200
-    assert (await connection.request("GET", f"{PATH}/{told['id']}", headers=keys[0])).status == 200
+    assert (await connection.request("GET", f"{PATH}/{answer['id']}", headers=keys[0])).status == 200
 
 
 async def test_input_is_listed_in_pages(connection: ClientConnection) -> None:
     items = [{"role": "user", "content": f"{number}"} for number in range(5)]
-    told = (await connection.post(PATH, {"input": items})).json()
-    path = f"{PATH}/{told['id']}/input_items"
+    answer = (await connection.post(PATH, {"input": items})).json()
+    path = f"{PATH}/{answer['id']}/input_items"
     whole = (await connection.request("GET", f"{path}?order=asc")).json()
     assert [item["content"] for item in whole["data"]] == [[{"type": "input_text", "text": f"{n}"}] for n in range(5)]
     assert (whole["object"], whole["has_more"]) == ("list", False)
@@ -151,9 +151,9 @@ async def test_input_is_listed_in_pages(connection: ClientConnection) -> None:
 async def polled(connection: ClientConnection, response_id: str, status: str) -> dict[str, Any]:
     async with asyncio.timeout(5):
         while True:
-            told: dict[str, Any] = (await connection.request("GET", f"{PATH}/{response_id}")).json()
-            if told["status"] == status:
-                return told
+            current: dict[str, Any] = (await connection.request("GET", f"{PATH}/{response_id}")).json()
+            if current["status"] == status:
+                return current
             await asyncio.sleep(0)
 
 
@@ -161,18 +161,18 @@ async def test_background_response_continues_without_its_client(backend: FakeBac
     backend.script = silent
     app = make_app(backend)
     first, second = ClientConnection(app), ClientConnection(app)
-    told = (await first.post(PATH, {**HI, "background": True})).json()
-    assert (told["status"], told["output"], told["background"]) == ("queued", [], True)
+    answer = (await first.post(PATH, {**HI, "background": True})).json()
+    assert (answer["status"], answer["output"], answer["background"]) == ("queued", [], True)
     await first.end()
     backend.streams[0].push(*token_ids("the"))
-    half = await polled(second, told["id"], "in_progress")
+    half = await polled(second, answer["id"], "in_progress")
     assert half["output"][0]["content"][0]["text"] == "the"
-    early = await second.post(PATH, {**HI, "previous_response_id": told["id"]})
+    early = await second.post(PATH, {**HI, "previous_response_id": answer["id"]})
     assert (early.status, early.error["param"]) == (400, "previous_response_id")
     backend.streams[0].push(END_TOKEN, finish=Finish.STOP)
-    whole = await polled(second, told["id"], "completed")
+    whole = await polled(second, answer["id"], "completed")
     assert whole["output"][0]["content"][0]["text"] == "the"
-    assert (await second.request("POST", f"{PATH}/{told['id']}/cancel")).json() == whole
+    assert (await second.request("POST", f"{PATH}/{answer['id']}/cancel")).json() == whole
     assert len(app.exchanges) == 0
     await second.end()
 
@@ -182,9 +182,9 @@ async def test_background_response_is_cancelled(backend: FakeBackend, method: st
     backend.script = silent
     app = make_app(backend)
     connection = ClientConnection(app)
-    told = (await connection.post(PATH, {**HI, "background": True})).json()
+    answer = (await connection.post(PATH, {**HI, "background": True})).json()
     backend.streams[0].push(*token_ids("the"))
-    path = f"{PATH}/{told['id']}"
+    path = f"{PATH}/{answer['id']}"
     ended = await connection.request(method, f"{path}/cancel" if method == "POST" else path)
     assert ended.status == 200
     assert backend.streams[0].cancelled.is_set()
@@ -198,8 +198,8 @@ async def test_background_response_is_cancelled(backend: FakeBackend, method: st
 
 
 async def test_response_of_the_foreground_cannot_be_cancelled(connection: ClientConnection) -> None:
-    told = (await connection.post(PATH, HI)).json()
-    refused = await connection.request("POST", f"{PATH}/{told['id']}/cancel")
+    answer = (await connection.post(PATH, HI)).json()
+    refused = await connection.request("POST", f"{PATH}/{answer['id']}/cancel")
     assert (refused.status, refused.error["param"]) == (400, "response_id")
 
 
@@ -231,10 +231,10 @@ async def test_background_stream_is_resumed_where_it_broke_off(backend: FakeBack
 
 async def test_only_background_streams_can_be_resumed(connection: ClientConnection) -> None:
     for body in ({**HI, "background": True}, HI):
-        told = (await connection.post(PATH, body)).json()
-        refused = await connection.request("GET", f"{PATH}/{told['id']}?stream=true")
+        answer = (await connection.post(PATH, body)).json()
+        refused = await connection.request("GET", f"{PATH}/{answer['id']}?stream=true")
         assert (refused.status, refused.error["param"]) == (400, "stream")
-    refused = await connection.request("GET", f"{PATH}/{told['id']}?stream=true&starting_after=-1")
+    refused = await connection.request("GET", f"{PATH}/{answer['id']}?stream=true&starting_after=-1")
     assert refused.error["param"] == "starting_after"
 
 
@@ -252,8 +252,8 @@ async def test_failure_before_a_background_response_runs_is_its_answer(
 
 async def test_background_response_that_fails_says_so(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = lambda _: [TokenBatch([], Finish.REJECTED, FailureCode.OVERLOADED)]
-    told = (await connection.post(PATH, {**HI, "background": True})).json()
-    failed = await polled(connection, told["id"], "failed")
+    answer = (await connection.post(PATH, {**HI, "background": True})).json()
+    failed = await polled(connection, answer["id"], "failed")
     assert failed["error"]["code"] == "rate_limit_exceeded"
 
 
@@ -261,10 +261,10 @@ async def test_shutdown_ends_background_responses(backend: FakeBackend) -> None:
     backend.script = silent
     app = make_app(backend)
     connection = ClientConnection(app)
-    told = (await connection.post(PATH, {**HI, "background": True})).json()
+    answer = (await connection.post(PATH, {**HI, "background": True})).json()
     assert len(app.exchanges) == 1
     app.exchanges.end_all()
-    failed = await polled(connection, told["id"], "failed")
+    failed = await polled(connection, answer["id"], "failed")
     assert "shutting down" in failed["error"]["message"]
     assert len(app.exchanges) == 0
     await connection.end()

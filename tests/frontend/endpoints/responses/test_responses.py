@@ -48,27 +48,28 @@ def prompt(backend: FakeBackend, model: Model | None = None) -> str:
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """Return the response without what differs between two equal requests."""
-    told: dict[str, Any] = json.loads(json.dumps(response))
-    for item in told["output"]:
+    """Return the response without the fields that differ between equal requests."""
+    rest: dict[str, Any] = json.loads(json.dumps(response))
+    for item in rest["output"]:
         item.pop("id")
         item.pop("call_id", None)
     for field in ("id", "created_at", "completed_at"):
-        told.pop(field)
-    return told
+        rest.pop(field)
+    return rest
 
 
 async def test_response_is_answered_whole(connection: ClientConnection, backend: FakeBackend) -> None:
     response = await connection.post(PATH, {**HI, "model": "test/model", "metadata": {"a": "b"}, "temperature": 0.5})
-    told = response.json()
-    assert (response.status, told["object"], told["status"]) == (200, "response", "completed")
-    assert (told["metadata"], told["temperature"], told["error"], told["store"]) == ({"a": "b"}, 0.5, None, True)
-    (item,) = told["output"]
+    answer = response.json()
+    assert (response.status, answer["object"], answer["status"]) == (200, "response", "completed")
+    assert (answer["metadata"], answer["temperature"]) == ({"a": "b"}, 0.5)
+    assert (answer["error"], answer["store"]) == (None, True)
+    (item,) = answer["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
     assert item["content"] == [{"type": "output_text", "text": "Hello, world!", "annotations": [], "logprobs": []}]
     assert prompt(backend) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     num_input, num_output = len(backend.last.token_ids), len(token_ids("Hello, world!")) + 1
-    assert told["usage"] == {
+    assert answer["usage"] == {
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
         "output_tokens": num_output,
@@ -133,21 +134,21 @@ async def test_reasoning_text_and_calls_are_consecutive_items() -> None:
     assert finished == output
 
 
-SAID = st.lists(
+TEXTS = st.lists(
     st.sampled_from(["Hello", " 猫", "\n", "🐈", "<think>", "</think>", "<tool_call>", "the cat "]), max_size=8
 ).map("".join)
-CALLED = st.sampled_from(
+CALLS = st.sampled_from(
     ["", '<tool_call>\n{"name": "get_time", "arguments": {"a": [1, "é"]}}\n</tool_call>', "<tool_call>\n{broken"]
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(SAID, CALLED, CALLED, st.sampled_from([1, 2, 7, 1000]), st.sampled_from([Finish.STOP, Finish.LENGTH]))
+@given(TEXTS, CALLS, CALLS, st.sampled_from([1, 2, 7, 1000]), st.sampled_from([Finish.STOP, Finish.LENGTH]))
 async def test_streamed_and_whole_answers_are_equal(
-    said: str, first: str, second: str, batch_size: int, finish: Finish
+    text: str, first: str, second: str, batch_size: int, finish: Finish
 ) -> None:
-    text = f"x{said}{first}{second}"
-    backend = FakeBackend(script=MODEL.says(text, batch_size=batch_size, finish=finish))
+    output = f"x{text}{first}{second}"
+    backend = FakeBackend(script=MODEL.says(output, batch_size=batch_size, finish=finish))
     async with talking(backend) as connection:
         body = {**HI, "tools": [WEATHER, TIME]}
         whole = (await connection.post(PATH, body)).json()
@@ -159,26 +160,26 @@ async def test_streamed_and_whole_answers_are_equal(
         if event["type"].endswith(".delta"):
             pieces[event["output_index"]] = pieces.get(event["output_index"], "") + event["delta"]
     for index, item in enumerate(streamed["output"]):
-        told = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
-        assert pieces.get(index, "") == told
+        expected = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert pieces.get(index, "") == expected
 
 
 async def test_truncated_answer_is_incomplete(connection: ClientConnection) -> None:
     body = {**HI, "max_output_tokens": 3}
-    told = (await connection.post(PATH, body)).json()
-    assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert (told["output"][0]["status"], told["completed_at"]) == ("incomplete", None)
+    answer = (await connection.post(PATH, body)).json()
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (answer["output"][0]["status"], answer["completed_at"]) == ("incomplete", None)
     last = named_events(await connection.post(PATH, {**body, "stream": True}))[-1]
     assert last["type"] == "response.incomplete"
-    assert without_ids(last["response"]) == without_ids(told)
+    assert without_ids(last["response"]) == without_ids(answer)
 
 
 async def test_empty_answer_has_an_empty_message(connection: ClientConnection, backend: FakeBackend) -> None:
     backend.script = says("")
-    told = (await connection.post(PATH, HI)).json()
-    assert told["output"][0]["content"][0]["text"] == ""
+    answer = (await connection.post(PATH, HI)).json()
+    assert answer["output"][0]["content"][0]["text"] == ""
     assert without_ids(named_events(await connection.post(PATH, {**HI, "stream": True}))[-1]["response"]) == (
-        without_ids(told)
+        without_ids(answer)
     )
 
 
@@ -187,13 +188,13 @@ async def test_failure_in_a_stream_is_its_last_event(connection: ClientConnectio
     backend.script = lambda _: [TokenBatch(token_ids("a")), failure]
     events = named_events(await connection.post(PATH, {**HI, "stream": True}))
     assert events[-1]["type"] == "response.failed"
-    told = events[-1]["response"]
-    assert (told["status"], told["error"]["code"], told["output"][0]["status"]) == (
+    answer = events[-1]["response"]
+    assert (answer["status"], answer["error"]["code"], answer["output"][0]["status"]) == (
         "failed",
         "server_error",
         "incomplete",
     )
-    assert (await connection.request("GET", f"{PATH}/{told['id']}")).json() == told
+    assert (await connection.request("GET", f"{PATH}/{answer['id']}")).json() == answer
     whole = await connection.post(PATH, HI)
     assert (whole.status, whole.error["code"]) == (500, "internal_error")
 
@@ -202,8 +203,8 @@ async def test_logprobs_come_with_the_text(connection: ClientConnection, backend
     ids = token_ids("Hello")
 
     def script(request: Any) -> list[TokenBatch]:
-        told = [LogprobEntry(-0.5, 1, (token,), (-0.5,)) for token in ids]
-        batches = [TokenBatch([token], logprobs=[logprob]) for token, logprob in zip(ids, told, strict=True)]
+        logprobs = [LogprobEntry(-0.5, 1, (token,), (-0.5,)) for token in ids]
+        batches = [TokenBatch([token], logprobs=[logprob]) for token, logprob in zip(ids, logprobs, strict=True)]
         return [*batches, TokenBatch([END_TOKEN], Finish.STOP, logprobs=[LogprobEntry(-1.0, 1)])]
 
     backend.script = script
@@ -255,16 +256,16 @@ async def test_every_kind_of_item_reaches_the_model() -> None:
 async def test_too_long_conversation_loses_its_oldest_turns(
     connect: Callable[..., ClientConnection], backend: FakeBackend
 ) -> None:
-    def said(number: int) -> list[dict[str, Any]]:
+    def turns(number: int) -> list[dict[str, Any]]:
         return [{"role": "user", "content": f"<{number}>" + "x" * 60}, {"role": "assistant", "content": "y" * 60}]
 
-    items = [item for number in range(20) for item in said(number)][:-1]
+    items = [item for number in range(20) for item in turns(number)][:-1]
     connection = connect()
     body = {"input": items, "instructions": "be brief", "max_output_tokens": 200}
     refused = await connection.post(PATH, body)
     assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
-    told = await connection.post(PATH, {**body, "truncation": "auto"})
-    assert (told.status, told.json()["truncation"]) == (200, "auto")
+    answer = await connection.post(PATH, {**body, "truncation": "auto"})
+    assert (answer.status, answer.json()["truncation"]) == (200, "auto")
     text, num_tokens = prompt(backend), len(backend.last.token_ids)
     assert text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n<")
     assert "<19>" in text
@@ -287,8 +288,8 @@ async def test_effort_none_turns_thinking_off(effort: str) -> None:
 async def test_schema_becomes_a_grammar(connection: ClientConnection, backend: FakeBackend) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
-    told = (await connection.post(PATH, {**HI, "text": {"format": form, "verbosity": "low"}})).json()
-    assert told["text"]["format"] == form
+    answer = (await connection.post(PATH, {**HI, "text": {"format": form, "verbosity": "low"}})).json()
+    assert answer["text"]["format"] == form
     constraints = backend.last.constraints
     assert constraints is not None
     assert constraints.grammar is not None
@@ -305,7 +306,7 @@ async def test_only_allowed_tools_reach_the_model() -> None:
     assert "get_weather" not in prompt(backend, MODEL)
 
 
-# What is refused
+# Refused requests
 
 
 @pytest.mark.parametrize(
@@ -375,6 +376,6 @@ async def test_invalid_field_is_named(
 
 
 async def test_input_tokens_are_counted(connection: ClientConnection, backend: FakeBackend) -> None:
-    told = (await connection.post(f"{PATH}/input_tokens", HI)).json()
+    answer = (await connection.post(f"{PATH}/input_tokens", HI)).json()
     await connection.post(PATH, HI)
-    assert told == {"object": "response.input_tokens", "input_tokens": len(backend.last.token_ids)}
+    assert answer == {"object": "response.input_tokens", "input_tokens": len(backend.last.token_ids)}

@@ -53,7 +53,7 @@ class Store(RuleBasedStateMachine):
             largest = [owner for owner, size in held.items() if size == max(held.values())]
             oldest = [next(key for key in self.kept if key[0] == owner) for owner in largest]
             dropped = [key for key in oldest if key not in self.in_store()]
-            assert dropped, "another tenant paid, or another response than the oldest"
+            assert dropped, "the evicted response is not the oldest of the largest tenant"
             del self.kept[dropped[0]]
         assert set(self.kept) == self.in_store()
 
