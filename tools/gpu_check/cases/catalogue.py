@@ -1,4 +1,4 @@
-"""Every kernel's checks by name: a small set that touches each kernel, a wide one, and of that a quick one."""
+"""Lists every kernel's checks by name: a wide set, its quick subset, and a small set that touches each kernel."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ DTYPES = elementwise.DTYPES
 
 @dataclass(frozen=True)
 class Check:
-    """run raises Mismatch, or returns an error where there is one to tell."""
+    """A named check. run raises Mismatch, or returns the measured error if there is one."""
 
     family: str
     name: str
     run: Callable[[Launcher], float | None]
     is_of_8b: bool = True
-    """Heads of 128 in groups of 4, or no heads at all; activations in bf16, or in what a KV dtype asks for."""
+    """Whether the 8B model runs it: heads of 128 in groups of 4 or none; bf16 activations or a KV dtype's own."""
 
 
 def caches() -> Iterator[tuple[str, int]]:
-    """(KV dtype, head size) of each attention kernel."""
+    """Yield (KV dtype, head size) of each attention kernel."""
     for kv_dtype in KV_MACRO:
         yield from ((kv_dtype, head_dim) for head_dim in HEAD_DIMS if kv_dtype != "q8_0" or supports_q8_0(head_dim))
 
 
 def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
-    """shared_bytes: of a multiprocessor of the device."""
+    """Yield all checks. shared_bytes: shared memory of one of the device's multiprocessors."""
     yield from _ptx()
     yield from _elementwise(DTYPES, PAGE_SIZES_TOKENS, (64, 80, 96, 128, 256), (8, 72, 1024, 4104, 16384))
     yield from _sampling()
@@ -69,12 +69,12 @@ def wide_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]
 
 
 def quick_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
-    """Of the wide ones those whose shapes and dtypes the 8B model runs: with every KV dtype, page size and length."""
+    """The wide checks with shapes and dtypes of the 8B model, with every KV dtype, page size and length."""
     return (check for check in wide_checks(shared_bytes) if check.is_of_8b)
 
 
 def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
-    """Each kernel source and KV dtype once, as small as they get: for a sanitizer, under which all is slow."""
+    """Yield small checks that cover each kernel source and KV dtype: under a sanitizer everything is slow."""
     for kv_dtype in KV_MACRO:
         yield _decode(shared_bytes, kv_dtype, 64, 3, 16, (1, 40, 300))
         yield _prefill(kv_dtype, 64, 3, 16, ((70, 1), (0, 20), (60, 9)))
@@ -90,12 +90,14 @@ def small_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check
 
 
 def invariance_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
-    """A row's bits do not depend on who shares the step, nor on slots, pages and how its sequence was cut."""
+    """Yield checks that a row's bits do not depend on other rows, slots, pages or chunk sizes."""
     for kv_dtype in KV_MACRO:
         yield Check(
-            "decode", f"company.{kv_dtype}", partial(_decode_in_company, kv_dtype=kv_dtype, shared_bytes=shared_bytes)
+            "decode",
+            f"company.{kv_dtype}",
+            partial(_decode_beside_other_rows, kv_dtype=kv_dtype, shared_bytes=shared_bytes),
         )
-        yield Check("prefill", f"cut.{kv_dtype}", partial(_prefill_however_cut, kv_dtype=kv_dtype))
+        yield Check("prefill", f"cut.{kv_dtype}", partial(_prefill_in_any_chunks, kv_dtype=kv_dtype))
     yield Check("sampling", "slot", _sampled_in_any_slot)
 
 
@@ -227,7 +229,7 @@ def _name(kv_dtype: str, head_dim: int, group: int, page_size: int, window: int,
     return f"{kv_dtype}.d{head_dim}.g{group}.p{page_size}.{longest}" + (f".w{window}" if window else "")
 
 
-def _decode_in_company(launcher: Launcher, kv_dtype: str, shared_bytes: int) -> None:
+def _decode_beside_other_rows(launcher: Launcher, kv_dtype: str, shared_bytes: int) -> None:
     row, others = decode.row_of(1100, 7), decode.rows_of(5, 300, 2000)
     alone = decode.DecodeCase.of(decode.attention_of(128, kv_dtype, shared_bytes=shared_bytes), [row]).run(launcher)[0]
     for seed, place, num_sms in ((1, 0, 132), (2, 2, 7), (3, 3, 66)):
@@ -236,7 +238,7 @@ def _decode_in_company(launcher: Launcher, kv_dtype: str, shared_bytes: int) -> 
         require_same_bits(f"at place {place} of {len(others) + 1}", step.run(launcher)[place], alone)
 
 
-def _prefill_however_cut(launcher: Launcher, kv_dtype: str) -> None:
+def _prefill_in_any_chunks(launcher: Launcher, kv_dtype: str) -> None:
     attention, num_tokens = prefill.attention_of(128, kv_dtype, group=4), 150
     whole = prefill.run(attention, prefill.prepare(attention, [Row(0, num_tokens)]), launcher)
     for size in (7, 64):

@@ -1,4 +1,4 @@
-"""Comparisons that raise `Mismatch`, in one line, instead of asserting: they run outside tests too."""
+"""Comparisons that raise `Mismatch` with a one-line message: unlike asserts they also run outside tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Mismatch(Exception):
-    """A kernel computed something else than it should; the message says what, and by how much."""
+    """A kernel's result is wrong; the message says what differs and by how much."""
 
 
 def require(what: str, holds: bool) -> None:
@@ -20,7 +20,7 @@ def require(what: str, holds: bool) -> None:
 
 
 def require_same_bits(what: str, found: Tensor, expected: Tensor) -> None:
-    """NaNs of equal bits are equal."""
+    """Raise Mismatch unless all bytes are equal. NaNs with equal bits are equal."""
     x, y = (tensor.contiguous().view(torch.uint8) for tensor in (found, expected))
     if x.shape != y.shape or not torch.equal(x, y):
         count = int((x != y).sum()) if x.shape == y.shape else x.numel()
@@ -28,20 +28,22 @@ def require_same_bits(what: str, found: Tensor, expected: Tensor) -> None:
 
 
 def require_within(what: str, error: float, limit: float) -> float:
-    """Returns the error. A NaN is never within."""
+    """Return error if it is at most limit, else raise Mismatch. NaN always raises."""
     if not error <= limit:
         raise Mismatch(f"{what}: an error of {error:.3g}, at most {limit:.3g} is allowed")
     return error
 
 
 def require_close(what: str, found: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
-    """|found - expected| ≤ atol + rtol · |expected| everywhere, or both are NaN; returns the largest
-    difference as a share of what is allowed."""
-    wanted = expected.double()
-    if found.shape != wanted.shape:
-        raise Mismatch(f"{what}: shape {tuple(found.shape)}, expected {tuple(wanted.shape)}")
+    """Raise Mismatch unless |found - expected| ≤ atol + rtol · |expected|, or both are NaN, everywhere.
+
+    Returns the largest difference as a share of the tolerance.
+    """
+    exact = expected.double()
+    if found.shape != exact.shape:
+        raise Mismatch(f"{what}: shape {tuple(found.shape)}, expected {tuple(exact.shape)}")
     if not found.numel():
         return 0.0
-    same = (found.double() == wanted) | (found.isnan() & wanted.isnan())
-    share = ((found.double() - wanted).abs() / (atol + rtol * wanted.abs())).nan_to_num(torch.inf)
+    same = (found.double() == exact) | (found.isnan() & exact.isnan())
+    share = ((found.double() - exact).abs() / (atol + rtol * exact.abs())).nan_to_num(torch.inf)
     return require_within(f"{what}, as a share of the tolerance", float(share.masked_fill(same, 0).max()), 1.0)

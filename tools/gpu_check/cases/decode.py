@@ -1,4 +1,4 @@
-"""Decode attention: steps of rows with one token each, over caches that are NaN wherever no row may look."""
+"""Decode attention: steps of rows with one token each, over caches that are NaN outside the rows' tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 H200_SHARED_BYTES = 228 * 1024
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Of the largest output, by the outputs' dtype."""
+"""Output dtype → tolerance relative to the largest output."""
 ACT_OF = {kv_dtype: torch.float32 if kv_dtype == "fp32" else torch.bfloat16 for kv_dtype in KV_MACRO}
 
 
 def row_of(length: int, seed: int) -> Row:
-    """At its last token."""
+    """The row of a sequence's last token."""
     return Row(length - 1, 1, seed)
 
 
@@ -72,7 +72,7 @@ class DecodeCase:
     def of(
         cls, attention: DecodeAttention, rows: Sequence[Row | None], act: torch.dtype | None = None, seed: int = 0
     ) -> DecodeCase:
-        """None is a row without a slot."""
+        """Make a case; a row that is None has no slot."""
         heads = Heads(attention.num_heads, attention.layout)
         act = act or ACT_OF[attention.layout.kv_dtype]
         step = PagedRows.of(heads, [row or row_of(1, 0) for row in rows], act, seed, attention.window_tokens)
@@ -82,18 +82,18 @@ class DecodeCase:
         return cls(attention, step)
 
     def run(self, launcher: Launcher, workspace: DecodeWorkspace | None = None) -> Tensor:
-        """[R, num_heads, head_dim]; NaN for rows without a slot. Raises Mismatch."""
+        """Run the kernels. Returns [R, num_heads, head_dim], NaN for rows without a slot. Raises Mismatch."""
         step, arrays = self.step, self.step.arrays
         workspace = workspace or poisoned_workspace(self.attention)
         out = torch.full_like(step.qkv[:, : self.attention.num_heads], torch.nan)
         self.attention.plan(launcher, workspace, arrays.context_lens, arrays.slots, len(arrays.slots))
         self.attention.attend(launcher, workspace, step.qkv.flatten(1), step.layer_cache, step.page_table, out)
-        require("tickets are left behind", not workspace.tickets.any())
+        require("the kernel left tickets that are not zero", not workspace.tickets.any())
         require("a row without a slot was written", bool(out[arrays.slots < 0].isnan().all()))
         return out
 
     def error(self, out: Tensor) -> float:
-        """Of what `run` gave: the largest difference to float64, relative to the largest output."""
+        """The largest difference of a result of `run` to float64, relative to the largest output."""
         attention, planned = self.attention, self.step.arrays.slots >= 0
         expected = self.step.expected(attention.scale, attention.window_tokens, attention.softcap)[planned]
         return float((out[planned] - expected).abs().amax() / expected.abs().amax())
@@ -102,45 +102,52 @@ class DecodeCase:
 def planned_items(
     launcher: Launcher, attention: DecodeAttention, context_lens: Tensor, slots: Tensor
 ) -> list[tuple[int, ...]]:
-    """(row, slot, context length, chunk), in the order of the plan."""
+    """The plan's items in order: (row, slot, context length, chunk)."""
     workspace = poisoned_workspace(attention)
     attention.plan(launcher, workspace, context_lens, slots, len(slots))
     return [tuple(item) for item in workspace.items[: int(workspace.num_items)].tolist()]
 
 
 def check_steep(launcher: Launcher, kv_dtype: str, shared_bytes: int = H200_SHARED_BYTES) -> float:
-    """Of a full group, whose halves lie in different rows of the fragments."""
+    """Check steep rows with a full group, whose halves are in different rows of the fragments."""
     attention = attention_of(64, kv_dtype, kv_heads=1, group=16, shared_bytes=shared_bytes)
     case = DecodeCase.of(attention, [Row(length - 1, 1, length, is_steep=True) for length in (1, 40, 300)])
-    return require_within("relative to the largest", case.error(case.run(launcher)), STEEP_TOLERANCE[kv_dtype])
+    return require_within(
+        "error relative to the largest output", case.error(case.run(launcher)), STEEP_TOLERANCE[kv_dtype]
+    )
 
 
 def check_long_chunk(launcher: Launcher, kv_dtype: str, shared_bytes: int = H200_SHARED_BYTES) -> float:
-    """More tiles than a ring has, and more pages than a warp holds at once, as chunks have in contexts of tens of
-    thousands of tokens: a small max_context_tokens makes those of a shorter one as long."""
+    """Check chunks with more tiles than the ring and more pages than a warp holds at once.
+
+    Such chunks occur in contexts of tens of thousands of tokens; a small max_context_tokens makes shorter contexts
+    have them too.
+    """
     attention = attention_of(64, kv_dtype, kv_heads=1, group=1, max_context=256, shared_bytes=shared_bytes)
     case = DecodeCase.of(attention, rows_of(2200, 1300))
     out = case.run(launcher)
-    return require_within("relative to the largest", case.error(out), TOLERANCE[out.dtype])
+    return require_within("error relative to the largest output", case.error(out), TOLERANCE[out.dtype])
 
 
 def check_plan(launcher: Launcher) -> None:
-    """Every chunk once, the long ones first: of more rows than a block has threads, some without a slot, and of rows
-    with more chunks than a warp has lanes."""
+    """Check that the plan has every chunk once, long ones first.
+
+    There are more rows than a block has threads, rows without a slot, and rows with more chunks than a warp has lanes.
+    """
     lengths = [*range(1, 600), 767, 768, 769, 8191, 8192, 8193, 8448, 8449, 20_000, 65_536]
     slots = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).int()
     slots[::5] = -1
     attention = attention_of(kv_heads=1, group=1, max_rows=len(slots), max_context=max(lengths))
     items = planned_items(launcher, attention, torch.tensor(lengths, dtype=torch.int32) - 1, slots)
-    wanted = [
+    expected = [
         (row, slot, length, chunk)
         for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True))
         for chunk in range(-(-length // 256))
         if slot >= 0
     ]
-    require("the plan has not every chunk once", sorted(items) == sorted(wanted))
+    require("the plan does not contain every chunk exactly once", sorted(items) == sorted(expected))
     tokens = [min(256, length - 256 * chunk) for _, _, length, chunk in items]
-    require("short chunks come before long ones", all(b < max(1.25 * a, 4) for a, b in pairwise(tokens)))
+    require("the plan has a short chunk before a longer one", all(b < max(1.25 * a, 4) for a, b in pairwise(tokens)))
 
 
 def poisoned_workspace(attention: DecodeAttention) -> DecodeWorkspace:

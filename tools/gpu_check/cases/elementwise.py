@@ -1,5 +1,6 @@
-"""Norms, rotary embedding and the cache's writes, gates, gathers and copies: against float64, to the last bit where
-nothing is rounded, and with everything poisoned that is not to be touched.
+"""Norms, rotary embedding, cache writes, gates, gathers and page copies, checked against float64.
+
+Bits must be equal where nothing is rounded. Memory that a kernel must not touch is poisoned.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def check_close(what: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
-    """To what the dtype holds. Returns the error as a share of that."""
+    """Check within the dtype's precision. Returns the error as a share of the tolerance."""
     return require_close(what, found, expected, TOLERANCE[dtype], 0.1 * TOLERANCE[dtype])
 
 
@@ -62,7 +63,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass
 class StoreCase:
-    """A decode row at a page's end, a padding row, a chunk across pages, and a row that begins."""
+    """A step with a decode row at a page's end, a padding row, a chunk across pages, and a new sequence's row."""
 
     heads: HeadShape
     kv_dtype: str
@@ -80,7 +81,7 @@ class StoreCase:
         self.num_tokens = 7 + size
 
     def places(self) -> list[tuple[int, int, int]]:
-        """(token, page, place) of what is written."""
+        """The written KV slots, as (token, page, place)."""
         found = []
         for row, slot in enumerate(self.rows.slots.tolist()):
             first, end = self.rows.query_starts[row : row + 2].tolist()
@@ -94,7 +95,7 @@ class StoreCase:
         return torch.cat([torch.arange(c, c + e - s) for c, s, e in zip(contexts, starts, starts[1:], strict=False)])
 
     def read(self, layer: Tensor, which: int, page: int, place: int) -> tuple[Tensor, Tensor]:
-        """Numbers [num_kv_heads, head_dim] in the cache's dtype and, of q8_0, scales [num_kv_heads, head_dim / 32]."""
+        """Numbers [num_kv_heads, head_dim] in the cache's dtype; for q8_0 also scales [num_kv_heads, head_dim / 32]."""
         dim, heads = self.heads.head_dim, self.heads.num_kv_heads
         blocks = layer.view(self.layout.num_pages, 2, heads, self.layout.block_bytes)[page, which]
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "q8_0": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -108,7 +109,7 @@ class StoreCase:
 def expected_heads(
     qkv: Tensor, case: StoreCase, rope: Tensor | None, norms: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in float64, [T, heads, head_dim], rounded to the dtype as between separate operations."""
+    """Expected q, k and v, [T, heads, head_dim]; rounded to the dtype after the norm, as separate operations would."""
     shape = case.heads
     heads = qkv.view(len(qkv), -1, shape.head_dim)
     q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
@@ -133,11 +134,11 @@ def rope_rows(num_positions: int, rotary_dim: int) -> Tensor:
 def check_store(
     launcher: Launcher, case: StoreCase, dtype: torch.dtype, *, rotates: bool = True, norms: bool = False
 ) -> float:
-    """Raises Mismatch for what is stored, rotated or left alone wrongly. Returns the error of the queries."""
+    """Check the stored and rotated values and the untouched memory. Returns the error of the queries."""
     torch.manual_seed(case.heads.head_dim)
     elementwise = make(launcher, dtype, case.heads, 64, case.rotary_dim, case.kv_dtype, case.page_size)
     qkv = torch.randn(case.num_tokens, case.heads.qkv_size)
-    qkv[2] *= 1e-3  # where the norms' eps is the larger part
+    qkv[2] *= 1e-3  # small, so that the norms' eps dominates
     qkv = qkv.to(dtype)
     rope = rope_rows(3 * case.page_size, case.rotary_dim) if rotates else None
     weights = (torch.rand(case.heads.head_dim) + 0.5, torch.rand(case.heads.head_dim) + 0.5) if norms else None
@@ -163,7 +164,7 @@ def check_store(
             if scales.numel():
                 start = case.page_size * width + place * scales.shape[1] * 2
                 rows[:, start : start + scales.shape[1] * 2] = 0xFF
-    require("a page was written that is no row's", bool((untouched == 0xFF).all()))
+    require("a KV slot that belongs to no row was written", bool((untouched == 0xFF).all()))
     require("another layer was written", bool((cache[: case.layout.layer_bytes] == 0xFF).all()))
     return error
 
@@ -171,7 +172,7 @@ def check_store(
 def check_stored(
     kv_dtype: str, numbers: Tensor, scales: Tensor, heads: Tensor, dtype: torch.dtype, *, exact: bool
 ) -> None:
-    """heads [num_kv_heads, head_dim]. exact: they are what was handed in, and so every bit is known."""
+    """Check stored numbers against heads [num_kv_heads, head_dim]. exact: heads are the input, so bits must match."""
     if kv_dtype == "q8_0":
         expected, expected_scales = quantise_q8_0(heads.to(dtype))
         if exact:
@@ -185,15 +186,15 @@ def check_stored(
             require_same_bits("fp8", numbers, heads.float().clamp(-448, 448).to(torch.float8_e4m3fn))
         require("fp8", bool(((numbers.double() - heads).abs() <= 2**-9 + 0.07 * heads.abs()).all()))
     elif exact and (kv_dtype == "fp32" or dtype == torch.bfloat16):
-        require("values are not those of the step", torch.equal(numbers.double(), heads.double()))
+        require("stored values differ from the step's", torch.equal(numbers.double(), heads.double()))
     else:
-        check_close("what is stored", numbers, heads, torch.bfloat16 if kv_dtype == "bf16" else dtype)
+        check_close("stored numbers", numbers, heads, torch.bfloat16 if kv_dtype == "bf16" else dtype)
         if kv_dtype == "fp32":
             require_same_bits("keys rounded to the step's dtype", numbers, numbers.to(dtype).float())
 
 
 def check_norm(launcher: Launcher, dtype: torch.dtype, hidden: int) -> float:
-    """The norm of a sum; of one row eps is the larger part, and one is zeros."""
+    """Check the norm of a sum, with a row in which eps dominates and a row of zeros."""
     torch.manual_seed(hidden)
     sizes = torch.tensor([1.0, 1e-3, 1.0, 0.0, 1.0]).unsqueeze(1)
     residual, delta = torch.randn(5, hidden) * sizes, (torch.randn(5, hidden) * sizes).to(dtype)
@@ -218,7 +219,7 @@ def check_gate(launcher: Launcher, dtype: torch.dtype, name: str, size: int) -> 
 
 
 def check_embedding(launcher: Launcher, dtype: torch.dtype, hidden: int) -> None:
-    """With last tokens of slots, zeros for what is no token, and a row that is there already."""
+    """Check last tokens of slots, zeros for invalid tokens, and a row that is already filled in."""
     table, residual = torch.randn(50, hidden).to(dtype), poisoned(8, hidden, dtype=torch.float32)
     rows = Rows(ints(0, 1, 2, 3, 8), ints(0, 0, 0, 0), ints(2, 0, -1, 1))
     input_ids = ints(FROM_SLOT, 49, FROM_SLOT, 50, -7, 0, FROM_EMBEDDINGS, FROM_SLOT)
@@ -230,7 +231,7 @@ def check_embedding(launcher: Launcher, dtype: torch.dtype, hidden: int) -> None
 
 
 def check_gather(launcher: Launcher, dtype: torch.dtype) -> None:
-    """Padding stays as it is."""
+    """Check gathered rows; padding rows must stay unchanged."""
     source = torch.randn(9, 2080).to(dtype)
     out = torch.full((4, 2064), 5.0, dtype=dtype)
     make(launcher).gather_rows(source, ints(8, 0, -1, 3), out[:, :2056])
@@ -240,7 +241,7 @@ def check_gather(launcher: Launcher, dtype: torch.dtype) -> None:
 
 
 def check_page_copies(launcher: Launcher, kv_dtype: str) -> None:
-    """In all layers, and nothing else."""
+    """Check that the pages are copied in all layers and nothing else changes."""
     layout = CacheLayout(3, 6, 16, 2, 160, kv_dtype)
     cache = torch.randint(0, 256, (layout.num_bytes,), dtype=torch.uint8).view(3, 6, -1)
     expected = cache.clone()

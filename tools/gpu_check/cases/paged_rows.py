@@ -1,4 +1,4 @@
-"""Rows of a step, their sequences in a paged cache in which all else is NaN, and their attention in float64."""
+"""Rows of a step, their sequences in a paged cache that is NaN elsewhere, and the expected attention in float64."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NOT_A_PAGE = 1 << 30
 """An entry of a page table that must not be read."""
 
 STEEP_TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "q8_0": 1e-1, "fp8": 2e-2}
-"""Relative, of steep rows: a logit of 200 has the error of one of 2 a hundred times."""
+"""Relative tolerance for steep rows: a logit of 200 has 100 times the error of a logit of 2."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens history … history + length - 1 of a sequence, all of whose numbers are decided by the seed.
+    """Tokens history … history + length - 1 of a sequence. The seed determines all of the sequence's numbers.
 
-    Of steep rows every logit is far from 0, and from those of other tiles: of the first half of a group's heads above
-    100 and falling with the token, of the other half below -100 and rising.
+    In steep rows every logit is far from 0 and from the logits of other tiles. In the first half of a group's heads
+    logits are above 100 and fall with the token; in the other half they are below -100 and rise.
     """
 
     history: int
@@ -54,7 +54,7 @@ class Heads:
 
 @dataclass
 class PagedRows:
-    """A step of rows. qkv has their queries, and NaN for keys and values, which are read from the cache alone."""
+    """A step of rows. qkv contains their queries; its keys and values are NaN, because only the cache is read."""
 
     heads: Heads
     rows: list[Row]
@@ -65,7 +65,7 @@ class PagedRows:
 
     @classmethod
     def of(cls, heads: Heads, rows: list[Row], act: torch.dtype, seed: int = 0, window_tokens: int = 0) -> PagedRows:
-        """Pages and slots are dealt by the seed. Of pages that lie before every token's window none is owned."""
+        """Draw pages and slots from the seed. Pages before every token's window are not allocated."""
         layout, deal = heads.layout, np.random.default_rng(seed)
         page_size = layout.page_size_tokens
         num_pages = sum(-(-row.end // page_size) for row in rows) + 3
@@ -108,7 +108,7 @@ class PagedRows:
 
 
 def encode(x: Tensor, kv_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Of x [..., head_dim]: its bytes, its scales' bytes, and the numbers that these mean, in float64."""
+    """Encode x [..., head_dim]: return its bytes, its scales' bytes, and the represented numbers in float64."""
     if kv_dtype == "q8_0":
         numbers, scales = quantise_q8_0(x)
         value = (numbers.double() * scales.double()).flatten(-2)
@@ -125,7 +125,7 @@ def _sequence(seed: int, heads_per_token: int, head_dim: int, num_tokens: int) -
 
 
 def _draw(heads: Heads, row: Row) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a sequence's tokens up to the row's end, [end, heads, head_dim]: the same for all its rows."""
+    """q, k, v of a sequence's tokens up to the row's end, [end, heads, head_dim]; equal for all rows of a sequence."""
     num_kv_heads = heads.layout.num_kv_heads
     numbers = _sequence(row.seed, heads.per_token, heads.layout.head_dim, row.end)
     q, k, v = torch.split(numbers, [heads.num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -139,7 +139,7 @@ def _draw(heads: Heads, row: Row) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _write(layout: CacheLayout, layer_cache: Tensor, pages: Tensor, x: Tensor, which: int) -> None:
-    """x [n, num_kv_heads, head_dim] from the beginning of pages on; which: 0 keys, 1 values."""
+    """Write x [n, num_kv_heads, head_dim] to pages, from their first place. which: 0 keys, 1 values."""
     numbers, scales, _ = encode(x, layout.kv_dtype)
     blocks = layer_cache.view(-1, 2, layout.num_kv_heads, layout.block_bytes)
     tokens = torch.arange(len(x))

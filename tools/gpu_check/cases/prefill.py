@@ -1,4 +1,4 @@
-"""Prefill attention: steps of rows of any length, over caches that are NaN wherever no row may look."""
+"""Prefill attention: steps of rows of any length, over caches that are NaN outside the rows' tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.launcher import Launcher
 
 ACT_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "q8_0": torch.float16, "fp8": torch.float16}
-"""Queries in which the products lose nothing of them."""
+"""KV dtype → dtype of the queries in which the products lose no precision."""
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "q8_0": 2e-3, "fp8": 2e-3}
 
 
@@ -36,7 +36,7 @@ def attention_of(
 
 
 def rows_of(*shapes: tuple[int, int]) -> list[Row]:
-    """(history, length) of different sequences."""
+    """Rows of different sequences, from (history, length)."""
     return [Row(history, length, seed) for seed, (history, length) in enumerate(shapes)]
 
 
@@ -46,7 +46,7 @@ def prepare(attention: PrefillAttention, rows: list[Row], act: torch.dtype | Non
 
 
 def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher, first_row: int = 0) -> Tensor:
-    """[T, H, D]; NaN in rows before first_row."""
+    """Run the kernel. Returns [T, H, D], NaN in rows before first_row."""
     arrays = step.arrays
     tiles = attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row)
     out = torch.full((len(step.qkv), attention.num_heads, attention.layout.head_dim), torch.nan, dtype=step.qkv.dtype)
@@ -55,7 +55,7 @@ def run(attention: PrefillAttention, step: PagedRows, launcher: Launcher, first_
 
 
 def error_of(attention: PrefillAttention, step: PagedRows, out: Tensor) -> float:
-    """Of what `run` gave, relative: the worst of all queries', for one token too few of thousands would show there."""
+    """The largest relative error of any query in a result of `run`: an average would hide a missing token."""
     expected = step.expected(attention.scale, attention.window_tokens, attention.softcap)
     return relative_error(out, expected)
 
@@ -64,7 +64,7 @@ def check_steep(launcher: Launcher, kv_dtype: str) -> float:
     attention = attention_of(64, kv_dtype)
     step = prepare(attention, [Row(0, 1, 1, is_steep=True), Row(40, 90, 2, is_steep=True)])
     error = error_of(attention, step, run(attention, step, launcher))
-    return require_within("of a query", error, STEEP_TOLERANCE[kv_dtype])
+    return require_within("relative error of a query", error, STEEP_TOLERANCE[kv_dtype])
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -1,6 +1,6 @@
-"""Each wrapper of inline PTX (kernels/ptx.cuh) against torch, float64, and the fragments that the PTX manual draws.
+"""Checks each wrapper of inline PTX (kernels/ptx.cuh) against torch, float64, and the PTX manual's fragment layouts.
 
-On the emulator this checks the wrapper's other half; on a GPU, that the instruction does what that half says.
+On the emulator this checks the wrapper's emulated version; on a GPU, that the instruction does the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def wrapper_kernel(entry: str, num_threads: int = 32, *, half: int = 0, shared_b
 
 
 def check_product(launcher: Launcher, dtype: torch.dtype) -> None:
-    """A product of fragments is the product of the matrices."""
+    """Check that multiplying fragments multiplies the matrices."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((16, 16), (16, 8)))
     start = torch.randn(16, 8, generator=generator)
@@ -39,7 +39,7 @@ def check_product(launcher: Launcher, dtype: torch.dtype) -> None:
 
 
 def check_matrix_loads(launcher: Launcher) -> None:
-    """Thread 4 r + c has row r, columns 2 c and 2 c + 1, of each matrix or of its transpose."""
+    """Check that thread 4 r + c receives row r, columns 2 c and 2 c + 1, of each matrix or of its transpose."""
     matrices = torch.arange(4 * 8 * 8, dtype=torch.int16).view(4, 8, 8)
     registers = torch.full((2, 4, 32), -1, dtype=torch.int32)
     _launch(launcher, wrapper_kernel("load"), 1, matrices, registers)
@@ -51,7 +51,7 @@ def check_matrix_loads(launcher: Launcher) -> None:
 
 
 def check_copies(launcher: Launcher) -> None:
-    """A copy ends in zeros where nothing is to be read."""
+    """Check that a copy writes zeros after the bytes it reads."""
     source = torch.arange(1, 257, dtype=torch.int32).to(torch.uint8).clamp(min=1)
     result = torch.full((16, 16), 255, dtype=torch.uint8)
     _launch(launcher, wrapper_kernel("copy", 16, shared_bytes=256), 1, source, result)
@@ -68,7 +68,7 @@ def check_word_copies(launcher: Launcher) -> None:
 
 
 def check_narrowing(launcher: Launcher) -> None:
-    """Floats of all sizes narrow to the nearest, as torch has it."""
+    """Check that floats of all sizes round to the nearest value, as in torch."""
     x = _random_floats(100_000)
     results = [torch.empty(len(x), dtype=dtype) for dtype in (torch.int16, torch.int16, torch.uint8)]
     _launch(launcher, wrapper_kernel("narrow", 256), 64, x, *results, np.int32(len(x)))
@@ -77,7 +77,7 @@ def check_narrowing(launcher: Launcher) -> None:
 
 
 def check_narrowing_of_pairs(launcher: Launcher) -> None:
-    """As single floats do, the first in the low half."""
+    """Check that pairs round like single floats, with the first one in the low half."""
     x = _random_floats(100_000)
     x = x[: len(x) // 2 * 2]
     results = [torch.empty(len(x) // 2, dtype=dtype) for dtype in (torch.int32, torch.int32, torch.int16)]
@@ -87,7 +87,7 @@ def check_narrowing_of_pairs(launcher: Launcher) -> None:
 
 
 def check_widening(launcher: Launcher) -> None:
-    """All values of 16 bits, and all pairs of e4m3, each of which is an fp16 number too."""
+    """Check all 16-bit values as fp16 and as e4m3 pairs. Every e4m3 value is also an fp16 value."""
     f16, e4m3_pairs = torch.empty(65536), torch.empty(65536, dtype=torch.int32)
     _launch(launcher, wrapper_kernel("widen", 256), 16, f16, e4m3_pairs)
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
@@ -124,7 +124,7 @@ def check_approximations(launcher: Launcher) -> None:
     _launch(launcher, wrapper_kernel("approximate", 64), 1, x, result)
     exact = x.double()
     require_close("ex2, lg2, rcp", result, torch.stack([exact.exp2(), exact.log2(), 1 / exact]), 1e-6, 1e-6)
-    # Keys that a row does not see leave its sums as they are to the last bit: they shrink by 2^0, and weigh 2^-inf.
+    # Masked keys must not change a row's sums: they scale them by 2^0 and have the weight 2^-inf. Both must be exact.
     _launch(launcher, wrapper_kernel("approximate", 64), 1, torch.tensor([0.0, -torch.inf] * 32), result)
     require_same_bits("ex2 of 0 and of -infinity", result[0, :2], torch.tensor([1.0, 0.0]))
 
@@ -150,7 +150,7 @@ def _launch(launcher: Launcher, kernel: Kernel, num_blocks: int, *arguments: Arg
 
 
 def _random_floats(count: int) -> torch.Tensor:
-    """Of all sizes, and what lies next to where conversions change their ways."""
+    """Floats of all sizes, and the neighbours of the points where a conversion's result changes."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31 - 1, (count // 2,), generator=generator).int().view(torch.float32)
     usual = torch.randn(count // 2, generator=generator) * 100
@@ -166,7 +166,7 @@ def _random_floats(count: int) -> torch.Tensor:
 
 
 def _expected_narrow(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As bits; every NaN is the one that the instructions make."""
+    """The expected bits; every NaN is the one that the instructions produce."""
     nan = x.isnan()
     bf16, f16 = (x.to(dtype).view(torch.int16).masked_fill(nan, 0x7FFF) for dtype in (torch.bfloat16, torch.float16))
     e4m3 = x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(nan, 0x7F)

@@ -1,4 +1,4 @@
-// One call of each wrapper of ptx.cuh, for tests against references.
+// Kernels that call each wrapper of ptx.cuh once, for checks against references.
 
 #include "ptx.cuh"
 
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(32, 1) load(const unsigned short* m
     keep(1);
 }
 
-// As below, of 4 bytes: 5 threads.
+// 5 threads copy 4 bytes each, as `copy` does with 16. Zeros follow the bytes that are read.
 extern "C" __global__ void __launch_bounds__(5, 1) copy_words(const unsigned char* source, unsigned char* out) {
     extern __shared__ __align__(16) unsigned char bytes[];
     const int mine = 4 * int(threadIdx.x);
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(5, 1) copy_words(const unsigned cha
     for (int i = 0; i < 4; ++i) out[mine + i] = bytes[mine + i];
 }
 
-// Zeros follow what is not read. 16 threads copy 16 bytes each.
+// 16 threads copy 16 bytes each. Zeros follow the bytes that are read.
 extern "C" __global__ void __launch_bounds__(16, 1) copy(const unsigned char* source, unsigned char* out) {
     extern __shared__ __align__(16) unsigned char bytes[];
     const int mine = 16 * int(threadIdx.x);
@@ -66,7 +66,7 @@ extern "C" __global__ void narrow(const float* in, unsigned short* bf16, unsigne
     }
 }
 
-// Pairs: in [count, 2], the others [count, 2] too.
+// Pairs: in [count, 2]; each output has [count, 2] values.
 extern "C" __global__ void narrow_pairs(const float* in, unsigned* bf16, unsigned* f16, unsigned short* e4m3,
                                         int count) {
     for (int i = int(blockIdx.x * blockDim.x + threadIdx.x); i < count; i += int(gridDim.x * blockDim.x)) {
@@ -76,7 +76,7 @@ extern "C" __global__ void narrow_pairs(const float* in, unsigned* bf16, unsigne
     }
 }
 
-// All 65,536 values of 16 bits, as fp16, and as pairs of e4m3, which become pairs of fp16.
+// Widens all 65,536 16-bit values: as fp16 to float, and as e4m3 pairs to fp16 pairs.
 extern "C" __global__ void widen(float* f16, unsigned* e4m3_pairs) {
     for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < 65536; i += gridDim.x * blockDim.x) {
         const unsigned short bits = static_cast<unsigned short>(i);
@@ -85,7 +85,7 @@ extern "C" __global__ void widen(float* f16, unsigned* e4m3_pairs) {
     }
 }
 
-// Of 64 pairs of fp16; out [2, 64].
+// Sums and products of 64 fp16 pairs; out [2, 64].
 extern "C" __global__ void reckon(const unsigned* a, const unsigned* b, unsigned* out) {
     out[threadIdx.x] = add_f16x2(a[threadIdx.x], b[threadIdx.x]);
     out[64 + threadIdx.x] = mul_f16x2(a[threadIdx.x], b[threadIdx.x]);

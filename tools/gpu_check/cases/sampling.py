@@ -1,4 +1,4 @@
-"""Sampling: against the host's sampler, filters in float64, the draw from its definition, chi-square and torch."""
+"""Sampling, checked against the host's sampler, float64 filters, the definition of the draw, chi-square and torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slot_init(slot: int, tokens: Sequence[int] = (1,), num_prompt_tokens: int = 
 
 
 class SamplingDevice:
-    """A sampler with the arrays of one step at a time."""
+    """The device sampler, driven one step at a time."""
 
     def __init__(self, launcher: Launcher, vocab_size: int, max_slots: int, dtype: torch.dtype = torch.float32) -> None:
         self.slots = SlotArrays(max_slots, vocab_size, CPU)
@@ -48,7 +48,7 @@ class SamplingDevice:
         position: int = 10,
         masks: TokenMasks | None = None,
     ) -> list[int]:
-        """One token for each row; slots may be -1."""
+        """Sample one token per row. A slot may be -1."""
         logits = torch.as_tensor(logits).to(self.dtype)
         tokens = torch.full((len(slots),), POISON, dtype=torch.int32)
         bits = None
@@ -59,13 +59,13 @@ class SamplingDevice:
         features = self.sampler.features(np.array([slot for slot in slots if slot >= 0], np.int32))
         contexts = torch.full((len(slots),), position - 1, dtype=torch.int32)
         self.sampler.sample(logits, torch.tensor(slots, dtype=torch.int32), contexts, features, tokens, bits)
-        # The next step expects it so.
-        require("histograms are left behind", not self.slots.histograms.any())
+        # The next step needs them to be zero.
+        require("the kernel left histograms that are not zero", not self.slots.histograms.any())
         return tokens.tolist()
 
 
 class HostSampler:
-    """The host's sampler, driven in the same way."""
+    """The host's sampler, with the methods of `SamplingDevice`."""
 
     def __init__(self, vocab_size: int, max_slots: int) -> None:
         self.sampler = HostSampling(vocab_size, max_slots)
@@ -104,13 +104,13 @@ def random_logits(*shape: int, seed: int = 0, scale: float = 2.0) -> NDArray[np.
 
 
 def rounded(logits: NDArray[np.float32], dtype: torch.dtype) -> NDArray[np.float32]:
-    """As a device has them that is given logits of that dtype."""
+    """Round logits to the dtype in which the device receives them."""
     exact: NDArray[np.float32] = torch.from_numpy(logits).to(dtype).float().numpy()
     return exact
 
 
 def kept_by_reference(logits: NDArray[np.float32], params: SamplingParams) -> set[int]:
-    """Which tokens one row may draw, in float64; all that tie with a filter's last one are kept."""
+    """Tokens that a row may draw, computed in float64. All tokens that tie with a filter's last one are kept."""
     scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
     kept = np.isfinite(scaled)
     if 0 < params.top_k < len(scaled):
@@ -146,7 +146,7 @@ FILTERS: list[dict[str, Any]] = [
 
 
 def check_greedy(launcher: Launcher, dtype: torch.dtype, vocab_size: int) -> None:
-    """Ties go to the first."""
+    """Check greedy tokens; a tie goes to the first token."""
     device = SamplingDevice(launcher, vocab_size, 5, dtype)
     device.take(*(slot_init(slot, temperature=0.0) for slot in range(5)))
     logits = torch.from_numpy(random_logits(5, vocab_size)).to(dtype)
@@ -159,8 +159,10 @@ def check_greedy(launcher: Launcher, dtype: torch.dtype, vocab_size: int) -> Non
 
 
 def check_biases(launcher: Launcher) -> None:
-    """Of the first and last tokens of blocks' segments, each of which wins by its own bias alone. Several biases of a
-    token are added up: the others' are 1 in all."""
+    """Check biases of the first and last tokens of blocks' segments: each wins only by its own bias.
+
+    Biases of one token are summed; the other tokens' sum is 1.
+    """
     vocab_size, tokens = 8200, [0, 4095, 4096, 8191, 8192, 8199]
     device = SamplingDevice(launcher, vocab_size, len(tokens))
     for slot, token in enumerate(tokens):
@@ -172,7 +174,7 @@ def check_biases(launcher: Launcher) -> None:
 
 
 def check_counts(launcher: Launcher) -> None:
-    """A token that was generated more often than its count can tell: the count stops, and touches no other token's."""
+    """Check that the count of a token generated too often saturates, and changes no other token's count."""
     device = SamplingDevice(launcher, 16, 1)
     device.take(slot_init(0, [4] * 20_000, 1, temperature=0.0, presence_penalty=-1.0))
     counts = device.slots.counts[0]
@@ -184,7 +186,7 @@ def check_counts(launcher: Launcher) -> None:
 
 
 def check_penalties(launcher: Launcher, vocab_size: int, num_steps: int) -> None:
-    """With biases and masks, over several steps, so that what is sampled counts."""
+    """Check penalties with biases and masks over several steps, so that sampled tokens are counted."""
     rng = np.random.default_rng(3)
     prompt = rng.integers(0, vocab_size, 40).tolist()
     inits = (
@@ -200,7 +202,7 @@ def check_penalties(launcher: Launcher, vocab_size: int, num_steps: int) -> None
     host.take(*inits)
     order = [3, 1, 5, 0, 4, 2]
     for step in range(num_steps):
-        # The same in each step, so that only counts change the tokens, but for some in which all are negative.
+        # The same logits in each step, so that only counts change the tokens; in some steps all logits are negative.
         logits = random_logits(6, vocab_size, seed=1, scale=1.0) - 6 * (step // 2 % 2)
         masks = (
             mask_of(vocab_size, {1: [5, 40, vocab_size - 1], 4: list(range(0, vocab_size, 7))}) if step % 2 else None
@@ -212,19 +214,21 @@ def check_penalties(launcher: Launcher, vocab_size: int, num_steps: int) -> None
 def check_filter(
     launcher: Launcher, params: dict[str, Any], draws: int = 1200, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Every token that is left has 1 % of the draws at least, so that 1,200 of them miss none."""
+    """Check the tokens that a filter keeps. Each has at least 1 % of the draws, so 1,200 draws miss none."""
     vocab_size = 30
     logits = rounded(random_logits(vocab_size, seed=8, scale=1.0), dtype)
     allowed = kept_by_reference(logits, SamplingParams(**params))
     device = SamplingDevice(launcher, vocab_size, draws, dtype)
     device.take(*(slot_init(slot, seed=slot, **params) for slot in range(draws)))
     drawn = set(device.sample(np.tile(logits, (draws, 1)), list(range(draws))))
-    require(f"drawn are {sorted(drawn)}, allowed {sorted(allowed)}", drawn == allowed)
+    require(f"drew {sorted(drawn)}, allowed are {sorted(allowed)}", drawn == allowed)
 
 
 def check_thresholds(launcher: Launcher, params: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
-    """Of more tokens than draws can tell: what the thresholds in the row's state leave, whatever the last step left
-    there. And the row's next slot, without filters, finds nothing of it either."""
+    """Check the thresholds in a row's state with more tokens than draws could cover, whatever the last step left there.
+
+    The row's next slot, without filters, must not be affected by them either.
+    """
     vocab_size = 9001
     logits = rounded(random_logits(vocab_size, seed=4, scale=3.0), dtype)
     logits[[5, 900, 8000]] = -np.inf
@@ -240,13 +244,13 @@ def check_thresholds(launcher: Launcher, params: dict[str, Any], dtype: torch.dt
     if sampling.min_p:
         within &= np.exp(-gaps / sampling.temperature) >= sampling.min_p
     found, expected = set(np.flatnonzero(within).tolist()), kept_by_reference(logits, sampling)
-    require(f"{len(found - expected)} tokens are left too many, {len(expected - found)} too few", found == expected)
+    require(f"{len(found - expected)} tokens too many are kept, {len(expected - found)} too few", found == expected)
     likeliest, token = int(logits.argmax()), device.sample((logits - 50)[None], [1])
-    require(f"without filters token {token} is taken, expected {likeliest}", token == [likeliest])
+    require(f"without filters the token is {token}, expected {likeliest}", token == [likeliest])
 
 
 def check_ties(launcher: Launcher, draws: int = 400) -> None:
-    """All tokens that tie with a filter's last one are kept."""
+    """Check that all tokens that tie with a filter's last one are kept."""
     logits = np.array([0, 3, 1, 3, 1, 1, 0], np.float32)
     some: tuple[tuple[dict[str, Any], set[int]], ...] = (
         ({"top_k": 3}, {1, 2, 3, 4, 5}),
@@ -258,11 +262,11 @@ def check_ties(launcher: Launcher, draws: int = 400) -> None:
         device = SamplingDevice(launcher, 7, draws)
         device.take(*(slot_init(slot, seed=slot, temperature=3.0, **params) for slot in range(draws)))
         drawn = set(device.sample(np.tile(logits, (draws, 1)), list(range(draws))))
-        require(f"{params}: drawn are {sorted(drawn)}, allowed {sorted(allowed)}", drawn == allowed)
+        require(f"{params}: drew {sorted(drawn)}, allowed are {sorted(allowed)}", drawn == allowed)
 
 
 def check_fallback(launcher: Launcher) -> None:
-    """Where typical sampling dropped the peak, min_p leaves the likeliest of the others: of this step, not the last."""
+    """Check that min_p keeps the likeliest remaining token of this step after typical sampling dropped the peak."""
     device = SamplingDevice(launcher, 700, 1)
     device.take(slot_init(0, typical_p=0.2, min_p=0.1))
     for token, shift in ((300, 0.0), (400, -1.0), (200, -2.0)):
@@ -273,7 +277,7 @@ def check_fallback(launcher: Launcher) -> None:
 
 
 def check_distribution(launcher: Launcher, params: dict[str, Any], width: int = 500, num_steps: int = 6) -> None:
-    """The bound is the 1 - 1e-6 quantile of chi-square by Wilson and Hilferty."""
+    """Chi-square test of the draws. The bound is the 1 - 1e-6 quantile by Wilson and Hilferty's approximation."""
     vocab_size = 20
     logits = random_logits(vocab_size, seed=5, scale=1.5)
     sampling = SamplingParams(**params)
@@ -286,7 +290,7 @@ def check_distribution(launcher: Launcher, params: dict[str, Any], width: int = 
     kept = sorted(kept_by_reference(logits, sampling))
     weights = np.exp(logits[kept].astype(np.float64) / sampling.temperature)
     expected = weights / weights.sum() * width * num_steps
-    require("a token was drawn that the filters leave out", bool(counts.sum() == counts[kept].sum()))
+    require("a token that the filters exclude was drawn", bool(counts.sum() == counts[kept].sum()))
     dof = len(kept) - 1
     statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
     bound = dof * (1 - 2 / (9 * dof) + 4.75 * (2 / (9 * dof)) ** 0.5) ** 3
@@ -294,7 +298,7 @@ def check_distribution(launcher: Launcher, params: dict[str, Any], width: int = 
 
 
 def check_noise(launcher: Launcher) -> None:
-    """It is Philox of seed, position and token: the draw is repeated in float64 from the definition."""
+    """Check that the noise is Philox of seed, position and token, by repeating the draw in float64."""
     vocab_size, seed, temperature = 5003, 0x1234_5678_9ABC_DEF0, 0.9
     logits = random_logits(vocab_size, seed=3)
     device = SamplingDevice(launcher, vocab_size, 1)
@@ -307,11 +311,12 @@ def check_noise(launcher: Launcher) -> None:
 
 
 def check_rare_noise(launcher: Launcher) -> None:
-    """At this seed and position token 6 has 25 of 2^32: noise of 18.9, while the largest of tokens 0 … 3 is 2.0."""
+    """Check a rare noise value. At this seed and position token 6 draws 25 of 2^32, which is noise of 18.9; the largest
+    noise of tokens 0 … 3 is 2.0."""
     seed, position = 7, 27_062_311
     device = SamplingDevice(launcher, 8, 1)
     device.take(slot_init(0, seed=seed))
-    usual = int(_philox(seed, position, 0).argmin())  # of the smallest number is the largest noise
+    usual = int(_philox(seed, position, 0).argmin())  # the smallest number gives the largest noise
     for behind, expected in ((15, 6), (18, usual)):
         logits = np.array([[0] * 4 + [-behind] * 4], np.float32)
         found = device.sample(logits, [0], position)
@@ -352,6 +357,6 @@ def check_logprobs(launcher: Launcher, dtype: torch.dtype, vocab_size: int) -> f
     expected = token_logprobs(logits.float().numpy(), np.array(tokens, np.int32), np.array([0, 2, 1]), 20)
     softmax = torch.log_softmax(logits.double(), dim=-1)
     require("ranks differ", out.ranks.tolist() == expected.ranks.tolist())
-    require("the likeliest tokens differ", out.top_ids.tolist() == expected.top_ids.tolist())
-    require_close("the likeliest ones' log probabilities", out.top, torch.from_numpy(expected.top), 0, 2e-5)
+    require("the top tokens differ", out.top_ids.tolist() == expected.top_ids.tolist())
+    require_close("the top tokens' log probabilities", out.top, torch.from_numpy(expected.top), 0, 2e-5)
     return require_close("log probabilities", out.chosen, softmax[[0, 2, 1], [3, 5, 12]], 0, 2e-5)
