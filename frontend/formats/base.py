@@ -53,11 +53,11 @@ class Identity:
 class Format(Protocol):
     """Writes one answer.
 
-    The streaming methods return complete server-sent events, or nothing. index is the choice's.
+    The streaming methods return complete server-sent events, or nothing. index is the index of the choice.
     """
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
-        """Begin a choice. The usage is known by now, except for the output.
+        """Begin a choice. By now the usage is known, except for the output.
 
         prompt_token_ids is empty unless the request asks for token ids.
         """

@@ -76,7 +76,7 @@ class ChatFormat:
     def whole(self, outputs: list[ChoiceOutput]) -> bytes:
         choices = [_whole_choice(index, output) for index, output in enumerate(outputs)]
         whole = {**object_fields(self._identity, "chat.completion"), "choices": choices, **usage_fields(self._usage)}
-        # A chat has one prompt, however many choices.
+        # All choices of a chat have the same prompt.
         first = outputs[0]
         if first.prompt_token_ids is not None:
             whole["prompt_token_ids"] = first.prompt_token_ids

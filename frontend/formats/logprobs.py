@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from penstock.frontend.parsing.deltas import ScoredToken
 
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot express."""
 
 
 def _number(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, _LEAST)
+    return None if logprob is None else max(logprob, _MIN_LOGPROB)
 
 
 def chat_logprobs(entries: Sequence[ScoredToken]) -> Raw:
@@ -70,7 +70,7 @@ def _legacy_text(entry: ScoredToken) -> str:
 
 
 def prompt_logprobs(entries: Sequence[ScoredToken]) -> Raw:
-    """Return choices[].prompt_logprobs as in vLLM: by token id, the prompt's token and the likeliest in its place."""
+    """Return choices[].prompt_logprobs as in vLLM: per token, itself and the likeliest ones by token id."""
     return Raw(b"[%b]" % b",".join(map(_prompt_entry, entries)))
 
 

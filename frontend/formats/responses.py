@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.errors import ApiError
 
 _ID_PREFIXES = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
-_NONE = chat_entries(())
+_NO_ENTRIES = chat_entries(())
 _PART_TYPES = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_text"}
 
 
@@ -138,15 +138,15 @@ class ResponsesFormat:
         if block.kind is not BlockKind.CALL:
             item["content"] = []
         events = self._event("response.output_item.added", output_index=block.index, item=item)
-        place = self._place(block)
+        location = self._location(block)
         if block.kind is BlockKind.CALL:
-            self._delta_head = self._head("response.function_call_arguments.delta", place)
+            self._delta_head = self._head("response.function_call_arguments.delta", location)
             return events
-        place["content_index"] = 0
+        location["content_index"] = 0
         part = _part(block.kind, "")
-        events += self._event("response.content_part.added", **place, part=part)
+        events += self._event("response.content_part.added", **location, part=part)
         name = "response.output_text.delta" if block.kind is BlockKind.TEXT else "response.reasoning_text.delta"
-        self._delta_head = self._head(name, place)
+        self._delta_head = self._head(name, location)
         return events
 
     def grown(self, block: OutputBlock, piece: str, logprobs: tuple[ScoredToken, ...]) -> bytes:
@@ -158,18 +158,18 @@ class ResponsesFormat:
         return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._delta_head, encode(piece), entries, number)
 
     def closed(self, block: OutputBlock) -> bytes:
-        place, text = self._place(block), block.text
+        location, text = self._location(block), block.text
         if block.kind is BlockKind.CALL:
-            events = self._event("response.function_call_arguments.done", **place, arguments=text)
+            events = self._event("response.function_call_arguments.done", **location, arguments=text)
         else:
-            place["content_index"] = 0
+            location["content_index"] = 0
             logprobs = chat_entries(block.logprobs)
             part = _part(block.kind, text, logprobs)
             if block.kind is BlockKind.TEXT:
-                events = self._event("response.output_text.done", **place, text=text, logprobs=logprobs)
+                events = self._event("response.output_text.done", **location, text=text, logprobs=logprobs)
             else:
-                events = self._event("response.reasoning_text.done", **place, text=text)
-            events += self._event("response.content_part.done", **place, part=part)
+                events = self._event("response.reasoning_text.done", **location, text=text)
+            events += self._event("response.content_part.done", **location, part=part)
         return events + self._event("response.output_item.done", output_index=block.index, item=self._item(block))
 
     def _item(self, block: OutputBlock) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class ResponsesFormat:
     def _item_id(self, block: OutputBlock) -> str:
         return f"{_ID_PREFIXES[block.kind]}{self._id_suffix}_{block.index}"
 
-    def _place(self, block: OutputBlock) -> dict[str, Any]:
+    def _location(self, block: OutputBlock) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index}
 
     def _event(self, name: str, **fields: Any) -> bytes:
@@ -206,9 +206,9 @@ class ResponsesFormat:
         data = encode({"type": name, **fields, "sequence_number": number})
         return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
-    def _head(self, name: str, place: dict[str, Any]) -> bytes:
+    def _head(self, name: str, location: dict[str, Any]) -> bytes:
         """Return the part of a block's delta events before the piece."""
-        data = encode({"type": name, **place})[:-1]
+        data = encode({"type": name, **location})[:-1]
         return b'event: %b\ndata: %b,"delta":' % (name.encode(), data)
 
 
@@ -217,13 +217,13 @@ def response_of_item(item_id: str) -> str:
     return f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
 
 
-def _part(kind: BlockKind, text: str, logprobs: Raw = _NONE) -> dict[str, Any]:
+def _part(kind: BlockKind, text: str, logprobs: Raw = _NO_ENTRIES) -> dict[str, Any]:
     part: dict[str, Any] = {"type": _PART_TYPES[kind], "text": text}
     return part | {"annotations": [], "logprobs": logprobs} if kind is BlockKind.TEXT else part
 
 
 def _error_code(error: ApiError) -> str:
-    """Return one of the few codes of the API."""
+    """Return one of the error codes that the Responses API defines."""
     if error.kind.status == 429:
         return "rate_limit_exceeded"
     return "server_error" if error.kind.status >= 499 else "invalid_prompt"

@@ -84,7 +84,7 @@ def _likeliest(choices: list[Choice], num_best: int) -> list[Choice]:
     """Return the num_best choices of each prompt, by log probability per token, the best first."""
     kept: list[Choice] = []
     for prompt_index in dict.fromkeys(choice.prompt.index for choice in choices):
-        of_prompt = [choice for choice in choices if choice.prompt.index == prompt_index]
-        of_prompt.sort(key=lambda choice: choice.sum_logprob / max(1, choice.num_tokens), reverse=True)
-        kept += of_prompt[:num_best]
+        candidates = [choice for choice in choices if choice.prompt.index == prompt_index]
+        candidates.sort(key=lambda choice: choice.sum_logprob / max(1, choice.num_tokens), reverse=True)
+        kept += candidates[:num_best]
     return kept

@@ -1,4 +1,4 @@
-"""One of an answer's choices: turns the tokens of one stream into pieces of text, reasoning and tool calls."""
+"""One choice of an answer: turns the tokens of one stream into pieces of text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class Choice:
 
     @property
     def reports_prompt_logprobs(self) -> bool:
-        """Whether the answer has log probabilities of the prompt: hundreds of thousands at once, perhaps."""
+        """Whether the answer has log probabilities of the prompt. They arrive at once; there may be 100,000s."""
         options = self._options
         return options.returns_prompt_logprobs or (options.echoes_prompt and options.returns_logprobs)
 
     def prepare_echo(self) -> None:
-        """Make the echoed prompt, if one is asked for, from the stream's first batch. Callable in any thread.
+        """Prepare the echoed prompt, if the request asks for one. Callable from any thread.
 
-        Call it before `take` is given the first tokens, or let `take` do it.
+        The stream's first batch must have arrived. `take` calls this if nobody else has.
         """
         if self._options.echoes_prompt and self._echo is None:
             text = self.prompt.text
@@ -96,7 +96,7 @@ class Choice:
         return score_prompt(self._tokenizer.token_bytes, self.prompt.token_ids, self.stream.prompt_logprobs, text)
 
     def take(self, batch: TokenBatch) -> Delta:
-        """Return what this batch makes certain. Sets finish_reason when the choice is complete."""
+        """Return the piece that is certain after this batch. Sets finish_reason when the choice is complete."""
         if self._is_text_only and batch.finish is Finish.NONE:
             self.num_tokens += len(batch.token_ids)
             return Delta(self._detokenizer.push(batch.token_ids))
@@ -136,7 +136,7 @@ class Choice:
             if self._options.returns_token_ids:
                 pieces.token_ids.append(token_id)
             if batch.finish is Finish.STOP and position == last and not self._keeps_stop_token(token_id):
-                # Only with token ids in the answer can a client tell which token this is.
+                # Without token ids in the answer, a client cannot tell which token this is.
                 if entry is not None and self._options.returns_logprobs and self._options.returns_token_ids:
                     pieces.add_logprob(len(pieces.deltas), self._scored(token_id, entry, self._num_characters))
                 return
@@ -147,7 +147,7 @@ class Choice:
                 return
 
     def _keeps_stop_token(self, token_id: int) -> bool:
-        """Note a stop token of the request's. Return whether it is part of the text."""
+        """Record the token if it is a stop token of the request. Return whether it is part of the text."""
         if token_id not in self._options.stop_token_ids:
             return False
         self.stopped_by = token_id

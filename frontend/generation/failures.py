@@ -1,4 +1,4 @@
-"""Errors of the backend as errors of the API."""
+"""Turns failures of the backend into errors of the API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _RETRY_AFTER_S = 1
 _SHOWN_CHARACTERS = 200
-"""Shown part of the grammar compiler's message."""
+"""Characters of the grammar compiler's message that the error shows."""
 
 
 def overloaded(retry_after_s: int) -> ApiError:

@@ -1,4 +1,4 @@
-"""What a request asks of each of its choices: what ends the text, and what is reported beside it."""
+"""The options of a request's choices: what ends the text, and what is reported with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OutputOptions:
 
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
-    """The request's own stop tokens. The model's end tokens end the text too, but are not reported as its end."""
+    """The request's own stop tokens, which are reported. The model's end tokens end the text too, unreported."""
     includes_stop: bool = False
     """The stop string or stop token is part of the text."""
     min_tokens: int = 0

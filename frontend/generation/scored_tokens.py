@@ -46,8 +46,8 @@ def score_prompt(
 def _offsets(token_bytes: TokenBytes, token_ids: Sequence[int], text: str) -> list[int]:
     """Return where each token starts in the text, in characters.
 
-    Counted from the end of the text: the tokens may spell more than the text, at its beginning. Tokenizers put a
-    special token there, or a space.
+    Counted from the end of the text, because the tokens may spell more than the text: some tokenizers put a special
+    token or a space before it.
     """
     decoder = _Utf8Decoder("replace")
     starts, num_characters = [], 0

@@ -6,8 +6,8 @@ from __future__ import annotations
 class StopMatcher:
     """Passes text on until a stop string is complete. Any split of the text gives the same result.
 
-    The stop string that completes first matches; of several that complete at the same character, the longest. The match
-    itself is passed on only if keeps_match.
+    The stop string that is complete first matches. If several are complete at the same character, the longest matches.
+    The matched text itself is passed on only if keeps_match.
     """
 
     def __init__(self, stop_strings: tuple[str, ...], *, keeps_match: bool = False) -> None:
@@ -19,7 +19,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Return the text that is certain now. Returns nothing more after a match."""
+        """Return the text that is certain now; nothing after a match."""
         if self.matched is not None:
             return ""
         if not self._stop_strings:
@@ -45,7 +45,7 @@ class StopMatcher:
         return held
 
     def _num_doubtful(self) -> int:
-        """Number of last characters that may be the beginning of a stop string."""
+        """Number of characters at the end that may be the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(self._held)), 0, -1):
             tail = self._held[-length:]
             if any(stop.startswith(tail) for stop in self._stop_strings):

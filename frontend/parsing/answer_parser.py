@@ -37,7 +37,7 @@ class AnswerShape:
 class AnswerParser:
     """Sorts the text of one choice into answer, reasoning and tool calls.
 
-    However the text is split into pieces, the returned deltas are the same when joined.
+    Any split of the text into pieces gives the same deltas when joined.
     """
 
     def __init__(self, shape: AnswerShape) -> None:

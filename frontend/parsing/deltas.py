@@ -49,7 +49,7 @@ class ScoredToken(NamedTuple):
 
 @dataclass(slots=True)
 class Delta:
-    """A piece of a choice. Fields without news are empty."""
+    """A piece of a choice. A field with nothing new is empty."""
 
     text: str = ""
     reasoning: str = ""

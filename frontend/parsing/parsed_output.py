@@ -71,7 +71,7 @@ class ParsedOutput:
 
 
 class _EdgeTrimmer:
-    """Drops the spaces of a text at its edges: beside a call, or the reasoning.
+    """Drops spaces at the edges of a text: next to a call or the reasoning.
 
     Spaces are held back until the text that follows shows whether they are at an edge.
     """

@@ -1,4 +1,4 @@
-"""Reads a text that arrives in pieces as if it were whole: a reading pauses until the text that it needs is there.
+"""Reads a text that arrives in pieces as if it were whole: a reading pauses until the text that it needs has arrived.
 
 Parsers built on it do not see the pieces, so any split of a text is parsed alike.
 """
@@ -24,14 +24,14 @@ class Malformed(Exception):
 
 
 class Reader:
-    """A text and the place up to which it is read.
+    """A text, and the position up to which it is read.
 
-    `hold` remembers what is read from then on. `release` returns it, for text that turns out to be something else.
+    After `hold`, the text that is read is kept. `release` returns it if it turns out to be something else.
     """
 
     def __init__(self) -> None:
         self._text = ""
-        self._place = 0
+        self._position = 0
         self._ended = False
         self._is_holding = False
         self._held: list[str] = []
@@ -39,10 +39,10 @@ class Reader:
 
     def push(self, text: str) -> None:
         if self._is_holding:
-            self._held.append(self._text[self._held_from : self._place])
+            self._held.append(self._text[self._held_from : self._position])
             self._held_from = 0
-        self._text = self._text[self._place :] + text
-        self._place = 0
+        self._text = self._text[self._position :] + text
+        self._position = 0
 
     def end(self) -> None:
         """No more text will come."""
@@ -52,37 +52,37 @@ class Reader:
         """Hold from here on. Forgets what was held before."""
         self._is_holding = True
         self._held.clear()
-        self._held_from = self._place
+        self._held_from = self._position
 
     def release(self) -> str:
         """Return what was read since `hold` and stop holding. Empty if nothing is held."""
         if not self._is_holding:
             return ""
-        held = "".join((*self._held, self._text[self._held_from : self._place]))
+        held = "".join((*self._held, self._text[self._held_from : self._position]))
         self._is_holding = False
         self._held.clear()
         return held
 
     def peek(self) -> Reading[str]:
         """Return the next character without reading it; empty at the end."""
-        while self._place == len(self._text) and not self._ended:
+        while self._position == len(self._text) and not self._ended:
             yield
-        return self._text[self._place : self._place + 1]
+        return self._text[self._position : self._position + 1]
 
     def next(self) -> Reading[str]:
         """Read the next character. Raises Malformed at the end."""
         character = yield from self.peek()
         if not character:
             raise Malformed
-        self._place += 1
+        self._position += 1
         return character
 
     def accept(self, literal: str) -> Reading[bool]:
         """Read the literal if it comes next. Otherwise read nothing."""
         while True:
-            available = self._text[self._place : self._place + len(literal)]
+            available = self._text[self._position : self._position + len(literal)]
             if available == literal:
-                self._place += len(literal)
+                self._position += len(literal)
                 return True
             if self._ended or not literal.startswith(available):
                 return False
@@ -96,24 +96,24 @@ class Reader:
     def run(self, pattern: Pattern[str], emit: Callable[[str], object]) -> Reading[None]:
         """Read and emit all characters that match. The pattern must be one repeated character class."""
         while (yield from self.peek()):
-            match = pattern.match(self._text, self._place)
-            if match is None or match.end() == self._place:
+            match = pattern.match(self._text, self._position)
+            if match is None or match.end() == self._position:
                 return
-            self._place = match.end()
+            self._position = match.end()
             emit(match[0])
 
     def skip_spaces(self) -> Reading[None]:
         while (character := (yield from self.peek())) and character in SPACES:
-            self._place += 1
+            self._position += 1
 
     def until(self, marker: str, emit: Callable[[str], object]) -> Reading[bool]:
         """Emit the text before the marker, and stop there. Return False if the text ends without the marker."""
         while True:
-            start = self._text.find(marker, self._place)
+            start = self._text.find(marker, self._position)
             end = start if start >= 0 else len(self._text) - self._num_doubtful(marker)
-            if end > self._place:
-                emit(self._text[self._place : end])
-                self._place = end
+            if end > self._position:
+                emit(self._text[self._position : end])
+                self._position = end
             if start >= 0:
                 return True
             if self._ended:
@@ -123,12 +123,12 @@ class Reader:
     def rest(self, emit: Callable[[str], object]) -> Reading[None]:
         """Emit everything up to the end."""
         while (yield from self.peek()):
-            emit(self._text[self._place :])
-            self._place = len(self._text)
+            emit(self._text[self._position :])
+            self._position = len(self._text)
 
     def _num_doubtful(self, marker: str) -> int:
-        """Number of last characters that may be the beginning of the marker."""
+        """Number of characters at the end that may be the beginning of the marker."""
         if self._ended:
             return 0
-        longest = min(len(marker) - 1, len(self._text) - self._place)
+        longest = min(len(marker) - 1, len(self._text) - self._position)
         return next((length for length in range(longest, 0, -1) if self._text.endswith(marker[:length])), 0)

@@ -128,15 +128,15 @@ def _explain(message: str, data: bytes, body_type: type[Struct]) -> ApiError:
         field = expected.rpartition(" ")[2]
         path = f"{place[2:]}.{field}" if place != "$" else field
         return ApiError(ErrorKind.MISSING_FIELD, f"{path}: required", param=path)
-    of_key = place.startswith("key in ")
+    is_key = place.startswith("key in ")
     path = place.removeprefix("key in ").removeprefix("$").removeprefix(".")
     expected = f"{expected[:1].lower()}{expected[1:]}"
-    if expected.startswith("invalid "):  # not one of a few values, which the codec does not list
+    if expected.startswith("invalid "):  # not one of a fixed set of values, which the codec does not list
         allowed = _choices(_type_info(body_type), _steps(path))
         expected = f"must be one of {', '.join(sorted(allowed))}" if allowed else expected
     if not path:
         return ApiError(ErrorKind.INVALID_VALUE, f"the body must be a JSON object: {expected}")
-    if of_key:
+    if is_key:
         expected = f"a key is wrong: {expected}"
     elif (value := _value_at(path, data)) is not None and not expected.endswith(f", got {value}"):
         expected = f"{expected}, got {value}" if ", got " not in expected else f"{expected} {value}"
@@ -144,7 +144,7 @@ def _explain(message: str, data: bytes, body_type: type[Struct]) -> ApiError:
 
 
 def _choices(kind: msgspec.inspect.Type, steps: list[str]) -> list[str]:
-    """Return the values that a type allows at a path within it; empty if there are not just a few."""
+    """Return the values that a type allows at a path within it; empty if they are not a fixed set."""
     match kind:
         case msgspec.inspect.UnionType(types):
             return [choice for member in types for choice in _choices(member, steps)]

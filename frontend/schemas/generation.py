@@ -41,7 +41,7 @@ class JsonSchemaFormat(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    """OpenAI's response_format. `schema` is llama.cpp's place for the schema, with either type of JSON."""
+    """OpenAI's response_format. llama.cpp's clients put the schema in `schema`, with either JSON type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None

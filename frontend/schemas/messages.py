@@ -95,7 +95,7 @@ class CountTokensBody(GenerationBody, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """The name of output_config.format in the beta of the API."""
+    """The beta API's name for output_config.format."""
     metadata: Metadata | None = None  # type: ignore[assignment]  # Anthropic's shape; never read
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
@@ -160,8 +160,8 @@ def _checked(body: _Body) -> _Body:
             _check_block(f"system[{position}]", block, "system")
     for position, message in enumerate(body.messages):
         if isinstance(message.content, list):
-            for place, block in enumerate(message.content):
-                _check_block(f"messages[{position}].content[{place}]", block, message.role)
+            for index, block in enumerate(message.content):
+                _check_block(f"messages[{position}].content[{index}]", block, message.role)
     for position, tool in enumerate(body.tools or ()):
         path = f"tools[{position}]"
         if tool.type not in (None, "custom"):
@@ -184,7 +184,8 @@ _KINDS = {
 def _check_block(path: str, block: ContentBlock, role: str) -> None:
     if block.type not in _KINDS[role]:
         allowed = ", ".join(_KINDS[role])
-        raise _unsupported(f"{path}.type", f"must be one of {allowed} in the {role}'s words, got {shorten(block.type)}")
+        message = f"must be one of {allowed} in content of role {role}, got {shorten(block.type)}"
+        raise _unsupported(f"{path}.type", message)
     match block.type:
         case "text":
             _required(f"{path}.text", block.text)

@@ -55,8 +55,8 @@ def _unknown(path: str, decoded: object, plain: Any) -> Iterator[str]:
                 yield inner
     elif isinstance(decoded, list) and isinstance(plain, list) and decoded and isinstance(decoded[0], Struct):
         # Lists of other types cannot contain unknown fields; they may be long, such as a prompt of token ids.
-        for place, (item, value) in enumerate(zip(decoded, plain, strict=True)):
-            yield from _unknown(f"{path}[{place}]", item, value)
+        for index, (item, value) in enumerate(zip(decoded, plain, strict=True)):
+            yield from _unknown(f"{path}[{index}]", item, value)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /apply-template, in vLLM's fields and in llama.cpp's."""
+"""POST /tokenize, /detokenize and /apply-template, with vLLM's field names and with llama.cpp's."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool, MessageToolCall
 
 
-_RENDERING_FAILS = (
+_RENDERING_ERRORS = (
     jinja2.TemplateError,
     TypeError,
     ValueError,
@@ -41,7 +41,7 @@ _RENDERING_FAILS = (
 
 
 _END_MARK = secrets.token_hex(16)
-"""Marks the end of a final message while rendering: the template may write the message's own words after it, too."""
+"""Marks the end of the final message while rendering. Random: the template may repeat any text after the message."""
 
 
 class TemplateRefusedError(Exception):
@@ -77,7 +77,7 @@ def _to_json(
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)  # noqa: DTZ005 - local time, as everywhere templates run
+    return datetime.datetime.now().strftime(form)  # noqa: DTZ005 - local time, as in transformers
 
 
 class ChatTemplate:
@@ -123,7 +123,7 @@ class ChatTemplate:
             text = template.render(**_variables(body, fixed), **fixed)
         except _TemplateRaised as error:
             raise TemplateRefusedError(str(error.message)) from None
-        except _RENDERING_FAILS as error:
+        except _RENDERING_ERRORS as error:
             raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
         return _cut(text) if body.continue_final_message else text
 
@@ -188,7 +188,7 @@ def _cut(text: str) -> str:
     """Cut the prompt after the last message, before what the template writes after it."""
     end = text.rfind(_END_MARK)
     if end < 0:
-        raise TemplateRefusedError("it changes the final message, so that it cannot be continued")
+        raise TemplateRefusedError("it changes the final message, so the message cannot be continued")
     return text[:end]
 
 
@@ -199,12 +199,12 @@ def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], nam
     additional_chat_templates, or in a list in either of the two JSON files.
     """
     is_default = name == "default"
-    alone = model_dir / ("chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja")
-    if alone.is_file():
-        return alone.read_text(encoding="utf-8")
-    wrapped = model_dir / "chat_template.json"
-    held = json.loads(wrapped.read_text(encoding="utf-8")) if wrapped.is_file() else tokenizer_config
-    template = held.get("chat_template") if isinstance(held, dict) else held
+    own_file = model_dir / ("chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja")
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    json_file = model_dir / "chat_template.json"
+    config = json.loads(json_file.read_text(encoding="utf-8")) if json_file.is_file() else tokenizer_config
+    template = config.get("chat_template") if isinstance(config, dict) else config
     if isinstance(template, list):
         # Several templates by name: [{"name": "default", "template": …}, …]
         named = {entry["name"]: entry["template"] for entry in template}

@@ -17,10 +17,10 @@ _CACHE_SIZE = 1 << 16
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's alphabet: a printable character for each byte; printable bytes are their own."""
+    """Return GPT-2's alphabet: a printable character for each byte; a printable byte is its own character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTES = _byte_of_character()
@@ -39,7 +39,7 @@ class TokenBytes:
         many."""
 
     def __call__(self, token_id: int) -> bytes:
-        """Return a token's bytes; empty for an id without a token, with which models are often padded."""
+        """Return a token's bytes; empty for an id without a token. Vocabularies are often padded with such ids."""
         return self.text_and_bytes(token_id)[1]
 
     def _text_and_bytes(self, token_id: int) -> tuple[str, bytes]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 async def chat_answer_rules(body: ChatBody, prompt: list[int], served: ServedModel) -> tuple[list[int], AnswerRules]:
     """Return the prompt and the rules. The request may add the reasoning's markers to the prompt.
 
-    prompt is what the chat template makes of the body. Raises ApiError.
+    prompt has the token ids of the rendered chat. Raises ApiError.
     """
     tools, reasoning = select_tool_format(body, served.syntax), served.syntax.reasoning
     grammar, added_tokens = requested_grammar(body), served.tokenizer.added_tokens

@@ -95,7 +95,7 @@ def _schema_grammar(field: str, schema: dict[str, Any] | str | None) -> Grammar 
             invalid(field, "not a JSON schema: must be a JSON object")
     text = _encoded(schema)
     if text is not None:
-        _check_length(field, text)  # first: finding the depth of a long schema takes long
+        _check_length(field, text)  # before the depth: finding that of a long schema is slow
     if text is None or not is_shallow(schema, MAX_SCHEMA_DEPTH):
         invalid(field, f"nested more than {MAX_SCHEMA_DEPTH} deep")
     return Grammar("json_schema", text)

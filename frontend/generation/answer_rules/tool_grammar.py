@@ -133,7 +133,7 @@ def _call_rules(
         """Write markers that are tokens as those tokens: to a model, their single characters are a different text."""
         pattern = "|".join(re.escape(marker) for marker in form.markers if marker in added_tokens)
         parts = re.split(f"({pattern})", text) if pattern else [text]
-        return " ".join(_literal(part, added_tokens if place % 2 else {}) for place, part in enumerate(parts) if part)
+        return " ".join(_literal(part, added_tokens if index % 2 else {}) for index, part in enumerate(parts) if part)
 
     repeated = f"({lark(form.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
     rules = [

@@ -18,7 +18,10 @@ _MAX_BAD_WORDS = 64
 
 
 async def read_constraints(body: GenerationBody, rules: AnswerRules, served: ServedModel) -> Constraints | None:
-    """Return None if nothing is constrained, so that equal requests are equal messages. Raises ApiError."""
+    """Return the constraints; None if there are none, so that equal requests are equal messages.
+
+    Raises ApiError.
+    """
     for token_id in body.allowed_token_ids or ():
         if token_id >= served.card.vocab_size:
             invalid("allowed_token_ids", f"token id {token_id} is outside the vocabulary of {served.card.vocab_size}")

@@ -47,9 +47,9 @@ async def submit(
     stop_token_ids = read_stop_token_ids(body, served.card)
     constraints = await read_constraints(body, rules, served)
     options = read_output_options(body, rules)
-    # A seed that was drawn at random here belongs to this request alone.
+    # A request without a seed gets a random one, so it cannot share its sequence.
     is_deterministic = sampling.temperature == 0.0 or body.seed is not None
-    # Tokens may come in batches if no text can end the answer here, and no client reads it as it comes.
+    # Tokens may come in batches if no text can end the answer here, and no client reads it while it is generated.
     batch_delivery = not (body.stream or options.stop_strings or rules.text_may_end_answer)
     choices: list[Choice] = []
     try:

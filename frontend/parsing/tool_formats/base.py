@@ -24,8 +24,8 @@ _ARGUMENTS_KEYS = ("arguments", "parameters")
 class ToolFormat(Protocol):
     """Reads the calls in an answer, and describes how a model must write them.
 
-    A malformed call is text of the answer. Arguments are streamed as they arrive: if the error is within them, only
-    what follows becomes text.
+    A malformed call becomes text of the answer. Arguments are streamed as they arrive: if the error is within them,
+    only the rest becomes text.
     """
 
     name: str

@@ -77,10 +77,10 @@ def _read_call(reader: Reader, output: ParsedOutput, names: frozenset[str]) -> R
 def _read_argument(reader: Reader) -> Reading[dict[str, Any]]:
     """Read one keyword argument, or a dict of them after two stars."""
     if (yield from reader.accept("**")):
-        several = yield from read_value(reader)
-        if not isinstance(several, dict):
+        unpacked = yield from read_value(reader)
+        if not isinstance(unpacked, dict):
             raise Malformed
-        return several
+        return unpacked
     parts: list[str] = []
     yield from reader.run(_WORD, parts.append)
     if not parts:

@@ -26,7 +26,7 @@ def raw(token_id: int) -> bytes:
     """Return a token's bytes in this tokenizer, whose tokens are in GPT-2's alphabet."""
     alphabet = {chr(byte): byte for byte in [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]}
     others = (byte for byte in range(256) if byte not in alphabet.values())
-    alphabet |= {chr(256 + place): byte for place, byte in enumerate(list(others))}
+    alphabet |= {chr(256 + index): byte for index, byte in enumerate(list(others))}
     token = TOKENIZER.id_to_token(token_id)
     return token.encode() if token.startswith("<|") else bytes(alphabet[character] for character in token)
 
@@ -55,8 +55,8 @@ async def test_chat_has_logprobs(
     content = choice["logprobs"]["content"]
     assert choice["logprobs"]["refusal"] is None
     assert bytes(byte for reported in content for byte in reported["bytes"]).decode() == text
-    for place, (token, reported) in enumerate(zip(ids, content, strict=True)):
-        expected = entry(token, place, width)
+    for position, (token, reported) in enumerate(zip(ids, content, strict=True)):
+        expected = entry(token, position, width)
         assert (reported["token"], reported["logprob"]) == (shown(token), expected.logprob)
         assert reported["top_logprobs"] == [
             {"token": shown(top), "logprob": logprob, "bytes": list(raw(top))}
@@ -75,7 +75,7 @@ async def test_completion_has_logprobs(
     backend.text, backend.batch_size = text, batch_size
     (choice,) = (await ask(connection, COMPLETIONS, stream=stream, logprobs=width))["choices"]
     reported, ids = choice["logprobs"], token_ids(text)
-    expected = [entry(token, place, width) for place, token in enumerate(ids)]
+    expected = [entry(token, position, width) for position, token in enumerate(ids)]
     assert reported["tokens"] == [legacy(token) for token in ids]
     assert reported["token_logprobs"] == [one.logprob for one in expected]
     for token, one, top in zip(ids, expected, reported["top_logprobs"], strict=True):
@@ -142,8 +142,8 @@ async def test_prompt_logprobs_are_keyed_by_token_id(
     for reported in every:
         assert len(reported) == len(prompt)
         assert reported[0] is None
-        for place, (token, ranked) in enumerate(zip(prompt[1:], reported[1:], strict=True), start=1):
-            one = entry(token, place, 2)
+        for position, (token, ranked) in enumerate(zip(prompt[1:], reported[1:], strict=True), start=1):
+            one = entry(token, position, 2)
             likeliest = {"logprob": one.top_logprobs[0], "rank": 1, "decoded_token": shown(one.top_ids[0])}
             own = {"logprob": one.logprob, "rank": 2, "decoded_token": shown(token)}
             assert ranked == {str(token): own, str(one.top_ids[0]): likeliest}

@@ -188,11 +188,11 @@ async def test_without_keys_all_requests_are_one_tenant(backend: FakeBackend) ->
 # Priority and deadline
 
 
-@pytest.mark.parametrize(("asked", "priority"), [(None, 0), (-1000, -1000), (1000, 1000)])
+@pytest.mark.parametrize(("requested", "priority"), [(None, 0), (-1000, -1000), (1000, 1000)])
 async def test_priority_reaches_the_backend(
-    connection: ClientConnection, backend: FakeBackend, asked: int | None, priority: int
+    connection: ClientConnection, backend: FakeBackend, requested: int | None, priority: int
 ) -> None:
-    await connection.post(COMPLETIONS, {**GREEDY, "priority": asked})
+    await connection.post(COMPLETIONS, {**GREEDY, "priority": requested})
     assert backend.last.priority == priority
 
 
@@ -247,12 +247,12 @@ async def test_request_that_expires_before_its_first_token_is_answered_499(
     assert dict(re.findall(r"(\w+)=(\S+)", line))["finish_reason"] == "timeout"
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("in_one_batch", [False, True])
 async def test_expired_stream_keeps_its_tokens_and_ends_with_the_error(
-    connection: ClientConnection, backend: FakeBackend, together: bool
+    connection: ClientConnection, backend: FakeBackend, in_one_batch: bool
 ) -> None:
     ids = token_ids("the cat")
-    batches = [TokenBatch(ids, Finish.EXPIRED)] if together else [TokenBatch(ids), TokenBatch([], Finish.EXPIRED)]
+    batches = [TokenBatch(ids, Finish.EXPIRED)] if in_one_batch else [TokenBatch(ids), TokenBatch([], Finish.EXPIRED)]
     backend.script = lambda _: batches
     *chunks, last = (await connection.post(COMPLETIONS, {**GREEDY, "stream": True})).events()
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the cat"

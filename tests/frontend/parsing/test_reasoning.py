@@ -223,9 +223,9 @@ async def test_reasoning_without_an_end_token_is_skipped_before_a_grammar() -> N
     assert constraints.grammar_after == ()
 
 
-@pytest.mark.parametrize(("said", "reasoning"), [("<think>\nWell", ", hm."), ("<think>a</think>Well", "")])
-async def test_continued_message_may_end_within_its_reasoning(said: str, reasoning: str) -> None:
-    messages = [*HI["messages"], {"role": "assistant", "content": said}]
+@pytest.mark.parametrize(("content", "reasoning"), [("<think>\nWell", ", hm."), ("<think>a</think>Well", "")])
+async def test_continued_message_may_end_within_its_reasoning(content: str, reasoning: str) -> None:
+    messages = [*HI["messages"], {"role": "assistant", "content": content}]
     message = await answered(OPENS_ITSELF, ", hm.</think>Yes.", messages=messages, continue_final_message=True)
     assert (message.get("reasoning_content") or "") == reasoning
     assert message["content"] == ("Yes." if reasoning else ", hm.</think>Yes.")

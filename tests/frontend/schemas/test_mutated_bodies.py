@@ -83,7 +83,7 @@ def app() -> App:
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Return the places in a body where a value can be replaced."""
+    """Yield the places in a body where a value can be replaced."""
     if path:
         yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -104,7 +104,7 @@ def mutated(body: dict[str, Any], path: tuple[str | int, ...], junk: Any, *, is_
 
 
 @contextlib.contextmanager
-def telling(data: Any) -> Iterator[None]:
+def body_in_failures(data: Any) -> Iterator[None]:
     try:
         yield
     except AssertionError as error:
@@ -114,7 +114,7 @@ def telling(data: Any) -> Iterator[None]:
 
 async def check(connection: ClientConnection, path: str, body: Any) -> int:
     response = await connection.post(path, body)
-    with telling(body):
+    with body_in_failures(body):
         assert response.status in (200, 400, 404), response.body
         if response.status != 200:
             message = response.json()["error"]["message"]

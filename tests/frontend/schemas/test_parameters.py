@@ -313,7 +313,7 @@ async def test_best_of_returns_the_choices_with_the_likeliest_tokens(
 async def test_best_of_ranks_by_the_mean_over_all_tokens_with_the_end(
     connection: ClientConnection, backend: ScoringBackend
 ) -> None:
-    # -0.5 - place each: a longer text has a lower mean, however it is batched
+    # Each token scores -0.5 minus its position: a longer text has a lower mean in any batching
     backend.of = lambda _: token_ids("xyz"[len(backend.streams) :])
     for batch_size in (1, 100):
         backend.batch_size = batch_size
@@ -347,7 +347,7 @@ async def test_usage_in_every_chunk_grows_with_the_answer(
     ],
 )
 @pytest.mark.parametrize("content", ["Once upon", [{"type": "text", "text": "Once upon"}]])
-async def test_prompt_ends_as_add_generation_prompt_and_continue_final_message_say(
+async def test_prompt_end_follows_add_generation_prompt_and_continue_final_message(
     connection: ClientConnection, backend: ScoringBackend, fields: Any, ending: str, content: Any
 ) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
