@@ -77,7 +77,7 @@ def test_baseline_keeps_only_our_own_rates_and_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "said"),
+    ("before", "message"),
     [
         (measured("NVIDIA H100", a=(1, "us")), "it is from NVIDIA H100, and this machine has NVIDIA H200"),
         (
@@ -86,8 +86,8 @@ def test_baseline_keeps_only_our_own_rates_and_times() -> None:
         ),
     ],
 )
-def test_baseline_of_another_device_or_other_sizes_is_refused_with_the_reason(before: Baseline, said: str) -> None:
-    with pytest.raises(BaselineRefused, match=said):
+def test_baseline_of_another_device_or_other_sizes_is_refused_with_the_reason(before: Baseline, message: str) -> None:
+    with pytest.raises(BaselineRefused, match=message):
         baseline.compare(before, measured(a=(1, "us")))
 
 
@@ -98,7 +98,7 @@ def test_saved_baseline_is_read_back_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "is not a baseline"),
         ("[]", "is not a baseline"),
@@ -109,18 +109,18 @@ def test_saved_baseline_is_read_back_unchanged(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_baseline_file_is_refused_before_anything_runs(
-    tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "baseline.json"
     path.write_text(text)
     with pytest.raises(SystemExit):
         main(["--baseline", str(path), "--out", str(tmp_path / "out")])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_run_without_a_device_or_figures_saves_no_baseline(tmp_path: Path) -> None:
-    for figures, said in ((measured("", a=(1, "us")), "is unknown"), (measured(), "measured no figure")):
-        with pytest.raises(BaselineRefused, match=said):
+    for figures, message in ((measured("", a=(1, "us")), "is unknown"), (measured(), "measured no figure")):
+        with pytest.raises(BaselineRefused, match=message):
             baseline.save_baseline(tmp_path / "x.json", figures)
 
 

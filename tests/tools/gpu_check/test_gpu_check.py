@@ -304,8 +304,11 @@ def test_section_that_needs_a_gpu_fails_without_one_and_says_so(tmp_path: Path) 
 
 
 def test_penstock_command_passes_its_options_on(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, status, said in ((["--help"], 0, "--compile-only"), (["--only", "nothing"], 2, "--only names nothing")):
+    for argv, status, message in (
+        (["--help"], 0, "--compile-only"),
+        (["--only", "nothing"], 2, "--only names nothing"),
+    ):
         with pytest.raises(SystemExit) as ended:
             app(["gpu-check", *argv])
         assert ended.value.code == status
-        assert said in "".join(capsys.readouterr())
+        assert message in "".join(capsys.readouterr())

@@ -59,7 +59,7 @@ if "--import" in argv:
     print("==WARNING== something harmless")
     print({raw or raw_page()!r} if "raw" in argv else "  decode_attention\\n    Section: GPU Speed Of Light")
 else:
-    Path(os.environ["SAID"]).write_text("\\n".join(argv))
+    Path(os.environ["ARGV_FILE"]).write_text("\\n".join(argv))
     {profiling}
     Path(argv[argv.index("--export") + 1]).write_bytes(b"recorded")
 """
@@ -74,8 +74,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "bin"
     directory.mkdir()
     monkeypatch.setenv("PATH", str(directory))
-    monkeypatch.setenv("SAID", str(tmp_path / "argv"))
-    monkeypatch.setattr(ncu, "_PLACES", ())
+    monkeypatch.setenv("ARGV_FILE", str(tmp_path / "argv"))
+    monkeypatch.setattr(ncu, "_SEARCH_PATHS", ())
     return directory
 
 
@@ -105,7 +105,7 @@ def test_metrics_of_a_case_are_in_the_report(place: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("profiling", "said"),
+    ("profiling", "message"),
     [
         ("print('==ERROR== ERR_NVGPUCTRPERM - no permission'); sys.exit(1)", "ERR_NVGPUCTRPERM"),
         ("print('==ERROR== The application returned an error code (1).')", "returned an error code"),
@@ -113,12 +113,12 @@ def test_metrics_of_a_case_are_in_the_report(place: Path, tmp_path: Path) -> Non
     ],
 )
 def test_failure_is_reported_in_ncus_words(
-    place: Path, tmp_path: Path, profiling: str, said: str, capsys: pytest.CaptureFixture[str]
+    place: Path, tmp_path: Path, profiling: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_ncu(place, profiling)
     assert main(["--ncu", CASE, "--out", str(tmp_path / "out")]) == 1
-    assert said in capsys.readouterr().out
-    assert said in (tmp_path / "out" / "report.md").read_text()
+    assert message in capsys.readouterr().out
+    assert message in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_recording_without_kernels_fails(place: Path, tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_recording_without_kernels_fails(place: Path, tmp_path: Path) -> None:
 def test_unknown_case_is_refused_with_the_list_of_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--ncu", "attention", "--out", str(tmp_path)])
-    said = capsys.readouterr().err
-    assert "--ncu is attention, which is not a case; choose from attention.decode.64x1k, " in said
-    assert "elementwise.silu_mul.8192" in said
+    message = capsys.readouterr().err
+    assert "--ncu is attention, which is not a case; choose from attention.decode.64x1k, " in message
+    assert "elementwise.silu_mul.8192" in message
 
 
 def test_missing_ncu_is_reported_in_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.tools.gpu_check.reporting.results import Results
 
-_PLACES = (
+_SEARCH_PATHS = (
     "/usr/local/cuda/bin/compute-sanitizer",
     "/usr/local/cuda*/bin/compute-sanitizer",
     "/usr/local/cuda*/compute-sanitizer/compute-sanitizer",
@@ -67,7 +67,9 @@ def run(results: Results) -> None:
 
 def find_sanitizer() -> str | None:
     found = shutil.which("compute-sanitizer")
-    return found or next((path for place in _PLACES for path in sorted(glob(place)) if os.access(path, os.X_OK)), None)
+    return found or next(
+        (path for pattern in _SEARCH_PATHS for path in sorted(glob(pattern)) if os.access(path, os.X_OK)), None
+    )
 
 
 def run_tool(results: Results, path: str, tool: SanitizerTool, command: Sequence[str]) -> None:

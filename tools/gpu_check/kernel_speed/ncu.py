@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+_SEARCH_PATHS = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 _SCALES = {
     "ns": 1e-3,
     "us": 1.0,
@@ -78,7 +78,9 @@ class NcuFailed(Exception):
 
 def find_ncu() -> str | None:
     found = shutil.which("ncu")
-    return found or next((path for place in _PLACES for path in sorted(glob(place)) if os.access(path, os.X_OK)), None)
+    return found or next(
+        (path for pattern in _SEARCH_PATHS for path in sorted(glob(pattern)) if os.access(path, os.X_OK)), None
+    )
 
 
 def profile_case(out: Path, case: str, budget_s: float, commit: str = "") -> int:
@@ -86,7 +88,7 @@ def profile_case(out: Path, case: str, budget_s: float, commit: str = "") -> int
     path = find_ncu()
     if path is None:
         print(
-            f"--ncu: Nsight Compute is not installed: no ncu on PATH or at {' or '.join(_PLACES)}",
+            f"--ncu: Nsight Compute is not installed: no ncu on PATH or at {' or '.join(_SEARCH_PATHS)}",
             file=sys.stderr,
         )
         return 1
@@ -177,13 +179,13 @@ def _run(argv: list[str], timeout_s: float) -> str:
     """Run ncu and return its output. Raises NcuFailed for a bad exit status, or for an error line despite status 0."""
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
     try:
-        said, _ = child.communicate(timeout=max(timeout_s, 1.0))
+        output, _ = child.communicate(timeout=max(timeout_s, 1.0))
     except subprocess.TimeoutExpired as error:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         raise NcuFailed(f"ncu did not end within {max(timeout_s, 1.0):.0f} s") from error
-    errors = [line for line in said.splitlines() if line.startswith("==ERROR==")]
+    errors = [line for line in output.splitlines() if line.startswith("==ERROR==")]
     if errors or child.returncode != 0:
-        last = "; ".join(errors) or next((line for line in reversed(said.splitlines()) if line.strip()), "no output")
+        last = "; ".join(errors) or next((line for line in reversed(output.splitlines()) if line.strip()), "no output")
         raise NcuFailed(f"status {child.returncode}: {last.strip()[:400]}")
-    return said
+    return output

@@ -35,7 +35,7 @@ class BaselineFigure:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Figures of one run by name. device and commit are as in the report; sizes are the measured sizes by section."""
+    """Figures of one run by name. device and commit are as in the report; sizes has the recorded sizes by finding."""
 
     device: str
     commit: str
@@ -79,7 +79,7 @@ def load_baseline(path: Path) -> Baseline:
         figures = {
             str(name): BaselineFigure(float(value), str(unit)) for name, (value, unit) in fields["figures"].items()
         }
-        sizes = {str(name): str(said) for name, said in fields["sizes"].items()}
+        sizes = {str(name): str(text) for name, text in fields["sizes"].items()}
         baseline = Baseline(str(fields["device"]), str(fields["commit"]), sizes, figures)
     except OSError as error:
         raise BaselineRefused(f"{path} cannot be read: {error.strerror}") from error
@@ -130,8 +130,10 @@ def make_findings(before: Baseline, now: Baseline, compared: list[FigureComparis
     """A failed check for each figure with the verdict "fail"; facts for the summary and for unmatched names."""
     failed = [each for each in compared if each.verdict == "fail"]
     num_warned = sum(each.verdict == "warn" for each in compared)
-    said = f"figures compared with {before.commit}: {num_warned} worse by {WARN_PERCENT:g} % or more, {len(failed)} by "
-    findings = [Finding(f"{SECTION}.compared", len(compared), "", None, f"{said}{FAIL_PERCENT:g} % or more")]
+    summary = (
+        f"figures compared with {before.commit}: {num_warned} worse by {WARN_PERCENT:g} % or more, {len(failed)} by "
+    )
+    findings = [Finding(f"{SECTION}.compared", len(compared), "", None, f"{summary}{FAIL_PERCENT:g} % or more")]
     findings += [
         Finding(
             f"{SECTION}.{each.name}", each.now, each.unit, False,

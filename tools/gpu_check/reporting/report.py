@@ -106,7 +106,7 @@ def _markdown(document: dict[str, Any]) -> str:
 
 
 def _comparison_lines(compared: list[dict[str, Any]]) -> list[str]:
-    """The worst first; what is as before is not told."""
+    """The comparison table, worst first. Figures with the verdict "ok" are left out."""
     changed = [each for each in compared if each["verdict"] != "ok"]
     if not compared:
         return []

@@ -116,8 +116,8 @@ def describe(error: Exception) -> str:
         code = trace.tb_frame.f_code
         where = f"{code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}"
         trace = trace.tb_next
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    return f"{type(error).__name__}: {said[:300]} ({where})"
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {message[:300]} ({where})"
 
 
 def read_findings(path: Path) -> list[Finding]:
