@@ -1,10 +1,83 @@
-"""Histograms on boards, sums of boards, and totals of all frontends."""
+"""Boards: who can read and write them, histograms, and the totals of all frontends."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from penstock.shm.memory import region
 from penstock.shm.memory.board import BackendBoard, Board, FrontendBoard, FrontendTotals
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_only_the_owner_writes_a_board() -> None:
+    board = BackendBoard.create()
+    reader = BackendBoard.attach(board.fd)
+    board.steps += 3
+    board.waiting = (1 << 64) - 1
+    assert (reader.steps, reader.waiting) == (3, (1 << 64) - 1)
+    assert reader.values()["steps"] == 3
+    with pytest.raises(TypeError):
+        reader.steps = 4
+    with pytest.raises(PermissionError):
+        BackendBoard.attach(board.fd, writable=True)
+    with pytest.raises(PermissionError):
+        os.pwrite(board.fd, b"x", 100)
+    with pytest.raises(PermissionError):
+        os.ftruncate(board.fd, 0)
+    reader.close()
+    board.close()
+    board.close()
+
+
+READER_PROCESS = """
+import sys
+from penstock.shm.memory.board import BackendBoard
+board = BackendBoard.attach(int(sys.argv[1]))
+print(board.generated_tokens, flush=True)
+sys.stdin.readline()
+print(board.generated_tokens, board.seconds_since_beat() < 60, flush=True)
+"""
+
+
+def test_another_process_reads_the_writers_values() -> None:
+    board = BackendBoard.create()
+    board.generated_tokens = 41
+    with subprocess.Popen(
+        [sys.executable, "-c", READER_PROCESS, str(board.fd)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[board.fd],
+        text=True,
+        cwd=ROOT,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout.readline() == "41\n"
+        board.generated_tokens += 1
+        board.beat()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "42 True\n"
+    board.close()
+
+
+def test_board_of_another_kind_is_refused() -> None:
+    fd = FrontendBoard.create_fd()
+    with pytest.raises(region.RegionError, match="BackendBoard"):
+        BackendBoard.attach(fd)
+    board = FrontendBoard.attach(fd, writable=True)
+    board.tokens_streamed = 5
+    reader = FrontendBoard.attach(fd)
+    assert reader.tokens_streamed == 5
+    reader.close()
+    board.close()
+    os.close(fd)
 
 
 def test_histogram_counts_each_value_under_the_first_bound_not_below_it() -> None:

@@ -1,4 +1,4 @@
-"""Regions, arena and boards: what a peer can do to shared memory, and what it cannot."""
+"""The arena: a payload is read whole or refused, whatever the frontend does to the shared memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
-from penstock.shm.memory import arena, region
+from penstock.shm.memory import arena
 from penstock.shm.memory.arena import Arena, ArenaFull, ArenaReader, DescriptorError
-from penstock.shm.memory.board import BackendBoard, FrontendBoard
-from penstock.shm.memory.ledger import Ledger, LedgerError
 from penstock.shm.messages import ArenaRef
 
 ROOT = Path(__file__).parents[3]
@@ -236,104 +234,9 @@ def test_slot_holds_a_full_context(num_tokens: int) -> None:
         assert slot_bytes >= 4 * num_tokens + 32
 
 
-def test_sealed_region_cannot_be_resized(pair: Pair) -> None:
+def test_arena_cannot_be_resized(pair: Pair) -> None:
     for size in (0, SLOT_BYTES, 10 * SLOTS * SLOT_BYTES):
         with pytest.raises(PermissionError):
             os.ftruncate(pair.fd, size)
     with pytest.raises(PermissionError):
         fcntl.fcntl(pair.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-
-
-def test_unsealed_or_too_small_region_is_refused(tmp_path: Path) -> None:
-    unsealed = region.create("t", 4096)
-    with pytest.raises(region.RegionError):
-        region.attach(unsealed, 4096, writable=False)
-    region.seal(unsealed)
-    with pytest.raises(region.RegionError):
-        region.attach(unsealed, 8192, writable=False)
-    region.attach(unsealed, 4096, writable=False).close()
-    os.close(unsealed)
-    with (tmp_path / "file").open("wb+") as file, pytest.raises(region.RegionError):
-        region.attach(file.fileno(), 0, writable=False)
-
-
-def test_only_the_owner_writes_a_board() -> None:
-    board = BackendBoard.create()
-    reader = BackendBoard.attach(board.fd)
-    board.steps += 3
-    board.waiting = (1 << 64) - 1
-    assert (reader.steps, reader.waiting) == (3, (1 << 64) - 1)
-    assert reader.values()["steps"] == 3
-    with pytest.raises(TypeError):
-        reader.steps = 4
-    with pytest.raises(PermissionError):
-        BackendBoard.attach(board.fd, writable=True)
-    with pytest.raises(PermissionError):
-        os.pwrite(board.fd, b"x", 100)
-    with pytest.raises(PermissionError):
-        os.ftruncate(board.fd, 0)
-    reader.close()
-    board.close()
-    board.close()
-
-
-READER_PROCESS = """
-import sys
-from penstock.shm.memory.board import BackendBoard
-board = BackendBoard.attach(int(sys.argv[1]))
-print(board.generated_tokens, flush=True)
-sys.stdin.readline()
-print(board.generated_tokens, board.seconds_since_beat() < 60, flush=True)
-"""
-
-
-def test_another_process_reads_the_writers_values() -> None:
-    board = BackendBoard.create()
-    board.generated_tokens = 41
-    with subprocess.Popen(
-        [sys.executable, "-c", READER_PROCESS, str(board.fd)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=[board.fd],
-        text=True,
-        cwd=ROOT,
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdin is not None
-        assert child.stdout.readline() == "41\n"
-        board.generated_tokens += 1
-        board.beat()
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "42 True\n"
-    board.close()
-
-
-def test_board_of_another_kind_is_refused() -> None:
-    fd = FrontendBoard.create_fd()
-    with pytest.raises(region.RegionError, match="BackendBoard"):
-        BackendBoard.attach(fd)
-    board = FrontendBoard.attach(fd, writable=True)
-    board.tokens_streamed = 5
-    reader = FrontendBoard.attach(fd)
-    assert reader.tokens_streamed == 5
-    reader.close()
-    board.close()
-    os.close(fd)
-
-
-def test_ledger_records_owners() -> None:
-    ledger = Ledger()
-    ledger.acquire("slot", 1, "a")
-    ledger.acquire("slot", 2, "b")
-    with pytest.raises(LedgerError, match="held by a"):
-        ledger.acquire("slot", 1, "b")
-    ledger.check(slot=2)
-    assert ledger.release("slot", 1)
-    assert not ledger.release("slot", 1)
-    with pytest.raises(LedgerError, match="slot 2 of b"):
-        ledger.check()
-    assert ledger.release_owner("b") == 1
-    assert ledger.release_owner("b") == 0
-    ledger.check()
-    assert ledger.balance() == {}
