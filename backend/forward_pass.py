@@ -274,13 +274,22 @@ class IBatchedForwardPass(Protocol):
     def host_logits(self, logits: Any) -> NDArray[np.float32]:
         """The logits of a step on the host, [L, vocab_size], from `forward`'s handle.
 
-        Called between `forward` and `sample`, for clients that read logits and for the check at start.
+        Called between `forward` and `sample`, for clients that read logits and for the check at start. A pass may omit
+        it if its handle is the numpy array itself.
         """
-        ...
+        array: NDArray[np.float32] = logits
+        return array
 
     def close(self) -> None:
         """Free the device's memory. Called once, after the last step."""
         ...
+
+
+def read_host_logits(forward_pass: IBatchedForwardPass, logits: Any) -> NDArray[np.float32]:
+    """Call `host_logits`, or its default for a pass that neither has it nor inherits it."""
+    if hasattr(forward_pass, "host_logits"):
+        return forward_pass.host_logits(logits)
+    return IBatchedForwardPass.host_logits(forward_pass, logits)
 
 
 @runtime_checkable

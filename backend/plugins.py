@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass
 
 GROUP = "penstock.forward_pass"
-_METHODS = ("describe", "load", "create_cache", "forward", "sample", "host_logits", "close")
+_METHODS = ("describe", "load", "create_cache", "forward", "sample", "close")
 
 
 def find_forward_pass(name: str) -> type[IBatchedForwardPass]:

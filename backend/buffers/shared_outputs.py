@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from penstock.backend.forward_pass import read_host_logits
 from penstock.shm.buffers.device_api import DeviceRow
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def share_outputs(forward_pass: IBatchedForwardPass, logits: Any, plan: Plan) ->
 def _host_rows(forward_pass: IBatchedForwardPass, logits: Any, *, hidden: bool) -> NDArray[np.float32]:
     if hidden:
         return cast("IHiddenStates", forward_pass).host_hidden_states(logits)
-    return forward_pass.host_logits(logits)
+    return read_host_logits(forward_pass, logits)
 
 
 def _device_rows(forward_pass: IBatchedForwardPass, logits: Any, *, hidden: bool) -> DeviceRows:

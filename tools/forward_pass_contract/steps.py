@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, SamplingParams, SlotInit, StepBatch
+from penstock.backend.forward_pass import (
+    FROM_EMBEDDINGS,
+    EmbeddedTokens,
+    SamplingParams,
+    SlotInit,
+    StepBatch,
+    read_host_logits,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -92,7 +99,7 @@ class StepRunner:
         order = sorted(range(len(rows)), key=lambda index: len(rows[index].token_ids) > 1)
         batch = _make_batch([rows[index] for index in order], page_copies, page_restores)
         handle = self.forward_pass.forward(batch)
-        logits = np.array(self.forward_pass.host_logits(handle), np.float32)
+        logits = np.array(read_host_logits(self.forward_pass, handle), np.float32)
         tokens = np.array(self.forward_pass.sample(handle, batch).wait().token_ids)
         back = np.argsort([order[row] for row in batch.logit_rows])
         return logits[back], tokens[back]

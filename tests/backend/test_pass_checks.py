@@ -1,0 +1,141 @@
+"""The step that the backend runs at start: what it refuses, and that later requests see no trace of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import (
+    FROM_SLOT,
+    IBatchedForwardPass,
+    PassOptions,
+    PassSpec,
+    SamplingParams,
+    SlotInit,
+    StepBatch,
+    StepOutput,
+    TokenMasks,
+)
+from penstock.backend.pass_checks import check_first_step
+from penstock.backend.passes.fake import FakePass
+from tests.passes import WideFakePass
+
+OPTIONS = PassOptions(max_running=1)
+SPEC = FakePass.describe(None, OPTIONS)
+PAGE = 16
+
+
+def open_pass(pass_class: type[FakePass] = FakePass) -> FakePass:
+    """A pass with one slot and one page."""
+    forward_pass = pass_class.load(None, OPTIONS)
+    forward_pass.create_cache(1, PAGE, "fp32")
+    return forward_pass
+
+
+class PassWithoutHostLogits:
+    """Has only the methods that every pass must have. Its handle is the numpy array itself."""
+
+    def __init__(self) -> None:
+        self._inner = open_pass()
+        self.spec = self._inner.spec
+
+    def forward(self, batch: StepBatch) -> Any:
+        return self._inner.forward(batch)
+
+    def sample(self, logits: Any, batch: StepBatch, masks: TokenMasks | None = None) -> StepOutput:
+        return self._inner.sample(logits, batch, masks)
+
+
+class WidePassWithoutHostLogits(PassWithoutHostLogits):
+    def forward(self, batch: StepBatch) -> Any:
+        return np.pad(super().forward(batch), ((0, 0), (0, 1)))
+
+
+class OpaquePass(PassWithoutHostLogits):
+    """Its handle is an object of its own."""
+
+    def forward(self, batch: StepBatch) -> Any:
+        return {"logits": super().forward(batch)}
+
+    def sample(self, logits: Any, batch: StepBatch, masks: TokenMasks | None = None) -> StepOutput:
+        return super().sample(logits["logits"], batch, masks)
+
+
+class TwiceSamplingPass(FakePass):
+    def sample(self, logits: Any, batch: StepBatch, masks: TokenMasks | None = None) -> StepOutput:
+        output = super().sample(logits, batch, masks)
+        return StepOutput(np.repeat(output.token_ids, 2))
+
+
+def check(forward_pass: Any, spec: PassSpec = SPEC) -> None:
+    checked: IBatchedForwardPass = forward_pass
+    check_first_step(checked, spec)
+
+
+def test_describe_that_disagrees_with_the_loaded_pass_is_refused_with_both_sizes() -> None:
+    with pytest.raises(StartupError, match=r"vocab_size of 4096; its describe\(\) said 4095"):
+        check(open_pass(), replace(SPEC, vocab_size=4095))
+
+
+@pytest.mark.parametrize(
+    ("forward_pass", "message"),
+    [
+        (open_pass(WideFakePass), r"logits of shape \[1, 4097\].*\[1, 4096\]"),
+        (WidePassWithoutHostLogits(), r"logits of shape \[1, 4097\].*\[1, 4096\]"),
+        (open_pass(TwiceSamplingPass), r"token ids of shape \[2\] for one row; expected \[1\]"),
+    ],
+)
+def test_output_of_the_wrong_shape_is_refused(forward_pass: Any, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        check(forward_pass)
+
+
+@pytest.mark.parametrize("forward_pass", [PassWithoutHostLogits(), OpaquePass()])
+def test_pass_without_host_logits_is_accepted(forward_pass: Any) -> None:
+    assert not hasattr(forward_pass, "host_logits")
+    check(forward_pass)
+
+
+def test_first_step_leaves_no_trace_for_the_next_owner_of_its_slot_and_page() -> None:
+    """The sequence has every setting that a slot keeps: penalties, bias, random numbers and log probabilities."""
+    checked, fresh = open_pass(), open_pass()
+    check(checked)
+    expected, tokens = _generate(fresh), _generate(checked)
+    assert len(set(expected)) > 1
+    assert tokens == expected
+
+
+def _generate(forward_pass: FakePass) -> list[tuple[int, float]]:
+    """Five sampled tokens with their log probabilities, in slot 0 and page 0. The prompt begins with token 0."""
+    prompt = np.array([0, 7, 9], np.int32)
+    params = SamplingParams(
+        temperature=3.0,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias=((0, 4.0),),
+        seed=11,
+        num_logprobs=2,
+    )
+    found = []
+    input_ids, context, inits = prompt, 0, (SlotInit(0, params, prompt, len(prompt)),)
+    for _ in range(5):
+        batch = StepBatch(
+            input_ids=input_ids,
+            query_starts=np.array([0, len(input_ids)], np.int32),
+            context_lens=np.array([context], np.int32),
+            page_table=np.zeros((1, 1), np.int32),
+            slots=np.zeros(1, np.int32),
+            logit_rows=np.zeros(1, np.int32),
+            slot_inits=inits,
+        )
+        output = forward_pass.sample(forward_pass.forward(batch), batch).wait()
+        assert output.logprobs is not None
+        found.append((int(output.token_ids[0]), float(output.logprobs.chosen[0])))
+        context += len(input_ids)
+        input_ids, inits = np.array([FROM_SLOT], np.int32), ()
+    return found
