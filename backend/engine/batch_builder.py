@@ -1,4 +1,4 @@
-"""A plan → the arrays of a StepBatch."""
+"""Builds the arrays of a StepBatch from a plan."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class BatchBuilder:
-    """Keeps the page table of all slots between steps, so that a step writes only the pages it adds."""
+    """Keeps the page table of all slots between steps: a step writes only the pages that it adds."""
 
     def __init__(self, max_running: int, max_pages_per_sequence: int) -> None:
         self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
         self._num_pages = np.zeros(max_running, np.int32)
 
     def build(self, plan: Plan) -> StepBatch:
-        """Arrays of the plan's rows; later steps do not change them."""
+        """The plan as arrays. Later steps do not change them."""
         for sequence in plan.slot_init_sequences:
-            self._clear(sequence)  # a former owner's pages
-            self._note_pages(sequence)
+            self._clear(sequence)  # the slot's previous sequence
+            self._add_pages(sequence)
         for sequence in plan.grown:
-            self._note_pages(sequence)
+            self._add_pages(sequence)
         slots = _column(plan.slots)
         lengths = _column(plan.lengths)
         query_starts = np.zeros(len(plan) + 1, np.int32)
@@ -62,10 +62,10 @@ class BatchBuilder:
         self._page_table[sequence.slot, : self._num_pages[sequence.slot]] = 0
         self._num_pages[sequence.slot] = 0
 
-    def _note_pages(self, sequence: Sequence) -> None:
+    def _add_pages(self, sequence: Sequence) -> None:
         slot, pages = sequence.slot, sequence.kv.pages
-        for place in range(self._num_pages[slot], len(pages)):
-            self._page_table[slot, place] = pages[place]
+        for index in range(self._num_pages[slot], len(pages)):
+            self._page_table[slot, index] = pages[index]
         self._num_pages[slot] = len(pages)
 
 
@@ -81,12 +81,14 @@ def _slot_init(sequence: Sequence) -> SlotInit:
 
 
 def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
-    """The batch with only the rows of these ascending indices, which plan has: late binding, when others ended since
-    it was planned."""
+    """The batch with only the rows of these ascending indices. plan has these rows already.
+
+    Used when sequences have ended between planning and launch.
+    """
     rows = np.array(kept, np.int64)
     lengths = np.diff(batch.query_starts)
     token_kept = np.repeat(np.isin(np.arange(batch.num_rows), rows), lengths)
-    new_place = np.cumsum(token_kept) - 1
+    new_position = np.cumsum(token_kept) - 1
     new_index = np.full(batch.num_rows, -1, np.int32)
     new_index[rows] = np.arange(len(rows))
     logit_rows = new_index[batch.logit_rows]
@@ -102,6 +104,8 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
         page_copies=tuple(plan.page_copies.values()),
         page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
         embeddings=tuple(
-            replace(given, first=int(new_place[given.first])) for given in batch.embeddings if token_kept[given.first]
+            replace(given, first=int(new_position[given.first]))
+            for given in batch.embeddings
+            if token_kept[given.first]
         ),
     )

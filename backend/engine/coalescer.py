@@ -1,4 +1,4 @@
-"""Which sequences in flight a new request may listen to instead of having the same tokens computed again."""
+"""Where two equal requests meet: finds the sequence that a new request can share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class ShareKey:
-    """All that decides which tokens come: requests with equal keys get equal tokens. The salt keeps tenants apart."""
+    """All that decides the tokens: requests with equal keys get equal tokens. The salt keeps tenants apart."""
 
     salt: bytes
     prompt: bytes
     sampling: SamplingParams
     constraints: Constraints | None
     excluded_stop_ids: tuple[int, ...]
-    """Stop ids that may not be sampled at first."""
+    """Stop ids that constraints forbid at first, sorted."""
 
     @classmethod
     def of(
@@ -34,10 +34,11 @@ class ShareKey:
         constraints: Constraints | None = None,
         stop_ids: tuple[int, ...] = (),
     ) -> ShareKey:
-        """Stop ids are each listener's own affair, unless constraints keep them out.
+        """The key of a request. Stop ids count only if constraints forbid them; otherwise each subscriber has its own.
 
-        At temperature 0 neither the filters nor the seed decide anything; penalties and bias do. How many log
-        probabilities are told with a token is not the listener's own affair either."""
+        At temperature 0 filters and seed change nothing, penalties and bias do. The number of log probabilities counts,
+        because the sequence computes them once for all.
+        """
         if sampling.temperature == 0.0:
             sampling = replace(
                 _GREEDY,
@@ -47,34 +48,34 @@ class ShareKey:
                 logit_bias=sampling.logit_bias,
                 num_logprobs=sampling.num_logprobs,
             )
-        keeps_out = constraints is not None and (constraints.min_tokens or constraints.grammar_after)
-        excluded_stop_ids = tuple(sorted(stop_ids)) if keeps_out else ()
+        forbids_stop = constraints is not None and (constraints.min_tokens or constraints.grammar_after)
+        excluded_stop_ids = tuple(sorted(stop_ids)) if forbids_stop else ()
         return cls(salt, prompt, sampling, constraints, excluded_stop_ids)
 
 
 class Coalescer:
-    """Sequences in flight whose tokens are determined, by what determines them."""
+    """Sequences that can be joined, by key."""
 
     def __init__(self) -> None:
         self._sequences: dict[ShareKey, Sequence] = {}
         self._keys: dict[Sequence, ShareKey] = {}
 
     def find(self, key: ShareKey) -> Sequence | None:
-        """A sequence that has not ended, and not begun to: one that has sampled its last token takes nobody on."""
+        """The sequence with this key, unless it has ended or has already sampled its last token."""
         sequence = self._sequences.get(key)
         if sequence is None or sequence.ended or sequence.stopped_generation == sequence.generation:
             return None
         return sequence
 
     def offer(self, key: ShareKey, sequence: Sequence) -> None:
-        """From now on the sequence may be found, in place of an older one that is about to end."""
+        """Make the sequence joinable. It replaces an older one that is about to end."""
         if (older := self._sequences.get(key)) is not None:
             del self._keys[older]
         self._sequences[key] = sequence
         self._keys[sequence] = key
 
     def withdraw(self, sequence: Sequence) -> None:
-        """The sequence has ended; one that was never offered is no matter."""
+        """The sequence has ended. It need not have been offered."""
         if (key := self._keys.pop(sequence, None)) is not None:
             del self._sequences[key]
 

@@ -1,4 +1,4 @@
-"""The loop: receive → apply → plan → launch → flush. All that it does is done by a collaborator."""
+"""The loop: receive → apply → plan → launch → flush. A collaborator does each of these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.engine.batch_builder import BatchBuilder
-    from penstock.backend.engine.executor import Executor, StepResult
+    from penstock.backend.engine.executor import Executor
+    from penstock.backend.engine.launched_step import StepResult
     from penstock.backend.engine.requests import Requests
     from penstock.backend.forward_pass import TokenLogprobs
     from penstock.backend.scheduling.scheduler import Scheduler
@@ -30,15 +31,15 @@ logger = logging.getLogger("penstock.backend")
 _IDLE_TURN_S = 0.5
 """The loop turns at least this often, so that its heartbeat on the board stays fresh."""
 _HUNG_STEP_S = 60.0
-"""A step that runs longer is taken for hung: the heartbeat stops, and frontends turn not ready."""
+"""A step that runs longer counts as hung: the heartbeat stops, and the frontends report not ready."""
 _DEAD_STEP_S = 300.0
-"""A step that runs longer will not end: the process does, to be restarted."""
+"""A step that runs longer will not end: the process exits, to be restarted."""
 _MAX_FAILED_STEPS = 16
-"""So many failed steps in a row are not a request's fault."""
+"""More failed steps in a row than this cannot be the requests' fault."""
 
 
 class Engine:
-    """Turns the loop. Requests are `Requests`' affair, steps are the scheduler's and the executor's."""
+    """Turns the loop on the main thread."""
 
     def __init__(
         self,
@@ -56,32 +57,32 @@ class Engine:
         self._executor = executor
         self._scheduler = scheduler
         self._builder = builder
+        self._open_requests = requests.table
         self._intake = requests.intake
         self._delivery = requests.delivery
         self._canceller = requests.canceller
-        self._open_requests = requests.table
         self._board = board
         self._clock = clock
+        self._step_timing = step_timing or StepTiming()
         self._drain_deadline_s: float | None = None
         self._num_failed_steps = 0
-        """In a row."""
-        self._step_timing = step_timing or StepTiming()
+        """Failed steps in a row."""
         self.plan_due_s: float | None = None
-        """From the end of the last turn; None where nothing is to be planned before something happens."""
+        """Seconds from the end of the last turn to the next plan; None if no plan is due before an event."""
 
     def run(self) -> None:
-        """Serves until `drain` was called and nothing runs, or its time is up. Raises ExecutorFailed."""
+        """Serve until `drain` was called and nothing runs, or its time is up. Raises ExecutorFailed."""
         while not self._is_drained():
             self.turn()
             self._link.wait(self.next_turn_s(), self._executor.wake_fd)
 
     def next_turn_s(self) -> float:
-        """Seconds after which a turn is wanted even if nothing happens."""
+        """Seconds after which the next turn is due even if nothing happens."""
         at_most_s = _IDLE_TURN_S if self.plan_due_s is None else min(_IDLE_TURN_S, self.plan_due_s)
         return self._canceller.next_due_s(at_most_s)
 
     def turn(self) -> None:
-        """One turn of the loop. Cancellations take effect here, before the next plan; never blocks."""
+        """One turn of the loop. Cancellations take effect here, before the next plan. Never blocks."""
         self._executor.clear_wake()
         for event in self._link.receive():
             match event:
@@ -96,16 +97,17 @@ class Engine:
         for result in self._executor.results():
             self._apply(result)
             if isinstance(result.error, DeviceLost):
-                self._link.flush()  # who was in that step is told; the others' frontends send them again
+                self._link.flush()  # requests of that step fail; the frontends resubmit all others
                 raise ExecutorFailed("the device is lost") from result.error
         self.plan_due_s = self._plan_steps()
         for sequence in self._scheduler.take_preempted():
             self._delivery.note_preemption(sequence)
         self._link.flush()
-        self._show_on_board()
+        self._update_board()
 
     def drain(self, timeout_s: float) -> None:
-        """No new requests from now on; `run` returns when all ended, or after timeout_s. Safe in a signal handler."""
+        """Refuse new requests from now on. `run` returns when all have ended, or after timeout_s. Safe in a signal
+        handler."""
         self._intake.is_draining = True
         self._drain_deadline_s = self._clock() + timeout_s
         self._executor.wake()
@@ -116,7 +118,7 @@ class Engine:
         return self._clock() >= self._drain_deadline_s or not (self._open_requests.num_open or self._executor.is_busy)
 
     def _plan_steps(self) -> float | None:
-        """As many as the device will want before long. Returns when the next one is to be planned."""
+        """Plan and launch the steps that are due. Returns the seconds until the next plan is due."""
         while self._executor.has_capacity:
             if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
                 return spare_s
@@ -127,11 +129,11 @@ class Engine:
         return None
 
     def _launch(self, plan: Plan, started_ns: int) -> None:
-        """started_ns, of this thread's CPU time, is when the planning began."""
+        """started_ns is the thread's CPU time at which planning began."""
         try:
             self._note_starts(plan)
             batch = self._builder.build(plan)
-        except Exception as error:  # noqa: BLE001 - the plan's requests fail with it, others go on
+        except Exception as error:  # noqa: BLE001 - fails the plan's requests; others go on
             self._apply_failure(plan, error)
         else:
             self._executor.launch(plan, batch, self._scheduler.take_saves())
@@ -144,7 +146,7 @@ class Engine:
                 sequence.queue_s = now_s - next(iter(sequence.subscribers)).arrived_s
 
     def _apply(self, result: StepResult) -> None:
-        """Each sampled token goes to its subscribers. A fault of ours ends the requests whose it is, no others."""
+        """Deliver the step's tokens. An error of a step fails the requests that caused it, no others."""
         plan, board = result.plan, self._board
         num_tokens = sum(plan.lengths)
         board.steps += 1
@@ -156,12 +158,12 @@ class Engine:
             return
         if plan:
             self._num_failed_steps = 0
-        token_ids = _by_row(result)
-        slow = self._delivery.deliver_fast_path(plan, token_ids)
-        board.generated_tokens += len(plan) - len(slow)
+        token_ids = _tokens_by_row(result)
+        slow_rows = self._delivery.deliver_fast_path(plan, token_ids)
+        board.generated_tokens += len(plan) - len(slow_rows)
         faults = {plan.logit_rows[place]: fault for place, fault in result.faults.items()}
-        logprobs = {} if result.logprobs is None else _by_index(plan, result.logprobs)
-        for index in slow:
+        logprobs = {} if result.logprobs is None else _logprobs_by_row(plan, result.logprobs)
+        for index in slow_rows:
             if index in faults:
                 self._fail_constrained(plan, index, faults[index])
             else:
@@ -169,11 +171,11 @@ class Engine:
         for index in result.stops:
             sequence = plan.sequences[index]
             if sequence.generation == plan.generations[index]:
-                # Who came while the executor saw the others' end wants more: rows planned since were dropped.
+                # A subscriber that joined after the executor saw the stop goes on. Rows planned since were dropped.
                 sequence.rewind(plan.ends[index])
 
     def _fail_constrained(self, plan: Plan, index: int, fault: str) -> None:
-        """A grammar met its limits in the middle of an answer."""
+        """The grammar of this row reached its limits in the middle of an answer."""
         sequence = plan.sequences[index]
         if sequence.generation == plan.generations[index]:
             self._delivery.fail(sequence, FailureCode.BAD_GRAMMAR, fault)
@@ -186,19 +188,21 @@ class Engine:
         try:
             self._scheduler.note_computed(sequence, plan.ends[index])
             if token_id == NOT_FINITE:
-                logger.error("the logits of a row are not finite; its requests fail")
+                logger.error(
+                    "a row's logits are not finite; its requests fail and its tenant's cached pages are dropped"
+                )
                 self._scheduler.invalidate_tenant(sequence)
                 self._delivery.fail(sequence)
             elif token_id != NO_SAMPLE:
                 self._board.generated_tokens += 1
                 self._delivery.deliver(sequence, token_id, logprobs)
         except Exception:
-            logger.exception("what a row brought could not be taken in; its requests fail")
+            logger.exception("a row's token could not be delivered; its requests fail")
             self._delivery.fail(sequence)
 
     def _apply_failure(self, plan: Plan, error: Exception) -> None:
-        """A step of one row was that row's fault. Of several it is not known whose: they run again in halves, so that
-        the guilty one ends up alone, and who shared a step with it goes on."""
+        """Fail the row of a failed step, or bisect a step of several rows: they run again in halves until the row that
+        causes the error is alone, and the others go on."""
         logger.error("a step of %d rows failed", len(plan), exc_info=error)
         self._num_failed_steps += 1
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
@@ -212,14 +216,13 @@ class Engine:
         for sequence, _ in live:
             self._delivery.fail(sequence)
 
-    def _show_on_board(self) -> None:
-        board = self._board
-        board.running = self._scheduler.num_running
-        board.waiting = self._scheduler.num_waiting
-        board.pages_used = self._scheduler.num_pages_held
-        board.pages_idle = self._scheduler.num_pages_idle
-        board.preemptions = self._scheduler.num_preemptions
-        host = self._scheduler.host_offload
+    def _update_board(self) -> None:
+        board, scheduler, host = self._board, self._scheduler, self._scheduler.host_offload
+        board.running = scheduler.num_running
+        board.waiting = scheduler.num_waiting
+        board.pages_used = scheduler.num_pages_held
+        board.pages_idle = scheduler.num_pages_idle
+        board.preemptions = scheduler.num_preemptions
         board.host_pages_used, board.pages_saved, board.pages_restored = (
             host.num_used,
             host.num_saved,
@@ -238,7 +241,7 @@ class Engine:
         self._open_requests.check_integrity(self._scheduler.num_running + self._scheduler.num_waiting)
 
 
-def _by_row(result: StepResult) -> list[int]:
+def _tokens_by_row(result: StepResult) -> list[int]:
     """The sampled token of each row, or NO_SAMPLE."""
     plan = result.plan
     if len(plan.logit_rows) == len(plan):
@@ -249,8 +252,8 @@ def _by_row(result: StepResult) -> list[int]:
     return token_ids
 
 
-def _by_index(plan: Plan, logprobs: TokenLogprobs) -> dict[int, EventLogprobs]:
-    """By row: each with as many of the likeliest tokens as its sequence asks for."""
+def _logprobs_by_row(plan: Plan, logprobs: TokenLogprobs) -> dict[int, EventLogprobs]:
+    """Row → its log probabilities, with as many top tokens as its sequence asks for."""
     columns = zip(logprobs.rows.tolist(), logprobs.chosen.tolist(), logprobs.ranks.tolist(), strict=True)
     entries = {}
     for place, (row, chosen, rank) in enumerate(columns):

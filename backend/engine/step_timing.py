@@ -1,4 +1,4 @@
-"""When the next step is planned: as late as the device allows, so that whoever comes in the meantime is in it."""
+"""Decides when to plan the next step: as late as the device allows, so that it includes the latest requests."""
 
 from __future__ import annotations
 
@@ -6,50 +6,51 @@ from bisect import bisect_left, insort
 from collections import deque
 
 _SLACK_S = 0.0015
-"""The loop sleeps by whole milliseconds, and is woken some time after that."""
+"""The loop sleeps whole milliseconds and wakes a little later."""
 _SHORTEST_WAIT_S = 0.0001
 _MARGIN = 2.0
-"""How many times as long as lately the planning may take."""
+"""Planning is expected to take at most this many times as long as recently."""
 _DECAY = 0.98
-"""A step that took long to plan is remembered for some fifty."""
+"""Per step: a slow planning is remembered for about fifty steps."""
 _NUM_REMEMBERED = 4
-_TOKENS_APART = 32
-"""Steps of more tokens than twice that are told apart only by so many."""
+"""Durations kept per size of step."""
+_BUCKET_TOKENS = 32
+"""Above twice this many tokens, sizes of steps are rounded down to a multiple of it."""
 
 
 class StepTiming:
-    """How long steps take, and their planning. For the engine's thread.
+    """Measures how long steps and their planning take. Used by the main thread only.
 
-    A guess that is too low plans early, as a plan is always possible; one that is too high leaves the device idle for
-    as long as planning takes, no longer: a step's end wakes the loop.
+    An estimate that is too short plans early, which does no harm. One that is too long leaves the device idle only for
+    as long as planning takes, because the end of a step wakes the loop.
     """
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[float]] = {}
-        """Size of a step → the durations of the last ones."""
+        """Size of a step in tokens → the durations of the last ones in seconds."""
         self._sizes: list[int] = []
-        """Of which there were any, rising."""
+        """Sizes that were seen, ascending."""
         self._in_flight: deque[int] = deque()
-        """The sizes of steps planned and not taken in."""
+        """Sizes of the steps that are planned and not applied yet."""
         self._plan_s = 0.0
         self._launch_s = 0.0
-        """CPU time that the host lately needed for a step before the device could begin with it, at most."""
+        """The longest recent CPU time of a launch, before which the device cannot begin; it decays."""
 
     def spare_s(self, running_s: float) -> float:
-        """How long the next plan can wait, when the running step has run for running_s; 0 is not at all."""
+        """Seconds that the next plan can wait while the running step has run for running_s; 0 for plan now."""
         expected_s = [self._expected_s(size) for size in self._in_flight]
-        if expected_s:  # one that takes longer than thought says nothing of those behind it
+        if expected_s:  # a step that takes longer than expected says nothing about the steps behind it
             expected_s[0] = max(0.0, expected_s[0] - running_s)
         spare_s = sum(expected_s) - _MARGIN * (self._plan_s + self._launch_s) - _SLACK_S
         return spare_s if spare_s > _SHORTEST_WAIT_S else 0.0
 
     def note_plan(self, num_tokens: int, plan_s: float) -> None:
-        """A step was given to the executor; plan_s is the CPU time that its planning took."""
+        """A step was given to the executor. plan_s is the CPU time of its planning."""
         self._in_flight.append(_size(num_tokens))
         self._plan_s = max(plan_s, _DECAY * self._plan_s)
 
     def note_result(self, num_tokens: int, step_s: float, launch_s: float) -> None:
-        """Of the next of the steps that were planned: what ran of it, how long, and the CPU time of its launch."""
+        """The oldest planned step has ended: num_tokens of it ran, 0 if it failed; launch_s is CPU time."""
         self._in_flight.popleft()
         self._launch_s = max(launch_s, _DECAY * self._launch_s)
         if not num_tokens:
@@ -61,7 +62,7 @@ class StepTiming:
         self._recent[size].append(step_s)
 
     def _expected_s(self, size: int) -> float:
-        """At least. Of a size that has not been seen: a larger step takes longer, but not by more than it is larger."""
+        """A lower estimate. An unseen size takes longer than smaller ones, but at most in proportion to its size."""
         if (recent := self._recent.get(size)) is not None:
             return min(recent)
         at = bisect_left(self._sizes, size)
@@ -73,4 +74,4 @@ class StepTiming:
 
 
 def _size(num_tokens: int) -> int:
-    return num_tokens if num_tokens <= 2 * _TOKENS_APART else num_tokens // _TOKENS_APART * _TOKENS_APART
+    return num_tokens if num_tokens <= 2 * _BUCKET_TOKENS else num_tokens // _BUCKET_TOKENS * _BUCKET_TOKENS

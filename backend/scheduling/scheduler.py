@@ -1,7 +1,7 @@
-"""Which sequences run in the next step, and how many tokens of each. Knows pages and slots; knows no model, no link.
+"""Decides which sequences run in the next step, and how many tokens of each. Knows pages and slots, no model, no link.
 
-There is no prefill phase and no decode phase: running sequences first, those whose last token was sampled before those
-that have more to compute, then as many waiting ones as slots, pages and the token budget allow.
+There is no prefill phase and no decode phase. A step takes the running sequences first: decodes, then those with more
+tokens to compute. Then it admits as many waiting sequences as slots, pages and the token budget allow.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
 
     Chunk: TypeAlias = tuple[Sequence, int]
-    """A sequence with tokens that are known and not computed, and how many of them the step computes."""
+    """A sequence with known tokens that are not computed, and how many of them the step computes."""
 
 
 class Scheduler:
-    """Sequences waiting and running. A sequence is in exactly one place: waiting, running, or not here.
+    """All sequences that have not ended: each is either waiting or running.
 
-    Pages and slots may be reused at once, though steps that wrote to them are still in flight: steps run in the order
-    in which they are planned, so what a new owner writes comes after. A page is named, and so shared, only when the
-    step that completed it has been applied.
+    Pages and slots may be reused at once, although steps that write to them are still in flight: steps run in the order
+    in which they are planned, so a new owner writes later. A page is indexed, and so shared, only when the step that
+    completed it has been applied.
     """
 
     def __init__(
@@ -40,8 +40,10 @@ class Scheduler:
         max_park_steps: int = 64,
         num_plans_ahead: int = 1,
     ) -> None:
-        """max_park_steps: who waits for what another computes does so as long as that gets on within so many.
-        num_plans_ahead: so many plans at most are made between a step's own and the end of that step."""
+        """A sequence that waits for another one's prefix does so while the prefix grows within max_park_steps steps.
+
+        num_plans_ahead is the largest number of plans between a step's own plan and the end of that step.
+        """
         self._pool = pool
         self._page_size = page_size_tokens
         self._max_batch_tokens = max_batch_tokens
@@ -51,19 +53,19 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._prefix_cache = PrefixCache(pool, page_size_tokens)
         self._grown: list[Sequence] = []
-        """Those that got more pages for the step that is being planned."""
+        """Sequences that got more pages for this step."""
         self._page_copies: dict[Sequence, tuple[int, int]] = {}
-        """Of that step, and..."""
-        self._sources: list[int] = []
-        """...the idle pages among its sources, held until all pages of the step are chosen: none is a destination."""
+        """Sequence → (source, destination) page of this step."""
+        self._copy_sources: list[int] = []
+        """Idle source pages of this step's copies. They are held until the plan is made, so that none is reused."""
         self._page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = {}
-        """Of that step as well."""
+        """Sequence → (host place, page) pairs of this step."""
         self._max_park_steps = max_park_steps
         self._num_plans_ahead = num_plans_ahead
         self._bisections: deque[list[Chunk]] = deque()
-        """Steps that are to be run first, and have nobody else."""
+        """Parts of failed steps. Each runs before anything else, as a step of its own."""
         self._num_plans = 0
-        """That had rows."""
+        """Plans with rows."""
         self._num_added = 0
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
@@ -90,58 +92,38 @@ class Scheduler:
 
     @property
     def host_offload(self) -> HostOffload:
-        """For those who count."""
+        """Read by metrics only."""
         return self._pool.host_offload
 
     def add(self, sequence: Sequence) -> None:
-        """To its place in the queue. The caller has checked that the sequence can fit the pool by itself."""
+        """Put the sequence into the wait queue. The caller has checked that the pool can hold it."""
         sequence.order = self._num_added
         self._num_added += 1
         self._waiting.put(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended, for whatever reason and in whatever state; its pages and slot are free at once."""
+        """The sequence has ended, in whatever state. Its pages and slot are free at once."""
         sequence.ended = True
         sequence.generation += 1
-        if sequence.order < 0:  # it never came here
+        if sequence.order < 0:  # it was never added
             return
         if sequence in self._running:
             self._stop_running(sequence)
         else:
             self._waiting.forget(sequence)
-        if sequence.embeddings is not None:  # nobody else could ever find what was computed of them
+        if sequence.embeddings is not None:  # no other sequence can find their KV
             self._pool.discard(sequence.kv.page_hashes)
 
     def plan(self) -> Plan:
-        """The rows of the next step; none when there is nothing to do."""
+        """Plan the next step; a plan without rows if there is nothing to do."""
         while self._bisections:
-            if trial := [(sequence, length) for sequence, length in self._bisections.popleft() if not sequence.ended]:
-                return self._make_plan([], trial)
+            if chunks := [(sequence, length) for sequence, length in self._bisections.popleft() if not sequence.ended]:
+                return self._make_plan([], chunks)
         self._waiting.unpark_overdue(self._num_plans)
-        budget = self._max_batch_tokens
-        decodes: list[Sequence] = []
-        short, unfinished = [], []
-        for sequence in self._running:
-            end = sequence.num_computed + 1
-            if end <= sequence.num_given_tokens:
-                unfinished.append(sequence)
-            elif end >= sequence.max_total_tokens:
-                continue  # the last token of all is never computed: nothing follows it
-            elif end > sequence.capacity_tokens:
-                short.append(sequence)
-            else:
-                sequence.num_computed = end
-                decodes.append(sequence)
-        for sequence in decodes[budget:]:
-            sequence.num_computed -= 1
-        del decodes[budget:]
         num_preemptions = self.num_preemptions
-        for sequence in short:
-            if len(decodes) < budget and self._find_pages(sequence, sequence.num_computed + 1):
-                sequence.num_computed += 1
-                decodes.append(sequence)
-        budget -= len(decodes)
-        chunks: list[Chunk] = []
+        decodes, unfinished = self._choose_decodes(self._max_batch_tokens)
+        budget = self._max_batch_tokens - len(decodes)
+        chunks = []
         for sequence in unfinished:
             num_tokens = min(sequence.num_given_tokens - sequence.num_computed, budget)
             if num_tokens > 0 and self._find_pages(sequence, sequence.num_computed + num_tokens):
@@ -156,9 +138,32 @@ class Scheduler:
         self._num_plans += bool(plan)
         return plan
 
+    def _choose_decodes(self, budget: int) -> tuple[list[Sequence], list[Sequence]]:
+        """Advance the sequences that decode. Returns them, and the running ones with given tokens left to compute."""
+        decodes: list[Sequence] = []
+        need_pages, unfinished = [], []
+        for sequence in self._running:
+            end = sequence.num_computed + 1
+            if end <= sequence.num_given_tokens:
+                unfinished.append(sequence)
+            elif end >= sequence.max_total_tokens:
+                continue  # the very last token is never computed: nothing follows it
+            elif end > sequence.capacity_tokens:
+                need_pages.append(sequence)
+            else:
+                sequence.num_computed = end
+                decodes.append(sequence)
+        for sequence in decodes[budget:]:
+            sequence.num_computed -= 1
+        del decodes[budget:]
+        for sequence in need_pages:
+            if len(decodes) < budget and self._find_pages(sequence, sequence.num_computed + 1):
+                sequence.num_computed += 1
+                decodes.append(sequence)
+        return decodes, unfinished
+
     def bisect(self, chunks: list[Chunk]) -> None:
-        """A step with these rows has failed, for the fault of one or of none: they go back to before it, and run again
-        in two steps of their own before anything else does."""
+        """A step with these rows has failed. Rewind them to before it, and run each half as a step of its own first."""
         for sequence, _ in chunks:
             sequence.rewind(sequence.num_applied)
             sequence.kv.num_cached = min(sequence.kv.num_cached, sequence.num_computed)
@@ -166,7 +171,7 @@ class Scheduler:
         self._bisections.extendleft(half for half in (chunks[middle:], chunks[:middle]) if half)
 
     def _make_plan(self, decodes: list[Sequence], chunks: list[Chunk]) -> Plan:
-        """Of sequences that have been advanced by a token, and of others that are to be by as many as is said."""
+        """A plan from decodes, which are advanced already, and chunks, which are advanced here."""
         plan = Plan(decodes, lengths=[1] * len(decodes), num_decodes=len(decodes))
         plan.logit_rows = list(range(len(decodes)))
         for sequence, num_tokens in sorted(chunks, key=lambda chunk: chunk[1] > 1):
@@ -186,25 +191,25 @@ class Scheduler:
         plan.page_copies, self._page_copies = self._page_copies, {}
         plan.page_restores, self._page_restores = self._page_restores, {}
         self._pool.host_offload.end_plan()
-        self._pool.release(self._sources)
-        self._sources.clear()
+        self._pool.release(self._copy_sources)
+        self._copy_sources.clear()
         return plan
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The step that computed the first num_tokens has been applied: pages that are full with them can be shared,
-        and who waited for them may go on."""
+        """The step that computed the sequence's first num_tokens has been applied. Pages that they fill can be shared,
+        and sequences that wait for these pages are unparked."""
         self._waiting.unpark(self._prefix_cache.note_computed(sequence, num_tokens))
 
     def invalidate_tenant(self, sequence: Sequence) -> None:
-        """A running sequence's logits were bad, and so may be what its pages hold, and others of the same tenant:
-        nobody is to find them."""
+        """Make all cached pages of the sequence's tenant unfindable: its logits were bad, so its pages may be, and with
+        them the pages that it found or that others copied from it."""
         self._prefix_cache.invalidate_tenant(sequence.salt)
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        """Starts waiting sequences in order while budget, slots and pages last.
+        """Start waiting sequences in order while budget, slots and pages last.
 
-        A slot is kept for each one that is parked: it came first, and a thousand of one prefix are not looked at in one
-        plan.
+        A slot is kept free for each parked sequence, because it came first. This also bounds the number of sequences of
+        one prefix that are looked at in one plan.
         """
         while (
             len(self._free_slots) > self._waiting.num_parked
@@ -218,8 +223,8 @@ class Scheduler:
             ):
                 self._waiting.park_head(prefix.awaited, self._num_plans + self._max_park_steps)
                 continue
-            # All its known tokens and the next must fit now, and what others take before its first step has been
-            # applied, so that it is not preempted before it makes progress.
+            # All its known tokens and the next one must fit now, and so must the pages that others take before its
+            # first step is applied. Otherwise it could be preempted before it makes progress.
             num_tokens = min(len(sequence.tokens) + 1, sequence.max_total_tokens)
             num_new = self._pages_for(num_tokens) - len(prefix.pages)
             num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
@@ -232,7 +237,7 @@ class Scheduler:
             budget -= num_tokens
 
     def _is_enough(self, num_left: int, newcomer: Sequence) -> bool:
-        """Whether so many pages last for the plans that are made before the newcomer's first step has been applied."""
+        """Whether num_left pages last for the plans that are made before the newcomer's first step is applied."""
         num_ahead = self._num_plans_ahead
         if num_left >= num_ahead * (len(self._running) + 1):
             return True
@@ -247,7 +252,7 @@ class Scheduler:
         return num_left >= num_due
 
     def _start(self, sequence: Sequence, prefix: Prefix, num_new_pages: int, *, may_copy: bool) -> None:
-        """may_copy: the page to copy from is held by others, or there is one to spare."""
+        """may_copy: the source page is held by others, or one page is left over."""
         kv = sequence.kv
         self._running[sequence] = None
         sequence.slot = self._free_slots.pop()
@@ -261,7 +266,7 @@ class Scheduler:
             num_cached += prefix.num_copied_tokens
             if self._pool.is_idle(prefix.copy_source):
                 self._pool.hold(prefix.copy_source)
-                self._sources.append(prefix.copy_source)
+                self._copy_sources.append(prefix.copy_source)
         self._give_pages(sequence, prefix.pages + self._pool.allocate(num_new_pages))
         if places:
             self._page_restores[sequence] = tuple(zip(places, kv.pages[len(prefix.pages) :], strict=False))
@@ -273,7 +278,8 @@ class Scheduler:
         self._prefix_cache.start(sequence)
 
     def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for num_tokens of a running sequence, at the cost of lower ranks. False: it is preempted itself."""
+        """Get pages for num_tokens of a running sequence, and preempt lower ranks for them. False if it is preempted
+        itself."""
         if sequence.slot is None:
             return False
         missing = self._pages_for(num_tokens) - len(sequence.kv.pages)
@@ -292,7 +298,7 @@ class Scheduler:
         sequence.capacity_tokens = len(sequence.kv.pages) * self._page_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to its place in the queue; its tokens are kept, and its pages too until others need them."""
+        """Put a running sequence back into the wait queue. Its pages stay cached until others need them."""
         self._pool.mark_for_offload(sequence.kv.page_hashes[: sequence.kv.num_indexed_pages])
         self._stop_running(sequence)
         sequence.restart()
@@ -301,11 +307,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
-        """(page, place on the host) of what is to be copied before the next step. To be called as that is launched."""
+        """(page, host place) pairs to copy before the next step. Call it when that step is launched."""
         return self._pool.host_offload.take_saves()
 
     def take_preempted(self) -> list[Sequence]:
-        """Those preempted since the last call, once for each time."""
+        """Sequences preempted since the last call, once per preemption."""
         preempted, self._preempted = self._preempted, []
         return preempted
 
@@ -322,13 +328,13 @@ class Scheduler:
         return -(-num_tokens // self._page_size)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless pages and slots are conserved and nobody waits for what nobody computes."""
+        """Raises RuntimeError unless pages and slots are conserved and each parked sequence waits for a running one."""
         self._pool.check_integrity()
         holders = Counter(page for sequence in self._running for page in sequence.kv.pages)
         if len(holders) != self._pool.num_held:
             raise RuntimeError(f"{self._pool.num_held} pages are held, running sequences have {len(holders)}")
         if any(self._pool.num_holders(page) != count for page, count in holders.items()):
-            raise RuntimeError("a page's holders are not the sequences that have it")
+            raise RuntimeError("a page's holder count differs from the number of sequences that have it")
         slots = {sequence.slot for sequence in self._running}
         if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self.max_running:
             raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self.max_running}")
@@ -339,5 +345,5 @@ class Scheduler:
             if sequence.kv.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
                 raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
         if any(sequence.parking.deadline_step < self._num_plans for sequence in self._waiting.parked()):
-            raise RuntimeError("a sequence waits in vain")
+            raise RuntimeError("a parked sequence is past its deadline")
         self._prefix_cache.check_integrity(self._running, self._waiting.parked_keys())

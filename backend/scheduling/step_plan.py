@@ -1,4 +1,4 @@
-"""One step as planned: its rows, held as columns so that hundreds of them cost little Python."""
+"""The plan of one step. Its rows are stored as columns, so that hundreds of rows cost little Python."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
 
 NO_SAMPLE = -2
-"""In a list of sampled tokens by row: the row samples none."""
+"""In a list of sampled tokens by row: the row samples no token."""
 
 
 class PlanRow(NamedTuple):
-    """A sequence's part in one step: the tokens at positions start … end - 1."""
+    """A sequence's part of one step: the tokens at positions start … end - 1."""
 
     sequence: Sequence
     generation: int
     start: int
     end: int
     samples: bool
-    """The row reaches the sequence's last token, so the step samples the next one."""
+    """The row includes the sequence's last known token, so the step samples the next one."""
     needs_slot_init: bool
-    """The first row since the sequence was given its slot, or since the slot's state ran ahead of it."""
+    """The first row since the sequence got its slot, or since it was rewound."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """Columns of one entry for each row; rows of one token come first."""
+    """Columns with one entry per row. Rows of one token come first."""
 
     sequences: list[Sequence] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
-    """A row counts as long as its sequence is of this generation, and has not stopped in it."""
+    """A row counts while its sequence has this generation and has not stopped in it."""
     slots: list[int | None] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    """Tokens whose KV is computed when the step is over; of those it computes the last `lengths`."""
+    """Tokens whose KV is computed after the step; the row computes the last `lengths` of them."""
     lengths: list[int] = field(default_factory=list)
     num_decodes: int = 0
-    """The first rows: each is of the one token that its slot sampled last, and samples the next one."""
+    """The first rows: each computes the token that its slot sampled last, and samples the next one."""
     logit_rows: list[int] = field(default_factory=list)
     """Indices of the rows that sample, ascending."""
     slot_init_sequences: list[Sequence] = field(default_factory=list)
-    """Those whose slot is to be told of them. For the builder alone, as are those that..."""
+    """Sequences newly assigned a slot, or rewound. For the batch builder."""
     grown: list[Sequence] = field(default_factory=list)
-    """...have more pages than in the step before."""
+    """Sequences that have more pages than in the step before. For the batch builder."""
     page_copies: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
-    """(source, destination) of those that begin within a page that another has filled."""
+    """(source, destination) pages of sequences that begin within a copied page."""
     page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """(place on the host, page) of those that begin with pages that were moved there."""
+    """(host place, page) pairs of sequences that begin with offloaded pages."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def live_rows(self) -> list[int]:
-        """Indices of the rows whose sequence has not ended, restarted or sampled its last token since the planning."""
+        """Indices of the rows whose sequence has not ended, restarted or sampled its last token since planning."""
         return [
             index
             for index, (sequence, generation) in enumerate(zip(self.sequences, self.generations, strict=True))
@@ -76,12 +76,16 @@ class Plan:
             self.slot_init_sequences,
             self.grown,
             {self.sequences[index]: copy for index in kept if (copy := self.page_copies.get(self.sequences[index]))},
-            {self.sequences[index]: some for index in kept if (some := self.page_restores.get(self.sequences[index]))},
+            {
+                self.sequences[index]: pairs
+                for index in kept
+                if (pairs := self.page_restores.get(self.sequences[index]))
+            },
         )
 
     def rows(self) -> Iterator[PlanRow]:
-        """One object for each row, where speed is no matter."""
-        samplers, takers = set(self.logit_rows), set(self.slot_init_sequences)
+        """One object per row. Slow: for checks and tests."""
+        samplers, slot_inits = set(self.logit_rows), set(self.slot_init_sequences)
         columns = zip(self.sequences, self.generations, self.ends, self.lengths, strict=True)
         for index, (sequence, generation, end, length) in enumerate(columns):
-            yield PlanRow(sequence, generation, end - length, end, index in samplers, sequence in takers)
+            yield PlanRow(sequence, generation, end - length, end, index in samplers, sequence in slot_inits)

@@ -1,4 +1,4 @@
-"""Sequences that wait to be admitted, in order of rank; some are parked until another has computed what they need."""
+"""Sequences that wait to be admitted, in order of rank, or parked until another one has computed their prefix."""
 
 from __future__ import annotations
 
@@ -14,42 +14,46 @@ if TYPE_CHECKING:
 
 
 class WaitQueue:
-    """Each sequence is here once: in the queue or parked under one key. Costs do not grow with how many wait."""
+    """Each waiting sequence is here once: in the queue, or parked under one key. The cost of a call does not grow with
+    the number of waiting sequences."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[float, int, Sequence]] = []
-        self._num_gone = 0
+        self._num_stale = 0
+        """Ended sequences that are still in the queue."""
         self._parked: dict[Awaited, dict[Sequence, None]] = {}
         self._key_of: dict[Sequence, Awaited] = {}
-        self._overdue: deque[tuple[int, Sequence]] = deque()
-        """Until when those wait that were parked, the next to be put back first; some have been put back since."""
+        self._deadlines: deque[tuple[int, Sequence]] = deque()
+        """(deadline step, sequence), oldest first; entries may be stale."""
 
     def __len__(self) -> int:
-        return len(self._queue) - self._num_gone + len(self._key_of)
+        return len(self._queue) - self._num_stale + len(self._key_of)
 
     @property
     def num_parked(self) -> int:
         return len(self._key_of)
 
     def put(self, sequence: Sequence) -> None:
-        """In the order of (rank, order); what was preempted comes back with the rank it had."""
+        """Add to the queue by (rank, order). A preempted sequence keeps both."""
         heapq.heappush(self._queue, (sequence.rank, sequence.order, sequence))
 
     def head(self) -> Sequence | None:
-        """The next in the queue; parked ones are passed over."""
+        """The next sequence in the queue, not counting parked ones."""
         while self._queue and self._queue[0][2].ended:
             heapq.heappop(self._queue)
-            self._num_gone -= 1
+            self._num_stale -= 1
         return self._queue[0][2] if self._queue else None
 
     def take_head(self) -> None:
         heapq.heappop(self._queue)
 
-    def park_head(self, key: Awaited, until: int) -> None:
-        """Out of the queue until `unpark` is called with the key, or `unpark_overdue` with `until`, which never falls
-        from call to call."""
+    def park_head(self, key: Awaited, deadline_step: int) -> None:
+        """Move the head out of the queue until `unpark` is called with the key, or `unpark_overdue` with the deadline.
+
+        The deadline never decreases from call to call.
+        """
         sequence = heapq.heappop(self._queue)[2]
-        self._overdue.append((until, sequence))
+        self._deadlines.append((deadline_step, sequence))
         self._parked.setdefault(key, {})[sequence] = None
         self._key_of[sequence] = key
 
@@ -59,9 +63,9 @@ class WaitQueue:
                 del self._key_of[sequence]
                 self.put(sequence)
 
-    def unpark_overdue(self, now: int) -> None:
-        while self._overdue and self._overdue[0][0] <= now:
-            _, sequence = self._overdue.popleft()
+    def unpark_overdue(self, step: int) -> None:
+        while self._deadlines and self._deadlines[0][0] <= step:
+            _, sequence = self._deadlines.popleft()
             if (key := self._key_of.pop(sequence, None)) is not None:
                 self._remove_parked(key, sequence)
                 self.put(sequence)
@@ -72,18 +76,18 @@ class WaitQueue:
             del self._parked[key]
 
     def forget(self, sequence: Sequence) -> None:
-        """A waiting sequence has ended. One in the queue is dropped when its turn comes, or when such are the most."""
+        """A waiting sequence has ended. The queue drops it at its turn, or when most of its entries are stale."""
         if (key := self._key_of.pop(sequence, None)) is not None:
             self._remove_parked(key, sequence)
             return
-        self._num_gone += 1
-        if self._num_gone > 64 and self._num_gone * 2 > len(self._queue):
+        self._num_stale += 1
+        if self._num_stale > 64 and self._num_stale * 2 > len(self._queue):
             self._queue = [entry for entry in self._queue if not entry[2].ended]
             heapq.heapify(self._queue)
-            self._num_gone = 0
+            self._num_stale = 0
 
     def sequences(self) -> list[Sequence]:
-        """All of them, in no order; for checks."""
+        """All waiting sequences in no order. For checks."""
         return [entry[2] for entry in self._queue if not entry[2].ended] + list(self._key_of)
 
     def parked(self) -> list[Sequence]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.engine.executor import run_step
 from penstock.backend.engine.intake import EngineLimits
+from penstock.backend.engine.launched_step import run_step
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import Requests
 from penstock.backend.kv_cache.page_pool import PagePool
@@ -20,7 +20,7 @@ from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import EventLogprobs, Failure, Finish, Sampling, Started, Submit
 
 if TYPE_CHECKING:
-    from penstock.backend.engine.executor import Pairs, StepResult
+    from penstock.backend.engine.launched_step import PageSaves, StepResult
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -113,7 +113,7 @@ class SteppedExecutor:
     def __init__(self, forward_pass: IBatchedForwardPass, capacity: int) -> None:
         self._pass = forward_pass
         self._capacity = capacity
-        self._plans: deque[tuple[Plan, StepBatch, Pairs]] = deque()
+        self._plans: deque[tuple[Plan, StepBatch, PageSaves]] = deque()
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self.batches: list[StepBatch] = []
@@ -144,7 +144,7 @@ class SteppedExecutor:
     def wake(self) -> None:
         pass
 
-    def launch(self, plan: Plan, batch: StepBatch, saves: Pairs) -> None:
+    def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
         self._plans.append((plan, batch, saves))
         self.batches.append(batch)
         self._num_in_flight += 1

@@ -7,13 +7,13 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.backend.engine.executor import launch_step
+from penstock.backend.engine.launched_step import launch_step
 from tests.simulation.models import ChainPass, PlantedFault, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.engine.executor import LaunchedStep, Pairs, StepResult
+    from penstock.backend.engine.launched_step import LaunchedStep, PageSaves, StepResult
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan, PlanRow
     from penstock.backend.sequences.sequence import Sequence
@@ -44,7 +44,7 @@ class SimulatedExecutor:
         self._pass = forward_pass
         self._capacity = capacity
         self._page_size = page_size
-        self._plans: deque[tuple[Plan, StepBatch, Pairs]] = deque()
+        self._plans: deque[tuple[Plan, StepBatch, PageSaves]] = deque()
         self._launched: deque[tuple[LaunchedStep, Fault | None]] = deque()
         self._before: LaunchedStep | None = None
         self._finished: tuple[StepResult, list[tuple[Sequence, int]]] | None = None
@@ -76,7 +76,7 @@ class SimulatedExecutor:
     def wake(self) -> None:
         pass
 
-    def launch(self, plan: Plan, batch: StepBatch, saves: Pairs) -> None:
+    def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
         if not plan or self._num_in_flight > self._capacity:
             raise Violation(f"a plan of {len(plan)} rows beside {self._num_in_flight} in flight")
         self._num_in_flight += 1

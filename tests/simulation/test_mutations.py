@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from penstock.backend.engine import executor as executor_module
 from penstock.backend.engine import intake as intake_module
+from penstock.backend.engine import launched_step as step_module
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.coalescer import Coalescer, ShareKey
 from penstock.backend.engine.delivery import Delivery
-from penstock.backend.engine.executor import StepResult
 from penstock.backend.engine.intake import Intake
+from penstock.backend.engine.launched_step import StepResult
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.open_requests import OpenRequests
 from penstock.backend.engine.step_timing import StepTiming
@@ -350,9 +350,9 @@ PLANTED: dict[str, Plant] = {
     "constraints take nothing back": _wrap(SequenceConstraints, "rewind", lambda *_: None),
     "constraints that failed let a token through": _wrap(Engine, "_apply", _tokens_of_failed_constraints_are_told),
     "masks do not wait for the step before": _wrap(
-        executor_module, "_masks", lambda masks, plan, vocab_size, _before: masks(plan, vocab_size, None)
+        step_module, "_make_masks", lambda masks, plan, vocab_size, _before: masks(plan, vocab_size, None)
     ),
-    "what builds on a failed step is launched": _wrap(executor_module, "_stop_rows", lambda *_: None),
+    "what builds on a failed step is launched": _wrap(step_module, "_stop_rows", lambda *_: None),
     "log probabilities are kept twice": _wrap(Delivery, "deliver", _keeps_log_probabilities_twice),
     "different constraints share a sequence": _wrap(ShareKey, "of", lambda of, *rest: of(*rest[:3], None, ())),
     "different stop ids share a sequence that keeps them out": _wrap(
@@ -419,7 +419,7 @@ PLANTED: dict[str, Plant] = {
     ),
     "pages are not copied": _wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), page_copies=())),
     "embeddings stay behind when a row before theirs is dropped": _wrap(
-        executor_module,
+        step_module,
         "keep_rows",
         lambda keep, batch, *args: replace(keep(batch, *args), embeddings=batch.embeddings),
     ),

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.engine.executor import StepResult
+from penstock.backend.engine.launched_step import StepResult
 from penstock.shm.messages import Finish
 from penstock.tools.bench.components.bare_loop import UnsentLink
 

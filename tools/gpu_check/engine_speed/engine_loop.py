@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.backend.engine.executor import StepResult
+    from penstock.backend.engine.launched_step import StepResult
     from penstock.backend.forward_pass import IBatchedForwardPass
 
 _GREEDY = SamplingParams(temperature=0.0)
