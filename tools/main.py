@@ -11,7 +11,7 @@ from penstock.shm.process.options import make_app
 from penstock.tools.bench.command import app as bench
 from penstock.tools.serve import ServeOptions
 
-app = make_app("penstock", "An LLM server for one GPU: serve a model, measure it, make one to measure with.")
+app = make_app("penstock", "An LLM server for one GPU: serve a model, measure it, or write one with random weights.")
 
 
 @app.command
@@ -34,7 +34,7 @@ def gpu_check(*options: Annotated[str, Parameter(allow_leading_hyphen=True, show
     sys.exit(run(list(options)))
 
 
-# By name: it imports torch, and the other commands must not wait for that.
+# By name: its module imports torch, which would delay the other commands.
 app.command(
     "penstock.tools.random_model:run_random_model", name="random-model", help="Writes a checkpoint of random weights."
 )

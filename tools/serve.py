@@ -49,7 +49,7 @@ class ServeOptions(FrontendOptions, BackendOptions):
     """Unix socket between backend and frontend. Default: one that belongs to this server alone."""
 
 
-# Annotations of inherited fields are names of the modules that declare them; cyclopts looks for them in this one.
+# Inherited annotations name types of the modules that declare them; cyclopts would look for the names in this one.
 ServeOptions.__init__.__annotations__ = get_type_hints(ServeOptions, include_extras=True)
 
 T = TypeVar("T")

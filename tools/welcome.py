@@ -1,4 +1,4 @@
-"""What `penstock serve` prints when it is ready: its address, and two examples that work as they are printed."""
+"""The text that `penstock serve` prints when it is ready: its address, and two examples that work unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 _WILDCARDS = (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:"))
-"""Addresses that a server can listen on but a client cannot ask, each with one that it can."""
+"""Addresses that a server can listen on but a client cannot connect to, each with one that works."""
 _QUESTION = "What does os.path.join do?"
 _MAX_TOKENS = 60
 

@@ -94,7 +94,7 @@ def test_large_models_are_sharded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [512, 5000, 32000])
-def test_tokenizer_has_the_asked_vocabulary_and_every_id_decodes_to_text(vocab_size: int, tmp_path: Path) -> None:
+def test_tokenizer_has_the_requested_vocabulary_and_every_id_decodes_to_text(vocab_size: int, tmp_path: Path) -> None:
     out = tmp_path / "model"
     write_random_model(out, ModelDims(**TINY | {"vocab_size": vocab_size}))
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))

@@ -36,7 +36,7 @@ _WITHOUT_SERVER = {
     "mask-cost": "CPU time of a grammar's mask for each row and step.",
 }
 _REPLACED_OPTIONS = {f"--{name}": name for name in (*_OVER_HTTP, *_WITHOUT_SERVER)} | {"--compare": "static"}
-"""Options of former versions that chose a measurement, and the subcommand of each."""
+"""Options of earlier versions that chose a measurement, and the subcommand of each."""
 
 
 def _fail_in_one_line(error: CycloptsError) -> NoReturn:

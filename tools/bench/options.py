@@ -1,6 +1,6 @@
 """The options that several measurements share, each declared once; a measurement takes the groups that it uses.
 
-Options of a single measurement are declared beside it.
+Options of a single measurement are declared in its module.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TrafficOptions(RequestLengths):
     """Random token ids or random words; auto takes ids if endpoint and server allow it."""
 
     vocab_size: AtLeastOne | None = None
-    """Upper bound of random token ids. Default: what the server's /v1/models says."""
+    """Upper bound of random token ids. Default: the value in the server's /v1/models."""
 
     def traffic(self, target: Target, *, drop: float) -> Workload:
         """Prompts of token ids if the endpoint takes them and the vocabulary is known. Raises BenchError."""
@@ -193,6 +193,6 @@ class FakeServerOptions(BenchServerOptions):
     workers: Annotated[int, _FIXED] = 1
 
 
-# Annotations of inherited fields are names of the modules that declare them; cyclopts looks for them in this one.
+# Inherited annotations name types of the modules that declare them; cyclopts would look for the names in this one.
 for _class in (BenchServerOptions, FakeServerOptions):
     _class.__init__.__annotations__ = get_type_hints(_class, include_extras=True)

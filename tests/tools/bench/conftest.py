@@ -1,4 +1,4 @@
-"""`penstock bench` as it is typed, run in the test's process."""
+"""Runs `penstock bench` commands in the test's process."""
 
 from __future__ import annotations
 

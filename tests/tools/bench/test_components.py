@@ -66,4 +66,4 @@ def test_mask_cost_is_measured_over_the_model_vocabulary_and_a_large_one(
         for kind in ("first", "cold", "warm", "warm_advance"):
             assert 0 < cost[kind]["p50_us"] <= cost[kind]["p99_us"]
     assert [aim["limit"] for aim in run.report["aims"]] == [100.0] * 4
-    assert "of it advance" in run.output
+    assert "warm advance" in run.output

@@ -18,7 +18,7 @@ from penstock.tools.bench.harness.report import BenchReport, check_can_write
 
 
 def test_killed_benchmark_leaves_no_server() -> None:
-    with tempfile.TemporaryDirectory() as directory:  # a short one, for there will be a socket in it
+    with tempfile.TemporaryDirectory() as directory:  # its path is short: a socket will be in it
         _check_killed_benchmark(Path(directory))
 
 

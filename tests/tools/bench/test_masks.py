@@ -19,13 +19,13 @@ VOCAB_SIZE = 3000
 TEXT = 'plain words, "quoted" – und Größe, 水 и слова\n\t12345'
 
 
-def test_synthetic_tokenizer_has_the_asked_size_and_encodes_every_text(tmp_path: Path) -> None:
+def test_synthetic_tokenizer_has_the_requested_size_and_encodes_every_text(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     end_id = write_tokenizer(path, VOCAB_SIZE, seed=1)
     tokenizer = Tokenizer.from_file(str(path))
     assert (end_id, tokenizer.get_vocab_size(), tokenizer.token_to_id(END)) == (VOCAB_SIZE - 1, VOCAB_SIZE, end_id)
-    grammars_own = LLTokenizer(path.read_text(), n_vocab=VOCAB_SIZE, eos_token=[end_id])
-    tokens = grammars_own.greedy_tokenize(TEXT)
+    grammar_tokenizer = LLTokenizer(path.read_text(), n_vocab=VOCAB_SIZE, eos_token=[end_id])
+    tokens = grammar_tokenizer.greedy_tokenize(TEXT)
     assert len(tokens) < len(TEXT.encode())
     assert tokenizer.decode(tokens) == TEXT
 

@@ -1,4 +1,4 @@
-"""What the measurements make of their observations."""
+"""Results that the measurements compute from their observations."""
 
 from __future__ import annotations
 

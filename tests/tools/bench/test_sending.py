@@ -58,10 +58,10 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[Target]:
     """handler answers each POST; GET is answered as by a Penstock server."""
-    gone: list[asyncio.Task[None]] = []
+    connections: list[asyncio.Task[None]] = []
 
     async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        gone.append(asyncio.current_task())  # type: ignore[arg-type]
+        connections.append(asyncio.current_task())  # type: ignore[arg-type]
         try:
             while True:
                 line, body = await read_request(reader)
@@ -80,7 +80,7 @@ async def serving(handler: Handler) -> AsyncIterator[Target]:
     finally:
         target.http.close()
         server.close()
-        await asyncio.gather(*gone)
+        await asyncio.gather(*connections)
 
 
 async def send(target: Target, drop: Drop | None = None) -> ObservedRequest:
@@ -168,7 +168,7 @@ async def test_stream_that_ends_badly_fails(events: tuple[bytes, ...], reason: s
         (b"SSH-2.0-x\r\n", "the answer is not HTTP"),
     ],
 )
-async def test_answer_that_is_no_event_stream_fails_with_the_reason(answer: bytes, reason: str) -> None:
+async def test_answer_that_is_not_an_event_stream_fails_with_the_reason(answer: bytes, reason: str) -> None:
     async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _body: bytes) -> None:
         writer.write(answer)
 

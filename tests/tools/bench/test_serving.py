@@ -70,7 +70,7 @@ def test_identical_streams_are_computed_once_while_they_overlap(bench: BenchComm
     for side in found["alone"]:
         assert (side["output_tokens"], side["generated_tokens"], side["computed_tokens"]) == (6, 6, 9 + 5)
     for side in found["identical"]:
-        # One that comes when the others have ended is computed again.
+        # A request that arrives after the others have ended is computed again.
         num_computed = 8 - side["requests_coalesced"]
         assert (side["output_tokens"], side["generated_tokens"]) == (8 * 6, num_computed * 6)
     assert "8 identical" in run.output
@@ -78,7 +78,7 @@ def test_identical_streams_are_computed_once_while_they_overlap(bench: BenchComm
 
 def test_shared_prefix_that_ends_within_a_page_is_computed_once(bench: BenchCommand) -> None:
     lengths = ["--prefix-tokens", "70", "--suffix-tokens", "3", "--output-tokens", "2", "--page-size", "32"]
-    # A seed of its own: the server has kept pages of what other tests drew.
+    # Its own seed: the server still has pages of other tests' prompts.
     run = bench("shared-prefix", *FAKE, "--requests", "5", "--seed", "7", *lengths)
     assert run.status == 0, run.errors
     found = run.report["sections"]["shared_prefix"]

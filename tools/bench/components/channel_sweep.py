@@ -48,7 +48,7 @@ _REQUESTS_PER_CLIENT = 8
 @dataclass(frozen=True)
 class ChannelSweepOptions:
     concurrency: ClientCount = 32
-    """Concurrent clients, each of which sends its next request when its last has ended."""
+    """Concurrent clients; each sends its next request when its last has ended."""
 
     requests: AtLeastOne | None = None
     """Requests of a load. Default: 8 for each client."""
@@ -106,9 +106,9 @@ class VariantRound:
     drops: SimulationResult
     spike: SimulationResult
 
-    def burst_steps(self, place: int) -> float:
-        """Mean steps until the first token of the request at this place in its burst: 0 is the first, -1 the last."""
-        return statistics.mean(burst[place] for burst in self.spike.burst_steps)
+    def burst_steps(self, position: int) -> float:
+        """Mean steps until the first token of the request at this position in its burst; -1 is the last."""
+        return statistics.mean(burst[position] for burst in self.spike.burst_steps)
 
 
 @dataclass(frozen=True, slots=True)

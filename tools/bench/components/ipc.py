@@ -70,7 +70,7 @@ def ipc(*, options: IpcOptions = IpcOptions(), report: ReportOptions = ReportOpt
 def measure_ipc(num_streams: int) -> IpcCost:
     """Run num_streams streams for NUM_STEPS steps, one every STEP_S. No queue builds up, so each step is one message.
 
-    Raises BenchError where the backend's process ends before it has served them.
+    Raises BenchError if the backend's process ends before it has served them.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -232,14 +232,14 @@ class _Measurement:
                     raise BenchError(f"a grammar of the benchmark: {faults[0]}")
 
     def _masks(self, case: GrammarCase, rng: random.Random) -> TokenMasks:
-        """Return the masks of a step whose rows are at different places in their answers. Raises BenchError."""
+        """Return the masks of a step whose rows are at different positions in their answers. Raises BenchError."""
         sequences = self._sequences(case)
         rows = []
-        for place, (constraints, answer) in enumerate(zip(sequences, self._answers(case, rng), strict=True)):
-            num_tokens = place * len(answer) // NUM_ROWS
+        for row, (constraints, answer) in enumerate(zip(sequences, self._answers(case, rng), strict=True)):
+            num_tokens = row * len(answer) // NUM_ROWS
             for token_id in answer[:num_tokens]:
                 constraints.advance(token_id)
-            rows.append((place, num_tokens, constraints))
+            rows.append((row, num_tokens, constraints))
         masks, faults = fill_masks(rows, self._vocab_size)
         if masks is None or faults:
             raise BenchError(f"a grammar of the benchmark: {next(iter(faults.values()))}")
@@ -281,10 +281,10 @@ def mask_aims(costs: Sequence[MaskCost]) -> list[Aim]:
     """One aim cold and one warm for each vocabulary: the median sum of all three parts, for its slowest grammar."""
     aims = []
     for vocab_size in dict.fromkeys(cost.vocab_size for cost in costs):
-        those = [cost for cost in costs if cost.vocab_size == vocab_size]
+        same_vocabulary = [cost for cost in costs if cost.vocab_size == vocab_size]
         for name, worst_us in (
-            ("cold", max(cost.total_us(cost.cold) for cost in those)),
-            ("warm", max(cost.total_us(cost.warm) for cost in those)),
+            ("cold", max(cost.total_us(cost.cold) for cost in same_vocabulary)),
+            ("warm", max(cost.total_us(cost.warm) for cost in same_vocabulary)),
         ):
             aims.append(Aim(f"a mask over {vocab_size:,} tokens, {name}, µs a row", worst_us, "at most", LIMIT_US))
     return aims
@@ -292,7 +292,7 @@ def mask_aims(costs: Sequence[MaskCost]) -> list[Aim]:
 
 def mask_table(costs: Sequence[MaskCost]) -> Table:
     columns = ["vocabulary", "grammar", "compile\nms"]
-    columns += [f"{name}\np50 / p99" for name in ("first row", "cold row", "warm row", "of it advance", "applied")]
+    columns += [f"{name}\np50 / p99" for name in ("first row", "cold row", "warm row", "warm advance", "applied")]
     columns.insert(6, "warm\nmean")
     table = make_table("A grammar's mask, µs a row and step", *columns)
     for cost in costs:

@@ -26,7 +26,7 @@ class SimulatedDevice:
         self._capacity = capacity
         self._plans: deque[Plan] = deque()
         self._unready: list[Plan] = []
-        """Plans launched in the present turn."""
+        """Plans launched in the current turn."""
         self._running: Plan | None = None
         self._results: list[StepResult] = []
         self._num_in_flight = 0
@@ -34,7 +34,7 @@ class SimulatedDevice:
         self._ends_s = 0.0
         """End of the running step, or of the last one if the device is idle."""
         self.now_s = 0.0
-        """Start of the present turn."""
+        """Start of the current turn."""
         self.idle_s = 0.0
         """Idle time between the first step and the last."""
         self.num_steps = 0

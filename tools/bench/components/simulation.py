@@ -56,7 +56,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What a load came to. Times are those of the simulated clock."""
+    """The result of one load. Times are those of the simulated clock."""
 
     duration_s: float
     steps: int
@@ -90,7 +90,7 @@ class SimulationResult:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests that are all sent at once, beside the closed loop."""
+    """Requests that are all sent at once, in addition to the closed loop."""
 
     at_s: float
     requests: Sequence[PlannedRequest]

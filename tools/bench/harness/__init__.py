@@ -1,4 +1,4 @@
-"""What every measurement needs around it.
+"""Support for all measurements: the run, its report and the server under test.
 
 `run` shows progress, collects results and ends with the report; `report` prints tables and writes JSON; `machine` says
 where the figures come from. `server` starts `penstock serve` as the server under test, `processes` reads the CPU time

@@ -1,4 +1,4 @@
-"""One run of a measurement: what it shows while it works, and the report at its end."""
+"""One run of a measurement: its progress, and the report at its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MeasurementRun:
     console: Console
     progress: Console
     exit_status: int = 0
-    """The command's: 1 if a request failed, or a server did not come clean."""
+    """Exit status: 1 if a request failed, or if the server still held requests or pages after a storm."""
 
     def status(self, text: str) -> AbstractContextManager[object]:
         """Show this text while the context lasts."""

@@ -96,7 +96,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # its children are tied to its life
+        process.kill()  # its children end with it
         process.wait()
 
 

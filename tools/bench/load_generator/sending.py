@@ -131,7 +131,7 @@ async def _stream(http: HttpClient, request: bytes, record: ObservedRequest, dro
 async def run_closed_loop(
     target: Target, requests: Sequence[PlannedRequest], concurrency: int
 ) -> list[ObservedRequest]:
-    """Run concurrency clients, each of which sends its next request when its last has ended."""
+    """Run concurrency clients; each sends its next request when its last has ended."""
     remaining = iter([(target.encode(request), request.drop) for request in requests])
     records: list[ObservedRequest] = []
 
@@ -177,7 +177,7 @@ async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float
 
 
 async def run_open_loop(target: Target, requests: Sequence[PlannedRequest]) -> list[ObservedRequest]:
-    """Send each request when it is due, however many are still running."""
+    """Send each request when it is due, even while others are still running."""
     encoded = [target.encode(request) for request in requests]
     start_s = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""What the records of a run add up to. Times are time.perf_counter() seconds; a LoadSummary has milliseconds."""
+"""Summarizes the records of a run. Times are time.perf_counter() seconds; a LoadSummary has milliseconds."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is, and as whom it is asked."""
+    """The URL of a server, with the API key and the model for requests to it."""
 
     url: str
     api_key: str | None = None

@@ -1,4 +1,4 @@
-"""`penstock bench coalescing`: eight identical greedy requests share one computation. What do they cost beside one?"""
+"""`penstock bench coalescing`: the cost of eight identical greedy requests, which share one computation."""
 
 from __future__ import annotations
 

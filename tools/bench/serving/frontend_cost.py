@@ -1,4 +1,4 @@
-"""`penstock bench frontend-cost`: what a streamed token costs behind one frontend when the model costs nothing."""
+"""`penstock bench frontend-cost`: CPU time per streamed token, with one frontend and a model that costs nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OUTPUT_TOKENS = Lengths(256, 256)
 @dataclass(frozen=True)
 class FrontendCostOptions:
     requests: AtLeastOne = 8 * NUM_STREAMS
-    """Requests, 64 of which run at once."""
+    """Requests; 64 run at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What each client sends. Prompts are random words, so that the worker has to tokenize them."""
+    """The requests of each client. Prompts are random words, so that the worker has to tokenize them."""
 
     name: str
     endpoint: Endpoint
@@ -36,7 +36,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorOrder:
-    """What one generator process sends, pickled to it."""
+    """Instructions for one generator process, pickled to it."""
 
     address: ServerAddress
     load: WorkerLoad
@@ -47,7 +47,7 @@ class GeneratorOrder:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorResult:
-    """What one generator process observed. Times are time.perf_counter() seconds, one clock for all processes."""
+    """The observations of one generator process. Times are time.perf_counter() seconds, one clock for all processes."""
 
     from_s: float = 0.0
     to_s: float = 0.0

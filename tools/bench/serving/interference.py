@@ -1,8 +1,8 @@
-"""`penstock bench interference`: what a long prompt does to the streams that run when it arrives.
+"""`penstock bench interference`: the effect of a long prompt on the streams that run when it arrives.
 
 Its prefill is cut into steps of --max-batch-tokens, so the longest gap in a stream should be about one such step. That
-step is measured first: a prompt arrives that fills exactly one step beside the running streams. Then the long prompt
-arrives. Both are measured from outside, as gaps between the events of the streams.
+step is measured first, with a prompt that fills exactly one step together with the running streams. Then the long
+prompt arrives. Both are measured from outside, as gaps between the events of the streams.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def interference_table(found: InterferenceResult) -> Table:
         f"{found.streams} running streams, a prompt of {found.long_prompt_tokens:,} tokens arrives, "
         f"steps of at most {found.step_tokens}"
     )
-    columns = ["round", "ITL ms,\nundisturbed", "one full\nstep, ms", "ITL ms meanwhile\np50 / p99 / max"]
+    columns = ["round", "ITL ms,\nundisturbed", "one full\nstep, ms", "ITL ms, disturbed\np50 / p99 / max"]
     table = make_table(title, *columns, "p99 by\nfull step", "TTFT ms of the\nlong prompt")
     for number, entry in enumerate(found.rounds, start=1):
         table.add_row(

@@ -33,7 +33,7 @@ _REQUESTS_PER_CLIENT = 4
 @dataclass(frozen=True)
 class LoadOptions:
     concurrency: Counts = (1, 4, 16, 32)
-    """Closed loop: concurrent clients, each of which sends its next request when its last has ended. The table gets
+    """Closed loop: concurrent clients; each sends its next request when its last has ended. The table gets
     one row for each count."""
 
     requests: AtLeastOne | None = None
@@ -75,7 +75,7 @@ async def _measure_rows(
 async def measure_row(
     run: MeasurementRun, target: Target, workload: Workload, num_requests: int, concurrency: int, rounds: RowRounds
 ) -> LoadSummary:
-    """Add the round with the median throughput to the report. Each round draws new prompts, so that no cache answers.
+    """Add the round with the median throughput to the report. Each round draws new prompts, so none is cached.
 
     Raises BenchError.
     """

@@ -1,4 +1,4 @@
-"""`penstock bench storm`: many clients hang up at random moments; afterwards the server must hold nothing of theirs."""
+"""`penstock bench storm`: many clients hang up at random moments; then the server must hold no page or request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SETTLE_TIMEOUT_S = 10.0
 @dataclass(frozen=True)
 class StormOptions:
     concurrency: ClientCount = 32
-    """Concurrent clients, each of which sends its next request when its last has ended."""
+    """Concurrent clients; each sends its next request when its last has ended."""
 
     requests: AtLeastOne = 500
     """Requests of a round."""
@@ -44,7 +44,7 @@ class StormOptions:
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """What the server held when the last client had gone."""
+    """Requests and pages that the server held after the last client had left."""
 
     running: int
     waiting: int
