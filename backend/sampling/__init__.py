@@ -2,5 +2,5 @@
 
 A forward pass on the CPU derives from `sampler.HostSampling`. `penalties`, `masking` and `filters` change the
 distribution, `philox` makes the random numbers, and `logprobs` reports log probabilities. May import `forward_pass`
-only. Start reading at `sampler`; `HostSampling.sample` shows the order of everything.
+only. Start with `sampler`; `HostSampling.sample` shows the order of everything.
 """

@@ -1,5 +1,5 @@
 """What a worker reports about its requests: Prometheus metrics, log lines, and the timings that answers carry.
 
 Nothing here imports any other part of the frontend. The counters themselves are on the boards in `penstock.shm.memory`.
-Start reading at `request_log.py`.
+Start with `request_log`.
 """

@@ -1,7 +1,7 @@
 """The client of the backend, for the frontend and for any other asyncio server: `BackendClient`.
 
 Everything a user of the client needs is exported here; docs/client.md explains it with complete programs.
-The package may import the rest of `shm`, and nothing else of Penstock. Start reading in `client.py`.
+The package may import the rest of `shm`, and nothing else of Penstock. Start with `client`.
 """
 
 from penstock.shm.buffers.cuda_driver import open_device
