@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.endpoints import (
     chat_completions,
-    endpoint_docs,
     health,
     messages,
     metrics,
@@ -17,7 +16,8 @@ from penstock.frontend.endpoints import (
     tokens,
 )
 from penstock.frontend.endpoints.context import EndpointContext
-from penstock.frontend.endpoints.openapi import DocumentationPages
+from penstock.frontend.endpoints.docs import endpoint_docs
+from penstock.frontend.endpoints.docs.pages import DocumentationPages
 from penstock.frontend.endpoints.responses.endpoint import Responses
 from penstock.frontend.endpoints.responses.store import ResponseStore
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
@@ -123,7 +123,7 @@ class App:
         except ClientGoneError:
             raise
         except Exception:  # noqa: BLE001 - logged with its trace
-            # A bug of ours. The client learns that it was one, the log learns which.
+            # A bug of ours. The client learns only that there was one; the log has the details.
             _log.exception("%s %s failed", exchange.method, shorten(exchange.path))
             if exchange.started:
                 exchange.drop()

@@ -1,4 +1,4 @@
-"""What the `frontend` command passes to each worker. Light to import: the command imports this and no server."""
+"""Settings that the `frontend` command passes to each worker. Light to import: the command imports no server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What one worker accepts. A client that reads nothing for client_timeout_s is dropped."""
+    """Limits of one worker. A client that reads nothing for client_timeout_s is dropped."""
 
     max_body_bytes: int = 2 << 20
     max_open_requests: int = 1024

@@ -42,7 +42,7 @@ class Admission:
         self._rate_limiter.set_keys(self._keyring.limited)
 
     def check_host(self, exchange: Exchange) -> None:
-        """Reject DNS rebinding. Skipped when keys are set, because a foreign page has none. Raises ApiError."""
+        """Reject DNS rebinding. Skipped when keys are set, because a foreign page has no key. Raises ApiError."""
         if not self._keyring:
             self._hosts.check(exchange)
 

@@ -54,8 +54,7 @@ def _is_private(name: str) -> bool:
 
 
 def serves_one_machine(listening: socket.socket) -> bool:
-    """Whether the socket listens on a loopback address, which only programs of this machine reach, browsers
-    included."""
+    """Whether the socket listens on a loopback address. Only programs of this machine, browsers included, reach it."""
     if listening.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     return ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback

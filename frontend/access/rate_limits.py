@@ -1,4 +1,4 @@
-"""What keys with limits have used in the last minute, counted over all workers of one `frontend` command.
+"""Rate limits of API keys: their use in the last minute, counted over all workers of one `frontend` command.
 
 The workers share a table in memory that has a row for each worker and key. Only that worker writes the row; to learn
 what a key has used, a worker adds up all rows of the key. Two workers that read at the same moment may both admit the
@@ -30,7 +30,7 @@ _REGION_WORDS = _ROW_WORDS * _NUM_ROWS
 
 
 class _UsageRow(NamedTuple):
-    """One worker's counts for one key. minute counts from CLOCK_MONOTONIC's zero; `before` is the minute before it."""
+    """One worker's counts for one key. minute counts from CLOCK_MONOTONIC's zero; *_before are of the minute before."""
 
     key_id: int
     in_flight: int = 0
@@ -102,8 +102,8 @@ class UsageTable:
 
 @dataclass(frozen=True, slots=True)
 class _Meter:
-    """One limit per minute: what was used in this minute and in the one before. share is how much of this minute is
-    over."""
+    """One limit per minute, with the use in this minute and in the one before. share is the elapsed part of this
+    minute, 0 to 1."""
 
     limit: int
     now: int
@@ -112,7 +112,7 @@ class _Meter:
 
     @property
     def remaining(self) -> int:
-        """The previous minute counts with the part of it that is less than a minute ago, as if its use had been
+        """Unused part of the limit. The previous minute counts by its share of the last 60 s, as if its use had been
         even."""
         return max(0, math.floor(self.limit - self.now - self.before * (1 - self.share)))
 
@@ -135,7 +135,7 @@ class _Meter:
 
 
 class Account:
-    """What one key uses through this worker, and its limits over all workers."""
+    """Counts one key's use through this worker, and enforces its limits over all workers."""
 
     def __init__(self, key: ApiKey, table: UsageTable, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key

@@ -35,7 +35,7 @@ def instructed(instructions: str, messages: list[ChatMessage]) -> list[ChatMessa
 
 @contextlib.contextmanager
 def renamed(names: Sequence[tuple[re.Pattern[str], str]]) -> Iterator[None]:
-    """Rename the chat request's fields in errors to what this endpoint calls them."""
+    """Rename the chat request's fields in errors to this endpoint's names for them."""
     try:
         yield
     except ApiError as error:

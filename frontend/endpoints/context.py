@@ -1,4 +1,4 @@
-"""What the endpoints of one worker share, and how they receive a request's body."""
+"""Shared state of one worker's endpoints, and how they receive a request's body."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EndpointContext:
     async def receive(self, exchange: Exchange, body_type: type[Struct] | None = None) -> tuple[bytes, ServedModel]:
         """Admit the request; return its body and the model. With a body_type, look for fields that it does not have.
 
-        Whatever can be refused without the body is refused before the body is read. Raises ApiError, ClientGoneError.
+        Checks that need no body come before the body is read. Raises ApiError, ClientGoneError.
         """
         self._check_capacity()
         _check_content_type(exchange)

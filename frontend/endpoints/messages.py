@@ -46,7 +46,7 @@ _RENAMED = (
     (re.compile(r"^(thinking_budget|enable_thinking)$"), "thinking"),
     (re.compile(r"^continue_final_message$"), "messages"),
 )
-"""What this endpoint calls a chat request's fields."""
+"""This endpoint's names for a chat request's fields."""
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

@@ -10,13 +10,30 @@ from typing import TYPE_CHECKING
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 
 if TYPE_CHECKING:
+    from msgspec import Struct
+
     from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.endpoint_docs import EndpointDoc
     from penstock.frontend.transport.exchange import Exchange
 
     Handler = Callable[[Exchange, EndpointContext], Awaitable[None]]
 
 Methods = dict[str, "Route"]
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointDoc:
+    """What one endpoint does, for the documentation. answer is the type of a JSON object, or another content type."""
+
+    tag: str
+    summary: str
+    answer: type[Struct] | str
+    body: type[Struct] | None = None
+    events: type[Struct] | None = None
+    """Type of a stream's events; None for an endpoint that cannot stream."""
+    query: tuple[tuple[str, type, str], ...] = ()
+    """Query parameters: name, type and meaning."""
+    can_be_missing: bool = False
+    """Whether what the path names may not exist (404)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +46,7 @@ class Route:
 
 
 def get(handler: Handler, doc: EndpointDoc, *, needs_key: bool = True) -> Methods:
-    """GET, and HEAD with it."""
+    """Return the routes of GET and HEAD."""
     return dict.fromkeys(("GET", "HEAD"), Route(handler, doc, needs_key))
 
 
@@ -74,7 +91,7 @@ def select(methods: Methods, method: str) -> Route:
 
 
 def _pattern(path: str) -> re.Pattern[str] | None:
-    """Return what matches a path with parameters; None for one without. A model's name may contain slashes."""
+    """Return the pattern of a path with parameters; None for a path without. A model's name may contain slashes."""
     if "{" not in path:
         return None
     anything = {"{model}": ".+"}

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.frontend.formats.base import encode
 from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
-from penstock.frontend.transport.error_format import anthropic_error
+from penstock.frontend.transport.errors import anthropic_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

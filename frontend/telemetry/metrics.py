@@ -50,7 +50,7 @@ _BACKEND_COUNTERS = (
     ("wasted_tokens_total", "Computed tokens that were no longer needed when they were ready.", "wasted_tokens"),
 )
 _BACKEND_OUTCOMES = ("finished", "cancelled", "rejected", "failed", "expired")
-# (name, help, the board's histogram, how many of its units make one of the metric's)
+# (name, help, the board's histogram, the histogram's units per unit of the metric)
 _BACKEND_HISTOGRAMS = (
     (
         "cancel_to_free_seconds",

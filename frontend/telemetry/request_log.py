@@ -16,7 +16,7 @@ _UNANSWERED = ("error", "cancelled", "timeout")
 
 @dataclass(slots=True)
 class RequestLogEntry:
-    """What is logged about one request. Times are monotonic seconds; None for what was never reached."""
+    """Fields of one request's log line. Times are monotonic seconds; None if the request never got so far."""
 
     request_id: str
     received_s: float

@@ -1,4 +1,4 @@
-"""Where one request's time went, as its frontend measured it, for llama.cpp's timings and for HTTP's Server-Timing."""
+"""Timings of one request as its frontend measured them: llama.cpp's timings object and HTTP's Server-Timing header."""
 
 from __future__ import annotations
 

@@ -12,16 +12,16 @@ MAX_CONNECTIONS = 8192
 RESERVED_FDS = 40
 """File descriptors not used for connections: about 25 that a worker itself has open, and those about to be closed."""
 MIN_IDLE_S = 1.0
-"""A connection is closed for a new one only after so long idle: its first request may be on its way."""
+"""Idle time before a connection may be closed for a new one. Sooner, its first request may be on its way."""
 _WARNS_AGAIN_BELOW = 0.9
-"""Share of the limit; once fewer connections are open, the next time the limit is reached is logged again."""
+"""Share of the limit. Once the number of connections falls to it, reaching the limit is logged again."""
 
 
 class Closable(Protocol):
     """One connection."""
 
     def close_idle(self) -> None:
-        """Close it; it waits for a request."""
+        """Close the connection, which is waiting for a request."""
         ...
 
 

@@ -31,7 +31,7 @@ class Abortable:
         self._on_abort: Callable[[], None] | None = None
 
     def abort(self, ending: Exception) -> None:
-        """End the work for a reason of ours or the client's. The first reason stays."""
+        """End the work for this reason. Only the first reason counts."""
         if self.ending is None:
             self.ending = ending
             if self._on_abort is not None:

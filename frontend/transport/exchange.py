@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.frontend.transport.asgi import ABORT_EXTENSION
 from penstock.frontend.transport.disconnect import Abortable, ClientGoneError
-from penstock.frontend.transport.error_format import error_format_for
-from penstock.frontend.transport.errors import ApiError, ErrorKind
+from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

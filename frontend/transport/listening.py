@@ -104,7 +104,7 @@ def _lock(fd: int) -> bool:
 
 
 def _remove_stale(path: Path, command: str) -> None:
-    """Remove the socket of a server that was killed; exit when a server uses it or it is no socket. Raises OSError."""
+    """Remove the socket of a killed server; exit when a server uses it or it is not a socket. Raises OSError."""
     try:
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
     except FileNotFoundError:

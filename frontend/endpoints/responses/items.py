@@ -33,7 +33,7 @@ RENAMED = (
     (re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b"), r"\1"),
     (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
 )
-"""What this endpoint calls a chat request's fields."""
+"""This endpoint's names for a chat request's fields."""
 
 
 def as_chat(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:

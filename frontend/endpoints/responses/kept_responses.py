@@ -1,4 +1,4 @@
-"""Looks up what the store keeps, for one tenant, and says why a response is not there."""
+"""Looks up a tenant's kept responses, and explains why a response is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Responses request on its way: the format of its answer, and what is kept of the answer."""
+"""A Responses request in progress: makes its answer's format, and stores the finished answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PendingResponse:
-    """One request. It makes the format of the answer and stores the finished answer."""
+    """One request, from its body to its stored answer."""
 
     def __init__(
         self,

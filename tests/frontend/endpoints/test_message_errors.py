@@ -12,8 +12,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from penstock.frontend.transport.error_format import anthropic_error
-from penstock.frontend.transport.errors import ApiError, ErrorKind
+from penstock.frontend.transport.errors import ApiError, ErrorKind, anthropic_error
 from penstock.shm.client import BackendUnavailable, Overloaded, TokenBatch
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.endpoints.test_messages import HI, KEYS, PATH, TIME, error

@@ -12,12 +12,12 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from penstock.frontend.endpoints.endpoint_docs import FIELDS, names
-from penstock.frontend.endpoints.openapi import document
+from penstock.frontend.endpoints.docs.field_docs import FIELD_DOCS, effective_fields
+from penstock.frontend.endpoints.docs.openapi import document
 from penstock.frontend.endpoints.routes import Route
 from tests.frontend.harness import ClientConnection, FakeBackend, Response, make_app
 
-PAGE = Path(__file__).parents[3] / "frontend" / "endpoints" / "docs_page"
+PAGE = Path(__file__).parents[3] / "frontend" / "endpoints" / "docs" / "page"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
@@ -79,11 +79,11 @@ def test_document_explains_exactly_the_fields_with_an_effect(
     api: dict[str, Any], routes: dict[str, dict[str, Route]]
 ) -> None:
     bodies = {route.doc.body for methods in routes.values() for route in methods.values() if route.doc.body is not None}
-    fields = set().union(*(names(body) for body in bodies))
-    assert fields == set(FIELDS)
+    fields = set().union(*(effective_fields(body) for body in bodies))
+    assert fields == set(FIELD_DOCS)
     for body in bodies:
         properties = api["components"]["schemas"][body.__name__]["properties"]
-        assert set(properties) <= names(body)
+        assert set(properties) <= effective_fields(body)
         assert all(field["description"] for field in properties.values())
     temperature = json.dumps(api["components"]["schemas"]["ChatBody"]["properties"]["temperature"])
     assert '"maximum": 2' in temperature

@@ -1,30 +1,24 @@
-"""GET /openapi.json, an OpenAPI 3.1 document made from the routes and their bodies' types; and GET /docs, its page."""
+"""Makes the OpenAPI 3.1 document from the routes and the types of their bodies and answers."""
 
 from __future__ import annotations
 
 import re
 from http import HTTPStatus
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
-from penstock.frontend.endpoints.endpoint_docs import CSS, FIELDS, HTML, SCRIPT, names
+from penstock.frontend.endpoints.docs.field_docs import FIELD_DOCS, effective_fields
 from penstock.frontend.endpoints.health import READY_PATH
 from penstock.frontend.schemas import messages, responses
 from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
-from penstock.frontend.transport.error_format import ANTHROPIC_PATH
-from penstock.frontend.transport.errors import ErrorKind
+from penstock.frontend.transport.errors import ANTHROPIC_PATH, ErrorKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.endpoint_docs import EndpointDoc
-    from penstock.frontend.endpoints.routes import Route
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import Exchange
+    from penstock.frontend.endpoints.routes import EndpointDoc, Route
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
@@ -51,16 +45,6 @@ _BODY_ERRORS = (
     ErrorKind.SHUTTING_DOWN,
 )
 _GENERATION_ERRORS = (ErrorKind.EXPIRED,)
-
-_PAGE_POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
-    b"form-action 'none'; frame-ancestors 'none'"
-)
-_PAGE_HEADERS: Headers = (
-    (b"content-security-policy", _PAGE_POLICY),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-)
 
 
 def document(routes: Mapping[str, Mapping[str, Route]], version: str) -> dict[str, Any]:
@@ -180,38 +164,10 @@ def _schemas(docs: Iterable[EndpointDoc]) -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(in_order, ref_template=_REF)
     for body in bodies:
         properties = schemas[body.__name__]["properties"]
-        shown = names(body) - set(_REFUSED_FIELDS.get(body, ()))
+        shown = effective_fields(body) - set(_REFUSED_FIELDS.get(body, ()))
         for name in list(properties):
             if name not in shown:
                 del properties[name]
-            elif name in FIELDS:
-                properties[name]["description"] = FIELDS[name]
+            elif name in FIELD_DOCS:
+                properties[name]["description"] = FIELD_DOCS[name]
     return {name: schemas[name] for name in sorted(schemas)}
-
-
-class DocumentationPages:
-    """Serves the document and its page. Both stay the same while the process runs."""
-
-    def __init__(self, routes: Mapping[str, Mapping[str, Route]], version: str) -> None:
-        self._routes = routes
-        self._version = version
-        self._document: bytes | None = None
-
-    async def document(self, exchange: Exchange, _context: EndpointContext) -> None:
-        if self._document is None:
-            self._document = msgspec.json.encode(document(self._routes, self._version))
-        await exchange.respond(200, self._document)
-
-    async def page(self, exchange: Exchange, _context: EndpointContext) -> None:
-        await _respond(exchange, "index.html", HTML)
-
-    async def script(self, exchange: Exchange, _context: EndpointContext) -> None:
-        await _respond(exchange, "page.js", SCRIPT)
-
-    async def style(self, exchange: Exchange, _context: EndpointContext) -> None:
-        await _respond(exchange, "page.css", CSS)
-
-
-async def _respond(exchange: Exchange, name: str, content_type: str) -> None:
-    data = files("penstock.frontend.endpoints").joinpath("docs_page", name).read_bytes()
-    await exchange.respond(200, data, _PAGE_HEADERS, content_type=f"{content_type}; charset=utf-8".encode())

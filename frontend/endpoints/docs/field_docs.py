@@ -1,112 +1,17 @@
-"""What each endpoint does, takes and returns, for /openapi.json. The routes in `app` pair these with the handlers."""
+"""Descriptions of the fields of bodies. A name means the same in every body."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Struct
 
-from penstock.frontend.schemas import answers
-from penstock.frontend.schemas.chat import ChatBody
-from penstock.frontend.schemas.completion import CompletionBody
-from penstock.frontend.schemas.messages import CountTokensBody, MessagesBody
-from penstock.frontend.schemas.responses import ResponsesBody
-from penstock.frontend.schemas.utilities import DetokenizeBody, TokenizeBody
-
-HTML, CSS, SCRIPT, TEXT = "text/html", "text/css", "text/javascript", "text/plain"
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointDoc:
-    """One endpoint. answer is the type of a JSON object, or another content type."""
-
-    tag: str
-    summary: str
-    answer: type[Struct] | str
-    body: type[Struct] | None = None
-    events: type[Struct] | None = None
-    """Type of a stream's events; None for an endpoint that cannot stream."""
-    query: tuple[tuple[str, type, str], ...] = ()
-    """Query parameters: name, type and meaning."""
-    can_be_missing: bool = False
-    """Whether what the path names may not exist (404)."""
-
-
-CHAT = EndpointDoc(
-    "Generation",
-    "Answers a chat, whole or as server-sent events that end with [DONE].",
-    answers.ChatAnswer,
-    ChatBody,
-    answers.ChatChunk,
-)
-COMPLETION = EndpointDoc(
-    "Generation",
-    "Completes texts or token ids, whole or as server-sent events that end with [DONE].",
-    answers.CompletionAnswer,
-    CompletionBody,
-    answers.CompletionAnswer,
-)
-MESSAGE = EndpointDoc(
-    "Generation", "Anthropic's Messages API.", answers.MessageAnswer, MessagesBody, answers.MessageEvent
-)
-COUNT_MESSAGE = EndpointDoc(
-    "Tokens", "Counts the tokens of a message's input.", answers.CountTokensAnswer, CountTokensBody
-)
-RESPONSE = EndpointDoc(
-    "Generation", "OpenAI's Responses API.", answers.ResponseAnswer, ResponsesBody, answers.ResponseEvent
-)
-COUNT_RESPONSE = EndpointDoc("Tokens", "Counts the tokens of a response's input.", answers.InputTokens, ResponsesBody)
-RETRIEVE = EndpointDoc(
-    "Kept responses",
-    "Returns a kept response as it stands, or its events again.",
-    answers.ResponseAnswer,
-    events=answers.ResponseEvent,
-    query=(
-        ("stream", bool, "true: return its events."),
-        ("starting_after", int, "Only the events after this sequence number."),
-    ),
-    can_be_missing=True,
-)
-DELETE = EndpointDoc(
-    "Kept responses",
-    "Deletes a response; cancels one that runs.",
-    answers.DeletedResponse,
-    can_be_missing=True,
-)
-CANCEL = EndpointDoc("Kept responses", "Cancels a background response.", answers.ResponseAnswer, can_be_missing=True)
-INPUT_ITEMS = EndpointDoc(
-    "Kept responses",
-    "Lists the input items of a response, in pages.",
-    answers.InputItems,
-    query=(
-        ("limit", int, "Items per page, 1 to 100; default 20."),
-        ("order", str, "asc or desc; default desc."),
-        ("after", str, "Only the items after the one with this id."),
-    ),
-    can_be_missing=True,
-)
-TOKENIZE = EndpointDoc("Tokens", "Returns the tokens of a text or a chat.", answers.TokenizeAnswer, TokenizeBody)
-DETOKENIZE = EndpointDoc("Tokens", "Returns the text of tokens.", answers.DetokenizeAnswer, DetokenizeBody)
-TEMPLATE = EndpointDoc("Tokens", "Returns a chat's prompt as text.", answers.TemplateAnswer, ChatBody)
-MODELS = EndpointDoc("Server", "Lists the served model.", answers.ModelsAnswer)
-MODEL = EndpointDoc("Server", "Describes the served model.", answers.ModelAnswer, can_be_missing=True)
-VERSION = EndpointDoc("Server", "Returns this server's version.", answers.VersionAnswer)
-LOAD = EndpointDoc(
-    "Server", "Counts this worker's open requests and the whole system's sequences and pages.", answers.LoadAnswer
-)
-HEALTH = EndpointDoc("Server", "Whether this frontend process is alive.", answers.HealthAnswer)
-READY = EndpointDoc("Server", "Whether requests can be answered.", answers.ReadyAnswer)
-METRICS = EndpointDoc("Server", "Metrics in Prometheus' text format.", TEXT)
-DOCUMENT = EndpointDoc("Server", "This document.", Struct)
-PAGE = EndpointDoc("Server", "This document as a page.", HTML)
-PAGE_SCRIPT = EndpointDoc("Server", "The page's script.", SCRIPT)
-PAGE_STYLE = EndpointDoc("Server", "The page's style.", CSS)
-
+if TYPE_CHECKING:
+    from msgspec import Struct
 
 _SCHEMA = "JSON schema for the answer, as an object or as text."
 _TOOLS = "Functions that the model may call."
-FIELDS = {
+FIELD_DOCS = {
     "add_generation_prompt": "Whether the template begins the assistant's turn.",
     "add_special": "Whether the tokenizer adds its special tokens (llama.cpp's name).",
     "add_special_tokens": "Whether the tokenizer adds its special tokens.",
@@ -201,6 +106,6 @@ FIELDS = {
 }
 
 
-def names(body: type[Struct]) -> set[str]:
+def effective_fields(body: type[Struct]) -> set[str]:
     """Return a body's fields that have an effect. Fields that are refused by name are declared as raw JSON."""
     return {field.name for field in msgspec.structs.fields(body) if field.type is not msgspec.Raw}
