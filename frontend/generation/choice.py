@@ -72,7 +72,7 @@ class Choice:
 
     @property
     def reports_prompt_logprobs(self) -> bool:
-        """Whether the answer has log probabilities of the prompt. They arrive at once; there may be 100,000s."""
+        """Whether the answer has log probabilities of the prompt: up to MAX_PROMPT_LOGPROB_CELLS, all at once."""
         options = self._options
         return options.returns_prompt_logprobs or (options.echoes_prompt and options.returns_logprobs)
 
