@@ -18,7 +18,7 @@ _UNLIMITED_CALLS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """What the answers to one request may contain."""
+    """The parts that the answers to one request may have."""
 
     reasoning: ReasoningFormat | None = None
     is_reasoning_open: bool = False

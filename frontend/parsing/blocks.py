@@ -44,7 +44,7 @@ class BlockEvents(Protocol):
 
 
 class _NoEvents:
-    """For an answer that is not streamed."""
+    """Writes nothing: for an answer that is not streamed."""
 
     def opened(self, block: OutputBlock) -> bytes:  # noqa: ARG002
         return b""

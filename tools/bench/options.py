@@ -50,7 +50,7 @@ NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
 ClientCount = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 
 MEASUREMENT = Parameter(name="*", group=Group("Measurement", sort_key=1))
-"""For dataclasses whose fields are options of a measurement."""
+"""Decorates dataclasses whose fields are options of a measurement."""
 
 
 @MEASUREMENT
@@ -163,7 +163,7 @@ class ReportOptions:
 
 
 _FIXED = Parameter(parse=False, show=False)
-"""For a server option that the benchmark decides."""
+"""Hides a server option that the benchmark decides."""
 _SERVER = Parameter(name="*", group=Group("The server it starts", sort_key=2))
 
 

@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     suite = Path(__file__).with_name("test_contract.py")
-    # Neither the configuration nor the cache of the project in the working directory is meant for this suite.
+    # Ignore the pytest configuration and cache of the project in the working directory: they are not for this suite.
     alone = ["-c", os.devnull, f"--rootdir={suite.parent}", "-p", "no:cacheprovider"]
     return pytest.main([*alone, str(suite), "--forward-pass", *arguments], plugins=[options])
 

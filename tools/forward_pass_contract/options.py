@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _HOST_KV_BYTES = 64 << 20
-"""For passes that keep pages on the host."""
+"""Host memory for passes that keep pages on the host."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,7 @@ def forward_pass(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def load_pass(name: str, model_dir: Path | None, kv_dtype: str | None = None) -> IBatchedForwardPass:
-    """A pass with a cache of NUM_PAGES pages, in fp32 where it offers that: comparisons have a tolerance for fp32."""
+    """A pass with a cache of NUM_PAGES pages, in fp32 if it offers that: the tolerance of comparisons is for fp32."""
     options = PassOptions(
         dtype="fp32", max_running=MAX_RUNNING, max_batch_tokens=MAX_BATCH_TOKENS, host_kv_bytes=_HOST_KV_BYTES
     )

@@ -29,7 +29,7 @@ MAX_RUNNING = 20
 MAX_BATCH_TOKENS = 512
 GREEDY = SamplingParams(temperature=0.0)
 _PAGE_SIZE = 4
-"""For passes that take any page size; small, so that sequences have many pages."""
+"""Page size of passes that take any; small, so that sequences have many pages."""
 _TOLERANCE = 1e-3
 
 
@@ -71,7 +71,7 @@ class StepRow:
     has_logits: bool = True
     init: SlotInit | None = None
     embeddings: Floats | None = None
-    """For all token_ids, which are then FROM_EMBEDDINGS."""
+    """Embeddings of all token_ids, which are then FROM_EMBEDDINGS."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class StepRunner:
         return logits[0], int(tokens[0])
 
     def prefill_embeddings(self, embeddings: Floats, pages: list[int], chunk: int) -> Floats:
-        """As `prefill`, with a prompt of embeddings, in slot 0."""
+        """The same as `prefill` for a prompt of embeddings, in slot 0."""
         init: SlotInit | None = SlotInit(
             0, GREEDY, np.full(len(embeddings), FROM_EMBEDDINGS, np.int32), len(embeddings)
         )

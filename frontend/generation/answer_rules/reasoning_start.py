@@ -1,4 +1,4 @@
-"""Where an answer starts: before the model's reasoning, within it, or after it."""
+"""Decides where an answer starts: before the model's reasoning, within it, or after it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRules:
-    """What the answers must look like, and how they are parsed. The backend enforces all but the shape."""
+    """The required form of the answers, and how they are parsed. The backend enforces all but the shape."""
 
     grammar: Grammar | None = None
     grammar_after: tuple[int, ...] = ()

@@ -72,7 +72,7 @@ class SimulationResult:
     ttfts_ms: list[float]
     """Times to first token in the closed loop."""
     burst_steps: list[list[int]]
-    """For each burst, in rising order: steps that ended between sending a request and its first token."""
+    """Steps that ended between sending a request and its first token: a rising list for each burst."""
 
     @property
     def output_tokens_per_s(self) -> float:

@@ -30,7 +30,7 @@ _REPEATS_PER_ROUND = 5
 
 @dataclass(frozen=True, slots=True)
 class CoalescingSide:
-    """What happened from the first request to the end of the last answer."""
+    """Time and tokens from the first request to the end of the last answer."""
 
     wall_s: float
     output_tokens: int
