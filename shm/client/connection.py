@@ -164,8 +164,8 @@ class BackendConnection:
         self._events.send()
 
     def receive_soon(self, session: Session) -> None:
-        """Call after sending: a send can consume the wake-up that the link's fd owes us."""
-        if session.readable:
+        """Call after sending: a send can consume the wake-up of the link's fd."""
+        if session.needs_drain:
             asyncio.get_running_loop().call_soon(self._on_link, session)
 
 

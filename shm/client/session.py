@@ -78,8 +78,9 @@ class Session:
         return cls(await join(socket_path, buffer_request), ledger, open_device)
 
     @property
-    def readable(self) -> bool:
-        return self._link.readable
+    def needs_drain(self) -> bool:
+        """As `FrontendLink.needs_drain`."""
+        return self._link.needs_drain
 
     @property
     def credits_owed(self) -> int:

@@ -30,6 +30,7 @@ class FrontendLink:
     def __init__(self, welcome: Welcome) -> None:
         """Begin to connect. Raises OSError."""
         self._next_sequence = 0
+        self._has_sent = False  # since the last drain
         with ExitStack() as opened:
             context = zmq.Context()
             opened.callback(context.term)
@@ -50,7 +51,8 @@ class FrontendLink:
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def send(self, message: Submit | Cancel | Credit) -> bool:
-        """False while the link is full; `fd` wakes when that changes. Check `readable` afterwards."""
+        """False while the link is full; `fd` wakes when that changes. Check `needs_drain` afterwards."""
+        self._has_sent = True
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -58,9 +60,12 @@ class FrontendLink:
         return True
 
     @property
-    def readable(self) -> bool:
-        """Messages are waiting. Check after each send, which can consume the fd's wake-up."""
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    def needs_drain(self) -> bool:
+        """Messages are waiting and a send may have consumed the fd's wake-up. Check after each send.
+
+        Without a send since the last `drain` the wake-up still comes, so ZeroMQ is not asked: that takes 3 µs.
+        """
+        return self._has_sent and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def drain(self) -> list[StepOutputs]:
         """All messages that have arrived. Raises LinkBroken; then the link is unusable."""
@@ -76,6 +81,7 @@ class FrontendLink:
                 raise LinkBroken(f"message {output.sequence} arrived, expected {self._next_sequence}")
             self._next_sequence += 1
             outputs.append(output)
+        self._has_sent = False
         return outputs
 
     def close(self) -> None:
