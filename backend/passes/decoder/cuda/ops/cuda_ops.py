@@ -17,8 +17,8 @@ from penstock.backend.passes.decoder.cuda.ops.activations import (
     activation_widths,
     head_shape,
 )
+from penstock.backend.passes.decoder.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.decoder.cuda.ops.elementwise import Elementwise
-from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
 from penstock.backend.passes.decoder.cuda.step.step_rows import CudaStep
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.cuda.device.device import Device
     from penstock.backend.passes.decoder.cuda.device.launcher import Kernel
     from penstock.backend.passes.decoder.cuda.kv_cache.cache_layout import CacheLayout
-    from penstock.backend.passes.decoder.cuda.ops.matmul import Matmul
+    from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear, Matmul
     from penstock.backend.passes.decoder.cuda.step.step_buffers import StepBuffers
     from penstock.backend.passes.decoder.ops import AttentionLayer
 
 
-class CudaOps:
+class CudaOps(DeviceWeights):
     """See `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
     def __init__(
@@ -51,10 +51,10 @@ class CudaOps:
         max_rows: int,
         matmul: Matmul,
     ) -> None:
+        super().__init__(device.torch_device, dtype)
         self._device = device
         self._launcher = device.launcher
         self._config = config
-        self._dtype = dtype
         self._matmul = matmul
 
         def zeros(rows: int, width: int, of: torch.dtype = dtype) -> Tensor:
@@ -70,22 +70,6 @@ class CudaOps:
         self._last_residual = zeros(max_rows, config.hidden_size, torch.float32)
         self._last_qkv = zeros(max_rows, widths["qkv"])
         self._logits = zeros(matmul.padded_rows(max_rows), config.vocab_size)
-
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
-        placed = self.table(weight)
-        return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias))
-
-    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
-        return self.pack_linear(weight, bias)
-
-    def vector(self, weight: Tensor) -> Tensor:
-        return weight.to(self._device.torch_device, torch.float32).contiguous()
-
-    def table(self, weight: Tensor) -> Tensor:
-        return weight.to(self._device.torch_device, self._dtype).contiguous()
-
-    def tied_table(self, weight: Tensor, lm_head: CudaLinear) -> Tensor:  # noqa: ARG002 - one copy serves both
-        return lm_head.weight
 
     def open_cache(
         self,

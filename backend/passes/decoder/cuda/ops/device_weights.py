@@ -1,0 +1,36 @@
+"""A model's weights on the device, in the form that the operations read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.backend.passes.decoder.cuda.ops.matmul import CudaLinear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DeviceWeights:
+    """The weight methods of `Ops`. Products read matrices in dtype; norms read vectors in fp32."""
+
+    def __init__(self, torch_device: torch.device, dtype: torch.dtype) -> None:
+        self._torch_device = torch_device
+        self._dtype = dtype
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
+        placed = self.table(weight)
+        return CudaLinear(placed, placed.t(), None if bias is None else self.table(bias))
+
+    def pack_gated(self, weight: Tensor, bias: Tensor | None) -> CudaLinear:
+        return self.pack_linear(weight, bias)
+
+    def vector(self, weight: Tensor) -> Tensor:
+        return weight.to(self._torch_device, torch.float32).contiguous()
+
+    def table(self, weight: Tensor) -> Tensor:
+        return weight.to(self._torch_device, self._dtype).contiguous()
+
+    def tied_table(self, weight: Tensor, lm_head: CudaLinear) -> Tensor:  # noqa: ARG002 - one copy serves both
+        return lm_head.weight
