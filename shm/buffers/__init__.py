@@ -1,7 +1,7 @@
 """Buffers that a client shares with the backend, for logits, hidden states and prompts; in host or GPU memory.
 
 `buffer_export.py` is the backend's side: allocation, loans, freeing. `shared_buffers.py` is the client's side.
-`host_memory.py` and `cuda_ipc.py` are the two kinds of memory; `device_api.py` is what they need of a GPU, and
+`host_memory.py` and `cuda_ipc.py` are the two kinds of memory; `device_api.py` is what they need from a GPU, and
 `cuda_driver.py` implements it. The package may import `memory` and `messages`, and neither torch nor cupy. Start
-reading in `shared_buffers.py`.
+with `shared_buffers`.
 """

@@ -2,7 +2,7 @@
 
 The backend allocates a client's buffers when it connects, all of one size and kind, for this client alone. A buffer
 belongs to the client except between its `BufferRef` and our `BufferReturn`. The memory is freed when the client has
-reported that it closed it, or when its process is gone. The end of its connection alone is neither.
+reported that it closed it, or when its process has ended. The end of its connection alone does not free it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Loan:
         self.row_bytes = spec.row_bytes
 
     def needs_row(self, row: int) -> bool:
-        """Whether `write` would accept this row. Another thread may end the loan meanwhile."""
+        """Whether `write` would accept this row. The answer may be stale: another thread may end the loan."""
         return self._is_open and row <= self._num_written and row < self._ref.num_rows
 
     def write(self, row: int, source: memoryview | DeviceRow) -> None:

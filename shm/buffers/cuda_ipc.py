@@ -3,7 +3,7 @@
 The backend allocates and the client opens; the backend opens nothing that a client names. Each buffer is its own
 allocation, because a handle opens a whole allocation. It is a multiple of 2 MiB, because the driver serves several
 smaller allocations from one such block. An allocation is exported to one client, once, and freed when that client has
-closed it or its process is gone. Each has an event, recorded by the side that used it last.
+closed it or its process has ended. Each has an event, recorded by the side that used it last.
 """
 
 from __future__ import annotations

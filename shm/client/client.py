@@ -1,6 +1,6 @@
 """`BackendClient`: submit, stream, cancel.
 
-It connects the parts: `connection` finds the backend, `outbox` holds what is to be sent, `open_streams` receives,
+It connects the parts: `connection` finds the backend, `outbox` holds unsent messages, `open_streams` receives,
 `resubmission` carries streams over to the next backend.
 """
 

@@ -32,7 +32,7 @@ _LAST_WORDS_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEvents:
-    """What the connection calls, in this order: one attach, any number of outputs and sends, one detach."""
+    """Callbacks, called in this order: one attach, any number of outputs and sends, one detach."""
 
     attach: Callable[[Session], None]
     outputs: Callable[[Session, StepOutputs], None]
@@ -67,7 +67,7 @@ class BackendConnection:
 
     @property
     def live_session(self) -> Session | None:
-        """The session, while its backend lives as far as is known: the only one to send to."""
+        """The session, unless its backend is known to be dead. Send only to this one."""
         return self.session if self._is_alive else None
 
     @property
@@ -93,7 +93,7 @@ class BackendConnection:
             try:
                 session = await Session.open(self._socket_path, self._ledger, self._buffer_request, self._open_device)
             except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BlockingIOError):
-                pass  # no backend yet, or it is busy with many of us
+                pass  # no backend yet, or its backlog is full
             except DeviceError as error:
                 pause_s = self._fall_back_to_host(error)
             except (OSError, Refused, WireError, RegionError) as error:
@@ -170,6 +170,6 @@ class BackendConnection:
 
 
 def _report_end(connector: asyncio.Task[None]) -> None:
-    """The connector only ends by cancellation; anything else is a bug of ours."""
+    """Log an exception of the connector, which should only end by cancellation: a bug of ours."""
     if not connector.cancelled() and (error := connector.exception()) is not None:
         _log.critical("the backend client stopped because of a bug; it will not reconnect", exc_info=error)

@@ -34,7 +34,7 @@ class OpenStreams:
         return len(self._streams)
 
     def __iter__(self) -> Iterator[TokenStream]:
-        """Iterate over a copy: streams may end meanwhile."""
+        """Iterate over a copy, so streams may end during the iteration."""
         return iter(list(self._streams.values()))
 
     def add(self, stream: TokenStream) -> None:
@@ -59,7 +59,7 @@ class OpenStreams:
         self.finish(stream, finish)
 
     def fail_all(self) -> None:
-        """No backend can continue them."""
+        """Fail all open streams: no backend can continue them."""
         for stream in self:
             self.fail(stream, FailureCode.UNAVAILABLE)
 
@@ -77,7 +77,7 @@ class OpenStreams:
         self._dispatch_tokens(outputs, request_ids)
 
     def _dispatch_notes(self, outputs: StepOutputs) -> None:
-        """What travels beside the columns and is mostly absent."""
+        """Apply the parts of a message that most messages do not have."""
         streams = self._streams
         for started in outputs.started:
             stream = streams.get(started.request_id)

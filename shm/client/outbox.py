@@ -1,4 +1,4 @@
-"""What the link cannot take yet: it is down, full, or the arena has no free slot."""
+"""Messages to the backend that wait because the link is down or full, or the arena has no free slot."""
 
 from __future__ import annotations
 

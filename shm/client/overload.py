@@ -1,4 +1,4 @@
-"""The answer to a request that finds the backend's wait queue full."""
+"""Refusal of a request while the backend's wait queue is full, with an estimate of when to retry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller asks for, and the Submit message that it becomes."""
+"""A caller's request, and its conversion to a Submit message."""
 
 from __future__ import annotations
 

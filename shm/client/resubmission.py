@@ -26,7 +26,7 @@ _MAX_RESTARTS_WITHOUT_PROGRESS = 4
 
 
 class Resubmission:
-    """Submits open streams again, and isolates those that may be what kills backends.
+    """Submits open streams again, and isolates those that may kill backends.
 
     A stream is a suspect if two backends in a row died with it and gave it no token. Suspects are submitted one at a
     time, so that innocent streams make progress and the guilty one is given up.
@@ -43,14 +43,14 @@ class Resubmission:
         self._give_up: asyncio.TimerHandle | None = None
 
     def backend_died(self) -> None:
-        """Drop what was to be sent: the next backend receives all open streams, and cancels are moot."""
+        """Empty the outbox: the next backend receives all open streams, and needs no cancels."""
         self._outbox.clear()
         self._suspects.clear()
         if self._streams:
             self._give_up = asyncio.get_running_loop().call_later(self._timeout_s, self._streams.fail_all)
 
     def stop_waiting(self) -> None:
-        """A backend is there, or the client closes."""
+        """Cancel the timeout: a backend has connected, or the client closes."""
         if self._give_up is not None:
             self._give_up.cancel()
             self._give_up = None
@@ -79,7 +79,7 @@ class Resubmission:
         self._isolated = None
 
     def submit_next_suspect(self) -> None:
-        """Queue suspects until one must first prove itself with a token or its end."""
+        """Queue the next suspect once the isolated one has received a token or has ended."""
         while self._suspects:
             isolated = self._isolated
             if isolated is not None and isolated.restarts_without_progress and isolated.finish is Finish.NONE:

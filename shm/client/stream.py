@@ -163,11 +163,11 @@ class TokenStream:
             waiter.set_result(None)
 
     def note_failure(self, code: FailureCode, limit: int = 0, text: str = "") -> None:
-        """The reason that the last batch gives."""
+        """Set the failure that the last batch reports."""
         self._failure, self._failure_limit, self._failure_text = code, limit, text
 
     def end(self, finish: Finish) -> None:
-        """Wake the reader for the last batch."""
+        """Set the finish and wake the reader, which takes the last batch."""
         if self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None

@@ -35,7 +35,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """The client of an open request has gone. The request is closed already: pushes to it do nothing.
+    """The client of an open request has cancelled or disconnected. The request is closed: pushes to it do nothing.
 
     noticed_ns is when its frontend noticed, in CLOCK_MONOTONIC; 0 if unknown.
     """

@@ -63,7 +63,7 @@ class FrontendLink:
     def needs_drain(self) -> bool:
         """Messages are waiting and a send may have consumed the fd's wake-up. Check after each send.
 
-        Without a send since the last `drain` the wake-up still comes, so ZeroMQ is not asked: that takes 3 µs.
+        Without a send since the last `drain` the fd still wakes, and the check, which takes 3 µs, is skipped.
         """
         return self._has_sent and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 

@@ -130,7 +130,7 @@ class ControlConnection:
     deadline_s: float | None
     hello: Hello | None = None
     has_closed_buffers: bool = False
-    """Its last message says that it has none of our device memory open."""
+    """It has reported that it closed all of the backend's device memory."""
 
 
 class Rendezvous:
@@ -244,14 +244,14 @@ class Rendezvous:
     def refuse(self, connection: ControlConnection, reason: str) -> None:
         """End a handshake without a welcome. The frontend receives the reason and may come again."""
         self.refused += 1
-        with contextlib.suppress(OSError):  # the peer may have gone
+        with contextlib.suppress(OSError):  # the peer may have disconnected
             connection.socket.send(encode(Refusal(reason)))
             # Closing with an unread Hello would reset the connection and lose the reason.
             connection.socket.recv(_MAX_HELLO_BYTES)
         self.drop(connection)
 
     def welcome(self, connection: ControlConnection, welcome: Welcome, fds: Sequence[int]) -> bool:
-        """Complete the handshake. False if the peer has gone; then the connection is dropped."""
+        """Complete the handshake. False if the peer has disconnected; then the connection is dropped."""
         try:
             socket.send_fds(connection.socket, [encode(welcome)], list(fds))
         except OSError:

@@ -207,13 +207,13 @@ class FrontendBoard(Board):
     responses_other: int
 
     ttft_us = Histogram(1_000, 5_000, *_TENS_OF_MS, 100_000, *_UP_TO_A_MINUTE)
-    """Request arrival to first token."""
+    """From a request's arrival to its first token."""
     itl_us = Histogram(1_000, 2_500, 5_000, *_TENS_OF_MS, 100_000, 250_000, 500_000, 1_000_000, 2_500_000)
-    """Between the tokens of a stream, as they arrive from the backend."""
+    """Between tokens of a stream, as they arrive from the backend."""
     queue_us = Histogram(1_000, 5_000, *_TENS_OF_MS, 100_000, *_UP_TO_A_MINUTE)
-    """Backend's receipt to first step, of streams that are not coalesced."""
+    """From the backend's receipt to the first step, for streams that are not coalesced."""
     latency_us = Histogram(*_TENS_OF_MS, 100_000, *_UP_TO_A_MINUTE, 120_000_000, 300_000_000)
-    """Request arrival to end, of completely answered requests."""
+    """From a request's arrival to its end, for completely answered requests."""
 
     def count_response(self, status: int) -> None:
         name = f"responses_{status}"
@@ -228,16 +228,16 @@ class FrontendTotals:
     """The numbers of all frontends that a backend has had, including disconnected ones."""
 
     def __init__(self) -> None:
-        self._of_gone = [0] * (len(FrontendBoard.fields) - 1)
+        self._of_retired = [0] * (len(FrontendBoard.fields) - 1)
 
     def retire(self, board: FrontendBoard) -> None:
         """Keep what a disconnected frontend counted."""
         kept = [0 if name in _PRESENT else value for name, value in board.values().items() if name != "pid"]
-        self._of_gone = list(map(add, self._of_gone, kept))
+        self._of_retired = list(map(add, self._of_retired, kept))
 
     def sums(self, boards: Iterable[FrontendBoard]) -> list[int]:
         """Totals of these boards and the retired ones, for `FrontendBoard.fields` without pid, the first field."""
-        totals = self._of_gone
+        totals = self._of_retired
         for board in boards:
             totals = list(map(add, totals, board.numbers()[1:]))
         return totals
@@ -288,9 +288,9 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     """Connected now."""
 
     cancel_to_free_us = Histogram(1_000, 5_000, 20_000, 100_000, 500_000)
-    """A frontend notices that a client has gone, until its pages are free."""
+    """From a frontend noticing that a client has disconnected to its pages being free."""
     step_us = Histogram(500, 1_000, 2_500, 5_000, *_TENS_OF_MS, 100_000, 250_000, 500_000, 1_000_000, 2_500_000)
-    """Launch of a step to its result."""
+    """From the launch of a step to its result."""
     step_rows = Histogram(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     """Sequences with tokens in a step."""
     step_tokens = Histogram(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

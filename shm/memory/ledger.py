@@ -35,7 +35,7 @@ class Ledger:
         return True
 
     def release_owner(self, owner: Hashable) -> int:
-        """Release every row of an owner that is gone. Returns their number."""
+        """Release every row of an owner that has ended. Returns their number."""
         rows = [row for row, holder in self._owners.items() if holder == owner]
         for kind, key in rows:
             self.release(kind, key)

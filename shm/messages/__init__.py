@@ -2,8 +2,8 @@
 
 Messages are frozen, array-like, tagged msgspec Structs; there is no other codec. Every bound is in a type, so what
 decodes is within its limits. Token ids travel as packed little-endian int32, request ids as packed little-endian
-uint64. This package imports nothing of ours; everyone imports from here, not from its modules. Start reading in
-`submit.py` and `outputs.py`; `handshake.py` comes before both in the life of a connection.
+uint64. This package imports nothing else of Penstock; import from here, not from its modules. Start with `submit`
+and `outputs`; a connection begins with the messages of `handshake`.
 """
 
 from penstock.shm.messages.bounds import (

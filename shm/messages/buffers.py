@@ -1,4 +1,4 @@
-"""Shared buffers: asked for and granted in the handshake, lent and returned with requests."""
+"""Shared buffers: requested and granted in the handshake, lent and returned with requests."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 class Welcome(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
     """Backend → frontend: your identity and where to connect.
 
-    Three fds ride along, in this order: the frontend's arena (read and write), the backend's board (read only), the
+    Three fds come with it, in this order: the frontend's arena (read and write), the backend's board (read only), the
     frontend's own board (read and write).
     """
 
@@ -64,5 +64,5 @@ class Refusal(Struct, frozen=True, array_like=True, tag=12, forbid_unknown_field
 class BuffersClosed(Struct, frozen=True, array_like=True, tag=13, forbid_unknown_fields=True):
     """Frontend → backend: the last message before it disconnects, if its process goes on.
 
-    It has none of the backend's device memory open any more.
+    It has closed all of the backend's device memory.
     """

@@ -23,9 +23,9 @@ class Finish(enum.IntEnum):
     LENGTH = 2
     CANCELLED = 3
     REJECTED = 4
-    """It never ran: see the Failure beside it."""
+    """It never ran. A Failure gives the reason."""
     FAILED = 5
-    """A fault of ours ended it: see the Failure beside it."""
+    """A fault of ours ended it. A Failure gives the reason."""
     EXPIRED = 6
     """Its deadline passed, while it waited or ran."""
 
@@ -42,11 +42,11 @@ class FailureCode(enum.IntEnum):
     UNAVAILABLE = 6
     """Set by the client only: no backend came back in time, or one with another model."""
     BAD_GRAMMAR = 7
-    """text says why it does not compile."""
+    """text is the compiler's error."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Rides with a REJECTED or FAILED event. code is a FailureCode; the frontend puts limit into its own message."""
+    """Comes with a REJECTED or FAILED event. code is a FailureCode; the frontend quotes limit in its error message."""
 
     request_id: U63
     code: Annotated[int, Meta(ge=0, le=255)]
@@ -56,7 +56,7 @@ class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Started(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Rides with a request's first token."""
+    """Comes with a request's first token."""
 
     request_id: U63
     cached_tokens: I31
@@ -66,7 +66,7 @@ class Started(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class EventLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Rides with an event that has a token: its log probability and rank, and the top tokens there."""
+    """Comes with an event that has a token: its log probability and rank, and the top tokens at its position."""
 
     event: Annotated[int, Meta(ge=0, lt=MAX_STEP_EVENTS)]
     """Index in the columns."""
@@ -90,8 +90,8 @@ class PromptLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields
 class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
     """All that one step produced for this frontend, in columns of equal length.
 
-    sequence counts the messages of this link from 0 without gaps. An event without a token (NO_TOKEN) is an end; with
-    finish NONE it only says that the prompt has been copied and its arena slot is free.
+    sequence counts the messages of this link from 0 without gaps. An event without a token (NO_TOKEN) ends its
+    request. With finish NONE it only reports that the prompt has been copied and its arena slot is free.
     """
 
     sequence: U63

@@ -88,9 +88,9 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     sampling: Sampling
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     salt: Annotated[bytes, Meta(max_length=16)] = b""
-    """The tenant's: requests with different salts share neither tokens nor pages."""
+    """Identifies the tenant: requests with different salts share no tokens and no pages."""
     may_share: bool = False
-    """Its tokens are deterministic (temperature 0, or a seed from the client), so an equal request's tokens will do."""
+    """Its tokens are deterministic (temperature 0, or the client's seed): an equal request's tokens are the same."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     """Lower runs sooner, if the backend orders by priority."""
     timeout_ms: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
@@ -105,7 +105,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """The client has gone. Unknown and repeated ids are normal."""
+    """The client has disconnected or cancelled. Unknown and repeated ids are normal."""
 
     request_id: U63
     noticed_ns: U63 = 0

@@ -1,5 +1,5 @@
-"""What every process of ours needs: options, logging, the supervisor of child processes, the socket's default path.
+"""What every process of Penstock needs: options, logging, a supervisor of child processes, the default socket path.
 
-The package imports nothing of ours. Start with `options` for a command, in `supervisor.py` for `penstock
-serve`.
+The package imports nothing else of Penstock. To follow a command, start with `options`; to follow `penstock serve`,
+start with `supervisor`.
 """

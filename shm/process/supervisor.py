@@ -23,7 +23,7 @@ _SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SLEEP_S = 60.0
 _IS_UP_EVERY_S = 0.1
-_HASTENED_STOP_S = 5.0
+_STOP_AFTER_SECOND_SIGNAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +223,8 @@ class Supervisor:
                     break
                 received = signal.sigtimedwait(_SIGNALS, min(remaining_s, _LONGEST_SLEEP_S))
                 if received is not None and received.si_signo in _STOP_SIGNALS and not self._reload(received.si_signo):
-                    stop_timeout_s = min(stop_timeout_s, _HASTENED_STOP_S)
-                    deadline_s = min(deadline_s, time.monotonic() + _HASTENED_STOP_S)
+                    stop_timeout_s = min(stop_timeout_s, _STOP_AFTER_SECOND_SIGNAL_S)
+                    deadline_s = min(deadline_s, time.monotonic() + _STOP_AFTER_SECOND_SIGNAL_S)
                     for process in self._running():
                         process.terminate()
         return status or self._worst_end()

@@ -148,11 +148,11 @@ class FakeDevice:
         mapping[_flag_of(number)] = 0
         mapping[:_NUMBER_BYTES] = number.to_bytes(_NUMBER_BYTES, "little")
 
-        def pass_by() -> None:
-            if not mapping.closed:  # the event may be destroyed meanwhile
+        def mark_passed() -> None:
+            if not mapping.closed:  # the event may have been destroyed
                 mapping[_flag_of(number)] = 1
 
-        self._put(stream, pass_by)
+        self._put(stream, mark_passed)
 
     def has_passed(self, event: int) -> bool:
         return self._event(event).mapping[_flag_of(self._number(event))] == 1

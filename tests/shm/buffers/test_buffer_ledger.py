@@ -43,7 +43,7 @@ class Client:
     exported: ExportedBuffers
     shared: SharedBuffers
     death_fd: int
-    mail: list[BufferReturn] = field(default_factory=list)
+    undelivered: list[BufferReturn] = field(default_factory=list)
     is_connected: bool = True
     is_running: bool = True
     written: dict[int, list[float]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Copy:
     lent: Lent
     target: int
     expected: list[float]
-    is_spoiled: bool = False
+    is_overwritten: bool = False
     """The client wrote to the buffer, on the host, before the device read it: the loan had ended."""
 
 
@@ -83,7 +83,7 @@ class Buffers(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(prefix="ps-"))
         self.device = FakeDevice(self.directory)
         self.exporter = BufferExporter((BufferKind.CUDA, BufferKind.HOST), CONTENTS, BUDGET, self.device)
-        self.everybody: list[Client] = []
+        self.clients: list[Client] = []
         self.loans: list[Lent] = []
         self.source = self.device.allocate(ROW_BYTES * (1 + NUM_TARGETS))
         self.num_written = 0
@@ -92,23 +92,23 @@ class Buffers(RuleBasedStateMachine):
     # Choices for the rules
 
     def running(self) -> list[Client]:
-        return [client for client in self.everybody if client.is_running]
+        return [client for client in self.clients if client.is_running]
 
     def connected(self) -> list[Client]:
-        return [client for client in self.everybody if client.is_connected]
+        return [client for client in self.clients if client.is_connected]
 
     def held(self) -> list[tuple[Client, SharedBuffer]]:
         """Buffers taken in running processes, lent or not."""
         return [(client, buffer) for client in self.running() for buffer in client.held.values()]
 
     def lendable(self) -> list[tuple[Client, SharedBuffer]]:
-        return [(client, buffer) for client, buffer in self.held() if client.is_connected and is_at_hand(buffer)]
+        return [(client, buffer) for client, buffer in self.held() if client.is_connected and is_usable(buffer)]
 
     def open_loans(self) -> list[Lent]:
         return [lent for lent in self.loans if lent.is_open]
 
-    def with_mail(self) -> list[Client]:
-        return [client for client in self.connected() if client.mail]
+    def with_undelivered(self) -> list[Client]:
+        return [client for client in self.connected() if client.undelivered]
 
     # Clients
 
@@ -128,18 +128,18 @@ class Buffers(RuleBasedStateMachine):
         device = FakeDevice(self.directory)
         shared = SharedBuffers(exported.grant, exported.fds, lambda _: device)
         exported.close_fds()
-        self.everybody.append(Client(device, exported, shared, death_fd))
+        self.clients.append(Client(device, exported, shared, death_fd))
 
     @precondition(lambda self: self.running())
-    @rule(data=st.data(), how=st.sampled_from(["stays", "stays", "leaves", "deserts", "dies"]))
+    @rule(data=st.data(), how=st.sampled_from(["stays", "stays", "leaves", "disconnects", "dies"]))
     def depart(self, data: st.DataObject, how: str) -> None:
-        """leaves: closes all buffers that are not held, and reports it if that was all; deserts: closes nothing."""
+        """leaves: closes all buffers that are not held, and reports it if that was all; disconnects: closes nothing."""
         client = data.draw(st.sampled_from(self.running()))
         if how == "leaves" and client.is_connected:
             client.shared.close()
-            self._lose(client, has_closed=client.shared.is_closed)
-        elif how == "deserts" and client.is_connected:
-            self._lose(client, has_closed=False)
+            self._disconnect(client, has_closed=client.shared.is_closed)
+        elif how == "disconnects" and client.is_connected:
+            self._disconnect(client, has_closed=False)
         elif how == "dies":
             self._die(client)
 
@@ -150,9 +150,9 @@ class Buffers(RuleBasedStateMachine):
             client.shared.close()  # the kernel unmaps it
         os.eventfd_write(client.death_fd, 1)
         if client.is_connected:
-            self._lose(client, has_closed=False)
+            self._disconnect(client, has_closed=False)
 
-    def _lose(self, client: Client, *, has_closed: bool) -> None:
+    def _disconnect(self, client: Client, *, has_closed: bool) -> None:
         client.is_connected = False
         self.exporter.release_client(client.exported, has_closed=has_closed)
         for lent in self.open_loans():
@@ -191,13 +191,13 @@ class Buffers(RuleBasedStateMachine):
     @rule(data=st.data(), num_rows=st.integers(1, 3))
     def lend_prompt(self, data: st.DataObject, num_rows: int) -> None:
         client, buffer = data.draw(st.sampled_from(self.lendable()))
-        if not self.is_at_rest(client, buffer):
+        if not self.is_idle(client, buffer):
             self.run_device()
         self.num_written += num_rows
         given = [float(self.num_written + row) for row in range(num_rows)]
         rows = array("f", [value for value in given for _ in range(VALUES)]).tobytes()
         if client.exported.grant.kind is BufferKind.HOST:
-            self.spoil(client, buffer.index)
+            self.mark_overwritten(client, buffer.index)
             buffer.view()[: len(rows)] = rows
         else:
             client.device.poke(buffer.device_view().__cuda_array_interface__["data"][0], rows)
@@ -235,17 +235,17 @@ class Buffers(RuleBasedStateMachine):
         self.device.run(STEPS)
         for copy in self.copies:
             found = array("f", self.device.read(copy.target, 4 * len(copy.expected))).tolist()
-            assert copy.is_spoiled or found == copy.expected
+            assert copy.is_overwritten or found == copy.expected
         self.copies.clear()
 
-    def spoil(self, client: Client, index: int) -> None:
+    def mark_overwritten(self, client: Client, index: int) -> None:
         """The client writes to the buffer at once."""
         for copy in self.copies:
             if copy.lent.client is client and copy.lent.ref.index == index and not copy.lent.loan.is_on_device:
                 assert not copy.lent.is_open
-                copy.is_spoiled = True
+                copy.is_overwritten = True
 
-    def is_at_rest(self, client: Client, buffer: SharedBuffer) -> bool:
+    def is_idle(self, client: Client, buffer: SharedBuffer) -> bool:
         """The device is done with it. The client waits for that before it touches it, as `device_view` does."""
         if client.exported.grant.kind is BufferKind.HOST:
             return True
@@ -258,7 +258,7 @@ class Buffers(RuleBasedStateMachine):
         lent = data.draw(st.sampled_from([lent for lent in self.loans if not lent.is_prompt][-4:]))
         self.num_written += 1
         values = array("f", [float(self.num_written)] * VALUES)
-        self.spoil(lent.client, lent.ref.index)
+        self.mark_overwritten(lent.client, lent.ref.index)
         self.device.poke(self.source, values.tobytes())
         lent.loan.write(row, DeviceRow(self.source, 0) if lent.loan.is_on_device else memoryview(values))
         written = lent.client.written[lent.ref.index]
@@ -270,20 +270,20 @@ class Buffers(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         lent = data.draw(st.sampled_from(self.open_loans()))
         lent.is_open = False
-        lent.client.mail.append(lent.client.exported.give_back(lent.loan))
+        lent.client.undelivered.append(lent.client.exported.give_back(lent.loan))
 
-    @precondition(lambda self: self.with_mail())
+    @precondition(lambda self: self.with_undelivered())
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
-        client = data.draw(st.sampled_from(self.with_mail()))
-        client.shared.accept((client.mail.pop(0),))
+        client = data.draw(st.sampled_from(self.with_undelivered()))
+        client.shared.accept((client.undelivered.pop(0),))
 
     @precondition(lambda self: self.held())
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         """Idempotent; lent or not, before and after the end of the connection."""
         client, buffer = data.draw(st.sampled_from(self.held()))
-        if client.is_connected and is_at_hand(buffer) and not self.is_at_rest(client, buffer):
+        if client.is_connected and is_usable(buffer) and not self.is_idle(client, buffer):
             self.run_device()
         buffer.release()
         buffer.release()
@@ -305,7 +305,7 @@ class Buffers(RuleBasedStateMachine):
         if not hasattr(self, "exporter"):
             return
         for client, buffer in self.lendable():
-            if buffer.spec is None or not self.is_at_rest(client, buffer):
+            if buffer.spec is None or not self.is_idle(client, buffer):
                 continue
             expected = [value for value in client.written[buffer.index] for _ in range(VALUES)]
             if client.exported.grant.kind is BufferKind.HOST:
@@ -319,25 +319,25 @@ class Buffers(RuleBasedStateMachine):
     def counts_are_conserved(self) -> None:
         if not hasattr(self, "exporter"):
             return
-        for client in self.everybody:
+        for client in self.clients:
             num_open = sum(lent.client is client for lent in self.open_loans())
             assert client.exported.num_lent == client.exported.num_returned + num_open
             if client.is_connected:
-                assert client.shared.num_lent - client.shared.num_returned == num_open + len(client.mail)
+                assert client.shared.num_lent - client.shared.num_returned == num_open + len(client.undelivered)
 
     @invariant()
     def memory_stays_allocated_exactly_while_someone_has_it_open(self) -> None:
         if not hasattr(self, "exporter"):
             return
-        kept = [c for c in self.everybody if c.is_connected or c.exported in self.exporter._orphans]
+        kept = [c for c in self.clients if c.is_connected or c.exported in self.exporter._orphans]
         assert self.exporter.held_bytes == sum(client.exported.num_bytes for client in kept) <= BUDGET
         on_device = [client for client in kept if client.exported.grant.kind is BufferKind.CUDA]
         assert self.device.num_allocated == 1 + sum(client.exported.grant.num_buffers for client in on_device)
         for client in self.running():
             assert client.device.num_opened == 0 or client in on_device, "freed under its client"
             if client.exported.grant.kind is BufferKind.CUDA:
-                at_hand = sum(is_at_hand(buffer) for buffer in client.held.values())
-                assert client.device.num_opened >= at_hand, "closed under its caller"
+                num_usable = sum(is_usable(buffer) for buffer in client.held.values())
+                assert client.device.num_opened >= num_usable, "closed under its caller"
 
     def teardown(self) -> None:
         if not hasattr(self, "exporter"):
@@ -348,12 +348,12 @@ class Buffers(RuleBasedStateMachine):
         self.exporter.reap()
         self.device.free(self.source)
         assert (self.exporter.held_bytes, self.exporter.num_orphans, self.device.num_allocated) == (0, 0, 0)
-        for client in self.everybody:
+        for client in self.clients:
             os.close(client.death_fd)
         shutil.rmtree(self.directory)
 
 
-def is_at_hand(buffer: SharedBuffer) -> bool:
+def is_usable(buffer: SharedBuffer) -> bool:
     """The caller may touch it."""
     return buffer._state.name == "HELD"
 

@@ -167,8 +167,8 @@ def test_hangup_reloads_at_any_time_and_never_shortens_a_stop(start: Callable[..
     supervisor.send_signal(signal.SIGHUP)
     assert read(supervisor)[0] == "SIGHUP"
     os.kill(worker, signal.SIGUSR1)
-    said, _ = supervisor.communicate()
-    assert said == ""  # no second SIGTERM
+    output, _ = supervisor.communicate()
+    assert output == ""  # no second SIGTERM
     assert supervisor.returncode == 0
 
 
@@ -222,10 +222,10 @@ def test_exit_right_after_all_is_up_leads_to_a_restart(
 ) -> None:
     exit_on_usr1 = SAY + "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(4))\nsay('up')\nsignal.pause()"
     supervisor = start(
-        ("backend", exit_on_usr1, 0), settle_s=1000.0, is_up="lambda: print('asked', 0, flush=True) or True"
+        ("backend", exit_on_usr1, 0), settle_s=1000.0, is_up="lambda: print('is-up', 0, flush=True) or True"
     )
-    said = dict(read(supervisor) for _ in range(2))
-    os.kill(said["up"], signal.SIGUSR1)
+    pids = dict(read(supervisor) for _ in range(2))
+    os.kill(pids["up"], signal.SIGUSR1)
     word, again = read(supervisor)
     assert word == "up"
-    assert again != said["up"]
+    assert again != pids["up"]
