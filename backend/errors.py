@@ -1,5 +1,5 @@
-"""Faults that an operator can put right: said in one line, never with a traceback."""
+"""Errors that an operator can fix. They are printed as one line, never with a traceback."""
 
 
 class StartupError(Exception):
-    """The backend cannot start as asked. The message names the value, the limit and the remedy."""
+    """The backend cannot start with these options. The message names the value, the limit and what to do."""

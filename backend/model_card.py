@@ -1,4 +1,4 @@
-"""What frontends are told of the model, and the fingerprint that tells one model from another."""
+"""The model card that frontends receive, and the fingerprint that identifies a model and its settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUM_SAMPLES = 256
 def make_card(
     model_id: str, model_dir: Path, spec: PassSpec, plan: KvPlan, max_waiting: int, settings: str
 ) -> ModelCard:
-    """settings is all else that decides the numbers: the pass, dtypes. Raises StartupError where a bound is broken."""
+    """settings names what else changes the tokens: the pass, dtypes. Raises StartupError for a field out of bounds."""
     generation = read_generation_defaults(model_dir)
     card = ModelCard(
         model_id=model_id,
@@ -44,10 +44,10 @@ def make_card(
 
 
 def fingerprint(model_dir: Path, settings: str) -> str:
-    """Differs where the text for a seed may differ: other settings, other configuration, other weights.
+    """Differs if the text for a seed may differ: other settings, other configuration, other weights.
 
-    Small files count whole; of a weight file its size, its beginning (which holds all names and shapes) and 256 samples
-    spread over it, so that a model of any size takes milliseconds.
+    Small files are hashed whole. Of a weight file the size and 256 samples of 4 KiB are hashed; the first sample holds
+    the names and shapes. So a model of any size takes milliseconds.
     """
     digest = hashlib.sha256(settings.encode())
     for path in sorted(model_dir.iterdir()):

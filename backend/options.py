@@ -26,8 +26,8 @@ def _convert_budget(_type: Any, tokens: Sequence[Token]) -> int | str:
 
 _CPU_STEP_TOKENS = 192
 _GPU_STEP_TOKENS = 2048
-Positive = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
-Rows = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
+Count = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
+SmallCount = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 HostBudget = Annotated[int | Literal["auto"], Parameter(converter=_convert_budget, metavar="SIZE|auto")]
 Budget = Annotated[int | Literal["auto"] | None, Parameter(converter=_convert_budget, metavar="SIZE|auto")]
 
@@ -38,7 +38,7 @@ class BackendOptions:
     """The one process that owns the device."""
 
     model: str | None = None
-    """Checkpoint: a directory in the Hugging Face layout, or a hub id. Without it the small demo model is served."""
+    """Checkpoint: a directory in the Hugging Face layout, or a hub id. Default: the small demo model."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
@@ -47,76 +47,77 @@ class BackendOptions:
     """The model's name in the API. Default: the hub id, or the directory's name."""
 
     gpu: str = "auto"
-    """Index or UUID (GPU-…, or its beginning) of a GPU, "none" for the CPU, or "auto": the first GPU that serves, else
+    """Index or UUID (GPU-…, or its beginning) of a GPU, "none" for the CPU, or "auto": the first supported GPU, else
     the CPU."""
 
     kv_budget: Budget = None
-    """Memory for the KV cache, such as 6GB or 512MiB; never exceeded. auto takes what the device has free, less the
-    weights and a reserve of a tenth of its memory (at least 512 MB); of the CPU's memory a container's limit counts.
-    Default: 2GB on the CPU, auto on a GPU."""
+    """Memory for the KV cache, such as 6GB or 512MiB; never exceeded. auto takes the free memory of the device, less
+    the weights and a reserve of a tenth of its memory (at least 512 MB). On the CPU a container's limit counts as its
+    memory. Default: 2GB on the CPU, auto on a GPU."""
 
     host_kv_budget: HostBudget = "auto"
-    """Memory of the host's, such as 16GB, for pages of the KV cache that a GPU has no room for: taken at start where
-    copying them there and back is measured to be quicker than computing them again. auto is 4GB on a GPU, but at most
-    a quarter of what this machine has free (a container's limit counts). 0 is none, and all that the CPU can have."""
+    """Host memory, such as 16GB, for pages of the KV cache that do not fit a GPU. It is allocated at start if copying
+    pages there and back is measured to be quicker than computing them again. auto is 4GB on a GPU, but at most a
+    quarter of this machine's free memory (a container's limit counts). 0 is none, the only choice on the CPU."""
 
     kv_dtype: Literal["auto", "fp32", "bf16", "q8_0", "fp8"] = "auto"
-    """Type of the cached keys and values. auto takes the weights' type, or a narrower one where --max-context times
-    --max-running (or, without --max-context, one full context) would not fit the budget."""
+    """Type of the cached keys and values. auto takes the weights' type, or a narrower one if --max-context times
+    --max-running (without --max-context: one full context) does not fit the budget."""
 
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the weights; auto takes the checkpoint's."""
 
     deterministic: bool = False
-    """Equal requests get equal tokens whatever runs beside them. The CPU's native kernels always do; plain torch
-    operations, where those cannot run, and a GPU are slower for it."""
+    """Equal requests get equal tokens, whatever else is in the batch. This is always so with the CPU's native kernels;
+    it makes a GPU slower, and the CPU where native kernels cannot run."""
 
-    page_size: Rows = 32
-    """Tokens in a page of the KV cache."""
+    page_size: SmallCount = 32
+    """Tokens per page of the KV cache."""
 
     max_context: Annotated[int | None, Parameter(validator=Number(gte=2, lte=1 << 24))] = None
-    """Tokens of one sequence, prompt and output. Default: the model's own limit, as far as the KV budget holds it."""
+    """Tokens of one sequence, prompt and output. Default: the model's limit, or less if the KV budget holds less."""
 
     max_batch_tokens: Annotated[int | None, Parameter(validator=Number(gte=1, lte=1 << 16))] = None
-    """Tokens that one step may compute, at least one for each of --max-running; long prompts are prefilled in pieces
-    beside running decodes. Default: 192 on the CPU, 2048 on a GPU."""
+    """Tokens per step, at least --max-running. Long prompts are prefilled in chunks beside running decodes. Default:
+    192 on the CPU, 2048 on a GPU."""
 
-    max_running: Rows = 64
-    """Sequences that may run at once; more wait."""
+    max_running: SmallCount = 64
+    """Sequences that run at once; further ones wait."""
 
-    max_waiting: Positive = 1024
-    """Requests that may wait; beyond it the answer is 429."""
+    max_waiting: Count = 1024
+    """Requests that may wait; further ones are answered with 429."""
 
     priority_step_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 0.0
-    """Seconds of waiting that one step of a request's priority is worth: with 10, priority -1 goes before all that came
-    up to 10 s earlier with priority 0, and nobody is overtaken for longer. 0 ignores priorities: first come, first
-    served."""
+    """Head start in seconds of one level of a request's priority. With 10, a request of priority -1 goes before
+    requests of priority 0 that came up to 10 s earlier, but not before older ones. 0 ignores priorities: first come,
+    first served."""
 
     batch_channel_capacity: Annotated[int, Parameter(validator=Number(gte=0, lte=16))] = 1
-    """Plans prepared ahead of the running step, each as late as it can be. 0 is no overlap; more than 1 is of use only
-    where steps take less time than their planning varies by."""
+    """Plans prepared ahead of the running step, each as late as possible. 0 means no overlap; more than 1 helps only if
+    a step takes less time than the planning varies by."""
 
     socket: Path = field(default_factory=default_socket_path)
-    """Unix socket on which frontends find this backend; its directory is made private (0700)."""
+    """Unix socket on which frontends connect; its directory is made private (0700)."""
 
     shared_buffers: Literal["auto", "host", "cuda"] = "auto"
-    """Memory of the buffers in which local clients (docs/client.md) receive logits and hand in prompts: "cuda" is GPU
-    memory, read without a copy through the host; "host" is shared memory; "auto" is what model and client can use."""
+    """Where the buffers lie in which local clients (docs/client.md) receive logits and send prompts: "cuda" is GPU
+    memory, used without a copy through the host; "host" is shared memory; "auto" is the best that both sides
+    support."""
 
     shared_buffer_budget: ByteSize = 256_000_000
-    """Memory for all clients' shared buffers, besides --kv-budget; taken as they are asked for, never exceeded."""
+    """Memory for the shared buffers of all clients, in addition to --kv-budget. Allocated on demand, never exceeded."""
 
     forward_pass: str = "decoder"  # noqa: S105 - a pass, not a password
-    """An installed forward pass by name, or "package.module:Class". "fake" needs no weights and serves tests."""
+    """Name of an installed forward pass, or "package.module:Class". "fake" needs no weights and is for tests."""
 
     dry_run: bool = False
-    """Print what the KV budget holds, from the model's config.json alone, and exit."""
+    """Print what the KV budget holds, computed from the model's config.json alone, and exit."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe messages that are logged."""
+    """Lowest level of the messages that are logged."""
 
     log_json: bool = False
-    """Log one JSON object a line."""
+    """Log one JSON object per line."""
 
     def model_id(self) -> str:
         """The model's name in the API."""
@@ -128,7 +129,7 @@ class BackendOptions:
         return path.resolve().name if path.is_dir() else self.model
 
     def step_tokens(self, device: str) -> int:
-        """--max-batch-tokens on a `PassOptions.device`. Raises StartupError for fewer than --max-running."""
+        """--max-batch-tokens, or its default for the device. Raises StartupError if it is less than --max-running."""
         default = _CPU_STEP_TOKENS if device == "cpu" else _GPU_STEP_TOKENS
         num_tokens = default if self.max_batch_tokens is None else self.max_batch_tokens
         if num_tokens < self.max_running:
@@ -139,8 +140,9 @@ class BackendOptions:
         return num_tokens
 
     def check(self) -> None:
-        """Raises StartupError where one option contradicts another; each alone was checked as it was read."""
+        """Raises StartupError if options contradict each other. Each alone was checked when it was parsed."""
         if self.revision is not None and self.model is None:
             raise StartupError(
-                f"--revision is {self.revision}; the demo model has none: give a hub id as --model, or leave it out"
+                f"--revision is {self.revision}; the demo model has none: give a hub id as --model, or leave "
+                "--revision out"
             )

@@ -6,9 +6,9 @@ import pytest
 
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.budget import KvBudget, plan_kv
-from penstock.backend.main import DEMO_MODEL_DIR
 from penstock.backend.model_card import fingerprint, make_card
 from penstock.backend.passes.fake import FakePass
+from penstock.backend.startup import DEMO_MODEL_DIR
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,11 +12,12 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.kv_cache.budget import KvBudget
 from penstock.backend.kv_cache.memory import MemoryInfo
-from penstock.backend.main import app, check_host_memory, check_memory, pass_options, plan_cache
+from penstock.backend.main import app
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
+from penstock.backend.startup import check_host_memory, check_memory, pass_options, plan_cache
 from tests.checkpoints import make_checkpoint
 
 if TYPE_CHECKING:
@@ -153,7 +154,10 @@ def test_auto_says_what_was_free_and_what_is_kept(
         ("--kv-dtype q8_0 --forward-pass fake", "--kv-dtype is q8_0; this forward pass has fp32: use one of these"),
         ("--dtype int8", 'Invalid value "int8" for --dtype.'),
         ("--gpu first", '--gpu is "first"; write an index such as 0'),
-        ("--revision main", "--revision is main; the demo model has none: give a hub id as --model, or leave it out"),
+        (
+            "--revision main",
+            "--revision is main; the demo model has none: give a hub id as --model, or leave --revision out",
+        ),
         ("--forward-pass :Class", 'forward pass ":Class" cannot be imported: ValueError: Empty module name'),
         ("--model=", "the model directory '' does not exist"),
         ("--nothing", "Unknown option: --nothing."),
@@ -176,7 +180,7 @@ def test_an_impossible_or_contradictory_setting_is_one_line_and_no_start(
 def test_a_dry_run_shows_the_hosts_memory_for_pages_where_there_is_any(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.backend.main.host_memory", lambda: MemoryInfo(16 * GB, 12 * GB, "this machine"))
+    monkeypatch.setattr("penstock.backend.startup.host_memory", lambda: MemoryInfo(16 * GB, 12 * GB, "this machine"))
     for arguments, shows in (
         ("--gpu 7", "3.00 GB at most"),
         ("--gpu 7 --host-kv-budget 40GB", "40.00 GB at most"),
@@ -193,7 +197,7 @@ def test_a_dry_run_shows_the_hosts_memory_for_pages_where_there_is_any(
 
 
 def test_the_pass_is_told_what_it_may_take_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.main.host_memory", lambda: MemoryInfo(64 * GB, 60 * GB, "this machine"))
+    monkeypatch.setattr("penstock.backend.startup.host_memory", lambda: MemoryInfo(64 * GB, 60 * GB, "this machine"))
     assert pass_options(BackendOptions(gpu="3", dry_run=True)).host_kv_bytes == 4 * GB
     assert pass_options(BackendOptions(gpu="3", dry_run=True, host_kv_budget=9 * GB)).host_kv_bytes == 9 * GB
     assert pass_options(BackendOptions(gpu="none")).host_kv_bytes == 0

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from penstock.backend.buffers.options import make_exporter
 from penstock.backend.buffers.shared_prompts import SharedPromptRows
 from penstock.backend.forward_pass import IBatchedForwardPass
-from penstock.backend.main import DEMO_MODEL_DIR
 from penstock.backend.passes.fake import FakePass
+from penstock.backend.startup import DEMO_MODEL_DIR
 from penstock.shm.client import BackendClient, BufferSlice, GenerationRequest, SharedBuffer, TokenStream
 from penstock.shm.messages import (
     BufferContent,

@@ -21,7 +21,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.engine.step_timing import StepTiming
-from penstock.backend.options import BackendOptions, Rows
+from penstock.backend.options import BackendOptions, SmallCount
 from penstock.tools.bench.components.simulated_device import STEP_S, VOCAB_SIZE
 from penstock.tools.bench.components.simulation import Burst, Simulation, SimulationResult
 from penstock.tools.bench.harness.report import make_table
@@ -56,7 +56,7 @@ class ChannelSweepOptions:
     drop: Share = 0.5
     """Share of requests whose client hangs up at a random moment, in the load with drops."""
 
-    max_running: Rows = 64
+    max_running: SmallCount = 64
     """Sequences that run at once."""
 
     max_batch_tokens: Annotated[int | None, Parameter(validator=Number(gte=1, lte=1 << 16))] = None

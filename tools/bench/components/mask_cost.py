@@ -129,8 +129,8 @@ def mask_cost(
 def _model_vocabulary(options: MaskCostOptions) -> BenchVocabulary:
     """Raises BenchError, StartupError."""
     from penstock.backend.checkpoint.generation_config import read_generation_defaults
-    from penstock.backend.main import locate_model, pass_options
     from penstock.backend.plugins import find_forward_pass
+    from penstock.backend.startup import locate_model, pass_options
 
     backend = BackendOptions(model=options.model, revision=options.revision, forward_pass=options.forward_pass)
     model_dir = locate_model(backend)

@@ -20,12 +20,12 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
-from penstock.backend.main import locate_model
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass, make_cpu_ops
 from penstock.backend.passes.decoder.cpu.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
 from penstock.backend.passes.decoder.ops import HeadShape
+from penstock.backend.startup import locate_model
 from penstock.shm.process.options import fail, make_app
 from penstock.tools.bench.options import Counts
 from penstock.tools.bench.serving.floor import BareStep

@@ -96,9 +96,9 @@ class StaticBatch:
 
 def load(options: BackendOptions, num_rows: int, prompt_tokens: int, context_tokens: int) -> StaticBatch:
     """Load the pass that `backend` would serve, with a cache for num_rows sequences of context_tokens each."""
-    from penstock.backend.main import locate_model
     from penstock.backend.passes.decoder.cuda.device.device_choice import choose_device
     from penstock.backend.plugins import find_forward_pass
+    from penstock.backend.startup import locate_model
 
     pages_per_row = -(-context_tokens // options.page_size)
     pass_options = PassOptions(
