@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.asgi import Receive, Scope, Send
     from penstock.shm.client import BackendClient
 
-_log = logging.getLogger("penstock.app")
+logger = logging.getLogger("penstock.app")
 
 
 def _routes(responses: Responses) -> dict[str, Methods]:
@@ -99,7 +99,7 @@ class App:
         try:
             await self._answer(exchange)
         except ClientGoneError:
-            _log.debug("the client of %s hung up", exchange.request_id)
+            logger.debug("the client of %s hung up", exchange.request_id)
         finally:
             self.exchanges.discard(exchange)
             if exchange.status is not None:
@@ -112,19 +112,19 @@ class App:
             await self._handle(exchange)
         except ApiError as error:
             if exchange.started:
-                _log.error("%s failed after its answer began, closing: %s", exchange.request_id, error.message)
+                logger.error("%s failed after its answer began, closing: %s", exchange.request_id, error.message)
                 exchange.drop()
                 return
             # Probes ask many times a second while the backend loads.
             level = logging.DEBUG if exchange.path == health.READY_PATH else logging.INFO
             kind, param = error.kind, error.param or ""
-            _log.log(level, "refused %s: %d %s %s", exchange.request_id, kind.status, kind.name, param)
+            logger.log(level, "refused %s: %d %s %s", exchange.request_id, kind.status, kind.name, param)
             await exchange.respond_error(error)
         except ClientGoneError:
             raise
-        except Exception:  # noqa: BLE001 - logged with its trace
+        except Exception:
             # A bug of ours. The client learns only that there was one; the log has the details.
-            _log.exception("%s %s failed", exchange.method, shorten(exchange.path))
+            logger.exception("%s %s failed", exchange.method, shorten(exchange.path))
             if exchange.started:
                 exchange.drop()
                 return

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.frontend.access.api_keys import ApiKey
     from penstock.frontend.settings import AccessSettings
 
-_log = logging.getLogger("penstock.worker")
+logger = logging.getLogger("penstock.worker")
 
 
 async def serve(settings: WorkerSettings) -> None:
@@ -76,16 +76,16 @@ def _reload(settings: WorkerSettings, admission: Admission, tls: ServerTls | Non
     try:
         admission.set_keys(read_keys(settings.access))
     except ValueError as error:
-        _log.error("kept the old API keys: %s", error)
+        logger.error("kept the old API keys: %s", error)
     else:
-        _log.info("read the API keys again")
+        logger.info("read the API keys again")
     if tls is not None:
         try:
             tls.reload()
         except TlsError as error:
-            _log.error("kept the old certificate: %s", error)
+            logger.error("kept the old certificate: %s", error)
         else:
-            _log.info("read the certificate again")
+            logger.info("read the certificate again")
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ def main() -> None:
             runner.run(serve(settings))
     except (KeyFileError, TlsError) as error:
         # The command checked these files when it started; a restarted worker may find them changed.
-        _log.critical("cannot start: %s", error)
+        logger.critical("cannot start: %s", error)
         sys.exit(1)
     finally:
         handler.close()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass
     from penstock.shm.buffers.device_api import DeviceApi
 
-_log = logging.getLogger("penstock.backend")
+logger = logging.getLogger("penstock.backend")
 
 
 def check_shared_buffers(choice: str, device: str) -> None:
@@ -32,7 +32,7 @@ def open_sharing_device(device: str) -> DeviceApi | None:
     try:
         return DriverDevice(int(device.removeprefix("cuda:")))
     except DeviceError as error:
-        _log.warning("shared buffers are not available on %s, only on the host: %s", device, error)
+        logger.warning("shared buffers are not available on %s, only on the host: %s", device, error)
         return None
 
 

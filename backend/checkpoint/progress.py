@@ -9,7 +9,7 @@ from typing import Protocol
 
 from penstock.shm.process.options import format_size
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("penstock.backend")
 
 LOG_INTERVAL_S = 5.0
 

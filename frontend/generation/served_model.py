@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.shm.client import BackendClient
     from penstock.shm.messages import ModelCard
 
-_log = logging.getLogger("penstock.model")
+logger = logging.getLogger("penstock.model")
 
 _POLL_S = 0.02
 _RELOAD_POLL_S = 1.0
@@ -57,7 +57,7 @@ class ModelKeeper:
             card = self._backend.model
             if card is None and not self.settled.is_set() and time.monotonic() >= settles_at_s:
                 self.settled.set()
-                _log.info("no backend yet; waiting for one")
+                logger.info("no backend yet; waiting for one")
             loaded = None if self.current is None else self.current.card
             if card is not None and card not in (loaded, self._unusable):
                 await self._load(card)
@@ -70,8 +70,8 @@ class ModelKeeper:
         except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
             # Logged once. Requests are answered 503 until the backend serves another model.
             self.current, self._unusable = None, card
-            _log.error("cannot serve %s: %s; answering 503 until the backend has another model", card.model_id, error)
+            logger.error("cannot serve %s: %s; answering 503 until the backend has another model", card.model_id, error)
         else:
             self.current = ServedModel(card, tokenizer, model_syntax_of(tokenizer, self._parsers))
-            _log.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)
+            logger.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)
         self.settled.set()

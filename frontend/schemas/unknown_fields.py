@@ -15,7 +15,7 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_log = logging.getLogger("penstock.bodies")
+logger = logging.getLogger("penstock.bodies")
 
 _MAX_LISTED = 16
 _plain = msgspec.json.Decoder()
@@ -29,7 +29,7 @@ def check_unknown_fields(data: bytes, body_type: type[Struct], request_id: str, 
     Raises ApiError for the first one if refuses; otherwise writes a debug line. Either costs a second decoding. A body
     that cannot be decoded is ignored here.
     """
-    if not refuses and not _log.isEnabledFor(logging.DEBUG):
+    if not refuses and not logger.isEnabledFor(logging.DEBUG):
         return
     try:
         body, plain = decode_without_gc(_decoder(body_type), data), decode_without_gc(_plain, data)
@@ -40,7 +40,7 @@ def check_unknown_fields(data: bytes, body_type: type[Struct], request_id: str, 
         message = f"{unknown[0]}: unknown field; this server was started with --strict"
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=unknown[0])
     if unknown:
-        _log.debug("%s has unknown fields, which are ignored: %s", request_id, ", ".join(unknown))
+        logger.debug("%s has unknown fields, which are ignored: %s", request_id, ", ".join(unknown))
 
 
 def _unknown(path: str, decoded: object, plain: Any) -> Iterator[str]:

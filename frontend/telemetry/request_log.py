@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.shm.memory.board import FrontendBoard
 
-_log = logging.getLogger("penstock.request")
+logger = logging.getLogger("penstock.request")
 
 _UNANSWERED = ("error", "cancelled", "timeout")
 
@@ -43,7 +43,7 @@ class RequestLogEntry:
     def write(self, ended_s: float) -> None:
         """Log the line. prompt_tps is over the time to the first token, generation_tps over the time after it,
         total_tps over the whole time."""
-        if not _log.isEnabledFor(logging.INFO):
+        if not logger.isEnabledFor(logging.INFO):
             return
         latency_s = ended_s - self.received_s
         ttft_s = None if self.first_token_s is None else self.first_token_s - self.received_s
@@ -63,7 +63,7 @@ class RequestLogEntry:
             "http_request_id": self.http_request_id,
         }
         line = " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())
-        _log.info("%s", line, extra={"fields": fields})
+        logger.info("%s", line, extra={"fields": fields})
 
 
 def _rate(count: int, duration_s: float) -> float | None:

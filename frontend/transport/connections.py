@@ -6,7 +6,7 @@ import logging
 import resource
 from typing import Protocol
 
-_log = logging.getLogger("penstock.connections")
+logger = logging.getLogger("penstock.connections")
 
 MAX_CONNECTIONS = 8192
 RESERVED_FDS = 40
@@ -76,7 +76,7 @@ class Connections:
         """Return False when even the longest idle connection has been idle for less than MIN_IDLE_S."""
         if not self._is_full:
             self._is_full = True
-            _log.warning("%d connections, the limit of this worker: idle ones are closed for new ones", self._limit)
+            logger.warning("%d connections, the limit of this worker: idle ones are closed for new ones", self._limit)
         longest = next(iter(self._idle_since_s), None)
         if longest is None or now_s - self._idle_since_s[longest] < MIN_IDLE_S:
             return False

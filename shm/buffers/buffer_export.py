@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.shm.buffers.device_api import DeviceApi, DeviceRow
     from penstock.shm.messages import BufferRef, BufferRequest, ContentSpec
 
-_log = logging.getLogger("penstock.buffers")
+logger = logging.getLogger("penstock.buffers")
 
 _GRANULE_BYTES = {BufferKind.HOST: 4096, BufferKind.CUDA: BLOCK_BYTES}
 
@@ -248,7 +248,7 @@ class BufferExporter:
             buffers = self._make(kind, buffer_request.num_buffers, num_bytes, pidfd)
         except (OSError, DeviceError) as error:
             os.close(pidfd)
-            _log.warning("refused shared buffers for the client with pid %d: %s", pid, error)
+            logger.warning("refused shared buffers for the client with pid %d: %s", pid, error)
             raise BufferRequestRefused("the backend has no memory for more shared buffers") from None
         self.held_bytes += buffers.num_bytes
         return buffers
@@ -270,7 +270,7 @@ class BufferExporter:
             memory.page_lock(self.device)
         except DeviceError as error:
             self._page_locks = False
-            _log.info("cannot page-lock shared buffers on the host: %s; the GPU gets copies of embeddings", error)
+            logger.info("cannot page-lock shared buffers on the host: %s; the GPU gets copies of embeddings", error)
 
     def release_client(self, buffers: ExportedBuffers, *, has_closed: bool) -> None:
         """The client has left. Free its memory once it can be freed.

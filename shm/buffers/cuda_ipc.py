@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.shm.buffers.device_api import DeviceApi, OpenDevice
     from penstock.shm.messages import BufferGrant
 
-_log = logging.getLogger("penstock.buffers")
+logger = logging.getLogger("penstock.buffers")
 
 BLOCK_BYTES = 2 << 20
 
@@ -80,7 +80,7 @@ class ExportedDeviceMemory:
                 self._device.free(pointer)
             except DeviceError as error:
                 # The driver frees it at the latest when this process ends.
-                _log.error("cannot free a shared buffer on the GPU: %s; it stays until the backend ends", error)
+                logger.error("cannot free a shared buffer on the GPU: %s; it stays until the backend ends", error)
         self._pointers.clear()
         self._events.clear()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.shm.buffers.device_api import DeviceApi, DeviceRow
 
-_log = logging.getLogger("penstock.buffers")
+logger = logging.getLogger("penstock.buffers")
 
 
 class ExportedHostMemory:
@@ -142,6 +142,6 @@ class PageLock:
             self._device.destroy_event(self._last_copy)
             self._device.unregister_host(self._buffer.buf)
         except DeviceError as error:
-            _log.error("cannot unlock the pages of %d bytes of shared memory: %s", self._buffer.len, error)
+            logger.error("cannot unlock the pages of %d bytes of shared memory: %s", self._buffer.len, error)
         finally:
             ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))

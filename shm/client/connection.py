@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.shm.memory.ledger import Ledger
     from penstock.shm.messages import StepOutputs
 
-_log = logging.getLogger("penstock.client")
+logger = logging.getLogger("penstock.client")
 
 _RECONNECT_S = 0.05
 _REFUSED_S = 1.0
@@ -97,7 +97,7 @@ class BackendConnection:
             except DeviceError as error:
                 pause_s = self._fall_back_to_host(error)
             except (OSError, Refused, WireError, RegionError) as error:
-                _log.warning(
+                logger.warning(
                     "cannot use the backend at %s: %s; trying again in %g s", self._socket_path, error, _REFUSED_S
                 )
                 pause_s = _REFUSED_S
@@ -115,12 +115,12 @@ class BackendConnection:
         Returns the seconds until the next attempt.
         """
         if self._buffer_request is not None and BufferKind.HOST in self._buffer_request.kinds:
-            _log.warning("shared buffers on the GPU cannot be opened: %s; using buffers on the host", error)
+            logger.warning("shared buffers on the GPU cannot be opened: %s; using buffers on the host", error)
             self._buffer_request = BufferRequest(
                 self._buffer_request.num_buffers, self._buffer_request.num_bytes, (BufferKind.HOST,)
             )
             return _RECONNECT_S
-        _log.warning("shared buffers on the GPU cannot be opened: %s; trying again in %g s", error, _REFUSED_S)
+        logger.warning("shared buffers on the GPU cannot be opened: %s; trying again in %g s", error, _REFUSED_S)
         return _REFUSED_S
 
     def _attach(self, session: Session) -> None:
@@ -156,7 +156,7 @@ class BackendConnection:
             for outputs in session.receive():
                 self._events.outputs(session, outputs)
         except (LinkBroken, ValueError) as error:
-            _log.error("the backend's messages are inconsistent: %s; reconnecting", error)
+            logger.error("the backend's messages are inconsistent: %s; reconnecting", error)
             self._is_alive = False
             self._session_over.set()
             return
@@ -172,4 +172,4 @@ class BackendConnection:
 def _report_end(connector: asyncio.Task[None]) -> None:
     """Log an exception of the connector, which should only end by cancellation: a bug of ours."""
     if not connector.cancelled() and (error := connector.exception()) is not None:
-        _log.critical("the backend client stopped because of a bug; it will not reconnect", exc_info=error)
+        logger.critical("the backend client stopped because of a bug; it will not reconnect", exc_info=error)

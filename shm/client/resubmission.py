@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.shm.client.outbox import Outbox
     from penstock.shm.client.stream import TokenStream
 
-_log = logging.getLogger("penstock.client")
+logger = logging.getLogger("penstock.client")
 
 _SUSPECT_AFTER_RESTARTS = 2
 _MAX_RESTARTS_WITHOUT_PROGRESS = 4
@@ -62,7 +62,7 @@ class Resubmission:
             if not stream.is_queued:
                 stream.restarts_without_progress += 1
             if stream.restarts_without_progress > _MAX_RESTARTS_WITHOUT_PROGRESS:
-                _log.error(
+                logger.error(
                     "a request of %d prompt tokens is given up: %d backends in a row died with it",
                     stream.submit.num_prompt_tokens,
                     stream.restarts_without_progress,

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
     from penstock.shm.messages import ModelCard
 
-_log = logging.getLogger("penstock.link")
+logger = logging.getLogger("penstock.link")
 
 MAX_FAULTS = 3
 """Bad messages or descriptors after which a frontend is disconnected."""
@@ -232,7 +232,7 @@ class BackendLink:
             embeddings = frontend.borrow_embeddings(submit)
             tokens = frontend.copy_tokens(submit) if embeddings is None else b""
         except (DescriptorError, LoanError, WireError) as error:
-            _log.warning(
+            logger.warning(
                 "rejected request %d of frontend %d (pid %d): %s",
                 submit.request_id,
                 frontend.epoch,
@@ -258,7 +258,7 @@ class BackendLink:
         frontend.num_faults += 1
         if frontend.num_faults == MAX_FAULTS:
             self.counters.expelled += 1
-            _log.warning(
+            logger.warning(
                 "disconnecting frontend %d (pid %d): it sent %d malformed messages",
                 frontend.epoch,
                 frontend.connection.pid,
@@ -281,7 +281,7 @@ class BackendLink:
         for frontend in list(self._pending.values()):
             if frontend.waiting_since_s is not None and now_s - frontend.waiting_since_s >= self._stall_limit_s:
                 self.counters.stalled += 1
-                _log.warning(
+                logger.warning(
                     "disconnecting frontend %d (pid %d): it took no output for %g s",
                     frontend.epoch,
                     frontend.connection.pid,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.memory.ledger import Ledger
 
-_log = logging.getLogger("penstock.link")
+logger = logging.getLogger("penstock.link")
 
 _TOTALS_EVERY_S = 0.25
 
@@ -78,7 +78,7 @@ class FrontendTable:
         except OSError as error:
             self._release_buffers(buffers, has_closed=True)
             # It may come again; the frontends that are here stay.
-            _log.warning("refused a frontend (pid %d): no memory or file descriptors: %s", connection.pid, error)
+            logger.warning("refused a frontend (pid %d): no memory or file descriptors: %s", connection.pid, error)
             self._rendezvous.refuse(connection, "the backend has no memory or file descriptors for another frontend")
             return None
         self.by_epoch[epoch] = self.by_identity[frontend.identity] = frontend

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.asgi import AsgiMessage, Receive, Send
     from penstock.frontend.transport.open_exchanges import OpenExchanges
 
-_log = logging.getLogger("penstock.responses")
+logger = logging.getLogger("penstock.responses")
 
 MAX_IN_BACKGROUND = 64
 """Responses of one worker that run in the background at a time."""
@@ -177,7 +177,7 @@ class BackgroundRuns:
         try:
             await run.run(work)
             if run.error is not None and not isinstance(run.error, ApiError | ClientGoneError):
-                _log.error("%s failed in the background", run.exchange.request_id, exc_info=run.error)
+                logger.error("%s failed in the background", run.exchange.request_id, exc_info=run.error)
             if run.is_submitted:
                 run.conclude()
         finally:

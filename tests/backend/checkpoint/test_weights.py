@@ -142,7 +142,7 @@ def test_progress_without_a_terminal_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module, "LOG_INTERVAL_S", 0.0)
-    with caplog.at_level(logging.INFO, "penstock.backend.checkpoint.progress"):
+    with caplog.at_level(logging.INFO, "penstock.backend"):
         progress = progress_module.make_progress(4_000_000)
         progress.advance(1_000_000)
         progress.close()

@@ -19,7 +19,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("penstock.backend")
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
 ABI = 2
