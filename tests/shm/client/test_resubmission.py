@@ -78,6 +78,15 @@ async def connected_to_nothing_after_two_streams(
         client.ledger.check()
 
 
+async def test_streams_are_resubmitted_in_the_order_in_which_they_were_submitted(socket_path: Path) -> None:
+    async with connected_to_nothing_after_two_streams(socket_path) as (_, streams):
+        with ScriptedBackend(socket_path) as backend:
+            backend.engine.paused = True
+            await until(lambda: len(backend.engine.running) == 2)
+            resubmitted = [request_id for _, request_id in backend.engine.running]
+            assert resubmitted == [stream.request_id for stream in streams]
+
+
 async def test_streams_fail_without_a_new_backend_in_time(socket_path: Path) -> None:
     async with connected_to_nothing_after_two_streams(socket_path, resume_timeout_s=0.05) as (client, streams):
         for stream in streams:
