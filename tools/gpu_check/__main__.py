@@ -102,16 +102,16 @@ def _profile(parser: argparse.ArgumentParser, out: Path, case: str, budget_s: fl
     return profile_case(out, case, budget_s, commit)
 
 
-def _baseline(parser: argparse.ArgumentParser, asked: Path | None) -> Baseline | None:
+def _baseline(parser: argparse.ArgumentParser, path_given: Path | None) -> Baseline | None:
     """The baseline to compare with, or None. Exits with an error if `--baseline` names one that cannot be used."""
-    path = asked or BASELINE
-    if asked is None and not path.exists():
+    path = path_given or BASELINE
+    if path_given is None and not path.exists():
         return None
     try:
         before = load_baseline(path)
         require_device(before, describe_environment()["gpu"])
     except BaselineRefused as refusal:
-        if asked is not None:
+        if path_given is not None:
             parser.error(f"--baseline is {path}: {refusal}")
         print(f"no comparison with {path}: {refusal}", flush=True)
         return None

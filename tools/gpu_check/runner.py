@@ -48,9 +48,8 @@ class Section:
 
 
 SECTIONS = (
-    Section(
-        "environment", "penstock.tools.gpu_check.reporting.environment", 30
-    ),  # the first import of torch reads it from the disk
+    # Includes the first import of torch, which reads it from the disk.
+    Section("environment", "penstock.tools.gpu_check.reporting.environment", 30),
     Section("compile", "penstock.tools.gpu_check.checks.compilation", 35),
     Section("ceilings", "penstock.tools.gpu_check.kernel_speed.ceilings", 20),
     Section("correctness", "penstock.tools.gpu_check.checks.correctness", 90),
@@ -68,7 +67,7 @@ QUICK_SECTIONS = (
     Section("correctness", "penstock.tools.gpu_check.checks.correctness", 70, "run_quick"),
     Section("kernels", "penstock.tools.gpu_check.kernel_speed.kernels", 40, "run_quick"),
 )
-"""For kernel tuning: is the result still correct, and how fast is the kernel now?"""
+"""Sections for kernel tuning: they show whether the result is still correct, and how fast the kernel is."""
 TOTAL_S = sum(section.budget_s for section in SECTIONS if not section.needs_peers)
 QUICK_S = sum(section.budget_s for section in QUICK_SECTIONS)
 COMPILE_ONLY_S = 1800.0

@@ -171,12 +171,14 @@ async def test_page_loads_only_from_this_server(connection: ClientConnection) ->
     for path, kind in (("/docs/page.css", "text/css"), ("/docs/page.js", "text/javascript")):
         answer = await connection.request("GET", path)
         assert (answer.status, answer.headers["content-type"]) == (200, f"{kind}; charset=utf-8")
-    for path in ("/docs/", "/docs/index.html", "/docs/../app.py"):
+    for path in ("/docs/", "/docs/index.html", "/docs/../pages.py"):
         assert (await connection.request("GET", path)).status == 404
 
 
 def test_page_names_no_other_site_and_writes_no_markup() -> None:
-    for path in PAGE.iterdir():
+    paths = list(PAGE.iterdir())
+    assert {path.name for path in paths} == {"index.html", "page.css", "page.js"}
+    for path in paths:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"https?://|//[a-z]|@import|url\(", text.replace("// ", "")), path
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function| style=", text)

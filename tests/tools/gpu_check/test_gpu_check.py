@@ -56,6 +56,7 @@ def refused_imports(*modules: str) -> str:
 
 
 def test_gpu_check_imports_only_torch_cupy_numpy_safetensors_and_the_project() -> None:
+    assert {section.module for section in SECTIONS} <= set(MODULES)
     assert refused_imports(*(name for name in MODULES if not name.endswith("__main__"))) == ""
 
 
@@ -64,7 +65,9 @@ def test_refused_import_is_detected() -> None:
 
 
 def test_gpu_check_parses_as_python_3_11() -> None:
-    for path in PACKAGE.rglob("*.py"):
+    paths = list(PACKAGE.rglob("*.py"))
+    assert len(paths) == len(MODULES) > 0
+    for path in paths:
         ast.parse(path.read_text(), str(path), feature_version=(3, 11))
 
 

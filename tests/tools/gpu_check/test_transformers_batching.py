@@ -57,7 +57,7 @@ def test_transformers_and_ours_are_measured_on_the_same_weights(record: Record) 
 def test_sdpa_is_requested_by_the_name_of_each_version(
     monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...], name: str, options: dict[str, object]
 ) -> None:
-    """5.17 has blocks, and replaces sdpa with FlashAttention unless asked for paged|sdpa; later versions have pages."""
+    """5.17 has blocks, and replaces sdpa with FlashAttention unless given paged|sdpa; later versions have pages."""
     kind = dataclasses.make_dataclass("Config", [(field, object, None) for field in fields])
     monkeypatch.setattr(peers, "_options_class", lambda: kind)
     names: list[str] = []

@@ -39,7 +39,7 @@ _PEER_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class IpcHandles:
-    """What a peer needs to open the buffers. Bytes are in hexadecimal, to travel as JSON."""
+    """Handles with which a peer opens the buffers. Bytes are in hexadecimal, because they travel as JSON."""
 
     memory: list[str]
     events: list[str]

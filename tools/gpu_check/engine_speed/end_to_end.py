@@ -33,7 +33,7 @@ _SPARE_TOKENS = 64
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What to measure of one model."""
+    """The measurements of one model."""
 
     name: str
     config: DecoderConfig

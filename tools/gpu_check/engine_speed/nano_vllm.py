@@ -165,7 +165,7 @@ def _without_scaling(qwen3: Any) -> None:
 
 
 def write_checkpoint(directory: Path, config: DecoderConfig, weights: RandomWeights, dtype: torch.dtype) -> None:
-    """Write a Qwen3 checkpoint with a tokenizer of one word: nobody reads the decoded text."""
+    """Write a Qwen3 checkpoint with a tokenizer of one word: the decoded text is not used."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in make_state_dict(config, weights, dtype).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     end = "<|endoftext|>"

@@ -167,7 +167,7 @@ def make_state_dict(config: DecoderConfig, weights: RandomWeights, dtype: torch.
 def measure_transformers(transformers: Any, model: Any, sizes: TransformersSizes, attention: str) -> float:
     """Tokens per second while all rows decode, from the timestamps that transformers records."""
     known = known_options()
-    # 5.17 replaces sdpa with an installed FlashAttention unless asked for paged|sdpa; later versions have an option.
+    # 5.17 replaces sdpa with an installed FlashAttention unless given paged|sdpa; later versions have an option.
     model.set_attn_implementation(attention if "auto_switch_to_flash" in known else f"paged|{attention}")
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, sizes.config.vocab_size, sizes.prompt_tokens).tolist() for _ in range(sizes.rows)]

@@ -20,7 +20,6 @@ NOT_MEASURED = "not measured"
 _MOST_FAILED, _MOST_OTHERS, _MOST_COMPARED = 12, 80, 40
 """Maximum lines in report.md, per section and for the comparison; report.json has everything."""
 
-
 CEILINGS = {"TB/s": "ceiling.copy", "TFLOP/s": "ceiling.product"}
 """Unit → finding of the ceiling; figures are also shown as a share of it if the run measured it."""
 

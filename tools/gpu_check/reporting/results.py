@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class SectionOutcome:
-    """What a section found and how it ended: "done", "running", "timed out", "skipped" or "failed with status N"."""
+    """A section's findings, and how it ended: "done", "running", "timed out", "skipped" or "failed with status N"."""
 
     name: str
     outcome: str

@@ -65,7 +65,7 @@ _NO_INTS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """What `forward` leaves for `sample` of the same step."""
+    """State that `forward` leaves for `sample` of the same step."""
 
     features: SamplerFeatures
     logprob_rows: Tensor

@@ -1,4 +1,4 @@
-"""What travels between host and GPU with each step, and sampling.
+"""Copies between host and GPU that belong to each step, and sampling.
 
 Start with `step_rows`, the rows as kernels read them. `step_buffers` sends a step to fixed addresses on the device,
 `device_sampler` samples its tokens there, and `step_results` copies tokens and log probabilities back. This package may

@@ -343,9 +343,9 @@ def test_an_unsupported_page_size_is_refused() -> None:
 def test_the_pass_takes_the_announced_memory(dtype: str, deterministic: bool) -> None:
     """Exact to the byte, except alignment and decode attention's scratch. Libraries and graphs are estimates on top."""
     before = storages()
-    asked = replace(options(dtype), deterministic=deterministic)
-    made = EmulatedCudaPass.load(checkpoint("mistral"), asked)
-    assert made.spec == CudaDecoderPass.describe(checkpoint("mistral"), asked)
+    pass_options = replace(options(dtype), deterministic=deterministic)
+    made = EmulatedCudaPass.load(checkpoint("mistral"), pass_options)
+    assert made.spec == CudaDecoderPass.describe(checkpoint("mistral"), pass_options)
     made.create_cache(num_pages=40, page_size_tokens=16, kv_dtype="q8_0")
     cache_bytes = 40 * 16 * made.spec.kv_bytes_per_token["q8_0"]
     assert made._ops.cache.numel() == cache_bytes
@@ -362,5 +362,5 @@ def test_the_pass_takes_the_announced_memory(dtype: str, deterministic: bool) ->
 def storages() -> dict[int, int]:
     """Return address → bytes of all memory that tensors hold."""
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -229,8 +229,8 @@ def test_a_copied_page_equals_its_source() -> None:
 def test_whole_steps_have_no_races_and_stay_in_bounds(dtype: str, kv_dtype: str, deterministic: bool) -> None:
     """The steps run in the emulator's checking mode and use every kernel of the sampler."""
     device = EmulatedDevice(mode="check")
-    asked = replace(options(dtype, max_batch_tokens=32), deterministic=deterministic)
-    made = CudaDecoderPass.load(checkpoint("qwen3"), asked, device)
+    pass_options = replace(options(dtype, max_batch_tokens=32), deterministic=deterministic)
+    made = CudaDecoderPass.load(checkpoint("qwen3"), pass_options, device)
     driver = Driver(made, num_pages=8, page_size=16, kv_dtype=kv_dtype)
     everything = replace(
         DRAWN, typical_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, logit_bias=((3, 1.0),), num_logprobs=2

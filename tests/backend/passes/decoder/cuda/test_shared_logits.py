@@ -54,7 +54,7 @@ async def test_clients_receive_rows_on_the_device(
     wish = BufferRequest(2, NUM_ROWS * 4 * VOCAB_SIZE, (BufferKind.CUDA,))
     with served(load, "cuda", device, num_pages=NUM_PAGES, page_size=PAGE_SIZE) as path:
         async with connected(path, wish, clients_device) as client:
-            asked = [(prompt, client.take_buffer()) for prompt in prompts((7, 17))]
+            requests = [(prompt, client.take_buffer()) for prompt in prompts((7, 17))]
             streams = [
                 generate(
                     client,
@@ -65,9 +65,9 @@ async def test_clients_receive_rows_on_the_device(
                         output=BufferSlice(buffer, content, NUM_ROWS),
                     ),
                 )
-                for prompt, buffer in asked
+                for prompt, buffer in requests
             ]
-            for (prompt, buffer), tokens in zip(asked, await asyncio.gather(*streams), strict=True):
+            for (prompt, buffer), tokens in zip(requests, await asyncio.gather(*streams), strict=True):
                 expected = oracle_rows(content, [*prompt, *tokens[: NUM_ROWS - 1]])[-NUM_ROWS:]
                 rows = buffer.device_rows().__cuda_array_interface__
                 assert (rows["shape"], rows["typestr"]) == (expected.shape, "<f4")
@@ -93,13 +93,13 @@ async def test_client_embeddings_give_the_results_of_their_tokens(
 
     monkeypatch.setattr(SharedPromptRows, "read", lambda _rows: pytest.fail("read by the host, where the device can"))
     device, clients_device = EmulatorSharedDevice(tmp_path), FakeDevice(tmp_path)
-    asked = prompts((7, 17))
+    prompt_pair = prompts((7, 17))
     table = oracle("llama3").get_input_embeddings()
     greedy = Sampling(temperature=0.0)
     with served(load, "auto", device, num_pages=NUM_PAGES, page_size=PAGE_SIZE) as path:
         async with connected(path, BufferRequest(2, 1 << 13, (kind,)), clients_device) as client:
-            streams = [generate(client, GenerationRequest(prompt, 5, greedy)) for prompt in asked]
-            for prompt in asked:
+            streams = [generate(client, GenerationRequest(prompt, 5, greedy)) for prompt in prompt_pair]
+            for prompt in prompt_pair:
                 buffer = client.take_buffer()
                 with torch.inference_mode():
                     rows: NDArray[np.float32] = table(torch.tensor(prompt)).numpy()
@@ -111,5 +111,5 @@ async def test_client_embeddings_give_the_results_of_their_tokens(
                 streams.append(generate(client, GenerationRequest(part, 5, greedy)))
             tokens = await asyncio.gather(*streams)
     assert tokens[:2] == tokens[2:]
-    for prompt, generated in zip(asked, tokens, strict=False):
+    for prompt, generated in zip(prompt_pair, tokens, strict=False):
         assert generated == oracle_logits("llama3", [*prompt, *generated]).argmax(1)[len(prompt) - 1 : -1].tolist()

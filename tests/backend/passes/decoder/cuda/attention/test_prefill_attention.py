@@ -79,7 +79,7 @@ def test_activations_of_any_dtype_equal_float64(kv_dtype: str, act: torch.dtype)
     attention = attention_of(64, kv_dtype)
     step = prepare(attention, rows_of((0, 9), (30, 40)), act)
     expected = step.expected(attention.scale, 0, 0.0)
-    # Besides the weights, two things are rounded: queries to bf16 for products with a bf16 cache, and results to act.
+    # Three roundings: the weights, queries to bf16 for products with a bf16 cache, and results to act.
     tolerance = 1e-2 if kv_dtype == "bf16" else {FP32: 1e-5, BF16: 5e-3, FP16: 1e-3}[act]
     assert relative_error(run(attention, step), expected) <= tolerance
 

@@ -34,7 +34,7 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """A digest of everything that decides how they compile."""
+        """A digest of all inputs of the compilation."""
         files = (KERNELS_DIR / self.kernels[0].source, *sorted(KERNELS_DIR.glob("*.cuh")), Path(nvrtc.__file__))
         texts = (repr(self), nvrtc.version(), *(path.read_text() for path in files))
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]

@@ -1,4 +1,4 @@
-"""The kernels address arrays of more than 2^32 elements, in reserved memory of which they touch little."""
+"""The kernels address arrays of more than 2^32 elements, in memory that is reserved but mostly not touched."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def test_the_last_token_of_a_large_table_is_embedded_and_a_far_row_is_gathered()
 def test_rows_of_logits_that_lie_far_apart_are_sampled() -> None:
     vocab_size, num_rows, stride = 5000, 3, 3 << 30
     logits = reserved(stride * num_rows, torch.bfloat16).as_strided((num_rows, vocab_size), (stride, 1))
-    wanted = [4321, 17, 4999]
-    logits[range(num_rows), wanted] = 5.0
+    expected = [4321, 17, 4999]
+    logits[range(num_rows), expected] = 5.0
     device = SamplingDevice(LAUNCHER, vocab_size, num_rows, torch.bfloat16)
     device.take(
         slot_init(0, temperature=0.0, num_logprobs=1), slot_init(1, temperature=0.01), slot_init(2, top_k=1, top_p=0.5)
     )
-    assert device.sample(logits, [0, 1, 2]) == wanted
+    assert device.sample(logits, [0, 1, 2]) == expected
     out = LogprobBuffers(torch.zeros(3), ints(0, 0, 0), torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, 1))
-    device.sampler.logprobs(logits, ints(*wanted), ints(0, 1, 2), out)
-    assert out.top_ids.flatten().tolist() == wanted
+    device.sampler.logprobs(logits, ints(*expected), ints(0, 1, 2), out)
+    assert out.top_ids.flatten().tolist() == expected
     assert out.ranks.tolist() == [1, 1, 1]

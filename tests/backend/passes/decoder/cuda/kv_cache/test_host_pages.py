@@ -49,7 +49,7 @@ def make_driver(
     host_kv_bytes: int | None = None,
     pass_class: type[EmulatedCudaPass | DeferredCudaPass] = EmulatedCudaPass,
 ) -> Driver:
-    """By default there is host memory for NUM_HOST_PAGES and a part of another one."""
+    """Make a driver; by default with host memory for NUM_HOST_PAGES pages and a part of another one."""
     settings = options()
     page_bytes = PAGE_SIZE * pass_class.describe(checkpoint("llama3"), settings).kv_bytes_per_token[kv_dtype]
     num_bytes = NUM_HOST_PAGES * page_bytes + page_bytes // 2 if host_kv_bytes is None else host_kv_bytes
@@ -180,7 +180,7 @@ def test_pages_saved_overwritten_and_restored_elsewhere_give_the_same_bits(kv_dt
     found = run(driver, [(row, 1), (other, 1)], restores=list(zip(host_pages, row.pages, strict=True)))
     np.testing.assert_array_equal(found, expected)
     now = driver.forward_pass._ops.pages
-    assert torch.equal(now[:, row.pages[:2]], held[:, pages[:2]]), "the last page got another token meanwhile"
+    assert torch.equal(now[:, row.pages[:2]], held[:, pages[:2]]), "a page changed that received no token"
     untouched = [page for page in range(32) if page not in pages + row.pages]
     assert torch.equal(now[:, untouched], held[:, untouched])
 
