@@ -180,7 +180,7 @@ class ExportedBuffers:
 
     @property
     def can_be_freed(self) -> bool:
-        """Neither side uses them any more. Does not block."""
+        """Neither side still uses them. Does not block."""
         return (self.is_closed or self.is_abandoned) and not self._memory.is_awaited
 
     def free(self) -> None:

@@ -43,7 +43,7 @@ class BufferSlice:
     content: BufferContent
     num_rows: int
     stream: int = 0
-    """For a buffer on the device: the stream on which the caller used it. Lending waits for that stream."""
+    """The stream on which the caller used a buffer on the device. Lending waits for that stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class SharedBuffer:
         return self._owner.host_view(self, self.num_bytes)
 
     def rows(self) -> memoryview[float] | memoryview[int]:
-        """What the backend wrote: read-only float32 or int32 values of shape [num_rows, num_values].
+        """The rows that the backend wrote: read-only float32 or int32 values of shape [num_rows, num_values].
 
         Raises BufferGone.
         """
@@ -90,7 +90,7 @@ class SharedBuffer:
         return view.cast("f" if spec.dtype == "<f4" else "i", shape)[: self.num_rows]
 
     def device_rows(self, stream: int = 0) -> DeviceArray:
-        """What the backend wrote, [num_rows, num_values], for later work on stream. Raises BufferGone, DeviceError."""
+        """Like `rows`, as device memory for later work on stream. Raises BufferGone, DeviceError."""
         spec = self._written()
         return self._owner.device_array(self, (self.num_rows, spec.num_values), spec.dtype, stream)
 
@@ -133,7 +133,7 @@ class SharedBuffers:
 
     @property
     def is_closed(self) -> bool:
-        """No device memory is open any more."""
+        """All device memory is closed."""
         return not self._is_connected and (self._device_memory is None or self._device_memory.is_closed)
 
     # For the user of the client
@@ -185,7 +185,7 @@ class SharedBuffers:
             buffer._to_release = True
         elif buffer._state is _State.HELD:
             if (memory := self._device_memory) is not None and self._is_connected:
-                # The buffer's next user waits for this event, and so also for the backend's work on it.
+                # The buffer's next user waits for this event, which includes the backend's work on it.
                 memory.device.wait(memory.events[buffer.index], stream)
                 memory.device.record(memory.events[buffer.index], stream)
             self._free(buffer)

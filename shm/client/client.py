@@ -137,7 +137,7 @@ class BackendClient:
         return self._counters.totals(len(self._streams))
 
     def balance(self) -> dict[str, int]:
-        """What is held now: sessions, streams, slots, and messages and credits that are not sent yet."""
+        """Resources held now, by kind: sessions, streams, slots, unsent messages and credits."""
         session = self._connection.session
         held = self.ledger.balance()
         held["unsent"] = len(self._outbox)
@@ -159,7 +159,7 @@ class BackendClient:
 
     @property
     def buffer_contents(self) -> dict[BufferContent, ContentSpec]:
-        """What shared buffers can carry with this backend, and the form of a row. Empty without buffers."""
+        """The contents that shared buffers can carry with this backend, and their rows. Empty without buffers."""
         session = self._connection.session
         if session is None or session.buffers is None:
             return {}
@@ -247,5 +247,5 @@ class BackendClient:
 
 
 def _identity(model: ModelCard) -> tuple[str, str, int]:
-    """What must be equal for a stream to continue with another backend."""
+    """The properties that a new backend must share for streams to continue."""
     return model.model_id, model.fingerprint, model.vocab_size

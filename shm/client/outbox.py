@@ -33,7 +33,7 @@ class Outbox:
         self._items.append(stream)
 
     def cancel(self, request_id: int) -> None:
-        """Only for a request that has been sent; a stream that ends while it is queued is skipped."""
+        """Call only for a request that has been sent; a stream that ends while it is queued is skipped."""
         self._items.append(request_id)
 
     def clear(self) -> None:

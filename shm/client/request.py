@@ -31,7 +31,7 @@ _STRUCT_FIELDS: dict[str, type[Struct]] = {"sampling": Sampling, "constraints": 
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """What to run. Fields without a description here mean the same as in `Submit`.
+    """A prompt and how to continue it. Fields without a description here mean the same as in `Submit`.
 
     A request that uses shared buffers cannot outlive its backend: if the backend dies, it ends FAILED, UNAVAILABLE.
     """

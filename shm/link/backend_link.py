@@ -62,7 +62,7 @@ class LinkCounters:
     messages_out: int = 0
     events_out: int = 0
     strangers: int = 0
-    """Messages whose sender is not, or no longer, a frontend of this backend."""
+    """Messages from senders that are not frontends of this backend, or were disconnected."""
     faults: int = 0
     """Malformed messages and descriptors, which were dropped or rejected."""
     blocked_sends: int = 0
@@ -138,7 +138,7 @@ class BackendLink:
         return {epoch: frontend.board for epoch, frontend in self._frontends.items()}
 
     def balance(self) -> dict[str, int]:
-        """What is held now: frontends, open requests, buffer memory, and events that wait for credit."""
+        """Resources held now, by kind: frontends, open requests, buffer memory, events that wait for credit."""
         held = self.ledger.balance()
         held["request"] = sum(len(frontend.open_requests) for frontend in self._frontends.values())
         if self._exporter is not None:

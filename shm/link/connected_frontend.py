@@ -133,7 +133,7 @@ class ConnectedFrontend:
         return tokens
 
     def borrow_output(self, submit: Submit) -> Loan | None:
-        """Where to write the request's output, until `end`. Raises LoanError, WireError."""
+        """The loan that receives the request's output, until `end`. Raises LoanError, WireError."""
         if submit.output is None:
             return None
         if submit.may_share:
@@ -269,7 +269,7 @@ class ConnectedFrontend:
         return count
 
     def sent(self) -> None:
-        """What `next_outputs` returned is sent."""
+        """Remove the events that `next_outputs` returned: they are sent."""
         self._next_sequence += 1
         self.credit -= 1
         self.waiting_since_s = None

@@ -107,7 +107,7 @@ class Board:
         self._mapping = mapping
         self._words = memoryview(mapping).cast("Q")
         self.fd = fd
-        """For readers, who can map it for reading only; -1 except in the writer."""
+        """Readers can map it for reading only; -1 except in the writer."""
 
     @classmethod
     def create(cls) -> Self:

@@ -22,7 +22,7 @@ class BufferKind(enum.IntEnum):
 
 
 class BufferContent(enum.IntEnum):
-    """What a shared buffer carries. The first two go to the backend, the others come from it."""
+    """The content of a shared buffer. The first two go to the backend, the others come from it."""
 
     TOKENS = 0
     """A prompt; a row is one token id."""

@@ -21,7 +21,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=
 
 
 class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a frontend must know about the model. model_dir contains the tokenizer and the chat template."""
+    """Facts about the model that a frontend needs. model_dir contains the tokenizer and the chat template."""
 
     model_id: Annotated[str, Meta(min_length=1, max_length=512)]
     model_dir: Annotated[str, Meta(max_length=4096)]

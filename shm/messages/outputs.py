@@ -52,7 +52,7 @@ class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     code: Annotated[int, Meta(ge=0, le=255)]
     limit: I31 = 0
     text: Annotated[str, Meta(max_length=512)] = ""
-    """What is wrong with a grammar."""
+    """The fault of a grammar."""
 
 
 class Started(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

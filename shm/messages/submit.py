@@ -46,7 +46,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
 
 
 class Grammar(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a text must match, in one of llguidance's three notations."""
+    """A pattern that a text must match, in one of llguidance's three notations."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]

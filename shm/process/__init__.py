@@ -1,4 +1,4 @@
-"""What every process of Penstock needs: options, logging, a supervisor of child processes, the default socket path.
+"""Parts that every process uses: options, logging, a supervisor of child processes, the default socket path.
 
 The package imports nothing else of Penstock. To follow a command, start with `options`; to follow `penstock serve`,
 start with `supervisor`.

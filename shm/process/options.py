@@ -1,4 +1,4 @@
-"""What the commands share: the declaration of options, and the notation of sizes."""
+"""Shared by all commands: the declaration of options, and the notation of sizes."""
 
 from __future__ import annotations
 

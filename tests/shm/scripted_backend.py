@@ -55,7 +55,7 @@ NEXT_TOKEN: dict[str, NextToken] = {"hashed": hashed, "echoed": echoed}
 def expected_tokens(
     prompt: Sequence[int], max_tokens: int, next_token: NextToken = hashed, vocab_size: int = 1000
 ) -> list[int]:
-    """What an undisturbed run generates, ignoring stop tokens."""
+    """The tokens of an undisturbed run, ignoring stop tokens."""
     tokens = array("i", prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(tokens, len(prompt), vocab_size))
@@ -95,7 +95,7 @@ class Script:
     credit: int = 256
     stall_limit_s: float = 5.0
     exporter: BufferExporter | None = None
-    """For shared buffers on the host. A token's row of logits repeats the token; an embedding counts as token 0."""
+    """Exports shared buffers on the host. A token's row of logits repeats the token; an embedding counts as token 0."""
 
 
 class ScriptedEngine:

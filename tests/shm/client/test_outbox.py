@@ -1,4 +1,4 @@
-"""What waits in the client: long prompts without a slot, requests behind a full link or wait queue."""
+"""Requests wait in the client for a slot or a full link; a full wait queue refuses them."""
 
 from __future__ import annotations
 

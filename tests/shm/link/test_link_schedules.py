@@ -20,7 +20,7 @@ TINY, LONG = [1, 2], list(range(4100))
 
 @dataclass
 class Expected:
-    """What one frontend has requested and must have received."""
+    """The requests of one frontend, and the tokens that it must have received."""
 
     frontend: Frontend
     next_id: int = 0

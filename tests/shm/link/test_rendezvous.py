@@ -1,4 +1,4 @@
-"""Who may connect to the backend, and how peers that misbehave are refused."""
+"""The handshake: who may connect, and how peers that misbehave are refused."""
 
 from __future__ import annotations
 
