@@ -125,7 +125,7 @@ class StepBatch:
     is both, and no page is a destination twice."""
     page_restores: tuple[tuple[int, int], ...] = ()
     """(host page, page): copy what `IHostPages.save_pages` saved there back to the page, before page_copies. Only for
-    passes that have host pages. No page is a destination twice, nor also a destination of page_copies."""
+    passes that have host pages. No page is a destination twice, or a destination of page_copies too."""
     embeddings: tuple[EmbeddedTokens, ...] = ()
     """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only for passes that are IPromptEmbeddings."""
 
@@ -319,7 +319,7 @@ class IHostPages(Protocol):
 class IPromptEmbeddings(Protocol):
     """Optional interface of a pass that takes prompts as embeddings, see `StepBatch.embeddings`.
 
-    One that is IDeviceLogits as well receives them on the device and on the host, any other one on the host only.
+    If it is also IDeviceLogits, it receives them on the device and on the host, otherwise on the host only.
     """
 
     @property
@@ -346,7 +346,7 @@ class IDeviceLogits(Protocol):
 
 @runtime_checkable
 class IHiddenStates(Protocol):
-    """Optional interface: clients receive hidden states, the last layer's normed output, of which logits are made."""
+    """Optional interface: clients receive hidden states: the last layer's output after the final norm."""
 
     @property
     def hidden_size(self) -> int: ...

@@ -52,14 +52,14 @@ class FailingFakePass(_FaultyFakePass):
 
 
 class WideFakePass(FakePass):
-    """Its logits have a column more than its vocabulary has tokens."""
+    """Its logits are one column wider than its vocabulary."""
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         return np.pad(super().forward(batch), ((0, 0), (0, 1)))
 
 
 class SmallVocabularyPass(FakePass):
-    """It has a token less than the demo model's tokenizer."""
+    """It has one token fewer than the demo model's tokenizer."""
 
     VOCAB_SIZE = 4095
 

@@ -76,7 +76,7 @@ class HostOffload:
         self.discard([page_hash for page_hash, its_salt in self._salt_of_hash.items() if its_salt == salt])
 
     def discard(self, page_hashes: list[bytes]) -> None:
-        """Forget this content, where it is here."""
+        """Forget this content. Hashes that are not saved here are ignored."""
         self._free += [self._forget(page_hash) for page_hash in page_hashes if page_hash in self._host_page_of_hash]
 
     def check_integrity(self) -> None:

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from array import array
 
 _SECRET = secrets.token_bytes(32)
-"""Of this process. Without it nobody can construct two prompts with one hash (CVE-2025-25183 was a known hash)."""
+"""Random for each process. Without it, nobody can construct two prompts with the same hash (see CVE-2025-25183)."""
 
 
 def extend_page_hashes(
     page_hashes: list[bytes], tokens: array[int], num_tokens: int, page_size_tokens: int, salt: bytes
 ) -> None:
-    """Append to page_hashes, in place, those of the pages that the first num_tokens of tokens fill.
+    """Append the hashes of the pages that the first num_tokens of tokens fill to page_hashes, in place.
 
     128 bits of keyed BLAKE2b (RFC 7693) over the previous page's hash and this page's tokens. The first page's parent
     is the salt, so sequences of different tenants never share a page.
@@ -27,7 +27,7 @@ def extend_page_hashes(
 
 
 def partial_page_hash(parent_hash: bytes, content: bytes) -> bytes:
-    """The hash of a page that is not full. It never equals that of a full page."""
+    """The hash of a page that is not full. It never equals the hash of a full page."""
     return _digest(parent_hash, content) + b"part"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class IndexedPage:
-    """What the index knows of a page. Its content does not change while it is indexed."""
+    """An indexed page. Its content does not change while it is indexed."""
 
     page_hash: bytes
     parent_hash: bytes

@@ -74,7 +74,7 @@ def _nucleus_floor(
 ) -> NDArray[np.float32]:
     """The smallest value of each row's nucleus, [n]: the largest tokens at or above floor [n] whose mass reaches top_p.
 
-    See arXiv 1904.09751. Sorts only the largest _NUCLEUS_GUESS values first, and all values where those do not suffice.
+    See arXiv 1904.09751. Sorts only the largest _NUCLEUS_GUESS values first, then all values if needed.
     """
     weights = np.exp(scaled)
     weights[scaled < floor[:, None]] = 0.0

@@ -28,7 +28,7 @@ class Penalties:
         self.seen[token_ids[token_ids != FROM_EMBEDDINGS]] = True
 
     def count(self, token: int) -> None:
-        """Take a token that was sampled."""
+        """Count a sampled token."""
         self.generated[token] += 1
         self.seen[token] = True
 

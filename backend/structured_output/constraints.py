@@ -1,7 +1,7 @@
-"""What one sequence may sample next: a grammar, the client's token lists, and a forced end of reasoning.
+"""Limits what one sequence may sample next: a grammar, the client's token lists, and a forced end of reasoning.
 
 Constraints know generated tokens only. `advance` takes each token as it is sampled and `fill_mask` gives the mask for
-the next one. Tokens that were dropped after they were sampled, as at a preemption, are undone with `rewind`.
+the next one. `rewind` undoes tokens that were dropped after they were sampled, for example at a preemption.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SequenceConstraints:
         vocab_size: int,
         forced: Sequence[int] = (),
     ) -> None:
-        """matcher belongs to this sequence and is at its beginning. min_tokens keeps out the stop_ids.
+        """matcher belongs to this sequence and is at its beginning. stop_ids are masked until min_tokens.
 
         The forced ids are sampled first, and all other constraints begin after them. They are a prompt whose log
         probabilities were requested, without its first token.

@@ -7,7 +7,7 @@ from penstock.backend.passes.fake import FakePass
 from penstock.backend.plugins import find_forward_pass
 
 
-def test_a_pass_is_found_by_its_installed_name_and_by_import_string() -> None:
+def test_pass_is_found_by_its_installed_name_and_by_import_string() -> None:
     assert find_forward_pass("fake") is FakePass
     assert find_forward_pass("penstock.backend.passes.fake:FakePass") is FakePass
 
@@ -23,6 +23,6 @@ def test_a_pass_is_found_by_its_installed_name_and_by_import_string() -> None:
         ("..relative:Class", "cannot be imported: TypeError"),
     ],
 )
-def test_what_is_no_forward_pass_is_refused_with_its_name(name: str, message: str) -> None:
+def test_name_that_is_not_a_forward_pass_is_refused(name: str, message: str) -> None:
     with pytest.raises(StartupError, match=message):
         find_forward_pass(name)

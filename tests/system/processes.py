@@ -141,7 +141,7 @@ def wait_until(condition: Any, timeout_s: float) -> None:
     """Poll until the condition holds: another process's state sends no event."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
+        assert time.monotonic() < deadline_s, f"the condition did not hold within {timeout_s} s"
         time.sleep(0.02)
 
 

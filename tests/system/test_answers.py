@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-ASKED: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "What does os.path.join do?"}]},
     COMPLETIONS: {"prompt": "def read_lines(path):\n"},
 }
@@ -40,13 +40,13 @@ async def http(served_demo: str) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def whole(http: httpx.AsyncClient, path: str, **fields: Any) -> Any:
-    response = await http.post(path, json={"max_tokens": 24, "temperature": 0, **ASKED[path], **fields})
+    response = await http.post(path, json={"max_tokens": 24, "temperature": 0, **REQUESTS[path], **fields})
     assert response.status_code == 200, response.text
     return response.json()
 
 
 async def events(http: httpx.AsyncClient, path: str, **fields: Any) -> list[Any]:
-    body = {"max_tokens": 24, "temperature": 0, **ASKED[path], **fields}
+    body = {"max_tokens": 24, "temperature": 0, **REQUESTS[path], **fields}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     response = await http.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -96,9 +96,9 @@ def log_softmax(oracle: Any, token_ids: list[int]) -> torch.Tensor:
     return torch.log_softmax(logits.double(), dim=-1)
 
 
-def assert_likeliest(told: list[float], row: torch.Tensor) -> None:
-    expected = row.topk(len(told)).values
-    assert told == pytest.approx(expected.tolist(), abs=TOLERANCE)
+def assert_likeliest(reported: list[float], row: torch.Tensor) -> None:
+    expected = row.topk(len(reported)).values
+    assert reported == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -113,26 +113,28 @@ async def test_chat_logprobs_match_transformers(http: httpx.AsyncClient, oracle:
     prompt, generated = answer["prompt_token_ids"], choice["token_ids"]
     rows = log_softmax(oracle, prompt + generated)[len(prompt) - 1 :]
     assert len(generated) == len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
-    for token, row, told in zip(generated, rows, choice["logprobs"]["content"], strict=False):
-        assert told["logprob"] == pytest.approx(row[token].item(), abs=TOLERANCE)
-        assert_likeliest([top["logprob"] for top in told["top_logprobs"]], row)
+    for token, row, entry in zip(generated, rows, choice["logprobs"]["content"], strict=False):
+        assert entry["logprob"] == pytest.approx(row[token].item(), abs=TOLERANCE)
+        assert_likeliest([top["logprob"] for top in entry["top_logprobs"]], row)
 
 
 async def test_completion_logprobs_match_transformers(http: httpx.AsyncClient, oracle: Any) -> None:
     """With echo, the prompt's logprobs come first."""
     answer = await whole(http, COMPLETIONS, logprobs=3, echo=True, return_token_ids=True)
     (choice,) = answer["choices"]
-    token_ids, told = choice["prompt_token_ids"] + choice["token_ids"], choice["logprobs"]
+    token_ids, logprobs = choice["prompt_token_ids"] + choice["token_ids"], choice["logprobs"]
     rows = log_softmax(oracle, token_ids)
-    assert told["token_logprobs"][0] is None
-    assert len(told["token_logprobs"]) == len(token_ids)
+    assert logprobs["token_logprobs"][0] is None
+    assert len(logprobs["token_logprobs"]) == len(token_ids)
     for place in range(1, len(token_ids)):
-        assert told["token_logprobs"][place] == pytest.approx(rows[place - 1, token_ids[place]].item(), abs=TOLERANCE)
-        likeliest = sorted(told["top_logprobs"][place].values(), reverse=True)
+        assert logprobs["token_logprobs"][place] == pytest.approx(
+            rows[place - 1, token_ids[place]].item(), abs=TOLERANCE
+        )
+        likeliest = sorted(logprobs["top_logprobs"][place].values(), reverse=True)
         assert 3 <= len(likeliest) <= 4
         assert_likeliest(likeliest[:3], rows[place - 1])
-    assert choice["text"].startswith(ASKED[COMPLETIONS]["prompt"])
-    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+    assert choice["text"].startswith(REQUESTS[COMPLETIONS]["prompt"])
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         is_shown = not token.startswith(("bytes:", "<|end"))
         assert choice["text"][offset:].startswith(token) or not is_shown
 
@@ -141,22 +143,24 @@ async def test_completion_logprobs_match_transformers(http: httpx.AsyncClient, o
 async def test_prompt_logprobs_match_transformers(http: httpx.AsyncClient, oracle: Any, path: str) -> None:
     """A chat's prompt contains the model's own end tokens."""
     messages = [
-        *ASKED[CHAT]["messages"],
+        *REQUESTS[CHAT]["messages"],
         {"role": "assistant", "content": "It joins."},
         {"role": "user", "content": "So?"},
     ]
     more = {"messages": messages} if path == CHAT else {}
     answer = await whole(http, path, prompt_logprobs=4, max_tokens=1, return_token_ids=True, **more)
     source = answer if path == CHAT else answer["choices"][0]
-    prompt, told = source["prompt_token_ids"], source["prompt_logprobs"]
-    assert told[0] is None
-    assert len(told) == len(prompt) == answer["usage"]["prompt_tokens"]
+    prompt, entries = source["prompt_token_ids"], source["prompt_logprobs"]
+    assert entries[0] is None
+    assert len(entries) == len(prompt) == answer["usage"]["prompt_tokens"]
     for place, row in enumerate(log_softmax(oracle, prompt)[:-1], start=1):
-        own = told[place][str(prompt[place])]
+        own = entries[place][str(prompt[place])]
         assert own["logprob"] == pytest.approx(row[prompt[place]].item(), abs=TOLERANCE)
         assert own["rank"] == pytest.approx(1 + (row > row[prompt[place]]).sum().item(), abs=1)
-        ranked = sorted((one for one in told[place].values() if one["rank"] <= 4), key=lambda one: one["rank"])
-        assert_likeliest([one["logprob"] for one in ranked], row)
+        ranked = sorted(
+            (entry for entry in entries[place].values() if entry["rank"] <= 4), key=lambda entry: entry["rank"]
+        )
+        assert_likeliest([entry["logprob"] for entry in ranked], row)
 
 
 async def test_prompt_without_an_answer_is_scored_like_one_with_an_answer(http: httpx.AsyncClient) -> None:
@@ -164,7 +168,7 @@ async def test_prompt_without_an_answer_is_scored_like_one_with_an_answer(http: 
     (alone,) = (await whole(http, COMPLETIONS, max_tokens=0, **fields))["choices"]
     (answered,) = (await whole(http, COMPLETIONS, max_tokens=3, **fields))["choices"]
     assert flat(alone["logprobs"]) == flat(answered["logprobs"])[: len(flat(alone["logprobs"]))]
-    assert alone["text"] == ASKED[COMPLETIONS]["prompt"]
+    assert alone["text"] == REQUESTS[COMPLETIONS]["prompt"]
 
 
 COMBINATIONS: list[dict[str, Any]] = [
@@ -229,8 +233,8 @@ GUIDED: list[tuple[dict[str, Any], Any]] = [
 async def test_answer_has_the_requested_format(http: httpx.AsyncClient, fields: dict[str, Any], is_right: Any) -> None:
     """On both endpoints, for each of several choices, streamed and not."""
     fields = {**fields, "max_tokens": 200, "temperature": 1.2, "seed": 4, "n": 3}
-    answers = await asyncio.gather(*(whole(http, path, **fields) for path in ASKED))
-    streams = await asyncio.gather(*(events(http, path, **fields) for path in ASKED))
+    answers = await asyncio.gather(*(whole(http, path, **fields) for path in REQUESTS))
+    streams = await asyncio.gather(*(events(http, path, **fields) for path in REQUESTS))
     for answer, chunks in zip(answers, streams, strict=True):
         texts = [text_of(choice) for choice in answer["choices"]]
         assert texts == [text for text, _, _ in from_chunks(chunks)]
@@ -241,9 +245,9 @@ async def test_answer_has_the_requested_format(http: httpx.AsyncClient, fields: 
 
 async def test_equal_requests_coalesce_and_other_formats_do_not(http: httpx.AsyncClient) -> None:
     digits, letters = {"guided_regex": "[0-9]{150}"}, {"guided_regex": "[a-z]{150}"}
-    asked = [digits] * 4 + [letters] * 2 + [{}]
+    formats = [digits] * 4 + [letters] * 2 + [{}]
     answers = await asyncio.gather(
-        *(whole(http, COMPLETIONS, **fields, prompt="shared or not", max_tokens=300) for fields in asked)
+        *(whole(http, COMPLETIONS, **fields, prompt="shared or not", max_tokens=300) for fields in formats)
     )
     texts = [text_of(answer["choices"][0]) for answer in answers]
     assert len(set(texts[:4])) == 1
@@ -285,7 +289,7 @@ async def test_bad_response_format_fails_only_its_own_request(http: httpx.AsyncC
         running = [group.create_task(events(http, COMPLETIONS, prompt=prompt, max_tokens=60)) for prompt in prompts]
         for fields, param in BAD_FORMS:
             for stream in (False, True):
-                response = await http.post(CHAT, json={**ASKED[CHAT], **fields, "max_tokens": 20, "stream": stream})
+                response = await http.post(CHAT, json={**REQUESTS[CHAT], **fields, "max_tokens": 20, "stream": stream})
                 assert response.status_code == 400, (fields, response.text)
                 error = response.json()["error"]
                 assert (error["param"], error["code"]) == (param, "invalid_value")

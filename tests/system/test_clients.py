@@ -147,15 +147,15 @@ def litellm(_offline: None) -> Any:
 
 
 @pytest.fixture
-def asked(base_url: str) -> dict[str, Any]:
+def arguments(base_url: str) -> dict[str, Any]:
     return {"model": f"openai/{MODEL}", "api_base": base_url, "api_key": "none", "messages": MESSAGES, **GREEDY}
 
 
 @pytest.fixture
-async def asked_async(asked: dict[str, Any], base_url: str) -> AsyncIterator[dict[str, Any]]:
+async def async_arguments(arguments: dict[str, Any], base_url: str) -> AsyncIterator[dict[str, Any]]:
     """Uses a client that is closed: litellm leaves its own to the garbage collector."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
-        yield {**asked, "client": client}
+        yield {**arguments, "client": client}
 
 
 @pytest.fixture
@@ -173,32 +173,32 @@ litellms = pytest.mark.filterwarnings("ignore::DeprecationWarning:litellm", "ign
 
 @litellms
 @pytest.mark.usefixtures("loop")
-def test_litellm_completes_and_streams(litellm: Any, asked: dict[str, Any], text: str) -> None:
-    whole = litellm.completion(**asked, logprobs=True)
+def test_litellm_completes_and_streams(litellm: Any, arguments: dict[str, Any], text: str) -> None:
+    whole = litellm.completion(**arguments, logprobs=True)
     assert whole.choices[0].message.content == text
     assert whole.usage.completion_tokens == 24
-    chunks = list(litellm.completion(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(litellm.completion(**arguments, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
     assert litellm.stream_chunk_builder(chunks).choices[0].message.content == text
 
 
 @litellms
 async def test_litellm_completes_and_streams_asynchronously(
-    litellm: Any, asked_async: dict[str, Any], text: str
+    litellm: Any, async_arguments: dict[str, Any], text: str
 ) -> None:
-    assert (await litellm.acompletion(**asked_async)).choices[0].message.content == text
-    stream = await litellm.acompletion(**asked_async, stream=True)
+    assert (await litellm.acompletion(**async_arguments)).choices[0].message.content == text
+    stream = await litellm.acompletion(**async_arguments, stream=True)
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == text
 
 
 @litellms
 @pytest.mark.usefixtures("loop")
-def test_litellm_requests_formats_and_tool_calls(litellm: Any, asked: dict[str, Any]) -> None:
-    book = litellm.completion(**asked | LONG, response_format=Book)
+def test_litellm_requests_formats_and_tool_calls(litellm: Any, arguments: dict[str, Any]) -> None:
+    book = litellm.completion(**arguments | LONG, response_format=Book)
     Book.model_validate_json(book.choices[0].message.content)
     tool = {"name": "weather", "parameters": Weather.model_json_schema()}
     calls = litellm.completion(
-        **asked | LONG,
+        **arguments | LONG,
         tools=[{"type": "function", "function": tool}],
         tool_choice="required",
         parallel_tool_calls=False,

@@ -158,7 +158,7 @@ def test_required_tool_calls_are_made_by_any_model(client: openai.OpenAI) -> Non
         "required": ["city", "days"],
         "additionalProperties": False,
     }
-    asked: Any = {
+    request: Any = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What does os.path.join do?"}],
         "tools": [{"type": "function", "function": {"name": "forecast", "parameters": parameters}}],
@@ -167,12 +167,12 @@ def test_required_tool_calls_are_made_by_any_model(client: openai.OpenAI) -> Non
         "max_tokens": 500,
     }
     for temperature in (0.0, 1.0):
-        (choice,) = client.chat.completions.create(**asked, temperature=temperature).choices
+        (choice,) = client.chat.completions.create(**request, temperature=temperature).choices
         assert choice.finish_reason == "tool_calls"
         (call,) = choice.message.tool_calls
         assert call.function.name == "forecast"
         jsonschema.validate(json.loads(call.function.arguments), parameters)
-    with client.chat.completions.stream(**asked, temperature=0.0) as stream:
+    with client.chat.completions.stream(**request, temperature=0.0) as stream:
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or ()
-    (whole,) = client.chat.completions.create(**asked, temperature=0.0).choices[0].message.tool_calls
+    (whole,) = client.chat.completions.create(**request, temperature=0.0).choices[0].message.tool_calls
     assert streamed.function.arguments == whole.function.arguments

@@ -225,8 +225,8 @@ def test_command_that_cannot_start_says_so_in_one_line(pair: Pair, tmp_path: Pat
         ("penstock.backend.main", *at("e"), *fake, "--gpu", "first"): "--gpu",
     }
     with ThreadPoolExecutor(len(expected)) as pool:
-        said = dict(zip(expected, pool.map(one_line_failure, expected), strict=True))
-    assert {argv: named for argv, named in expected.items() if named not in said[argv]} == {}, said
+        messages = dict(zip(expected, pool.map(one_line_failure, expected), strict=True))
+    assert {argv: named for argv, named in expected.items() if named not in messages[argv]} == {}, messages
 
 
 def test_frontend_imports_no_heavy_packages() -> None:

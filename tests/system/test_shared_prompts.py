@@ -65,8 +65,8 @@ async def test_embeddings_survive_deaths_of_clients_and_of_the_backend(tmp_path:
         async with connected(socket, BufferRequest(len(PROMPTS), 1 << 16)) as client:
             for is_restarted in (False, True):
                 parts = [hand_in(client.take_buffer(), prompt, table) for prompt in PROMPTS]
-                asked: list[list[int] | BufferSlice] = [*PROMPTS, *parts]
-                answers = await asyncio.gather(*(generate(client, GenerationRequest(a, 12, GREEDY)) for a in asked))
+                inputs: list[list[int] | BufferSlice] = [*PROMPTS, *parts]
+                answers = await asyncio.gather(*(generate(client, GenerationRequest(a, 12, GREEDY)) for a in inputs))
                 assert answers[: len(PROMPTS)] == answers[len(PROMPTS) :]
                 for prompt, answer in zip(PROMPTS, answers, strict=False):
                     with torch.inference_mode():

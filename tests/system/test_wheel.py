@@ -1,4 +1,4 @@
-"""The wheel: installed elsewhere, beside other people's packages of our folders' names, it serves the demo model."""
+"""The wheel: installed elsewhere, beside foreign packages with the names of our folders, it serves the demo model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def foreign_project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_wheel_serves_the_demo_model_beside_foreign_packages_of_the_same_names(
+def test_wheel_serves_the_demo_model_beside_foreign_packages_of_the_same_names(
     installed: Path, foreign_project: Path
 ) -> None:
     serve = Command(
@@ -60,6 +60,6 @@ def test_a_wheel_serves_the_demo_model_beside_foreign_packages_of_the_same_names
     assert page.status_code == 200
 
 
-def test_a_wheel_installs_no_top_level_package_but_penstock(installed: Path) -> None:
+def test_wheel_installs_no_top_level_package_except_penstock(installed: Path) -> None:
     packages = {path.name for path in installed.iterdir() if path.is_dir() and not path.name.endswith(".dist-info")}
     assert packages == {"penstock", "bin"}

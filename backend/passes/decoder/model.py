@@ -45,7 +45,7 @@ class _Layer:
 
 
 class DecoderModel:
-    """The packed weights, and a step's way through them. `normed` is the only state that a step leaves."""
+    """The packed weights, and the computation of a step. `normed` is the only state that a step leaves."""
 
     normed: Array | None = None
     """[L, hidden] after the final norm, of the last step with logits. The buffer belongs to the operations; the next
@@ -73,7 +73,7 @@ class DecoderModel:
         for layer in self._layers[:-1]:
             qkv = self._project(layer, residual, step)
             self._attend_and_mix(layer, qkv, residual, step)
-        # Behind the last layer's cache write, only the tokens that need logits matter.
+        # After the last layer's cache write, only the tokens that need logits matter.
         last = self._layers[-1]
         qkv = self._project(last, residual, step)
         if not needs_logits:

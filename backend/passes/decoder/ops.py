@@ -1,4 +1,4 @@
-"""The operations of a decoder: one protocol, implemented per device. The model uses nothing else of a device.
+"""The operations of a decoder: one protocol, implemented per device. The model uses nothing else.
 
 The T tokens of a step lie back to back, [T, …]. The residual stream is fp32; all else has the dtype of the weights. An
 operation may return a buffer of its own that its next call overwrites.
@@ -65,7 +65,7 @@ class AttentionLayer:
 
 
 class Ops(Protocol):
-    """What the model needs of a device. Weights are packed once, into the layout that is fastest there."""
+    """The operations that the model needs from a device. Weights are packed once, in the fastest layout there."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """weight [out, in], bias [out]. The caller drops its copy."""

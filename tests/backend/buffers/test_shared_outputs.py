@@ -108,13 +108,13 @@ async def test_each_shared_row_holds_the_logits_of_its_token(load: Callable[[], 
         async with connected(path, BufferRequest(3, 1 << 17)) as client:
             buffers = [client.take_buffer() for _ in range(3)]
             prompts = [[*PROMPT, number] for number in range(3)]
-            crowd = [generate(client, GenerationRequest([number] * 20, 20, GREEDY)) for number in range(4)]
+            others = [generate(client, GenerationRequest([number] * 20, 20, GREEDY)) for number in range(4)]
             parts = [BufferSlice(buffer, BufferContent.LOGITS, 6) for buffer in buffers]
-            asked = [
+            requests = [
                 generate(client, GenerationRequest(prompt, 10, GREEDY, output=part))
                 for prompt, part in zip(prompts, parts, strict=True)
             ]
-            tokens = (await asyncio.gather(*asked, *crowd))[:3]
+            tokens = (await asyncio.gather(*requests, *others))[:3]
             for prompt, generated, buffer in zip(prompts, tokens, buffers, strict=True):
                 assert (len(generated), buffer.num_rows) == (10, 6)
                 rows = np.asarray(buffer.rows()).reshape(6, -1)
@@ -130,11 +130,11 @@ async def test_hidden_states_arrive_like_logits_and_beside_them() -> None:
         async with connected(path, BufferRequest(3, 1 << 17)) as client:
             buffers = [client.take_buffer() for _ in contents]
             prompts = [[*PROMPT, number] for number in range(3)]
-            asked = [
+            requests = [
                 generate(client, GenerationRequest(prompt, 8, GREEDY, output=BufferSlice(buffer, content, 5)))
                 for prompt, buffer, content in zip(prompts, buffers, contents, strict=True)
             ]
-            answers = zip(prompts, buffers, contents, await asyncio.gather(*asked), strict=True)
+            answers = zip(prompts, buffers, contents, await asyncio.gather(*requests), strict=True)
             for prompt, buffer, content, tokens in answers:
                 ids = torch.tensor([prompt + tokens[:4]])
                 with torch.inference_mode():

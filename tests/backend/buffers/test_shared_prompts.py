@@ -55,19 +55,19 @@ async def test_embeddings_get_their_own_tokens_in_a_busy_preempted_batch() -> No
         async with connected(path, BufferRequest(6, 1 << 12)) as client:
             prompts = [random_rows(length, length) for length in (1, 2, 13, 30, 41)]
             output = client.take_buffer()
-            crowd = [client.submit(GenerationRequest([number] * 4, 40, GREEDY)) for number in range(2)]
-            asked = []
+            others = [client.submit(GenerationRequest([number] * 4, 40, GREEDY)) for number in range(2)]
+            embedded = []
             for number, rows in enumerate(prompts):
                 logits = BufferSlice(output, BufferContent.LOGITS, 4) if number == 3 else None
                 part = hand_in(client.take_buffer(), rows)
-                asked.append(client.submit(GenerationRequest(part, 12, GREEDY, may_share=True, output=logits)))
-            answers = await asyncio.gather(*map(finished, asked + crowd))
+                embedded.append(client.submit(GenerationRequest(part, 12, GREEDY, may_share=True, output=logits)))
+            answers = await asyncio.gather(*map(finished, embedded + others))
             for rows, (tokens, finish, _) in zip(prompts, answers, strict=False):
                 assert (tokens, finish) == (fakes_tokens(rows, 12), Finish.LENGTH)
-            for number, (tokens, _, _) in enumerate(answers[len(asked) :]):
+            for number, (tokens, _, _) in enumerate(answers[len(embedded) :]):
                 assert tokens == expected_tokens([number] * 4, 40, VOCAB)
             assert np.asarray(output.rows()).reshape(4, -1).argmax(1).tolist() == answers[3][0][:4]
-            assert any(stream.num_preemptions for stream in asked)
+            assert any(stream.num_preemptions for stream in embedded)
 
 
 @cache
@@ -129,8 +129,8 @@ async def test_token_lists_and_logprobs_apply_to_generated_tokens_after_embeddin
             tokens = [token for batch in batches for token in batch.token_ids]
             assert tokens[:3] == [6, 6, 6]
             assert set(tokens) <= {5, 6}
-            told = [entry for batch in batches for entry in batch.logprobs or ()]
-            assert len(told) == len(tokens)
+            entries = [entry for batch in batches for entry in batch.logprobs or ()]
+            assert len(entries) == len(tokens)
 
 
 async def test_embeddings_that_are_not_finite_fail_only_their_own_request() -> None:

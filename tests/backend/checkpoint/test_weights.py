@@ -59,12 +59,12 @@ def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: di
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
-def test_weights_have_the_requested_dtype(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requested", [torch.float32, torch.bfloat16])
+def test_weights_have_the_requested_dtype(stored: torch.dtype, requested: torch.dtype, tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama2", tmp_path, dtype=stored)
-    expected = make_model("llama2").lm_head.weight.detach().to(stored).to(wanted)
+    expected = make_model("llama2").lm_head.weight.detach().to(stored).to(requested)
     with open_checkpoint(model_dir) as weights:
-        head = weights.lm_head(wanted)
+        head = weights.lm_head(requested)
         assert head is not None
         torch.testing.assert_close(head, expected, rtol=0, atol=0)
 

@@ -51,7 +51,7 @@ AUTO = KvBudget(0, (("free on this machine", 3_100_000_000), ("for the weights",
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"budget": 100},
@@ -83,10 +83,10 @@ AUTO = KvBudget(0, (("free on this machine", 3_100_000_000), ("for the weights",
         ),
     ],
 )
-def test_impossible_setting_is_refused_with_value_limit_and_remedy(changes: dict[str, Any], said: str) -> None:
+def test_impossible_setting_is_refused_with_value_limit_and_remedy(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError) as refused:
         plan(**changes)
-    assert str(refused.value).startswith(said)
+    assert str(refused.value).startswith(message)
 
 
 def test_page_size_that_the_pass_does_not_support_is_refused() -> None:
@@ -170,7 +170,7 @@ def test_auto_budget_is_free_memory_minus_the_pass_and_a_reserve(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "device", "free", "taken"),
+    ("requested", "device", "free", "taken"),
     [
         ("auto", "cuda:0", 100 * GB, 4 * GB),
         ("auto", "cuda:0", 16 * GB, 4 * GB),
@@ -182,9 +182,9 @@ def test_auto_budget_is_free_memory_minus_the_pass_and_a_reserve(
     ],
 )
 def test_auto_host_budget_is_4_gb_or_a_quarter_of_free_memory(
-    wanted: int | Literal["auto"], device: str, free: int, taken: int
+    requested: int | Literal["auto"], device: str, free: int, taken: int
 ) -> None:
-    assert host_budget(wanted, device, MemoryInfo(128 * GB, free, "this machine")) == taken
+    assert host_budget(requested, device, MemoryInfo(128 * GB, free, "this machine")) == taken
 
 
 def test_host_budget_is_refused_on_the_cpu() -> None:

@@ -53,7 +53,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.parked: list[tuple[Sequence, object]] = []
         self.held: list[list[tuple[bytes, tuple[int, ...]] | None]] = [[None] * page_size for _ in range(num_pages)]
         """For each place of each page, the text whose KV was computed into it."""
-        self.named: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        self.indexed: dict[tuple[bytes, tuple[int, ...]], int] = {}
         """Indexed pages, full and partial, by the text up to their end."""
 
     @rule(
@@ -61,14 +61,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         salt=st.sampled_from((b"", b"", b"other")),
         is_patient=st.booleans(),
     )
-    def come(self, tokens: list[int], salt: bytes, is_patient: bool) -> None:
+    def arrive(self, tokens: list[int], salt: bytes, is_patient: bool) -> None:
         subscriber = Subscriber(1, 0, 100, frozenset(), len(tokens), 0.0)
         sequence = Sequence(subscriber, array("i", tokens).tobytes(), len(tokens), SamplingParams(), salt=salt)
         self.try_to_run(sequence, is_patient=is_patient)
 
     def try_to_run(self, sequence: Sequence, *, is_patient: bool) -> None:
         prefix = self.prefixes.find(sequence)
-        self.judge(sequence, prefix)
+        self.check_prefix(sequence, prefix)
         if prefix.awaited is not None and is_patient:
             self.parked.append((sequence, prefix.awaited))
             return
@@ -94,15 +94,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def allocate(self, count: int) -> list[int]:
         pages = self.pool.allocate(count)
-        self.named = {text: page for text, page in self.named.items() if page not in pages}
+        self.indexed = {text: page for text, page in self.indexed.items() if page not in pages}
         return pages
 
-    def judge(self, sequence: Sequence, prefix: Prefix) -> None:
+    def check_prefix(self, sequence: Sequence, prefix: Prefix) -> None:
         """The prefix contains exactly the pages and tokens that are available."""
         tokens, salt, size = tuple(sequence.tokens), sequence.salt, self.size
         expected: list[int] = []
-        while (end := (len(expected) + 1) * size) < len(tokens) and (salt, tokens[:end]) in self.named:
-            expected.append(self.named[salt, tokens[:end]])
+        while (end := (len(expected) + 1) * size) < len(tokens) and (salt, tokens[:end]) in self.indexed:
+            expected.append(self.indexed[salt, tokens[:end]])
         assert prefix.pages == expected
         for index, page in enumerate(prefix.pages):
             first = index * size
@@ -115,14 +115,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert first + prefix.num_copied_tokens < len(tokens)
 
     def most_to_copy(self, salt: bytes, tokens: tuple[int, ...], first: int) -> int:
-        wanted = tokens[: min(first + self.size, len(tokens) - 1)]
-        known = [text for owner, text in self.named if owner == salt and first < len(text) <= first + self.size]
+        needed = tokens[: min(first + self.size, len(tokens) - 1)]
+        known = [text for owner, text in self.indexed if owner == salt and first < len(text) <= first + self.size]
         known += [
             tuple(other.tokens[: other.num_applied])
             for other in self.running
             if other.salt == salt and other.kv.num_indexed_pages * self.size == first and not other.kv.is_suspect
         ]
-        return max(0, *(common(wanted, text) - first for text in known)) if known else 0
+        return max(0, *(common(needed, text) - first for text in known)) if known else 0
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 9), following=st.integers(0, 1), is_plain=st.booleans())
@@ -144,17 +144,17 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         sequence.num_computed = end
         if not (is_plain and is_decode and end % self.size):
             for index in range(sequence.kv.num_indexed_pages, end // self.size):
-                self.name(sequence, index, (index + 1) * self.size)
-            self.let_go(self.prefixes.note_computed(sequence, end))
+                self.add_to_index(sequence, index, (index + 1) * self.size)
+            self.unpark(self.prefixes.note_computed(sequence, end))
         if end == len(sequence.tokens):
             sequence.tokens.append(following)
 
-    def name(self, sequence: Sequence, index: int, end: int) -> None:
+    def add_to_index(self, sequence: Sequence, index: int, end: int) -> None:
         if sequence.kv.is_suspect:
             return
         text, page = (sequence.salt, tuple(sequence.tokens[:end])), sequence.kv.pages[index]
-        if text not in self.named and page not in self.named.values():
-            self.named[text] = page
+        if text not in self.indexed and page not in self.indexed.values():
+            self.indexed[text] = page
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), is_bad=st.booleans(), is_patient=st.booleans())
@@ -163,22 +163,22 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if is_bad:
             self.prefixes.invalidate_tenant(sequence.salt)
             assert all(other.kv.is_suspect for other in self.running if other.salt == sequence.salt)
-            self.named = {text: page for text, page in self.named.items() if text[0] != sequence.salt}
+            self.indexed = {text: page for text, page in self.indexed.items() if text[0] != sequence.salt}
         elif sequence.num_applied > sequence.kv.num_indexed_pages * self.size:
-            self.name(sequence, sequence.kv.num_indexed_pages, sequence.num_applied)
+            self.add_to_index(sequence, sequence.kv.num_indexed_pages, sequence.num_applied)
         del self.running[sequence]
         freed = self.prefixes.stop(sequence)
         self.pool.release(sequence.kv.pages)
-        self.let_go(freed, is_patient=is_patient)
+        self.unpark(freed, is_patient=is_patient)
 
-    def let_go(self, freed: list[object], *, is_patient: bool = True) -> None:
+    def unpark(self, freed: list[object], *, is_patient: bool = True) -> None:
         going = [sequence for sequence, awaited in self.parked if awaited in freed]
         self.parked = [(sequence, awaited) for sequence, awaited in self.parked if awaited not in freed]
         for sequence in going:
             self.try_to_run(sequence, is_patient=is_patient)
 
     @invariant()
-    def all_is_accounted_for(self) -> None:
+    def every_page_is_accounted_for(self) -> None:
         if not hasattr(self, "pool"):
             return
         self.pool.check_integrity()

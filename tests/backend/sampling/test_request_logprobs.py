@@ -25,11 +25,11 @@ def test_each_token_has_logprobs_also_for_late_subscribers() -> None:
     assert first.token_ids == plain.token_ids == late.token_ids
     assert late.logprobs == first.logprobs
     assert plain.logprobs == [None] * 8
-    for token_id, told in zip(first.token_ids, first.logprobs, strict=True):
-        assert told is not None
-        assert (told.top_ids[0], told.rank) == (token_id, 1)
-        assert told.top_logprobs[0] == told.logprob > told.top_logprobs[1]
-        assert len(told.top_ids) == 3
+    for token_id, entry in zip(first.token_ids, first.logprobs, strict=True):
+        assert entry is not None
+        assert (entry.top_ids[0], entry.rank) == (token_id, 1)
+        assert entry.top_logprobs[0] == entry.logprob > entry.top_logprobs[1]
+        assert len(entry.top_ids) == 3
 
 
 def test_each_request_receives_its_own_number_of_top_logprobs() -> None:
@@ -38,8 +38,8 @@ def test_each_request_receives_its_own_number_of_top_logprobs() -> None:
         bench.submit(PROMPT, 4, request_id=request_id, sampling=Sampling(temperature=0.0, num_logprobs=count))
     bench.run_dry()
     for request_id, count in enumerate((0, 5)):
-        told = bench.received(request_id).logprobs
-        assert [len(entry.top_ids) for entry in told if entry is not None] == [count] * 4
+        entries = bench.received(request_id).logprobs
+        assert [len(entry.top_ids) for entry in entries if entry is not None] == [count] * 4
 
 
 @pytest.mark.parametrize(("may_share", "num_kept"), [(True, 5), (False, None)])

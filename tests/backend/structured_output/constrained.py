@@ -26,8 +26,8 @@ def new_bench(compiler: GrammarCompiler, max_waiting: int = 100, **options: Any)
 
 
 def ask(bench: Bench, request_id: int, grammar: Grammar | None = DIGITS, max_tokens: int = 12, **options: Any) -> None:
-    wanted = {name: options.pop(name) for name in list(options) if name in Constraints.__struct_fields__}
-    constraints = Constraints(grammar=grammar, **wanted)
+    fields = {name: options.pop(name) for name in list(options) if name in Constraints.__struct_fields__}
+    constraints = Constraints(grammar=grammar, **fields)
     bench.submit(PROMPT, max_tokens, request_id=request_id, stop_ids=(EOS,), constraints=constraints, **options)
 
 

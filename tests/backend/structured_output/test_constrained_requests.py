@@ -213,8 +213,8 @@ def test_stop_ids_outside_the_vocabulary_are_ignored() -> None:
 def test_constraints_with_tokens_outside_the_vocabulary_are_refused() -> None:
     bench = Bench()
     named = ({"allowed_token_ids": (999,)}, {"bad_words": ((1, 999),)}, {"thinking_end": (999,)})
-    for request_id, wanted in enumerate(named):
-        bench.submit(PROMPT, 4, request_id=request_id, constraints=Constraints(**wanted))
+    for request_id, fields in enumerate(named):
+        bench.submit(PROMPT, 4, request_id=request_id, constraints=Constraints(**fields))
     bench.run_dry()
     for request_id in range(len(named)):
         failure = bench.received(request_id).failure

@@ -43,8 +43,8 @@ def compile_now(compiler: GrammarCompiler, grammar: Grammar) -> LLMatcher:
     return compiler.take_result(grammar, future)
 
 
-def constrained(compiler: GrammarCompiler, **wanted: object) -> SequenceConstraints:
-    constraints = Constraints(**wanted)  # type: ignore[arg-type]
+def constrained(compiler: GrammarCompiler, **fields: object) -> SequenceConstraints:
+    constraints = Constraints(**fields)  # type: ignore[arg-type]
     matcher = None
     if constraints.grammar is not None:
         matcher = compiler.find_compiled(constraints.grammar)
@@ -117,8 +117,8 @@ def test_rewind_restores_earlier_masks(seed: int, rewinds: list[int]) -> None:
     compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
     rng = random.Random(seed)
     opening = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
-    wanted = {"grammar": Grammar("regex", "[a-f]{4,9}"), "grammar_after": opening, "thinking_end": opening}
-    constraints = constrained(compiler, thinking_budget_tokens=3, **wanted)
+    fields = {"grammar": Grammar("regex", "[a-f]{4,9}"), "grammar_after": opening, "thinking_end": opening}
+    constraints = constrained(compiler, thinking_budget_tokens=3, **fields)
     tokens: list[int] = []
     masks = [allowed(constraints)]
     for rewind in [*rewinds, 0]:

@@ -1,4 +1,4 @@
-"""CpuDecoderPass: the Llama family on the CPU, by native kernels or, where there are none, by torch."""
+"""CpuDecoderPass: the Llama family on the CPU, by native kernels, or by torch if there are none."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CpuDecoderPass(HostSampling):
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         if supports_native_ops(config):
-            load_library()  # it may compile for seconds, which the progress of the weights must not include
+            load_library()  # it may compile for seconds; do that before the progress of the weights starts
         with return_freed_memory(), open_weights(model_dir, config) as weights:
             dtype = weights.choose_dtype(options.dtype)
             ops = make_cpu_ops(config, dtype, options.max_batch_tokens, deterministic=options.deterministic)
@@ -82,7 +82,7 @@ class CpuDecoderPass(HostSampling):
         check_embeddings(batch)
         input_ids = self.begin_step(batch)
         if batch.embeddings:
-            input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is no row of the table
+            input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is not a row of the table
         step = self._ops.begin_step(batch, input_ids)
         logits = self._model.forward(step, needs_logits=len(batch.logit_rows) > 0)
         if logits is None:

@@ -2,7 +2,7 @@
 
 The kernels are optional: without a compiler, or on a CPU that they do not support, `load_library` logs one line and
 returns None. The library is kept in a private directory under a name that hashes sources, flags and CPU; it is renamed
-into place once it is complete. Where that directory cannot be used, each start compiles into a temporary one.
+into place once it is complete. If that directory cannot be used, each start compiles into a temporary one.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _COMPILE_TIMEOUT_S = 120.0
 
 
 class LibraryUnavailableError(Exception):
-    """Why there are no native kernels, in one line."""
+    """There are no native kernels. The message is the reason, in one line."""
 
 
 class CacheUnusableError(LibraryUnavailableError):
-    """Why the directory that keeps the library cannot be used; a compilation elsewhere may succeed."""
+    """The directory that keeps the library cannot be used. Compiling into another directory may succeed."""
 
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The kernels, or None where this machine cannot have them. Compiling them takes some ten seconds."""
+    """The kernels, or None if this machine cannot have them. Compiling them takes about ten seconds."""
     compiler = find_compiler()
     try:
         try:
@@ -71,7 +71,7 @@ def find_compiler() -> str | None:
 
 
 def open_library(directory: Path, compiler: str | None, more_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """Load the library from the directory; compile it first where it is missing.
+    """Load the library from the directory; compile it first if it is missing.
 
     Raises CacheUnusableError for a directory that cannot be written, that others may write, or whose library cannot be
     loaded, and LibraryUnavailableError for unreadable sources, a missing compiler or a failed compilation.
@@ -110,7 +110,7 @@ def _open_in_temporary_directory(compiler: str | None, reason: CacheUnusableErro
 
 
 def _fingerprint(more_flags: tuple[str, ...]) -> str:
-    """A hash of all that decides the code: sources, flags, CPU."""
+    """A hash of everything that determines the code: sources, flags, CPU."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model", "flags"))]
     files = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
     sources = [part for path in files for part in (path.name.encode(), path.read_bytes())]
@@ -135,7 +135,7 @@ def _compile(path: Path, compiler: str | None, more_flags: tuple[str, ...]) -> N
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        logger.info("Compiling the CPU kernels with %s; this takes some ten seconds", compiler)
+        logger.info("Compiling the CPU kernels with %s; this takes about ten seconds", compiler)
         started_s = time.monotonic()
         _run_compiler([compiler, *_FLAGS, *more_flags, "-o", temporary, str(SOURCE)])
         os.chmod(temporary, 0o700)

@@ -126,7 +126,7 @@ class TorchOps:
         return self._norm(residual, weight).to(self._dtype)
 
     def product(self, x: Tensor, weights: PackedLinear) -> Tensor:
-        """What all linear layers are made of."""
+        """x times the weight, plus the bias. All linear layers use it."""
         return weights(x)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:

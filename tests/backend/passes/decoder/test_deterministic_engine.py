@@ -94,9 +94,9 @@ def tokens(bench: Bench, first_id: int = 0) -> list[list[Token]]:
 
 def tokens_of(received: Received) -> list[Token]:
     return [
-        (token_id, told.logprob, told.rank, told.top_ids, told.top_logprobs)
-        for token_id, told in zip(received.token_ids, received.logprobs, strict=True)
-        if told is not None
+        (token_id, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
+        for token_id, entry in zip(received.token_ids, received.logprobs, strict=True)
+        if entry is not None
     ]
 
 

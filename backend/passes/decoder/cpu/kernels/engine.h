@@ -84,7 +84,7 @@ struct Engine {
     Shape shape;
     Step step;
     std::vector<std::vector<float>> scratch;  // one per thread
-    std::vector<float> partials;              // of split rows, until they are merged
+    std::vector<float> partials;              // results of pieces, until they are merged
 
     Engine(int num_threads, i64 spin_ns, const Shape& s) : pool(num_threads, spin_ns), shape(s), scratch(num_threads) {}
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kPanel = 64;         // outputs of a packed panel: 4 vectors
 constexpr int kPanelRows = 96;     // rows that are multiplied with a panel together
-constexpr int kPanelSteps = 1024;  // steps of a panel that stay in the L2 cache meanwhile
+constexpr int kPanelSteps = 1024;  // steps of a panel that fit in the L2 cache
 
 template <int N> using Count = std::integral_constant<int, N>;
 
