@@ -1,4 +1,4 @@
-"""The real engine with the fake pass between a scripted link and an executor that runs a step only when told."""
+"""The real engine with the fake pass, a scripted link, and an executor that runs a step only when the test says so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def packed(token_ids: list[int]) -> bytes:
 
 
 def expected_tokens(prompt: list[int], count: int, vocab_size: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-    """What the fake pass generates greedily, from its definition: stops after a stop id or count tokens."""
+    """What the fake pass generates greedily by its definition, up to a stop id or count tokens."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
         tokens.append(next_token(tokens, vocab_size))
@@ -44,7 +44,7 @@ def expected_tokens(prompt: list[int], count: int, vocab_size: int, stop_ids: tu
 
 @dataclass
 class Received:
-    """All that a frontend was told of one request."""
+    """All that a frontend received for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     finishes: list[Finish] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Received:
 
 
 class ScriptedLink:
-    """Stands where BackendLink stands: the test puts arrivals in and reads what was pushed."""
+    """Replaces BackendLink. The test adds arrivals and reads what was pushed."""
 
     def __init__(self) -> None:
         self.arrivals: deque[Submission | Cancellation | FrontendDeath] = deque()
@@ -106,7 +106,7 @@ class ScriptedLink:
 
 
 class SteppedExecutor:
-    """Stands where Executor stands, on the caller's thread: `run_one` is one step of the device."""
+    """Replaces Executor, on the caller's thread: `run_one` runs one step of the device."""
 
     wake_fd = -1
 
@@ -119,9 +119,9 @@ class SteppedExecutor:
         self.batches: list[StepBatch] = []
         self.num_rows_run = 0
         self.step_s = 0.0
-        """What each step is said to take, and..."""
+        """Duration reported for each step; set by the test."""
         self.ran_s = 0.0
-        """...how long the running one has run; set by the test."""
+        """How long the running step has run; set by the test."""
 
     @property
     def has_capacity(self) -> bool:
@@ -164,7 +164,7 @@ class SteppedExecutor:
 
 
 class Bench:
-    """One engine on a bench. vocab_size small, so that stop ids are met."""
+    """One engine, turned by hand. vocab_size is small, so that stop ids occur."""
 
     def __init__(
         self,
@@ -240,13 +240,13 @@ class Bench:
         return self.link.received[frontend, request_id]
 
     def turn(self) -> None:
-        """The device finishes a step, then the loop turns."""
+        """Finish one step on the device, then turn the loop."""
         self.executor.run_one()
         self.engine.turn()
         self.engine.check_integrity()
 
     def run_dry(self, max_turns: int = 5000) -> int:
-        """Turns until nothing is open and nothing in flight; returns how many that took."""
+        """Turn until nothing is open or in flight. Returns the number of turns."""
         for turn in range(max_turns):
             if not self.link.arrivals and not self.requests.table.num_open and not self.executor.is_busy:
                 return turn

@@ -1,4 +1,4 @@
-"""An engine in a thread behind its real link, for clients that get more than tokens from it."""
+"""An engine in a thread behind its real link, for clients that use shared buffers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def served(
     num_pages: int = 24,
     page_size: int = 4,
 ) -> Iterator[Path]:
-    """An engine in a thread; its socket's path."""
+    """Run an engine in a thread. Yields the path of its socket."""
     executor = Executor(1)
     forward_pass = executor.start(load)
     board = BackendBoard.create()

@@ -26,7 +26,7 @@ def test_other_weights_of_the_same_size_have_another_fingerprint(tmp_path: Path)
     assert fingerprint(tmp_path, "bf16") != before
 
 
-def test_a_name_that_frontends_would_refuse_is_refused_at_start() -> None:
+def test_model_name_that_frontends_refuse_is_refused_at_start() -> None:
     spec = FakePass(100, 1).spec
     plan = plan_kv(
         spec, budget=KvBudget(10**6), kv_dtype="auto", page_size_tokens=16, max_context_tokens=None, max_running=1

@@ -1,4 +1,4 @@
-"""From options to a plan, or to one line that says why not: what happens before any weight is read."""
+"""From options to a plan, or to one line of error, before any weight is read."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def run(*arguments: str) -> int:
         ),
     ],
 )
-def test_a_dry_run_plans_from_a_config_alone(
+def test_dry_run_plans_from_a_config_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], rows: dict[str, str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -112,7 +112,7 @@ def test_a_dry_run_plans_from_a_config_alone(
         assert f"{name} {value}" in lines, shown
 
 
-def test_auto_says_what_was_free_and_what_is_kept(
+def test_auto_budget_shows_free_and_reserved_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -165,7 +165,7 @@ def test_auto_says_what_was_free_and_what_is_kept(
     ],
 )
 @pytest.mark.parametrize("dry", [True, False])
-def test_an_impossible_or_contradictory_setting_is_one_line_and_no_start(
+def test_invalid_option_prints_one_line_and_does_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str, dry: bool
 ) -> None:
     words = ("--dry-run",) if dry else ("--socket", str(tmp_path / "s" / "backend.sock"))
@@ -177,7 +177,7 @@ def test_an_impossible_or_contradictory_setting_is_one_line_and_no_start(
     assert shown.out == ""
 
 
-def test_a_dry_run_shows_the_hosts_memory_for_pages_where_there_is_any(
+def test_dry_run_shows_host_memory_for_pages_if_there_is_any(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.backend.startup.host_memory", lambda: MemoryInfo(16 * GB, 12 * GB, "this machine"))
@@ -196,7 +196,7 @@ def test_a_dry_run_shows_the_hosts_memory_for_pages_where_there_is_any(
             assert f"host memory for pages {shows}" in shown, arguments
 
 
-def test_the_pass_is_told_what_it_may_take_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pass_receives_the_host_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.backend.startup.host_memory", lambda: MemoryInfo(64 * GB, 60 * GB, "this machine"))
     assert pass_options(BackendOptions(gpu="3", dry_run=True)).host_kv_bytes == 4 * GB
     assert pass_options(BackendOptions(gpu="3", dry_run=True, host_kv_budget=9 * GB)).host_kv_bytes == 9 * GB
@@ -210,7 +210,7 @@ def test_more_page_locked_memory_than_is_free_is_refused() -> None:
         check_host_memory(6 * GB, MemoryInfo(16 * GB, 5 * GB, "this machine"))
 
 
-def test_a_setting_of_the_environment_is_named_with_its_variable(
+def test_invalid_environment_setting_is_named_with_its_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_KV_BUDGET", "lots")
@@ -224,7 +224,7 @@ def test_a_setting_of_the_environment_is_named_with_its_variable(
     ("kv_budget", "device", "expected"),
     [(None, "cpu", 2 * GB), (None, "cuda:0", 9 * GB), ("auto", "cpu", 9 * GB), (5 * GB, "cuda:0", 5 * GB)],
 )
-def test_a_gpu_is_used_whole_and_the_cpus_memory_only_when_asked(kv_budget: Any, device: str, expected: int) -> None:
+def test_default_budget_is_auto_on_a_gpu_and_fixed_on_the_cpu(kv_budget: Any, device: str, expected: int) -> None:
     spec, memory = PassSpec(100, 1000, {"bf16": 10}), MemoryInfo(10 * GB, 10 * GB, device)
     assert plan_cache(BackendOptions(kv_budget=kv_budget), spec, device, memory).budget.num_bytes == expected
 
@@ -233,13 +233,13 @@ def test_a_gpu_is_used_whole_and_the_cpus_memory_only_when_asked(kv_budget: Any,
     ("wanted", "device", "expected"),
     [(None, "cpu", 192), (None, "cuda:0", 2048), (100, "cpu", 100), (100, "cuda:1", 100)],
 )
-def test_steps_are_larger_on_a_gpu_where_nothing_else_is_asked(wanted: int | None, device: str, expected: int) -> None:
+def test_default_step_is_larger_on_a_gpu(wanted: int | None, device: str, expected: int) -> None:
     assert BackendOptions(max_batch_tokens=wanted).step_tokens(device) == expected
 
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "q8_0"])
-def test_what_auto_leaves_is_allocated_to_the_byte_and_never_exceeded(
+def test_auto_budget_is_allocated_to_the_byte_and_never_exceeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any, native: bool
 ) -> None:
     if not native:
@@ -272,7 +272,7 @@ def cache_bytes(forward_pass: CpuDecoderPass) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def test_more_than_there_is_is_refused_and_more_than_is_free_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_over_total_memory_is_refused_and_over_free_memory_warns(caplog: pytest.LogCaptureFixture) -> None:
     spec = PassSpec(100, 1 << 24, {"bf16": 1000}, weight_bytes=3 * GB, workspace_bytes=GB)
     plan = plan_cache(BackendOptions(kv_budget=4 * GB), spec, "cpu", MemoryInfo(0, 0, ""))
     takes = "a KV cache of 4.00 GB, weights of 3.00 GB and a workspace of 1.00 GB are more than the"

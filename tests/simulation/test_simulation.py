@@ -100,7 +100,7 @@ def run_seeds(first: int, last: int) -> tuple[Counter[str], dict[int, str]]:
 
 
 @pytest.mark.timeout(1800)
-def test_whatever_happens_every_request_gets_its_tokens_and_its_end(
+def test_every_request_receives_its_tokens_and_its_end_whatever_happens(
     pytestconfig: pytest.Config, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed = pytestconfig.getoption("--seed")
@@ -126,7 +126,7 @@ def test_whatever_happens_every_request_gets_its_tokens_and_its_end(
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_a_seed_tells_the_same_story_every_time(seed: int) -> None:
+def test_seed_gives_the_same_run_every_time(seed: int) -> None:
     stories: list[list[str]] = [[], []]
     for story in stories:
         run_seed(seed, story.append)

@@ -1,4 +1,4 @@
-"""The coalescer against a dict: who is found under which key, whatever has ended, stopped or been replaced."""
+"""The coalescer against a dict: which sequence a key finds after others ended, stopped or were replaced."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def new_sequence() -> Sequence:
 
 
 class CoalescerMachine(RuleBasedStateMachine):
-    """As `Requests` uses it: a key that finds nobody gets a sequence offered; an end withdraws."""
+    """As the engine uses it: a sequence is offered for a key that finds none, and withdrawn at its end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.coalescer = Coalescer()
         self.offered: dict[ShareKey, Sequence] = {}
-        """The latest under each key that has not ended."""
+        """Key → its latest sequence that has not ended."""
         self.alive: list[Sequence] = []
 
     @rule(key=st.sampled_from(KEYS))
@@ -50,7 +50,7 @@ class CoalescerMachine(RuleBasedStateMachine):
             self.alive.append(sequence)
 
     @rule()
-    def come_alone(self) -> None:
+    def arrive_alone(self) -> None:
         self.alive.append(new_sequence())
 
     @precondition(lambda self: self.alive)
@@ -106,7 +106,7 @@ OF_NO_EFFECT_WHEN_GREEDY = {"top_p", "top_k", "min_p", "typical_p", "seed"}
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
-def test_every_parameter_that_changes_the_tokens_tells_requests_apart(name: str, temperature: float) -> None:
+def test_share_key_contains_every_parameter_that_changes_the_tokens(name: str, temperature: float) -> None:
     """A parameter that is added to SamplingParams must be added here, and so be thought about."""
     sampling = SamplingParams(temperature=temperature)
     other = replace(sampling, **{name: OTHER[name]})
@@ -115,13 +115,13 @@ def test_every_parameter_that_changes_the_tokens_tells_requests_apart(name: str,
 
 
 @given(st.binary(max_size=16), st.binary(max_size=16), st.binary(max_size=8), st.binary(max_size=8))
-def test_salt_and_prompt_do_not_run_into_each_other(salt: bytes, other: bytes, prompt: bytes, another: bytes) -> None:
+def test_share_key_separates_salt_and_prompt(salt: bytes, other: bytes, prompt: bytes, another: bytes) -> None:
     keys = [ShareKey.of(s, p, SAMPLINGS[0]) for s, p in ((salt, prompt), (other, another))]
     assert (keys[0] == keys[1]) == ((salt, prompt) == (other, another))
 
 
 @pytest.mark.parametrize("constraints", [Constraints(min_tokens=2), Constraints(grammar_after=(7,))])
-def test_stop_ids_tell_requests_apart_where_they_are_kept_out(constraints: Constraints) -> None:
+def test_share_key_contains_stop_ids_only_if_constraints_forbid_them(constraints: Constraints) -> None:
     keys = {ShareKey.of(b"", b"1234", SamplingParams(), constraints, stop_ids) for stop_ids in ((1, 2), (2, 1), (3,))}
     assert len(keys) == 2
     assert len({ShareKey.of(b"", b"1234", SamplingParams(), Constraints(), stop_ids) for stop_ids in ((1,), (2,))}) == 1

@@ -1,4 +1,4 @@
-"""The executor with a pass whose device computes behind the host's back."""
+"""The executor with a pass that runs ahead: steps are launched while the device still computes earlier ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPT = [5, 6, 7]
 
 
 class Pending:
-    """The tokens of a step, once the device is let to compute it."""
+    """The tokens of a step; `wait` blocks until the test lets the device compute it."""
 
     def __init__(self, output: StepOutput) -> None:
         self.output = output
@@ -55,7 +55,7 @@ class Pending:
 
 
 class AheadPass(FakePass):
-    """Each step it was given appears in `launched`, and waits there to be let go."""
+    """Each launched step is put into `launched` and waits until the test lets it go."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB_SIZE, 2)
@@ -107,7 +107,7 @@ def launch(
 
 
 def next_results(executor: Executor, count: int) -> list[StepResult]:
-    """Waits for the executor's wake-ups until it has brought that many results."""
+    """Wait for the executor's wake-ups until it has delivered that many results."""
     results: list[StepResult] = []
     while len(results) < count:
         select.select([executor.wake_fd], [], [], 10)
@@ -116,7 +116,7 @@ def next_results(executor: Executor, count: int) -> list[StepResult]:
     return results
 
 
-def test_a_step_is_launched_before_the_tokens_of_the_one_before_it_are_known(
+def test_step_is_launched_before_the_tokens_of_the_previous_step_are_known(
     ahead: tuple[Executor, AheadPass, Sequence],
 ) -> None:
     executor, forward_pass, sequence = ahead
@@ -135,7 +135,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_it_are_known(
     assert executor.running_s() == 0
 
 
-def test_a_step_that_is_launched_after_its_sequence_stopped_has_no_row_of_it(
+def test_step_launched_after_its_sequence_stopped_has_no_row_of_it(
     ahead: tuple[Executor, AheadPass, Sequence],
 ) -> None:
     executor, forward_pass, sequence = ahead
@@ -150,7 +150,7 @@ def test_a_step_that_is_launched_after_its_sequence_stopped_has_no_row_of_it(
     assert forward_pass.launched.empty()
 
 
-def test_a_step_that_samples_nothing_is_done_when_the_device_has_computed_it(
+def test_step_that_samples_nothing_ends_when_the_device_has_computed_it(
     ahead: tuple[Executor, AheadPass, Sequence],
 ) -> None:
     executor, forward_pass, sequence = ahead
@@ -166,7 +166,7 @@ def test_a_step_that_samples_nothing_is_done_when_the_device_has_computed_it(
 
 
 @pytest.mark.parametrize("fault", [ValueError("planted"), DeviceLost("planted")])
-def test_a_fault_on_the_device_is_the_fault_of_its_own_step(
+def test_device_fault_fails_the_step_that_raised_it(
     ahead: tuple[Executor, AheadPass, Sequence], fault: Exception
 ) -> None:
     executor, forward_pass, sequence = ahead
@@ -178,7 +178,7 @@ def test_a_fault_on_the_device_is_the_fault_of_its_own_step(
     assert result.plan.live_rows() == []
 
 
-def test_what_builds_on_a_step_that_could_not_be_launched_is_not_launched_either(
+def test_rows_that_build_on_a_step_whose_launch_failed_are_dropped(
     ahead: tuple[Executor, AheadPass, Sequence], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor, forward_pass, sequence = ahead
@@ -194,7 +194,7 @@ def test_what_builds_on_a_step_that_could_not_be_launched_is_not_launched_either
     assert [result.error for result in results] == [None, fault, None]
 
 
-def test_a_thread_that_dies_while_it_waits_for_tokens_fails_the_executor() -> None:
+def test_executor_fails_when_the_collector_thread_dies() -> None:
     executor = Executor(1)
     forward_pass = AheadPass()
     executor.start(lambda: forward_pass)
@@ -209,7 +209,7 @@ def test_a_thread_that_dies_while_it_waits_for_tokens_fails_the_executor() -> No
         executor.close()
 
 
-def test_a_device_that_is_lost_as_pages_are_saved_ends_the_executor_and_is_named(
+def test_executor_names_a_device_lost_while_pages_are_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executor, forward_pass = Executor(1), AheadPass()

@@ -1,4 +1,4 @@
-"""The waiting room against a sorted list: order of rank, parking, and those that leave while they wait."""
+"""The wait queue against a sorted list: order of rank, parking, and sequences that end while they wait."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from penstock.backend.sequences.subscribers import Subscriber
 KEYS = [bytes([number]) * 16 for number in range(3)]
 
 
-class WaitingRoomMachine(RuleBasedStateMachine):
+class WaitQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.room = WaitQueue()
+        self.wait_queue = WaitQueue()
         self.num_made = 0
         self.queue: list[Sequence] = []
         self.parked: dict[bytes, list[Sequence]] = {}
         self.running: list[Sequence] = []
-        self.now = 0
-        self.overdue: list[tuple[int, Sequence]] = []
+        self.step = 0
+        self.deadlines: list[tuple[int, Sequence]] = []
 
     def make(self, rank: float) -> Sequence:
         subscriber = Subscriber(1, self.num_made, 10, frozenset(), 1, 0.0)
@@ -33,37 +33,37 @@ class WaitingRoomMachine(RuleBasedStateMachine):
         return sequence
 
     def put(self, sequence: Sequence) -> None:
-        self.room.put(sequence)
+        self.wait_queue.put(sequence)
         self.queue.append(sequence)
         self.queue.sort(key=lambda waiting: (waiting.rank, waiting.order))
 
     @rule(rank=st.sampled_from([0.0, 0.0, -3.0, 2.5]), count=st.sampled_from([1, 1, 3, 90]))
-    def come(self, rank: float, count: int) -> None:
+    def arrive(self, rank: float, count: int) -> None:
         for _ in range(count):
             self.put(self.make(rank))
 
     @precondition(lambda self: self.queue)
     @rule()
     def take(self) -> None:
-        assert self.room.head() is self.queue[0]
-        self.room.take_head()
+        assert self.wait_queue.head() is self.queue[0]
+        self.wait_queue.take_head()
         self.running.append(self.queue.pop(0))
 
     @precondition(lambda self: self.queue)
     @rule(key=st.sampled_from(KEYS))
     def park(self, key: bytes) -> None:
-        assert self.room.head() is self.queue[0]
-        self.room.park_head(key, self.now + 3)
-        self.overdue.append((self.now + 3, self.queue[0]))
+        assert self.wait_queue.head() is self.queue[0]
+        self.wait_queue.park_head(key, self.step + 3)
+        self.deadlines.append((self.step + 3, self.queue[0]))
         self.parked.setdefault(key, []).append(self.queue.pop(0))
 
     @rule(steps=st.integers(1, 4))
     def time_passes(self, steps: int) -> None:
-        """Who was put back and parked anew meanwhile is put back as well, for the sake of the first time."""
-        self.now += steps
-        self.room.unpark_overdue(self.now)
-        due = {sequence for until, sequence in self.overdue if until <= self.now}
-        self.overdue = [entry for entry in self.overdue if entry[0] > self.now]
+        """A sequence that was unparked and parked again meanwhile is unparked at its first deadline."""
+        self.step += steps
+        self.wait_queue.unpark_overdue(self.step)
+        due = {sequence for deadline, sequence in self.deadlines if deadline <= self.step}
+        self.deadlines = [entry for entry in self.deadlines if entry[0] > self.step]
         for key, parked in list(self.parked.items()):
             self.queue += [sequence for sequence in parked if sequence in due]
             self.parked[key] = [sequence for sequence in parked if sequence not in due]
@@ -73,7 +73,7 @@ class WaitingRoomMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4))
     def unpark(self, keys: list[bytes]) -> None:
-        self.room.unpark(keys)
+        self.wait_queue.unpark(keys)
         for key in keys:
             self.queue += self.parked.pop(key, [])
         self.queue.sort(key=lambda waiting: (waiting.rank, waiting.order))
@@ -95,7 +95,7 @@ class WaitingRoomMachine(RuleBasedStateMachine):
 
     def forget(self, sequence: Sequence) -> None:
         sequence.ended = True
-        self.room.forget(sequence)
+        self.wait_queue.forget(sequence)
         if sequence in self.queue:
             self.queue.remove(sequence)
             return
@@ -106,23 +106,23 @@ class WaitingRoomMachine(RuleBasedStateMachine):
                     del self.parked[key]
 
     @invariant()
-    def everybody_is_there_once(self) -> None:
+    def each_sequence_is_present_once(self) -> None:
         num_parked = sum(len(parked) for parked in self.parked.values())
-        assert len(self.room) == len(self.queue) + num_parked
-        assert self.room.head() is (self.queue[0] if self.queue else None)
-        assert self.room.parked_keys() == self.parked.keys()
-        there = self.room.sequences()
-        assert len(there) == len(self.room)
-        assert set(there) == {*self.queue, *(sequence for parked in self.parked.values() for sequence in parked)}
+        assert len(self.wait_queue) == len(self.queue) + num_parked
+        assert self.wait_queue.head() is (self.queue[0] if self.queue else None)
+        assert self.wait_queue.parked_keys() == self.parked.keys()
+        present = self.wait_queue.sequences()
+        assert len(present) == len(self.wait_queue)
+        assert set(present) == {*self.queue, *(sequence for parked in self.parked.values() for sequence in parked)}
 
     def teardown(self) -> None:
-        self.room.unpark(KEYS)
+        self.wait_queue.unpark(KEYS)
         left = self.queue + [sequence for parked in self.parked.values() for sequence in parked]
         for expected in sorted(left, key=lambda waiting: (waiting.rank, waiting.order)):
-            assert self.room.head() is expected
-            self.room.take_head()
-        assert len(self.room) == 0
+            assert self.wait_queue.head() is expected
+            self.wait_queue.take_head()
+        assert len(self.wait_queue) == 0
 
 
-TestWaitingRoomMachine = WaitingRoomMachine.TestCase
-TestWaitingRoomMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestWaitQueueMachine = WaitQueueMachine.TestCase
+TestWaitQueueMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
