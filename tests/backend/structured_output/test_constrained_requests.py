@@ -13,7 +13,7 @@ from penstock.backend.structured_output.constraints import ConstraintFailed, Seq
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.shm.messages import Constraints, FailureCode, Finish, Grammar, Sampling
 from tests.backend.buffers.embedded_prompts import random_rows, submit_embedded
-from tests.backend.engine.test_loop import PassingFault
+from tests.backend.engine.test_failed_steps import PassingFault
 from tests.backend.harness import Bench, expected_tokens
 from tests.backend.structured_output.constrained import (
     DIGITS,
