@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.launched_step import launch_step
-from tests.simulation.models import ChainPass, PlantedFault, Violation
+from tests.simulation.chain_pass import ChainPass
+from tests.simulation.violations import PlantedFault, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan, PlanRow
     from penstock.backend.sequences.sequence import Sequence
-    from tests.simulation.models import Fault
+    from tests.simulation.chain_pass import Fault
     from tests.simulation.world import World
 
 
@@ -82,11 +83,11 @@ class SimulatedExecutor:
         self._num_in_flight += 1
         self._plans.append((plan, batch, saves))
         rows = list(plan.rows())
-        self._world.note_plan(rows)
+        self._world.judge.note_plan(rows)
         for row in rows:
             if (copy := plan.page_copies.get(row.sequence)) is not None:
-                self._world.judge_copy(copy[0], row.start % self._page_size)
-            self._world.judge_restores(plan.page_restores.get(row.sequence, ()))
+                self._world.judge.judge_copy(copy[0], row.start % self._page_size)
+            self._world.judge.judge_restores(plan.page_restores.get(row.sequence, ()))
         self._world.device_goes_on()
 
     def results(self) -> list[StepResult]:

@@ -83,7 +83,7 @@ class FaultyIntake(Intake):
         try:
             super().assign_sequence(submission, matcher, arrived_s, deadline_s)
         finally:
-            self._world.note_submission(submission.frontend, submission.request_id, arrived_s)
+            self._world.judge.note_submission(submission.frontend, submission.request_id, arrived_s)
 
 
 class FaultyDelivery(Delivery):

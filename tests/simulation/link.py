@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.messages import EventLogprobs, Failure, FailureCode, Finish, Started, Submit
-from tests.simulation.models import Violation
+from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,7 +140,7 @@ class SimulatedLink:
                     yield from self._receive_submission(event)
                 case Cancellation(epoch, request_id):
                     heard = self.open.get((epoch, request_id))
-                    self._world.note_cancel(heard, epoch, request_id)
+                    self._world.judge.note_cancel(heard, epoch, request_id)
                     if heard is not None:
                         heard.end_loan()
                     yield event
@@ -247,9 +247,9 @@ class SimulatedLink:
                 if ask.finish is not Finish.FAILED or heard.next_index != len(ask.expected):
                     raise Violation(f"{ask} fails by its grammar after {heard.next_index} of {ask.expected}")
             case Finish.FAILED:
-                world.judge_failure(heard, key)
+                world.judge.judge_failure(heard, key)
             case Finish.REJECTED if failure is not None:
-                world.judge_rejection(heard, FailureCode(failure.code))
+                world.judge.judge_rejection(heard, FailureCode(failure.code))
             case _:
                 raise Violation(f"{ask} ends {finish.name}")
 

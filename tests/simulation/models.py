@@ -1,8 +1,7 @@
-"""Two models whose every token is known beforehand: the simulator's oracles, and the passes that must agree with them.
+"""Two models whose every token is known beforehand: the simulator's oracles.
 
-`ChainModel` costs microseconds a step and notices what an engine may do wrong: its KV of a position is a hash chained
-from the position before, and its tokens depend on sampling parameters, history and position as those of a real sampler
-do. `HashModel` is the fake pass with the real sampler, asked for one sequence alone.
+`ChainModel` costs microseconds a step; its pass is `ChainPass`. `HashModel` is the fake pass with the real sampler, run
+for one sequence alone.
 """
 
 from __future__ import annotations
@@ -13,41 +12,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from penstock.backend.forward_pass import (
-    FROM_EMBEDDINGS,
-    FROM_SLOT,
-    NOT_FINITE,
-    PassSpec,
-    SamplingParams,
-    SlotInit,
-    StepBatch,
-    StepOutput,
-    TokenLogprobs,
-    TokenMasks,
-)
+from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch, TokenMasks
 from penstock.backend.passes.fake import FakePass
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
+from tests.simulation.chain_pass import ROOT, ChainPass, PassSizes, SlotState, make_logprobs, mix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.backend.forward_pass import EmbeddingRows, IBatchedForwardPass, PendingOutput
+    from penstock.backend.forward_pass import EmbeddingRows, IBatchedForwardPass
     from tests.simulation.rules import Rules
 
-_MASK = (1 << 64) - 1
-_ROOT = 0x243F6A8885A308D3
-_GENERATED = 1 << 32
-_NONSENSE = 0x0F0F0F0F
 _BYTES_PER_TOKEN = 8
-"""Of the fake pass's cache."""
-
-
-class PlantedFault(Exception):
-    """A step fails because the simulator wants it to."""
-
-
-class Violation(AssertionError):
-    """Something that must never happen has happened."""
+"""Bytes of the fake pass's cache per token."""
 
 
 @dataclass
@@ -58,16 +35,6 @@ class Stream:
     told: list[EventLogprobs] = field(default_factory=list)
     is_broken: bool = False
     """Its rules left nothing before there were as many as wanted."""
-
-
-@dataclass(frozen=True)
-class PassSizes:
-    num_pages: int
-    num_host_pages: int
-    page_size: int
-    max_running: int
-    max_batch_tokens: int
-    runs_ahead: bool
 
 
 class Model(Protocol):
@@ -86,62 +53,15 @@ class Model(Protocol):
     def new_pass(self, sizes: PassSizes) -> IBatchedForwardPass: ...
 
 
-def _mix(state: int, value: int) -> int:
-    state = (state ^ value) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019 & _MASK
-    return state ^ state >> 29
-
-
-class _Slot:
-    """What a pass remembers of a slot: its last token, and all tokens for the sake of penalties."""
-
-    __slots__ = ("flavour", "history", "last_token", "num_logprobs")
-
-    def __init__(self, sampling: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
-        self.num_logprobs = sampling.num_logprobs
-        self.flavour = 0
-        if sampling.temperature > 0:
-            self.flavour = _mix(_mix(sampling.seed, int(1000 * sampling.temperature)), sampling.top_k) | 1
-        self.history: int | None = None
-        if sampling.presence_penalty:
-            self.history = int(1000 * sampling.presence_penalty)
-            for index, token in enumerate(token_ids):
-                self.note(token if index < num_prompt_tokens else token + _GENERATED)
-        self.last_token = -1
-
-    def note(self, token: int) -> None:
-        if self.history is not None:
-            self.history = _mix(self.history, token)
-
-    def choose(self, cell: int, position: int, vocab_size: int, allowed: set[int] | None = None) -> int:
-        """The token at this position, when the position before it has this cell: of those allowed the next one."""
-        if self.flavour:
-            cell = _mix(cell, self.flavour + position)
-        if self.history is not None:
-            cell = _mix(cell, self.history)
-        token = (cell >> 16) % vocab_size
-        while allowed is not None and token not in allowed:
-            token = (token + 1) % vocab_size
-        self.note(token + _GENERATED)
-        self.last_token = token
-        return token
-
-
-def _told_of(cell: int, token: int, vocab_size: int, event: int = 0) -> EventLogprobs:
-    """Of a token, when the position before it has this cell. All numbers are ones that float32 has."""
-    top_ids = tuple((cell + index) % vocab_size for index in range(MAX_LOGPROBS))
-    top = tuple(-index / 2 for index in range(MAX_LOGPROBS))
-    return EventLogprobs(event, -((cell >> 20) % 4096 + token) / 16, 1 + token, top_ids, top)
-
-
 @dataclass
 class ChainModel:
     vocab_size: int
 
     def stream(self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None) -> Stream:
-        cell = _ROOT
+        cell = ROOT
         for token in prompt:
-            cell = _mix(cell, token)
-        slot = _Slot(sampling, prompt, len(prompt))
+            cell = mix(cell, token)
+        slot = SlotState(sampling, prompt, len(prompt))
         stream = Stream()
         while len(stream.tokens) < count:
             allowed = None
@@ -150,220 +70,19 @@ class ChainModel:
                 break
             token = slot.choose(cell, len(prompt) + len(stream.tokens), self.vocab_size, allowed)
             stream.tokens.append(token)
-            stream.told.append(_told_of(cell, token, self.vocab_size))
-            cell = _mix(cell, token)
+            stream.told.append(make_logprobs(cell, token, self.vocab_size))
+            cell = mix(cell, token)
         return stream
 
     def score(self, prompt: list[int]) -> list[EventLogprobs]:
-        told, cell = [], _ROOT
+        told, cell = [], ROOT
         for index, (token, following) in enumerate(pairwise(prompt), start=1):
-            cell = _mix(cell, token)
-            told.append(_told_of(cell, following, self.vocab_size, index))
+            cell = mix(cell, token)
+            told.append(make_logprobs(cell, following, self.vocab_size, index))
         return told
 
     def new_pass(self, sizes: PassSizes) -> ChainPass:
         return ChainPass(self.vocab_size, sizes)
-
-
-@dataclass(slots=True)
-class Fault:
-    """What is to go wrong in the next step. "nan" spoils a row's logits, "poison" also what it leaves in the cache, and
-    "raise at wait" all that the step leaves, in the cache and in its slots."""
-
-    kind: str
-    row: int
-    number: int
-
-
-class _Lost:
-    """A step whose device has computed nonsense and says so when it is asked."""
-
-    def wait(self) -> StepOutput:
-        raise PlantedFault("while the step was waited for")
-
-
-class ChainPass:
-    """Checks each batch against the contract of `StepBatch`, and breaks down as told."""
-
-    def __init__(self, vocab_size: int, sizes: PassSizes) -> None:
-        self.num_host_pages = sizes.num_host_pages
-        self.spec = PassSpec(vocab_size, 1 << 16, {"fp32": 8}, runs_ahead=sizes.runs_ahead)
-        self._num_pages = sizes.num_pages
-        self._page_size = sizes.page_size
-        self._max_running = sizes.max_running
-        self._max_batch_tokens = sizes.max_batch_tokens
-        self.cells = [0] * (sizes.num_pages * sizes.page_size)
-        """A position's hash; 0 was never written, -n is poisoned by fault n."""
-        self.saved_cells: dict[int, list[int]] = {}
-        """Of the pages on the host, by their place."""
-        self._slots: dict[int, _Slot] = {}
-        self.fault: Fault | None = None
-
-    def forward(self, batch: StepBatch) -> list[int]:
-        """The cell at the end of each row."""
-        fault = self.fault
-        if fault is not None and fault.kind == "raise":
-            raise PlantedFault("before anything was written")
-        for init in batch.slot_inits:
-            self._take_slot(init)
-        starts, ids = batch.query_starts.tolist(), batch.input_ids.tolist()
-        contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
-        self._take_embeddings(batch, ids)
-        self._check(starts, ids, slots, table)
-        # Nobody waits for a step that samples nothing, unless the pass runs ahead.
-        is_awaited = len(batch.logit_rows) or self.spec.runs_ahead
-        nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and is_awaited else 0
-        self._restore_pages(batch.page_restores, contexts, table, nonsense)
-        self._copy_pages(batch.page_copies, contexts, table, nonsense)
-        ends, written = [], set[int]()
-        page_size, cells = self._page_size, self.cells
-        for row, slot in enumerate(slots):
-            position, pages = contexts[row], table[row]
-            cell = (
-                _ROOT
-                if position == 0
-                else cells[pages[(position - 1) // page_size] * page_size + (position - 1) % page_size]
-            )
-            if fault is not None and fault.kind == "poison" and fault.row == row:
-                cell = -fault.number
-            mine = set()
-            for token in ids[starts[row] : starts[row + 1]]:
-                if token == FROM_SLOT:
-                    token = self._slots[slot].last_token
-                if cell >= 0:
-                    cell = _mix(cell, token)
-                    cell ^= nonsense
-                page = pages[position // page_size]
-                mine.add(page)
-                cells[page * page_size + position % page_size] = cell
-                position += 1
-            if not mine.isdisjoint(written):
-                raise Violation("two rows of a step write to one page")
-            written |= mine
-            ends.append(cell)
-        return ends
-
-    def _take_embeddings(self, batch: StepBatch, ids: list[int]) -> None:
-        """A row's one value is its token."""
-        for given in batch.embeddings:
-            tokens = [int(row[0]) for row in given.values.read()]
-            place = slice(given.first, given.first + len(tokens))
-            if ids[place] != [FROM_EMBEDDINGS] * len(tokens):
-                raise Violation(f"embeddings are given for the tokens {ids[place]}")
-            ids[place] = tokens
-        if FROM_EMBEDDINGS in ids:
-            raise Violation("a token whose embedding is not given")
-
-    def _check(self, starts: list[int], ids: list[int], slots: list[int], table: list[list[int]]) -> None:
-        lengths = [end - start for start, end in pairwise(starts)]
-        if starts[0] != 0 or starts[-1] != len(ids) or min(lengths) < 1:
-            raise Violation(f"query_starts {starts} for {len(ids)} tokens")
-        if len(ids) > self._max_batch_tokens or len(slots) > self._max_running or len(set(slots)) != len(slots):
-            raise Violation(f"{len(ids)} tokens in slots {slots}")
-        if lengths != sorted(lengths, key=lambda length: length > 1):
-            raise Violation(f"rows of lengths {lengths}: single tokens must come first")
-        if any(not 0 <= page < self._num_pages for pages in table for page in pages):
-            raise Violation("a page that does not exist")
-        if any(slot not in self._slots for slot in slots):
-            raise Violation("a slot that nobody took")
-
-    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        size, places = self._page_size, [place for _, place in pairs]
-        if len(set(places)) != len(places) or not set(places) <= set(range(self.num_host_pages)):
-            raise Violation(f"pages are saved to the places {places} of {self.num_host_pages}")
-        for page, place in pairs:
-            self.saved_cells[place] = self.cells[page * size : (page + 1) * size]
-
-    def _restore_pages(
-        self, restores: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]], nonsense: int
-    ) -> None:
-        """Each is full and one row's alone, and lies before what that row computes."""
-        size, cells = self._page_size, self.cells
-        before = [page for context, pages in zip(contexts, table, strict=True) for page in pages[: context // size]]
-        for place, page in restores:
-            if before.count(page) != 1 or [to for _, to in restores].count(page) != 1:
-                raise Violation(f"of the page restores {restores} one belongs to no row, or to two")
-            if place not in self.saved_cells or 0 in self.saved_cells[place]:
-                raise Violation("a page is restored that was not saved, or not when it was full")
-            cells[page * size : (page + 1) * size] = _spoiled(self.saved_cells[place], nonsense)
-
-    def _copy_pages(
-        self, copies: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]], nonsense: int
-    ) -> None:
-        """Each belongs to a row that goes on within the page."""
-        size, cells = self._page_size, self.cells
-        sources, destinations = {source for source, _ in copies}, [destination for _, destination in copies]
-        if len(set(destinations)) != len(destinations) or not sources.isdisjoint(destinations):
-            raise Violation(f"page copies {copies}")
-        current = [pages[context // size] for context, pages in zip(contexts, table, strict=True) if context % size]
-        if any(current.count(page) != 1 for page in destinations):
-            raise Violation(f"of the page copies {copies} one belongs to no row")
-        for source, destination in copies:
-            copied = _spoiled(cells[source * size : (source + 1) * size], nonsense)
-            cells[destination * size : (destination + 1) * size] = copied
-
-    def _take_slot(self, init: SlotInit) -> None:
-        self._slots[init.slot] = _Slot(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
-
-    def sample(self, logits: list[int], batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
-        fault = self.fault
-        if fault is not None and fault.kind == "raise late":
-            raise PlantedFault("after the cache was written")
-        allowed = self._allowed(masks)
-        tokens: list[int] = []
-        told: list[tuple[int, int, EventLogprobs]] = []  # place, how many likeliest
-        for place, row in enumerate(batch.logit_rows.tolist()):
-            position = int(batch.context_lens[row] + batch.query_starts[row + 1] - batch.query_starts[row])
-            token = NOT_FINITE
-            slot = self._slots[int(batch.slots[row])]
-            if logits[row] >= 0 and not (fault is not None and fault.kind == "nan" and fault.row == row):
-                token = slot.choose(logits[row], position, self.spec.vocab_size, allowed.get(place))
-                if slot.num_logprobs >= 0:
-                    told.append((place, slot.num_logprobs, _told_of(logits[row], token, self.spec.vocab_size)))
-            tokens.append(token)
-        if fault is not None and fault.kind == "raise at wait":
-            return _Lost()
-        if fault is not None and fault.kind == "miscount":
-            tokens.append(0)
-        return StepOutput(np.array(tokens, np.int32), _in_columns(told))
-
-    def _allowed(self, masks: TokenMasks | None) -> dict[int, set[int]]:
-        """By place in the logit rows."""
-        if masks is None:
-            return {}
-        places = masks.rows.tolist()
-        if places != sorted(set(places)) or len(places) != len(masks.bits):
-            raise Violation(f"masks of the places {places}")
-        allowed = {}
-        for place, bits in zip(places, masks.bits, strict=True):
-            number = int.from_bytes(bits.tobytes(), "little")
-            allowed[place] = {token for token in range(self.spec.vocab_size) if number >> token & 1}
-            if not allowed[place]:
-                raise Violation("a mask that leaves nothing")
-        return allowed
-
-    def poison_in(self, pages: list[int], num_tokens: int) -> set[int]:
-        """The numbers of the faults that have poisoned something among num_tokens tokens."""
-        size = self._page_size
-        places = [(pages[i // size], i % size) for i in range(num_tokens)]
-        return {-cell for page, place in places if (cell := self.cells[page * size + place]) < 0}
-
-
-def _spoiled(cells: list[int], nonsense: int) -> list[int]:
-    return [cell ^ nonsense if cell > 0 else cell for cell in cells]
-
-
-def _in_columns(told: list[tuple[int, int, EventLogprobs]]) -> TokenLogprobs | None:
-    if not told:
-        return None
-    width = max(num_likeliest for _, num_likeliest, _ in told)
-    return TokenLogprobs(
-        rows=np.array([place for place, _, _ in told], np.int32),
-        chosen=np.array([entry.logprob for _, _, entry in told], np.float32),
-        ranks=np.array([entry.rank for _, _, entry in told], np.int32),
-        top_ids=np.array([entry.top_ids[:width] for _, _, entry in told], np.int32).reshape(len(told), width),
-        top=np.array([entry.top_logprobs[:width] for _, _, entry in told], np.float32).reshape(len(told), width),
-    )
 
 
 class _HashPass(FakePass):

@@ -1,0 +1,94 @@
+"""Bugs to plant in how steps are launched, finished and applied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.backend.engine import launched_step as step_module
+from penstock.backend.engine.launched_step import StepResult
+from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.step_timing import StepTiming
+from penstock.backend.forward_pass import NOT_FINITE
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.structured_output.constraints import SequenceConstraints
+from tests.simulation import device as device_module
+from tests.simulation.planting import Plant, wrap
+
+
+def _saves_go_with_rows(launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, before: Any) -> Any:
+    return launch(forward_pass, plan, batch, saves if plan.live_rows() else (), before)
+
+
+def _saves_go_with_the_plan(launch: Any, engine: Engine, *planned: Any) -> None:
+    saves = engine._scheduler.take_saves()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._scheduler, "take_saves", lambda: saves)
+        launch(engine, *planned)
+
+
+def _saves_come_after_their_step(
+    launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, before: Any
+) -> Any:
+    step = launch(forward_pass, plan, batch, (), before)
+    if saves:
+        forward_pass.save_pages(saves)
+    return step
+
+
+def _failed_steps_count_as_running(note_result: Any, step_timing: StepTiming, num_tokens: int, *times: float) -> None:
+    if num_tokens:
+        note_result(step_timing, num_tokens, *times)
+
+
+def _a_failed_step_fails_them_all(_: Any, engine: Engine, plan: Plan, error: Exception) -> None:
+    for row in plan.rows():
+        if row.sequence.generation == row.generation:
+            engine._delivery.fail(row.sequence)
+
+
+def _a_bad_row_spoils_the_step(apply: Any, engine: Engine, result: StepResult) -> None:
+    if NOT_FINITE in result.token_ids:
+        result = replace(result, token_ids=[NOT_FINITE] * len(result.token_ids))
+    apply(engine, result)
+
+
+def _tokens_of_failed_constraints_are_told(apply: Any, engine: Engine, result: StepResult) -> None:
+    tokens = [0 if place in result.faults else token for place, token in enumerate(result.token_ids)]
+    apply(engine, replace(result, token_ids=tokens))
+
+
+def _forces_one_too_few(init: Any, constraints: Any, *args: Any) -> None:
+    *rest, forced = args if len(args) == 5 else (*args, ())
+    init(constraints, *rest, forced[:-1])
+
+
+STEP_BUGS: dict[str, Plant] = {
+    "constraints take nothing back": wrap(SequenceConstraints, "rewind", lambda *_: None),
+    "constraints that failed let a token through": wrap(Engine, "_apply", _tokens_of_failed_constraints_are_told),
+    "masks do not wait for the step before": wrap(
+        step_module, "_make_masks", lambda masks, plan, vocab_size, _before: masks(plan, vocab_size, None)
+    ),
+    "what builds on a failed step is launched": wrap(step_module, "_stop_rows", lambda *_: None),
+    "the last token of a scored prompt is not forced": wrap(SequenceConstraints, "__init__", _forces_one_too_few),
+    "embeddings stay behind when a row before theirs is dropped": wrap(
+        step_module,
+        "keep_rows",
+        lambda keep, batch, *args: replace(keep(batch, *args), embeddings=batch.embeddings),
+    ),
+    "what is saved is lost with a step whose rows have left": wrap(device_module, "launch_step", _saves_go_with_rows),
+    "what is saved is lost with a plan that cannot be built": wrap(Engine, "_launch", _saves_go_with_the_plan),
+    "what is saved is copied after the step that takes its page": wrap(
+        device_module, "launch_step", _saves_come_after_their_step
+    ),
+    "a step that failed is waited for with the next plan": wrap(
+        StepTiming, "note_result", _failed_steps_count_as_running
+    ),
+    "a failed step fails all its requests": wrap(Engine, "_apply_failure", _a_failed_step_fails_them_all),
+    "membership is bound when planned": lambda patch: patch.setattr(
+        Plan, "live_rows", lambda plan: list(range(len(plan)))
+    ),
+    "bad logits fail the whole step": wrap(Engine, "_apply", _a_bad_row_spoils_the_step),
+}
