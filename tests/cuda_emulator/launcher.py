@@ -185,7 +185,7 @@ def _value_of(argument: object) -> _Value:
         return ctypes.c_int32(int(argument))
     if isinstance(argument, np.int64):
         return ctypes.c_int64(int(argument))
-    raise KernelFailed(f"no argument of a kernel: {type(argument).__name__}")
+    raise KernelFailed(f"a kernel takes no argument of type {type(argument).__name__}")
 
 
 def _describe(argument: Argument, value: _Value) -> _Argument:

@@ -165,7 +165,7 @@ COPY = Kernel("planted_bugs.cu", "global_read_beyond", (("BUG", 0),), NUM_THREAD
         ((inner(), np.int64(5)), r"argument 1 \(out\): the kernel takes a pointer of 8 bytes, given a integer of 8"),
         ((inner().bfloat16(), out()), r"argument 0 \(in\): .* to a float of 4 bytes, given one .* of 2"),
         ((inner().int(), out()), r"argument 0 \(in\): .* to a float of 4 bytes, given one to a integer of 4"),
-        ((inner(), 3.0), r"no argument of a kernel: float"),
+        ((inner(), 3.0), r"a kernel takes no argument of type float"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(arguments: tuple[Argument, ...], message: str) -> None:

@@ -12,11 +12,7 @@ import torch
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.tools.gpu_check.cases.catalogue import Check
 from penstock.tools.gpu_check.cases.comparing import Mismatch
-from penstock.tools.gpu_check.checks import (
-    compilation,
-    correctness,
-    pass_agreement,
-)
+from penstock.tools.gpu_check.checks import compilation, correctness, pass_agreement
 from penstock.tools.gpu_check.reporting import environment
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu_check.device_context import Record, make_device_context

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.tools.gpu_check.checks import (
-    pass_agreement,
-)
+from penstock.tools.gpu_check.checks import pass_agreement
 from penstock.tools.gpu_check.devices.models import TINY, RandomWeights
 from penstock.tools.gpu_check.devices.steps import generate
 from penstock.tools.gpu_check.engine_speed import end_to_end, engine_runs
 from tests.tools.gpu_check.device_context import Record, make_device_context
-
-if TYPE_CHECKING:
-    pass
 
 
 def tiny_plan(**changes: Any) -> end_to_end.ModelPlan:

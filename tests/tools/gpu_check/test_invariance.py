@@ -5,22 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from penstock.backend.passes.decoder.cuda.workspace_plan import StepSizes
-from penstock.tools.gpu_check.checks import (
-    deterministic_passes,
-    invariance,
-    invariance_child,
-)
+from penstock.tools.gpu_check.checks import deterministic_passes, invariance, invariance_child
 from penstock.tools.gpu_check.devices.models import LLAMA_8B, QWEN3_06B, TINY
 from tests.tools.gpu_check.device_context import Record, make_device_context
-
-if TYPE_CHECKING:
-    pass
 
 
 def test_deterministic_passes_keep_a_rows_bits(record: Record) -> None:

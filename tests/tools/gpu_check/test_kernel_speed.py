@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -14,10 +12,6 @@ from penstock.tools.gpu_check.devices.random_caches import fill_cache
 from penstock.tools.gpu_check.kernel_speed import attention_peers, ceilings, kernel_cases
 from penstock.tools.gpu_check.kernel_speed import kernels as kernel_speed
 from tests.tools.gpu_check.device_context import Record, make_device_context
-
-if TYPE_CHECKING:
-    pass
-
 
 HEADS = HeadShape(4, 2, 64)
 

@@ -5,22 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from penstock.backend.passes.decoder.cuda import kernel_manifest
 from penstock.tools.gpu_check.cases.catalogue import small_checks
-from penstock.tools.gpu_check.checks import (
-    sanitizer,
-    sanitizer_child,
-)
+from penstock.tools.gpu_check.checks import sanitizer, sanitizer_child
 from tests.cuda_emulator import EmulatedLauncher
 from tests.tools.gpu_check.device_context import Record
-
-if TYPE_CHECKING:
-    pass
-
 
 TOOL = sanitizer.SanitizerTool("memcheck", 0.5)
 

@@ -5,20 +5,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.tools.gpu_check.cases.comparing import Mismatch
-from penstock.tools.gpu_check.checks import (
-    sharing,
-)
+from penstock.tools.gpu_check.checks import sharing
 from penstock.tools.gpu_check.devices import page_copier
 from tests.shm.buffers.fake_device import FakeDevice
 from tests.tools.gpu_check.device_context import Record, make_device_context
-
-if TYPE_CHECKING:
-    pass
 
 
 def test_one_graph_captures_kernels_and_products(record: Record) -> None:

@@ -5,21 +5,16 @@ from __future__ import annotations
 import dataclasses
 import threading
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.tools.gpu_check.checks import (
-    pass_agreement,
-)
+from penstock.tools.gpu_check.checks import pass_agreement
 from penstock.tools.gpu_check.devices.models import TINY, RandomWeights
 from penstock.tools.gpu_check.engine_speed import transformers_batching as peers
 from tests.tools.gpu_check.device_context import Record, make_device_context
-
-if TYPE_CHECKING:
-    pass
 
 
 def test_transformers_model_computes_with_our_weights() -> None:
