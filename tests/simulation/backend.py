@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Backend:
-    """One life of the backend process: the real engine between a simulated link and a simulated device."""
+    """One backend process from start to death."""
 
     def __init__(self, world: World) -> None:
         setup = world.setup
@@ -70,13 +70,13 @@ class Backend:
         self.is_draining = False
         self.num_joined = 0
         self.places: dict[Sequence, tuple[float, int]] = {}
-        """When each sequence's turn is, by the policy: lower is sooner."""
+        """Place of each sequence in the queue by the policy: lower is sooner."""
         self.since: dict[Sequence, int] = {}
-        """The tick in which each sequence came."""
-        self.struck: set[object] = set()
-        """Sequences, and (frontend, request id), on which the engine broke down, and which may fail for it."""
-        self.burnt: dict[int, int] = {}
-        """Fault → the tick in which a request first failed for what it had left in its pages."""
+        """Tick in which each sequence was created."""
+        self.broken: set[object] = set()
+        """Sequences and (frontend, request id) on which the engine failed. They may end with a failure."""
+        self.first_failed_tick: dict[int, int] = {}
+        """Fault → tick in which a request first failed because of what the fault left in its pages."""
 
     def sequence_of(self, frontend: int, request_id: int) -> Sequence:
         """The sequence of an open request that has one."""

@@ -52,7 +52,7 @@ def mix(state: int, value: int) -> int:
 
 
 class SlotState:
-    """What a pass remembers of a slot: its last token, and all tokens for the sake of penalties."""
+    """What a pass keeps per slot: the last token, and a hash of all tokens for penalties."""
 
     __slots__ = ("flavour", "history", "last_token", "num_logprobs")
 
@@ -73,7 +73,7 @@ class SlotState:
             self.history = mix(self.history, token)
 
     def choose(self, cell: int, position: int, vocab_size: int, allowed: set[int] | None = None) -> int:
-        """The token at this position, when the position before it has this cell: of those allowed the next one."""
+        """The token at this position after a position with this cell: the next allowed one."""
         if self.flavour:
             cell = mix(cell, self.flavour + position)
         if self.history is not None:
@@ -87,7 +87,7 @@ class SlotState:
 
 
 def make_logprobs(cell: int, token: int, vocab_size: int, event: int = 0) -> EventLogprobs:
-    """Of a token, when the position before it has this cell. All numbers are ones that float32 has."""
+    """Log probabilities of a token after a position with this cell. float32 holds all numbers exactly."""
     top_ids = tuple((cell + index) % vocab_size for index in range(MAX_LOGPROBS))
     top = tuple(-index / 2 for index in range(MAX_LOGPROBS))
     return EventLogprobs(event, -((cell >> 20) % 4096 + token) / 16, 1 + token, top_ids, top)
@@ -95,8 +95,8 @@ def make_logprobs(cell: int, token: int, vocab_size: int, event: int = 0) -> Eve
 
 @dataclass(slots=True)
 class Fault:
-    """What is to go wrong in the next step. "nan" spoils a row's logits, "poison" also what it leaves in the cache, and
-    "raise at wait" all that the step leaves, in the cache and in its slots."""
+    """What goes wrong in the next step. "nan" spoils a row's logits, "poison" also its KV, and "raise at wait"
+    everything that the step writes to the cache and to its slots."""
 
     kind: str
     row: int
@@ -104,14 +104,14 @@ class Fault:
 
 
 class LostStep:
-    """A step whose device has computed nonsense and says so when it is asked."""
+    """A step whose device computed nonsense, and reports it when it is waited for."""
 
     def wait(self) -> StepOutput:
         raise PlantedFault("while the step was waited for")
 
 
 class ChainPass:
-    """Checks each batch against the contract of `StepBatch`, and breaks down as told."""
+    """Checks each batch against the contract of `StepBatch`, and fails as `fault` says."""
 
     def __init__(self, vocab_size: int, sizes: PassSizes) -> None:
         self.num_host_pages = sizes.num_host_pages
@@ -121,9 +121,9 @@ class ChainPass:
         self._max_running = sizes.max_running
         self._max_batch_tokens = sizes.max_batch_tokens
         self.cells = [0] * (sizes.num_pages * sizes.page_size)
-        """A position's hash; 0 was never written, -n is poisoned by fault n."""
+        """Hash per position; 0 was never written, -n is poisoned by fault n."""
         self.saved_cells: dict[int, list[int]] = {}
-        """Of the pages on the host, by their place."""
+        """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
         self.fault: Fault | None = None
 
@@ -138,7 +138,7 @@ class ChainPass:
         contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
         self._take_embeddings(batch, ids)
         self._check(starts, ids, slots, table)
-        # Nobody waits for a step that samples nothing, unless the pass runs ahead.
+        # A step that samples nothing is awaited only if the pass runs ahead.
         is_awaited = len(batch.logit_rows) or self.spec.runs_ahead
         nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and is_awaited else 0
         self._restore_pages(batch.page_restores, contexts, table, nonsense)
@@ -172,7 +172,7 @@ class ChainPass:
         return ends
 
     def _take_embeddings(self, batch: StepBatch, ids: list[int]) -> None:
-        """A row's one value is its token."""
+        """The only value of an embedding is its token."""
         for given in batch.embeddings:
             tokens = [int(row[0]) for row in given.values.read()]
             place = slice(given.first, given.first + len(tokens))
@@ -193,7 +193,7 @@ class ChainPass:
         if any(not 0 <= page < self._num_pages for pages in table for page in pages):
             raise Violation("a page that does not exist")
         if any(slot not in self._slots for slot in slots):
-            raise Violation("a slot that nobody took")
+            raise Violation("a slot that was not initialized")
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
         size, places = self._page_size, [place for _, place in pairs]
@@ -205,12 +205,12 @@ class ChainPass:
     def _restore_pages(
         self, restores: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]], nonsense: int
     ) -> None:
-        """Each is full and one row's alone, and lies before what that row computes."""
+        """Each page must be full, belong to one row only, and lie before what that row computes."""
         size, cells = self._page_size, self.cells
         before = [page for context, pages in zip(contexts, table, strict=True) for page in pages[: context // size]]
         for place, page in restores:
             if before.count(page) != 1 or [to for _, to in restores].count(page) != 1:
-                raise Violation(f"of the page restores {restores} one belongs to no row, or to two")
+                raise Violation(f"one of the page restores {restores} belongs to no row, or to two")
             if place not in self.saved_cells or 0 in self.saved_cells[place]:
                 raise Violation("a page is restored that was not saved, or not when it was full")
             cells[page * size : (page + 1) * size] = _spoiled(self.saved_cells[place], nonsense)
@@ -218,14 +218,14 @@ class ChainPass:
     def _copy_pages(
         self, copies: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]], nonsense: int
     ) -> None:
-        """Each belongs to a row that goes on within the page."""
+        """Each destination must belong to a row that continues within the page."""
         size, cells = self._page_size, self.cells
         sources, destinations = {source for source, _ in copies}, [destination for _, destination in copies]
         if len(set(destinations)) != len(destinations) or not sources.isdisjoint(destinations):
             raise Violation(f"page copies {copies}")
         current = [pages[context // size] for context, pages in zip(contexts, table, strict=True) if context % size]
         if any(current.count(page) != 1 for page in destinations):
-            raise Violation(f"of the page copies {copies} one belongs to no row")
+            raise Violation(f"one of the page copies {copies} belongs to no row")
         for source, destination in copies:
             copied = _spoiled(cells[source * size : (source + 1) * size], nonsense)
             cells[destination * size : (destination + 1) * size] = copied
@@ -239,7 +239,7 @@ class ChainPass:
             raise PlantedFault("after the cache was written")
         allowed = self._allowed(masks)
         tokens: list[int] = []
-        told: list[tuple[int, int, EventLogprobs]] = []  # place, how many likeliest
+        logprobs: list[tuple[int, int, EventLogprobs]] = []  # place, number of top tokens, entry
         for place, row in enumerate(batch.logit_rows.tolist()):
             position = int(batch.context_lens[row] + batch.query_starts[row + 1] - batch.query_starts[row])
             token = NOT_FINITE
@@ -247,16 +247,16 @@ class ChainPass:
             if logits[row] >= 0 and not (fault is not None and fault.kind == "nan" and fault.row == row):
                 token = slot.choose(logits[row], position, self.spec.vocab_size, allowed.get(place))
                 if slot.num_logprobs >= 0:
-                    told.append((place, slot.num_logprobs, make_logprobs(logits[row], token, self.spec.vocab_size)))
+                    logprobs.append((place, slot.num_logprobs, make_logprobs(logits[row], token, self.spec.vocab_size)))
             tokens.append(token)
         if fault is not None and fault.kind == "raise at wait":
             return LostStep()
         if fault is not None and fault.kind == "miscount":
             tokens.append(0)
-        return StepOutput(np.array(tokens, np.int32), _in_columns(told))
+        return StepOutput(np.array(tokens, np.int32), _in_columns(logprobs))
 
     def _allowed(self, masks: TokenMasks | None) -> dict[int, set[int]]:
-        """By place in the logit rows."""
+        """Place in the logit rows → allowed tokens."""
         if masks is None:
             return {}
         places = masks.rows.tolist()
@@ -267,11 +267,11 @@ class ChainPass:
             number = int.from_bytes(bits.tobytes(), "little")
             allowed[place] = {token for token in range(self.spec.vocab_size) if number >> token & 1}
             if not allowed[place]:
-                raise Violation("a mask that leaves nothing")
+                raise Violation("a mask that allows no token")
         return allowed
 
     def poison_in(self, pages: list[int], num_tokens: int) -> set[int]:
-        """The numbers of the faults that have poisoned something among num_tokens tokens."""
+        """Numbers of the faults that have poisoned any of the first num_tokens tokens."""
         size = self._page_size
         places = [(pages[i // size], i % size) for i in range(num_tokens)]
         return {-cell for page, place in places if (cell := self.cells[page * size + place]) < 0}
@@ -281,14 +281,14 @@ def _spoiled(cells: list[int], nonsense: int) -> list[int]:
     return [cell ^ nonsense if cell > 0 else cell for cell in cells]
 
 
-def _in_columns(told: list[tuple[int, int, EventLogprobs]]) -> TokenLogprobs | None:
-    if not told:
+def _in_columns(entries: list[tuple[int, int, EventLogprobs]]) -> TokenLogprobs | None:
+    if not entries:
         return None
-    width = max(num_likeliest for _, num_likeliest, _ in told)
+    width = max(num_top for _, num_top, _ in entries)
     return TokenLogprobs(
-        rows=np.array([place for place, _, _ in told], np.int32),
-        chosen=np.array([entry.logprob for _, _, entry in told], np.float32),
-        ranks=np.array([entry.rank for _, _, entry in told], np.int32),
-        top_ids=np.array([entry.top_ids[:width] for _, _, entry in told], np.int32).reshape(len(told), width),
-        top=np.array([entry.top_logprobs[:width] for _, _, entry in told], np.float32).reshape(len(told), width),
+        rows=np.array([place for place, _, _ in entries], np.int32),
+        chosen=np.array([entry.logprob for _, _, entry in entries], np.float32),
+        ranks=np.array([entry.rank for _, _, entry in entries], np.int32),
+        top_ids=np.array([entry.top_ids[:width] for _, _, entry in entries], np.int32).reshape(len(entries), width),
+        top=np.array([entry.top_logprobs[:width] for _, _, entry in entries], np.float32).reshape(len(entries), width),
     )

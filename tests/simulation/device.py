@@ -1,4 +1,4 @@
-"""The executor and its device without a thread: a step starts and ends when the simulator says so."""
+"""The executor and its device without threads: a step starts and ends when the simulator decides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Awaited(threading.Event):
-    """The end of a step, which whoever waits for it brings about."""
+    """The end of a step. Waiting for it makes it happen."""
 
     def __init__(self, bring_about: Callable[[], None]) -> None:
         super().__init__()
@@ -35,8 +35,7 @@ class _Awaited(threading.Event):
 
 
 class SimulatedExecutor:
-    """Stands where Executor stands, both its threads. What a step tells the main thread becomes visible some time
-    after it was computed."""
+    """Replaces Executor and both its threads. The main thread sees a step's result some time after it was computed."""
 
     wake_fd = -1
 
@@ -49,16 +48,16 @@ class SimulatedExecutor:
         self._launched: deque[tuple[LaunchedStep, Fault | None]] = deque()
         self._before: LaunchedStep | None = None
         self._finished: tuple[StepResult, list[tuple[Sequence, int]]] | None = None
-        """With what it marks as stopped, which is not to be seen yet."""
+        """A finished step, and the stop marks that the main thread does not see yet."""
         self._results: list[StepResult] = []
         self._num_in_flight = 0
         self._starts_s: deque[float] = deque()
-        """Of the steps launched and not told."""
-        self._salts: dict[int, bytes] = {}  # of each page, whose tokens it holds
-        self._saved_salts: dict[int, bytes | None] = {}  # of each place on the host
+        """Start times of the launched steps whose results are not visible."""
+        self._salts: dict[int, bytes] = {}  # page → tenant whose tokens it holds
+        self._saved_salts: dict[int, bytes | None] = {}  # host place → tenant
         self.faulty: dict[tuple[Sequence, int], bool] = {}
-        """(sequence, generation) of rows that failed in a step of their own, False, or whose logits were bad, True;
-        whichever was first, for it ends them."""
+        """(sequence, generation) → whether its logits were bad (True) or it failed in a step of its own (False). The
+        first of the two counts, because it ends the sequence."""
 
     @property
     def has_capacity(self) -> bool:
@@ -88,20 +87,20 @@ class SimulatedExecutor:
             if (copy := plan.page_copies.get(row.sequence)) is not None:
                 self._world.judge.judge_copy(copy[0], row.start % self._page_size)
             self._world.judge.judge_restores(plan.page_restores.get(row.sequence, ()))
-        self._world.device_goes_on()
+        self._world.advance_device()
 
     def results(self) -> list[StepResult]:
-        self._world.device_goes_on()
+        self._world.advance_device()
         results, self._results = self._results, []
         self._num_in_flight -= len(results)
         return results
 
     def advance(self) -> bool:
-        """One of the threads goes on: a step starts or is taken in, or what it brought is told. False when there is
-        nothing to do."""
+        """Advance one of the threads: start a step, finish one, or make a result visible. False if there is nothing to
+        do."""
         can_do: list[Callable[[], None]] = []
         if self._finished is not None:
-            can_do.append(self._tell)
+            can_do.append(self._publish)
         elif self._launched:
             can_do.append(self._finish)
         if self._plans and (self._pass.spec.runs_ahead or not can_do):
@@ -115,7 +114,7 @@ class SimulatedExecutor:
         while self._finished is not None or self._launched:
             self._world.covered["awaited for its constraints"] += 1
             if self._finished is not None:
-                self._tell()
+                self._publish()
             else:
                 self._finish()
 
@@ -154,48 +153,48 @@ class SimulatedExecutor:
             row = rows[result.plan.logit_rows[place]]
             if token_id < 0 and place not in result.faults:
                 self.faulty.setdefault((row.sequence, row.generation), True)
-        # The thread has compared, and not yet said what it found: others may subscribe just now.
+        # The thread has compared, but the main thread does not see it yet: others may subscribe now.
         stopped = [(s, s.stopped_generation) for s, generation in before if s.stopped_generation != generation]
         for sequence, generation in before:
             sequence.stopped_generation = generation
         self._finished = result, stopped
         if self._world.log is not None:
-            told = [(row.start, row.end, row.sequence.order) for row in rows]
-            self._world.log(f"  step of (start, end, order) {told} brings {result.token_ids or error!r}")
+            spans = [(row.start, row.end, row.sequence.order) for row in rows]
+            self._world.log(f"  step of (start, end, order) {spans} gives {result.token_ids or error!r}")
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         if self._finished is None:
-            raise Violation("nothing is to be told")
+            raise Violation("there is no result to publish")
         result, stopped = self._finished
         for sequence, generation in stopped:
             sequence.stopped_generation = generation
         step_s = self._world.now_s - self._starts_s.popleft()
         if self._starts_s:
             self._starts_s[0] = self._world.now_s
-        # What steps are said to take may be no guide to the next ones.
+        # The reported duration may mislead about the next steps.
         self._results.append(replace(result, step_s=self._world.rng.choice((0.0, 9.0, step_s))))
         self._finished = None
 
     def _note_copies(self, plan: Plan) -> None:
         for sequence, restores in plan.page_restores.items():
             if any(self._saved_salts[place] != sequence.salt for place, _ in restores):
-                raise Violation("a row gets back what another tenant wrote, or what nobody did")
+                raise Violation("a row restores a page that its tenant did not write")
             self._salts |= dict.fromkeys([page for _, page in restores], sequence.salt)
         for sequence, (source, destination) in plan.page_copies.items():
             self._world.covered["page copied"] += 1
             if self._salts.get(source) != sequence.salt:
-                raise Violation("a row copies what another tenant wrote, or what nobody did")
+                raise Violation("a row copies a page that its tenant did not write")
             self._salts[destination] = sequence.salt
 
     def _judge(self, row: PlanRow) -> None:
-        """Somebody wants what the row computes, and what it reads is of its own tenant."""
+        """The row has a subscriber, and it reads pages of its own tenant only."""
         sequence, size = row.sequence, self._page_size
         listeners = self._world.backend.link.open
         if sequence.ended or not any((s.frontend, s.request_id) in listeners for s in sequence.subscribers):
-            raise Violation("a row runs to which nobody listens")
+            raise Violation("a row without a subscriber runs")
         first_written = row.start // size
         for page in sequence.kv.pages[: -(-row.start // size)]:
             if self._salts.get(page) != sequence.salt:
-                raise Violation("a row reads what another tenant wrote, or what nobody did")
+                raise Violation("a row reads a page that its tenant did not write")
         for page in sequence.kv.pages[first_written : -(-row.end // size)]:
             self._salts[page] = sequence.salt

@@ -1,6 +1,6 @@
-"""The engine's parts with faults of ours in them: requests on which some part breaks down, now and then.
+"""The engine's parts with planted errors: some part fails on certain requests, now and then.
 
-Such a request may fail, and with it whoever listens to its sequence. Nobody else may.
+Such a request may fail, and with it all subscribers of its sequence. No other request may.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from penstock.shm.messages import EventLogprobs
     from tests.simulation.world import World
 
-CURSES = ("add", "note", "build", "deliver", "step")
-"""Where the engine breaks down on a request: as it is taken in, its pages named, its rows built, its tokens delivered;
-or the device does, in each step that it is in."""
+ENGINE_ERRORS = ("add", "note", "build", "deliver", "step")
+"""Where the engine fails on a request: at intake, when its pages are indexed, its rows built or its tokens delivered.
+"step" is a failure of the device in each step that includes it."""
 
 
 class FaultyScheduler(Scheduler):
-    """Remembers, besides, what it did: the world judges plans by it."""
+    """Also remembers what it did, for the judge."""
 
     def __init__(self, world: World, *args: Any) -> None:
         super().__init__(*args)
         self._world = world
         self.started: set[Sequence] = set()
-        """By the last plan."""
-        self.tried: set[tuple[Sequence, int]] = set()
-        """(sequence, generation) of rows that run again after their step failed."""
+        """Sequences that the last plan admitted."""
+        self.bisected: set[tuple[Sequence, int]] = set()
+        """(sequence, generation) of rows that run again after a failed step."""
 
     def plan(self) -> Plan:
         self.started = set()
@@ -46,15 +46,15 @@ class FaultyScheduler(Scheduler):
 
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)
-        self._world.strike("add", [sequence])
+        self._world.break_down("add", [sequence])
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        self._world.strike("note", [sequence])
+        self._world.break_down("note", [sequence])
         super().note_computed(sequence, num_tokens)
 
     def bisect(self, chunks: list[Chunk]) -> None:
         super().bisect(chunks)
-        self.tried |= {(sequence, sequence.generation) for sequence, _ in chunks}
+        self.bisected |= {(sequence, sequence.generation) for sequence, _ in chunks}
 
     def _start(self, sequence: Sequence, *args: Any, **options: Any) -> None:
         super()._start(sequence, *args, **options)
@@ -68,7 +68,7 @@ class FaultyBuilder(BatchBuilder):
 
     def build(self, plan: Plan) -> StepBatch:
         batch = super().build(plan)
-        self._world.strike("build", plan.sequences)
+        self._world.break_down("build", plan.sequences)
         return batch
 
 
@@ -92,9 +92,9 @@ class FaultyDelivery(Delivery):
         self._world = world
 
     def deliver(self, sequence: Sequence, token_id: int, logprobs: EventLogprobs | None = None) -> None:
-        self._world.strike("deliver", [sequence])
+        self._world.break_down("deliver", [sequence])
         super().deliver(sequence, token_id, logprobs)
 
     def replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
-        self._world.strike_request("deliver", subscriber)
+        self._world.break_down_request("deliver", subscriber)
         super().replay(sequence, subscriber)

@@ -21,16 +21,16 @@ class Judge:
         self._world = world
 
     def note_submission(self, frontend: int, request_id: int, arrived_s: float) -> None:
-        """The engine has taken it on, or refused it."""
+        """The engine has given the request a sequence, or refused it."""
         backend, ask = self._world.backend, self._world.names[frontend, request_id]
-        heard = backend.link.open.get((frontend, request_id))
-        if heard is not None:
-            heard.is_judged = True
+        opened = backend.link.open.get((frontend, request_id))
+        if opened is not None:
+            opened.is_judged = True
         found = backend.requests.table.find(frontend, request_id)
         if backend.board.requests_coalesced > backend.num_joined:
             backend.num_joined += 1
             self._world.covered["joined"] += 1
-            self._world.covered["joined late"] += heard is None or heard.next_index > 0
+            self._world.covered["joined late"] += opened is None or opened.next_index > 0
             self._world.covered["joined with constraints"] += ask.constraints is not None
             self._world.covered["joined for log probabilities"] += ask.sampling.num_logprobs >= 0
         elif found is not None:
@@ -38,15 +38,15 @@ class Judge:
             rank = arrived_s + ask.priority * step_s if step_s else 0.0
             backend.places[found.sequence] = rank, len(backend.places)
             backend.since[found.sequence] = self._world.tick
-        if heard is not None and ask.constraints is not None:
-            self._world.covered["resumed with constraints"] += heard.next_index > 0 and ask.num_lives > 1
+        if opened is not None and ask.constraints is not None:
+            self._world.covered["resumed with constraints"] += opened.next_index > 0 and ask.num_lives > 1
 
-    def note_cancel(self, heard: Open | None, epoch: int, request_id: int) -> None:
-        """In which state it meets its request."""
+    def note_cancel(self, opened: Open | None, epoch: int, request_id: int) -> None:
+        """Count the state in which a cancel meets its request."""
         state = "of nothing open"
         if self._world.backend.grammar_queue.find(epoch, request_id) is not None:
             state = "while compiling"
-        elif heard is not None:
+        elif opened is not None:
             sequence = self._world.backend.sequence_of(epoch, request_id)
             if len(sequence.subscribers) > 1:
                 state = "of a shared sequence"
@@ -57,17 +57,17 @@ class Judge:
             elif sequence.stopped_generation == sequence.generation:
                 state = "while finishing"
             else:
-                state = "in decode" if heard.is_started else "in prefill"
+                state = "in decode" if opened.is_started else "in prefill"
         self._world.covered[f"cancel {state}"] += 1
 
     def note_plan(self, rows: list[PlanRow]) -> None:
-        """Whose turn it is, and how far they go."""
+        """Judge which sequences a plan admits, and how far its rows go."""
         places, waiting = self._world.backend.places, self._world.backend.scheduler._waiting
         admitted = self._world.backend.scheduler.started
         if admitted:
             queue = [places[sequence] for sequence in waiting.sequences() if sequence not in waiting._key_of]
             if queue and max(places[sequence] for sequence in admitted) > min(queue):
-                raise Violation("somebody is admitted before their turn")
+                raise Violation("a sequence is admitted before its turn")
         num_plans = self._world.backend.scheduler._num_plans
         self._world.covered["stopped waiting"] += sum(
             0 < sequence.parking.deadline_step <= num_plans for sequence in admitted
@@ -76,9 +76,9 @@ class Judge:
             listeners = [self._world.names[s.frontend, s.request_id] for s in row.sequence.subscribers]
             wanted = max(len(ask.prompt) + ask.max_tokens for ask in listeners)
             if row.end >= min(wanted, self._world.setup.context):
-                raise Violation(f"{[str(ask) for ask in listeners]} do not want what is planned")
-            if (row.sequence, row.generation) in self._world.backend.scheduler.tried:
-                self._world.covered["tried apart"] += row.needs_slot_init
+                raise Violation(f"{[str(ask) for ask in listeners]} do not need what is planned")
+            if (row.sequence, row.generation) in self._world.backend.scheduler.bisected:
+                self._world.covered["bisected"] += row.needs_slot_init
             elif row.needs_slot_init and row.start > row.sequence.kv.num_cached:
                 self._world.covered["rewound"] += 1
             elif row.needs_slot_init and row.sequence.generation:
@@ -86,20 +86,20 @@ class Judge:
                 self._world.covered["resumed with embeddings"] += row.sequence.embeddings is not None
 
     def judge_copy(self, source: int, num_tokens: int) -> None:
-        """As it is planned."""
+        """Judge a page copy when it is planned."""
         forward_pass = self._world.backend.forward_pass
         if (
             isinstance(forward_pass, ChainPass)
-            and forward_pass.poison_in([source], num_tokens) & self._world.backend.burnt.keys()
+            and forward_pass.poison_in([source], num_tokens) & self._world.backend.first_failed_tick.keys()
         ):
-            raise Violation("a page is copied for which a request has failed")
+            raise Violation("a page is copied although a request has failed because of it")
 
     def judge_restores(self, restores: tuple[tuple[int, int], ...]) -> None:
-        """As they are planned."""
+        """Count page restores when they are planned."""
         self._world.covered["restored from the host"] += len(restores)
 
-    def judge_rejection(self, heard: Open, code: FailureCode) -> None:
-        backend, ask = self._world.backend, heard.ask
+    def judge_rejection(self, opened: Open, code: FailureCode) -> None:
+        backend, ask = self._world.backend, opened.ask
         self._world.covered[f"refused {code.name}"] += 1
         match code:
             case FailureCode.OVERLOADED:
@@ -112,49 +112,49 @@ class Judge:
                 allowed = ask.finish is Finish.REJECTED
             case _:
                 allowed = False
-        if not allowed or heard.is_judged:
+        if not allowed or opened.is_judged:
             raise Violation(f"{ask} is refused: {code.name}")
 
-    def judge_failure(self, heard: Open, key: tuple[int, int]) -> None:
+    def judge_failure(self, opened: Open, key: tuple[int, int]) -> None:
         backend = self._world.backend
         sequence = backend.sequence_of(*key)
-        if sequence in backend.struck or key in backend.struck:
-            self._world.covered["failed by a curse"] += 1
+        if sequence in backend.broken or key in backend.broken:
+            self._world.covered["failed by an engine error"] += 1
             return
         if (sequence, sequence.generation) not in backend.executor.faulty:
-            raise Violation(f"{heard.ask} fails without a fault")
+            raise Violation(f"{opened.ask} fails without a fault")
         was_bad = backend.executor.faulty[sequence, sequence.generation]
         if not was_bad or not isinstance(backend.forward_pass, ChainPass):
             return
         poison = backend.forward_pass.poison_in(sequence.kv.pages, len(sequence.tokens))
         if any(map(backend.pool.host_offload.contains, sequence.kv.page_hashes)):
-            raise Violation(f"{heard.ask} fails for its pages, and one of them stays on the host")
-        if any(backend.burnt.get(fault, self._world.tick) < backend.since[sequence] for fault in poison):
-            raise Violation(f"{heard.ask} fails for what others had failed for before it came")
+            raise Violation(f"{opened.ask} fails because of its pages, and one of them stays on the host")
+        if any(backend.first_failed_tick.get(fault, self._world.tick) < backend.since[sequence] for fault in poison):
+            raise Violation(f"{opened.ask} fails for a fault that had failed others before it was created")
         for fault in poison:
-            backend.burnt.setdefault(fault, self._world.tick)
+            backend.first_failed_tick.setdefault(fault, self._world.tick)
 
     def judge_turn(self) -> None:
         backend = self._world.backend
-        heard_by_engine = {(f, i) for f, by_id in backend.requests.table._by_frontend.items() for i in by_id}
-        heard_by_engine |= backend.grammar_queue._waiting.keys()
-        if heard_by_engine != backend.link.open.keys():
-            raise Violation(f"the engine has {heard_by_engine} open, the link {set(backend.link.open)}")
+        open_in_engine = {(f, i) for f, by_id in backend.requests.table._by_frontend.items() for i in by_id}
+        open_in_engine |= backend.grammar_queue._waiting.keys()
+        if open_in_engine != backend.link.open.keys():
+            raise Violation(f"the engine has {open_in_engine} open, the link {set(backend.link.open)}")
         if backend.scheduler.num_running + backend.scheduler.num_waiting and not backend.executor.is_busy:
-            raise Violation("there is work to do, the device is idle, and nothing will wake the loop")
+            raise Violation("there is work, the device is idle, and nothing will wake the loop")
         self._world.covered["planned late"] += backend.engine.plan_due_s is not None
-        for (frontend, request_id), heard in backend.link.open.items():
-            if heard.deadline_s is not None and heard.deadline_s <= self._world.now_s:
-                raise Violation(f"{heard.ask} lives beyond its deadline")
+        for (frontend, request_id), opened in backend.link.open.items():
+            if opened.deadline_s is not None and opened.deadline_s <= self._world.now_s:
+                raise Violation(f"{opened.ask} is open after its deadline")
             if backend.grammar_queue.find(frontend, request_id) is not None:
                 continue
             sequence, subscriber = backend.requests.table._by_frontend[frontend][request_id]
-            if (sequence.salt == heard.ask.salt) != (heard.embeddings is None):
-                raise Violation(f"{heard.ask} listens to a sequence of another tenant")
-            if heard.next_index != len(sequence.tokens) - len(heard.ask.prompt) and subscriber.next_index <= len(
+            if (sequence.salt == opened.ask.salt) != (opened.embeddings is None):
+                raise Violation(f"{opened.ask} subscribes to a sequence of another tenant")
+            if opened.next_index != len(sequence.tokens) - len(opened.ask.prompt) and subscriber.next_index <= len(
                 sequence.tokens
             ):
-                raise Violation(f"{heard.ask} has had {heard.next_index} tokens of {len(sequence.tokens)}")
+                raise Violation(f"{opened.ask} has received {opened.next_index} tokens of {len(sequence.tokens)}")
         self._world.covered["parked"] += len(backend.scheduler._waiting._key_of)
         self._judge_board()
 
@@ -176,21 +176,21 @@ class Judge:
         scheduler, board = backend.scheduler, backend.board
         if (
             self._world.covered["rewound"] > self._world.covered["joined"] + self._world.covered["scored"]
-        ):  # a prompt may have stop ids
-            raise Violation("tokens were computed again though nobody had joined")
+        ):  # a scored prompt may contain stop ids
+            raise Violation("tokens were computed again although no request had joined")
         if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.table.num_open:
-            raise Violation("something is left over")
+            raise Violation("pages, sequences or requests are left over")
         if (
             len(backend.requests.table.coalescer)
             or scheduler._prefix_cache._computing
             or scheduler._prefix_cache._filling
             or backend.executor.is_busy
         ):
-            raise Violation("something is still remembered")
+            raise Violation("the engine still remembers a sequence")
         for ask in self._world.asks:
             whole = ask.ended in (Finish.STOP, Finish.LENGTH)
             if ask.got != (ask.expected if whole else ask.expected[: len(ask.got)]):
-                raise Violation(f"{ask} got {ask.got}, was to get {ask.expected}")
+                raise Violation(f"{ask} got {ask.got}, expected {ask.expected}")
         self._world.covered["preempted"] += board.preemptions
         self._world.covered["saved to the host"] += board.pages_saved
         self._world.covered["tokens"] += board.generated_tokens

@@ -1,4 +1,4 @@
-"""The way between the processes, without processes: frontends, what they send, and what reaches them when."""
+"""Simulated frontends and the link to the backend: what is sent, and when it arrives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LentPrompt:
-    """Stands where a `Loan` of embeddings stands: a token's is the token. Zeroes once its request is over."""
+    """Replaces a `Loan` of embeddings. The embedding of a token is the token; zeros after the request has ended."""
 
     device_reads = False
 
@@ -42,14 +42,14 @@ class LentPrompt:
 
 
 class Frontend:
-    """A process with clients: it sends in order, reads when it likes, and returns a credit for each message read."""
+    """A frontend process with clients. It sends in order, reads at any time, and returns a credit per message read."""
 
     def __init__(self, epoch: int, credit: int) -> None:
         self.epoch = epoch
         self.asks: dict[int, Ask] = {}
-        """Those without an end, by request id."""
+        """Open requests by request id."""
         self.wire: deque[LinkEvent] = deque()
-        """Sent, and not yet with the backend."""
+        """Sent, but not received by the backend yet."""
         self.inbox: deque[list[Message]] = deque()
         self.credit = credit
 
@@ -83,13 +83,13 @@ class Frontend:
             ask.ended = Finish.CANCELLED
 
     def read(self) -> None:
-        """One message, if there is one."""
+        """Read one message, if there is one."""
         if not self.inbox:
             return
         self.credit += 1
         for request_id, token_id, finish, _ in self.inbox.popleft():
             if (ask := self.asks.get(request_id)) is None:
-                continue  # cancelled, and this was on its way
+                continue  # cancelled while the message was on its way
             if token_id >= 0:
                 ask.got.append(token_id)
             if finish:
@@ -99,19 +99,19 @@ class Frontend:
 
 @dataclass(slots=True)
 class Open:
-    """A request that the backend has taken in and neither ended nor been told to forget."""
+    """A request that the backend has received, and that neither side has ended."""
 
     ask: Ask
     next_index: int
-    """Which of the ask's tokens is due."""
+    """Index of the next token that is due."""
     deadline_s: float | None
     is_started: bool = False
     num_scored: int = 0
-    """Tokens of its prompt that it has been told of; all, where it is not to be."""
+    """Prompt tokens whose log probabilities were received; all if none are requested."""
     is_judged: bool = False
-    """It was neither refused nor ended at once."""
+    """The engine has taken it in; it can no longer be refused."""
     embeddings: Any = None
-    """Its `LentPrompt`, where it has one."""
+    """Its `LentPrompt`, if it has one."""
 
     def end_loan(self) -> None:
         if self.embeddings is not None:
@@ -119,7 +119,7 @@ class Open:
 
 
 class SimulatedLink:
-    """Stands where BackendLink stands, for one life of the backend. Judges every word that the engine says."""
+    """Replaces BackendLink for one backend process, and judges every event that the engine pushes."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -132,25 +132,25 @@ class SimulatedLink:
         self._arrived.append(event)
 
     def receive(self) -> Iterator[LinkEvent]:
-        """What follows from an event holds from the moment at which the engine has seen to it."""
+        """Events take effect here after the engine has handled them."""
         arrived, self._arrived = self._arrived, []
         for event in arrived:
             match event:
                 case Submission():
                     yield from self._receive_submission(event)
                 case Cancellation(epoch, request_id):
-                    heard = self.open.get((epoch, request_id))
-                    self._world.judge.note_cancel(heard, epoch, request_id)
-                    if heard is not None:
-                        heard.end_loan()
+                    opened = self.open.get((epoch, request_id))
+                    self._world.judge.note_cancel(opened, epoch, request_id)
+                    if opened is not None:
+                        opened.end_loan()
                     yield event
                     self.open.pop((epoch, request_id), None)
                 case FrontendDeath(epoch):
-                    for (owner, _), heard in self.open.items():
+                    for (owner, _), opened in self.open.items():
                         if owner == epoch:
-                            heard.end_loan()
+                            opened.end_loan()
                     yield event
-                    self.open = {key: heard for key, heard in self.open.items() if key[0] != epoch}
+                    self.open = {key: opened for key, opened in self.open.items() if key[0] != epoch}
                     self._outboxes.pop(epoch, None)
 
     def _receive_submission(self, event: Submission) -> Iterator[LinkEvent]:
@@ -159,11 +159,11 @@ class SimulatedLink:
         ask = world.ask_of(*key)
         deadline_s = world.now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
         num_given_tokens = len(event.tokens) // 4 - submit.num_prompt_tokens if event.tokens else 0
-        heard = Open(ask, num_given_tokens, deadline_s, embeddings=event.embeddings)
+        opened = Open(ask, num_given_tokens, deadline_s, embeddings=event.embeddings)
         world.covered["embedded"] += event.embeddings is not None
-        if heard.next_index or not ask.scores:
-            heard.num_scored = len(ask.scores)
-        self.open[key] = heard
+        if opened.next_index or not ask.scores:
+            opened.num_scored = len(ask.scores)
+        self.open[key] = opened
         yield event
 
     def push(
@@ -176,20 +176,20 @@ class SimulatedLink:
         failure: Failure | None = None,
         logprobs: EventLogprobs | None = None,
     ) -> None:
-        heard = self.open.get((frontend, request_id))
-        if heard is None:
-            raise Violation(f"{frontend}/{request_id} is told {token_id} {finish.name} and is not open")
+        opened = self.open.get((frontend, request_id))
+        if opened is None:
+            raise Violation(f"{frontend}/{request_id} receives {token_id} {finish.name} and is not open")
         if token_id >= 0:
-            self._judge_logprobs(heard, logprobs)
-            self._judge_token(heard, token_id, started)
+            self._judge_logprobs(opened, logprobs)
+            self._judge_token(opened, token_id, started)
         elif finish is Finish.NONE:
-            raise Violation(f"{heard.ask} is told nothing")
+            raise Violation(f"{opened.ask} receives an empty event")
         if finish:
-            self._judge_finish(heard, (frontend, request_id), finish, failure)
+            self._judge_finish(opened, (frontend, request_id), finish, failure)
             self.open.pop((frontend, request_id)).end_loan()
         self._outboxes.setdefault(frontend, []).append((request_id, token_id, finish, failure))
         if self._world.log is not None:
-            self._world.log(f"  → {heard.ask} {token_id} {finish.name if finish else ''}")
+            self._world.log(f"  → {opened.ask} {token_id} {finish.name if finish else ''}")
 
     def note_preemption(self, frontend: int, request_id: int) -> None:
         pass
@@ -199,57 +199,57 @@ class SimulatedLink:
             self.push(frontend, request_id, token_id)
 
     def push_prompt_logprobs(self, frontend: int, request_id: int, entry: EventLogprobs) -> None:
-        heard = self.open[frontend, request_id]
-        ask, place = heard.ask, heard.num_scored
+        opened = self.open[frontend, request_id]
+        ask, place = opened.ask, opened.num_scored
         if place >= len(ask.scores) or entry != _narrowed(ask.scores[place], ask.num_prompt_logprobs):
-            raise Violation(f"{ask} is told {entry} of its prompt, and {place} of {ask.scores} before")
-        heard.num_scored += 1
+            raise Violation(f"{ask} receives {entry} for its prompt after {place} of {ask.scores}")
+        opened.num_scored += 1
         self._world.covered["scored"] += 1
 
-    def _judge_logprobs(self, heard: Open, logprobs: EventLogprobs | None) -> None:
-        ask, width = heard.ask, heard.ask.sampling.num_logprobs
-        if heard.num_scored != len(ask.scores):
-            raise Violation(f"{ask} is told {heard.num_scored} of {ask.scores} of its prompt before its tokens")
+    def _judge_logprobs(self, opened: Open, logprobs: EventLogprobs | None) -> None:
+        ask, width = opened.ask, opened.ask.sampling.num_logprobs
+        if opened.num_scored != len(ask.scores):
+            raise Violation(f"{ask} receives {opened.num_scored} of {ask.scores} for its prompt before its tokens")
         expected = None
-        if width >= 0 and heard.next_index < len(ask.told):
-            expected = _narrowed(ask.told[heard.next_index], width)
+        if width >= 0 and opened.next_index < len(ask.logprobs):
+            expected = _narrowed(ask.logprobs[opened.next_index], width)
         if logprobs != expected:
-            raise Violation(f"{ask} is told {logprobs} of token {heard.next_index}, not {expected}")
+            raise Violation(f"{ask} receives {logprobs} for token {opened.next_index}, not {expected}")
         self._world.covered["log probabilities"] += logprobs is not None
 
-    def _judge_token(self, heard: Open, token_id: int, started: Started | None) -> None:
-        ask, index = heard.ask, heard.next_index
+    def _judge_token(self, opened: Open, token_id: int, started: Started | None) -> None:
+        ask, index = opened.ask, opened.next_index
         if index >= len(ask.expected) or ask.expected[index] != token_id:
             raise Violation(f"{ask} gets {token_id} as its token {index} of {ask.expected}")
-        if heard.deadline_s is not None and heard.deadline_s <= self._world.now_s:
+        if opened.deadline_s is not None and opened.deadline_s <= self._world.now_s:
             raise Violation(f"{ask} gets a token after its deadline")
-        if (started is None) != heard.is_started:
+        if (started is None) != opened.is_started:
             raise Violation(f"{ask} starts twice or never")
         if started is not None:
-            heard.is_started = True
+            opened.is_started = True
             if started.cached_tokens > len(ask.prompt):
                 raise Violation(f"{started.cached_tokens} of the {len(ask.prompt)} prompt tokens of {ask} were cached")
             self._world.covered["prefix found"] += started.cached_tokens > 0
-        heard.next_index += 1
+        opened.next_index += 1
 
-    def _judge_finish(self, heard: Open, key: tuple[int, int], finish: Finish, failure: Failure | None) -> None:
-        ask, world = heard.ask, self._world
+    def _judge_finish(self, opened: Open, key: tuple[int, int], finish: Finish, failure: Failure | None) -> None:
+        ask, world = opened.ask, self._world
         world.covered[f"ended {finish.name}"] += 1
         match finish:
             case Finish.STOP | Finish.LENGTH:
-                if finish is not ask.finish or heard.next_index != len(ask.expected):
-                    raise Violation(f"{ask} ends {finish.name} after {heard.next_index} of {len(ask.expected)} tokens")
+                if finish is not ask.finish or opened.next_index != len(ask.expected):
+                    raise Violation(f"{ask} ends {finish.name} after {opened.next_index} of {len(ask.expected)} tokens")
             case Finish.EXPIRED:
-                if heard.deadline_s is None or heard.deadline_s > world.now_s:
+                if opened.deadline_s is None or opened.deadline_s > world.now_s:
                     raise Violation(f"{ask} expires too soon")
             case Finish.FAILED if failure is not None and failure.code == FailureCode.BAD_GRAMMAR:
                 world.covered["ended by its grammar"] += 1
-                if ask.finish is not Finish.FAILED or heard.next_index != len(ask.expected):
-                    raise Violation(f"{ask} fails by its grammar after {heard.next_index} of {ask.expected}")
+                if ask.finish is not Finish.FAILED or opened.next_index != len(ask.expected):
+                    raise Violation(f"{ask} fails by its grammar after {opened.next_index} of {ask.expected}")
             case Finish.FAILED:
-                world.judge.judge_failure(heard, key)
+                world.judge.judge_failure(opened, key)
             case Finish.REJECTED if failure is not None:
-                world.judge.judge_rejection(heard, FailureCode(failure.code))
+                world.judge.judge_rejection(opened, FailureCode(failure.code))
             case _:
                 raise Violation(f"{ask} ends {finish.name}")
 
@@ -257,7 +257,7 @@ class SimulatedLink:
         for epoch, outbox in list(self._outboxes.items()):
             frontend = self._world.frontends.get(epoch)
             if frontend is None:
-                del self._outboxes[epoch]  # it died, and the backend is about to hear of it
+                del self._outboxes[epoch]  # it died, and the backend will hear of it
             elif frontend.credit > 0:
                 frontend.credit -= 1
                 frontend.inbox.append(outbox)
@@ -266,5 +266,5 @@ class SimulatedLink:
                 self._world.covered["credit spent"] += 1
 
 
-def _narrowed(told: EventLogprobs, width: int) -> EventLogprobs:
-    return msgspec.structs.replace(told, top_ids=told.top_ids[:width], top_logprobs=told.top_logprobs[:width])
+def _narrowed(entry: EventLogprobs, width: int) -> EventLogprobs:
+    return msgspec.structs.replace(entry, top_ids=entry.top_ids[:width], top_logprobs=entry.top_logprobs[:width])

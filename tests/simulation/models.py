@@ -29,16 +29,16 @@ _BYTES_PER_TOKEN = 8
 
 @dataclass
 class Stream:
-    """Tokens, and what is told of each, with as many of the likeliest as can be asked for."""
+    """Tokens and their log probabilities, with the largest number of top tokens that can be requested."""
 
     tokens: list[int] = field(default_factory=list)
-    told: list[EventLogprobs] = field(default_factory=list)
+    logprobs: list[EventLogprobs] = field(default_factory=list)
     is_broken: bool = False
-    """Its rules left nothing before there were as many as wanted."""
+    """Its rules allowed no token before `count` was reached."""
 
 
 class Model(Protocol):
-    """vocab_size tokens; what follows a prompt is a function of prompt, sampling parameters and rules."""
+    """A model whose output is a function of prompt, sampling parameters and rules."""
 
     vocab_size: int
 
@@ -47,7 +47,7 @@ class Model(Protocol):
         ...
 
     def score(self, prompt: list[int]) -> list[EventLogprobs]:
-        """What is told of each of its tokens but the first; their events are their indices."""
+        """Log probabilities of the prompt's tokens but the first; the event of each is its index."""
         ...
 
     def new_pass(self, sizes: PassSizes) -> IBatchedForwardPass: ...
@@ -70,16 +70,16 @@ class ChainModel:
                 break
             token = slot.choose(cell, len(prompt) + len(stream.tokens), self.vocab_size, allowed)
             stream.tokens.append(token)
-            stream.told.append(make_logprobs(cell, token, self.vocab_size))
+            stream.logprobs.append(make_logprobs(cell, token, self.vocab_size))
             cell = mix(cell, token)
         return stream
 
     def score(self, prompt: list[int]) -> list[EventLogprobs]:
-        told, cell = [], ROOT
+        scores, cell = [], ROOT
         for index, (token, following) in enumerate(pairwise(prompt), start=1):
             cell = mix(cell, token)
-            told.append(make_logprobs(cell, following, self.vocab_size, index))
-        return told
+            scores.append(make_logprobs(cell, following, self.vocab_size, index))
+        return scores
 
     def new_pass(self, sizes: PassSizes) -> ChainPass:
         return ChainPass(self.vocab_size, sizes)
@@ -96,7 +96,7 @@ class _HashPass(FakePass):
 
 @dataclass
 class HashModel:
-    """The fake pass with the real sampler; slow, so few seeds use it."""
+    """The fake pass with the real sampler. It is slow, so few seeds use it."""
 
     vocab_size: int
 
@@ -109,7 +109,7 @@ class HashModel:
         )
         return [
             EventLogprobs(index, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs)
-            for index, entry in enumerate(forced.told, start=1)
+            for index, entry in enumerate(forced.logprobs, start=1)
         ]
 
     def _stream(
@@ -121,8 +121,8 @@ class HashModel:
     ) -> Stream:
         alone = self.new_pass(PassSizes(1, 0, len(prompt) + count + 1, 1, 1 << 16, runs_ahead=False))
         new, context, stream = list(prompt), 0, Stream()
-        told_all = replace(sampling, num_logprobs=MAX_LOGPROBS)
-        inits: tuple[SlotInit, ...] = (SlotInit(0, told_all, np.array(prompt, np.int32), len(prompt)),)
+        with_all_logprobs = replace(sampling, num_logprobs=MAX_LOGPROBS)
+        inits: tuple[SlotInit, ...] = (SlotInit(0, with_all_logprobs, np.array(prompt, np.int32), len(prompt)),)
         while len(stream.tokens) < count:
             masks = None
             if allowed_after is not None:
@@ -140,12 +140,12 @@ class HashModel:
                 slot_inits=inits,
             )
             output = alone.sample(alone.forward(batch), batch, masks)
-            told = output.logprobs
+            logprobs = output.logprobs
             token = int(output.token_ids[0])
             stream.tokens.append(token)
-            if told is not None:
-                likeliest = tuple(told.top_ids[0].tolist()), tuple(told.top[0].tolist())
-                stream.told.append(EventLogprobs(0, float(told.chosen[0]), int(told.ranks[0]), *likeliest))
+            if logprobs is not None:
+                top = tuple(logprobs.top_ids[0].tolist()), tuple(logprobs.top[0].tolist())
+                stream.logprobs.append(EventLogprobs(0, float(logprobs.chosen[0]), int(logprobs.ranks[0]), *top))
             context += len(new)
             new, inits = [token], ()
         return stream

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.backend.engine import intake as intake_module
 from penstock.backend.engine.batch_builder import BatchBuilder
-from penstock.backend.kv_cache import prefix_cache as prefixes_module
+from penstock.backend.kv_cache import prefix_cache as prefix_cache_module
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache
@@ -106,8 +106,8 @@ def _sources_can_be_evicted(start: Any, scheduler: Scheduler, *args: Any, **opti
         start(scheduler, *args, **options)
 
 
-def _distrusted_parts_are_kept(distrust: Any, prefixes: PrefixCache, salt: bytes) -> None:
-    distrust(prefixes, salt)
+def _suspect_parts_are_kept(invalidate: Any, prefixes: PrefixCache, salt: bytes) -> None:
+    invalidate(prefixes, salt)
     for sequences in prefixes._filling.values():
         for sequence in sequences:
             sequence.kv.is_suspect = False
@@ -147,50 +147,54 @@ def _never_unparks_in_order(unpark: Any, queue: WaitQueue, keys: Any) -> None:
 
 PAGE_BUGS: dict[str, Plant] = {
     "pages are given back twice": wrap(PagePool, "release", _gives_back_twice),
-    "who waits for a prefix is forgotten": wrap(WaitQueue, "unpark", lambda *_: None),
-    "only the first of several keys lets go of who waits": wrap(WaitQueue, "unpark", _never_unparks_in_order),
-    "a page is named before its step is applied": wrap(Scheduler, "plan", _names_pages_when_planned),
-    "tenants share pages": wrap(prefixes_module, "extend_page_hashes", _page_hashes_without_salt),
+    "a parked sequence is never unparked": wrap(WaitQueue, "unpark", lambda *_: None),
+    "only the first of several keys unparks sequences": wrap(WaitQueue, "unpark", _never_unparks_in_order),
+    "a page is indexed before its step is applied": wrap(Scheduler, "plan", _names_pages_when_planned),
+    "tenants share pages": wrap(prefix_cache_module, "extend_page_hashes", _page_hashes_without_salt),
     "a stopped sequence keeps its slot": wrap(Scheduler, "_stop_running", _slot_is_lost),
-    "page keys ignore what came before": lambda patch: patch.setattr(
-        prefixes_module, "extend_page_hashes", _page_hashes_without_chain
+    "page hashes ignore the pages before": lambda patch: patch.setattr(
+        prefix_cache_module, "extend_page_hashes", _page_hashes_without_chain
     ),
-    "a token too many is taken from a copied page": wrap(PrefixCache, "find", _copies_a_token_too_many),
-    "what two pages have in common is overestimated": wrap(
-        prefixes_module,
+    "one token too many is taken from a copied page": wrap(PrefixCache, "find", _copies_a_token_too_many),
+    "the common tokens of two pages are overestimated": wrap(
+        prefix_cache_module,
         "count_common_tokens",
         lambda count, *texts: min(count(*texts) + 1, *(len(text) // 4 for text in texts)),
     ),
     "tokens are copied before their step is applied": wrap(PrefixCache, "find", _copies_what_is_planned),
     "tenants copy from each other's pages": wrap(
-        prefixes_module, "_parent_hash", lambda key, sequence, num_pages: key(sequence, num_pages) if num_pages else b""
+        prefix_cache_module,
+        "_parent_hash",
+        lambda key, sequence, num_pages: key(sequence, num_pages) if num_pages else b"",
     ),
     "pages are not copied": wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), page_copies=())),
     "a chunk's embeddings are the prompt's first": wrap(
         BatchBuilder, "build", lambda build, *args: _with_first_embeddings(build(*args))
     ),
-    "what embeddings gave is found by their token ids": lambda patch: patch.setattr(
+    "pages of embeddings are found by their token ids": lambda patch: patch.setattr(
         intake_module.secrets, "token_bytes", bytes
     ),
     "pages are not restored": wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), page_restores=())),
     "a page restore outlives its row": wrap(Plan, "keep", _page_restores_stay_when_their_row_is_dropped),
-    "restored pages count as computed before they are there": wrap(Scheduler, "_start", _restored_counts_as_computed),
-    "a place is written before the step has read it": wrap(
+    "restored pages count as computed before they are restored": wrap(
+        Scheduler, "_start", _restored_counts_as_computed
+    ),
+    "a host place is overwritten before the step has read it": wrap(
         HostOffload, "_free_host_page", _places_are_not_kept_for_reading
     ),
     "pages with bad logits stay on the host": wrap(HostOffload, "invalidate_tenant", lambda *_: None),
     "a page copy outlives its row": wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
     "a page is evicted while it is to be copied": wrap(Scheduler, "_start", _sources_can_be_evicted),
-    "part of a page with bad logits is left behind": wrap(PrefixCache, "invalidate_tenant", _distrusted_parts_are_kept),
-    "who waits for a prefix waits for ever": wrap(WaitQueue, "unpark_overdue", lambda *_: None),
+    "partial pages with bad logits stay findable": wrap(PrefixCache, "invalidate_tenant", _suspect_parts_are_kept),
+    "a parked sequence waits without a deadline": wrap(WaitQueue, "unpark_overdue", lambda *_: None),
     "a failed step counts as computed": wrap(Scheduler, "bisect", _tries_without_going_back),
     "a page found again can still be evicted": wrap(PagePool, "hold", _evicts_what_is_held),
     "a prefix hit leaves nothing to compute": wrap(PrefixCache, "find", _finds_the_whole_prompt),
-    "the page table keeps a former owner's pages": wrap(
+    "the page table keeps the pages of the slot's previous sequence": wrap(
         BatchBuilder, "_clear", _page_table_keeps_a_former_owners_pages
     ),
-    "the last one to come goes first": wrap(WaitQueue, "put", _goes_to_the_head_of_the_queue),
-    "bad logits leave their pages behind": lambda patch: patch.setattr(
+    "the last request to arrive goes first": wrap(WaitQueue, "put", _goes_to_the_head_of_the_queue),
+    "pages with bad logits stay findable": lambda patch: patch.setattr(
         PrefixCache, "invalidate_tenant", lambda _prefix_cache, _salt: None
     ),
 }

@@ -134,21 +134,19 @@ def _deadlines_do_not_hold_in_the_grammar_queue(find: Any, table: OpenRequests, 
 REQUEST_BUGS: dict[str, Plant] = {
     "log probabilities are kept twice": wrap(Delivery, "deliver", _keeps_log_probabilities_twice),
     "different constraints share a sequence": wrap(ShareKey, "of", lambda of, *rest: of(*rest[:3], None, ())),
-    "different stop ids share a sequence that keeps them out": wrap(
-        ShareKey, "of", lambda of, *rest: of(*rest[:4], ())
-    ),
+    "different stop ids share a sequence that forbids them": wrap(ShareKey, "of", lambda of, *rest: of(*rest[:4], ())),
     "different numbers of log probabilities share a sequence": wrap(
         ShareKey,
         "of",
         lambda of, salt, prompt, sampling, *rest: of(salt, prompt, replace(sampling, num_logprobs=-1), *rest),
     ),
-    "a resumed stream's grammar begins anew": wrap(Intake, "_make_constraints", _grammars_begin_anew),
-    "who left while a grammar was compiled is taken on": wrap(GrammarQueue, "remove", lambda *_: True),
-    "deadlines do not hold in the grammar queue": wrap(
+    "the grammar of a resumed stream starts over": wrap(Intake, "_make_constraints", _grammars_begin_anew),
+    "a request cancelled while its grammar compiled gets a sequence": wrap(GrammarQueue, "remove", lambda *_: True),
+    "deadlines are ignored in the grammar queue": wrap(
         OpenRequests, "_deadline_of", _deadlines_do_not_hold_in_the_grammar_queue
     ),
-    "a cancelled subscriber goes on listening": wrap(OpenRequests, "remove", _keeps_who_cancelled),
-    "a sequence that has ended takes on listeners": _joins_what_has_ended,
+    "a cancelled subscriber stays subscribed": wrap(OpenRequests, "remove", _keeps_who_cancelled),
+    "a sequence that has ended can be joined": _joins_what_has_ended,
     "tenants share sequences": wrap(ShareKey, "of", lambda of, _salt, *rest: of(b"", *rest)),
     "different seeds share a sequence": wrap(
         ShareKey, "of", lambda of, salt, prompt, sampling, *rest: of(salt, prompt, replace(sampling, seed=0), *rest)
@@ -159,27 +157,27 @@ REQUEST_BUGS: dict[str, Plant] = {
         lambda of, salt, prompt, sampling, *rest: of(salt, prompt, replace(sampling, presence_penalty=0.0), *rest),
     ),
     "a sequence that goes on after a stop is not rewound": wrap(Sequence, "rewind", _rewinds_only_restarts),
-    "the slot is not told of a restart": wrap(Sequence, "rewind", _slot_is_not_told_of_a_restart),
+    "the slot is not initialized after a restart": wrap(Sequence, "rewind", _slot_is_not_told_of_a_restart),
     "steps in flight count after a restart": wrap(Sequence, "rewind", _steps_in_flight_still_count),
-    "priorities are turned round": wrap(
+    "priorities are reversed": wrap(
         Intake,
         "submit",
         lambda submit, intake, event: submit(
             intake, replace(event, submit=msgspec.structs.replace(event.submit, priority=-event.submit.priority))
         ),
     ),
-    "who joins a stream is not looked at": wrap(Sequence, "subscribe", _a_newcomer_is_not_noticed),
-    "tokens are plain beyond the first limit": wrap(
+    "a new subscriber does not end the fast path": wrap(Sequence, "subscribe", _a_newcomer_is_not_noticed),
+    "tokens take the fast path beyond the first limit": wrap(
         Subscribers,
         "remove",
         lambda remove, subscribers, one: (remove(subscribers, one), setattr(subscribers, "first_end", 99)),
     ),
-    "tokens are plain across a restart": wrap(Sequence, "rewind", _a_restart_leaves_tokens_plain),
-    "tokens that complete a page are plain": wrap(Sequence, "settle", _plain_tokens_complete_pages),
-    "a request that could not be taken on is kept": wrap(Intake, "_abandon", _abandons_without_leaving),
+    "tokens take the fast path across a restart": wrap(Sequence, "rewind", _a_restart_leaves_tokens_plain),
+    "tokens that complete a page take the fast path": wrap(Sequence, "settle", _plain_tokens_complete_pages),
+    "a request that failed at intake stays open": wrap(Intake, "_abandon", _abandons_without_leaving),
     "waiting requests never expire": wrap(Canceller, "expire", _waiting_requests_never_expire),
     "a replay leaves out the first token": wrap(Delivery, "replay", _replays_one_too_few),
-    "a resumed stream begins again": wrap(Delivery, "_send", _repeats_what_was_brought),
-    "tokens are computed for who has left": wrap(Sequence, "unsubscribe", _keeps_the_limit_of_who_left),
-    "a dead frontend's requests live on": wrap(Canceller, "drop_frontend", _drops_one_request_of_a_dead_frontend),
+    "a resumed stream repeats its tokens": wrap(Delivery, "_send", _repeats_what_was_brought),
+    "tokens are computed for a subscriber that has left": wrap(Sequence, "unsubscribe", _keeps_the_limit_of_who_left),
+    "requests of a dead frontend stay open": wrap(Canceller, "drop_frontend", _drops_one_request_of_a_dead_frontend),
 }

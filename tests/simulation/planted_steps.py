@@ -66,28 +66,26 @@ def _forces_one_too_few(init: Any, constraints: Any, *args: Any) -> None:
 
 
 STEP_BUGS: dict[str, Plant] = {
-    "constraints take nothing back": wrap(SequenceConstraints, "rewind", lambda *_: None),
-    "constraints that failed let a token through": wrap(Engine, "_apply", _tokens_of_failed_constraints_are_told),
-    "masks do not wait for the step before": wrap(
+    "constraints are not rewound": wrap(SequenceConstraints, "rewind", lambda *_: None),
+    "a token is delivered after its constraints failed": wrap(Engine, "_apply", _tokens_of_failed_constraints_are_told),
+    "masks do not wait for the previous step": wrap(
         step_module, "_make_masks", lambda masks, plan, vocab_size, _before: masks(plan, vocab_size, None)
     ),
-    "what builds on a failed step is launched": wrap(step_module, "_stop_rows", lambda *_: None),
+    "rows that build on a failed step are launched": wrap(step_module, "_stop_rows", lambda *_: None),
     "the last token of a scored prompt is not forced": wrap(SequenceConstraints, "__init__", _forces_one_too_few),
     "embeddings stay behind when a row before theirs is dropped": wrap(
         step_module,
         "keep_rows",
         lambda keep, batch, *args: replace(keep(batch, *args), embeddings=batch.embeddings),
     ),
-    "what is saved is lost with a step whose rows have left": wrap(device_module, "launch_step", _saves_go_with_rows),
-    "what is saved is lost with a plan that cannot be built": wrap(Engine, "_launch", _saves_go_with_the_plan),
-    "what is saved is copied after the step that takes its page": wrap(
+    "page saves are lost with a step without rows": wrap(device_module, "launch_step", _saves_go_with_rows),
+    "page saves are lost with a plan that cannot be built": wrap(Engine, "_launch", _saves_go_with_the_plan),
+    "pages are saved after the step that overwrites them": wrap(
         device_module, "launch_step", _saves_come_after_their_step
     ),
-    "a step that failed is waited for with the next plan": wrap(
-        StepTiming, "note_result", _failed_steps_count_as_running
-    ),
+    "the next plan waits for a failed step": wrap(StepTiming, "note_result", _failed_steps_count_as_running),
     "a failed step fails all its requests": wrap(Engine, "_apply_failure", _a_failed_step_fails_them_all),
-    "membership is bound when planned": lambda patch: patch.setattr(
+    "rows are bound when planned, not when launched": lambda patch: patch.setattr(
         Plan, "live_rows", lambda plan: list(range(len(plan)))
     ),
     "bad logits fail the whole step": wrap(Engine, "_apply", _a_bad_row_spoils_the_step),

@@ -11,12 +11,11 @@ Plant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 
 
 class BrokenPlant(BaseException):
-    """The planted code itself does not fit the engine any more, which finds nothing; no exception that the engine would
-    take for a request's."""
+    """The planted code does not fit the engine any more. It is no Exception, so that the engine does not handle it."""
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Plant:
-    """Puts wrapper(original, *args) in the place of owner.name."""
+    """Replace owner.name by wrapper(original, *args)."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = getattr(owner, name)

@@ -1,7 +1,7 @@
-"""What constraints leave of a vocabulary, told from their definition; and grammars that cost nothing to compile.
+"""Which tokens constraints allow, computed from their definition; and grammars that cost nothing to compile.
 
-A grammar's text is "SEED LENGTH": what may follow is drawn from the seed and the token before, and after LENGTH tokens
-it meets a limit. "bad" does not compile, and at "broken" the compiler itself breaks down.
+A grammar's text is "SEED LENGTH": the allowed tokens follow from the seed and the previous token, and after LENGTH
+tokens the grammar reaches its limit. "bad" does not compile. "broken" makes the compiler itself fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNSOUND = ("bad", "broken")
 
 
 def _follows(text: str, history: Sequence[int], vocab_size: int) -> set[int] | None:
-    """What the grammar allows after history; None where it has met its limit."""
+    """What the grammar allows after history; None if it has reached its limit."""
     seed, length = map(int, text.split())
     if len(history) >= length:
         return None
@@ -34,29 +34,32 @@ def _follows(text: str, history: Sequence[int], vocab_size: int) -> set[int] | N
 
 @dataclass
 class Rules:
-    """The oracle of `penstock.backend.structured_output.constraints`: no state, all is told from the tokens so far."""
+    """The oracle of `penstock.backend.structured_output.constraints`. It has no state: tokens so far decide
+    everything."""
 
-    wanted: Constraints
+    constraints: Constraints
     stop_ids: frozenset[int]
     vocab_size: int
 
     def allowed(self, generated: list[int]) -> set[int] | None:
-        """What may come after these; None where nothing may, and the request fails."""
-        wanted = self.wanted
-        place = len(generated) - wanted.thinking_budget_tokens
-        is_due = wanted.thinking_budget_tokens and 0 <= place < len(wanted.thinking_end)
-        if is_due and _end_of(wanted.thinking_end, generated) is None:
-            return {wanted.thinking_end[place]}
-        left = set(wanted.allowed_token_ids or range(self.vocab_size))
-        begun = _end_of(wanted.grammar_after, generated) if wanted.grammar_after else 0
-        if wanted.grammar is not None and begun is not None:
-            following = _follows(wanted.grammar.text, generated[begun:], self.vocab_size)
+        """Tokens that may follow these; None if none may, and the request fails."""
+        constraints = self.constraints
+        place = len(generated) - constraints.thinking_budget_tokens
+        is_due = constraints.thinking_budget_tokens and 0 <= place < len(constraints.thinking_end)
+        if is_due and _end_of(constraints.thinking_end, generated) is None:
+            return {constraints.thinking_end[place]}
+        left = set(constraints.allowed_token_ids or range(self.vocab_size))
+        begun = _end_of(constraints.grammar_after, generated) if constraints.grammar_after else 0
+        if constraints.grammar is not None and begun is not None:
+            following = _follows(constraints.grammar.text, generated[begun:], self.vocab_size)
             left &= following or set()
             if not left:
                 return None
-        if len(generated) < wanted.min_tokens or begun is None:
+        if len(generated) < constraints.min_tokens or begun is None:
             left = left - self.stop_ids or left
-        ends = {run[-1] for run in wanted.bad_words if generated[len(generated) - len(run) + 1 :] == list(run[:-1])}
+        ends = {
+            run[-1] for run in constraints.bad_words if generated[len(generated) - len(run) + 1 :] == list(run[:-1])
+        }
         return left - ends or left
 
 
@@ -67,7 +70,7 @@ def _end_of(run: tuple[int, ...], tokens: list[int]) -> int | None:
 
 
 class SimulatedMatcher:
-    """Stands where LLMatcher stands."""
+    """Replaces LLMatcher."""
 
     def __init__(self, text: str, vocab_size: int, history: tuple[int, ...] = ()) -> None:
         self._text = text
@@ -87,7 +90,7 @@ class SimulatedMatcher:
 
     def rollback(self, num_tokens: int) -> bool:
         if not 0 <= num_tokens <= len(self._history):
-            self._error = f"{num_tokens} of {len(self._history)} tokens taken back"
+            self._error = f"{num_tokens} of {len(self._history)} tokens rolled back"
             return False
         del self._history[len(self._history) - num_tokens :]
         return True
@@ -95,7 +98,7 @@ class SimulatedMatcher:
     def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
         following = _follows(self._text, self._history, self._vocab_size)
         if following is None:
-            self._error = "a limit is met"
+            self._error = "the limit is reached"
             return
         bits = sum(1 << token for token in following)
         ctypes.memmove(pointer, bits.to_bytes(num_bytes, "little"), num_bytes)
@@ -108,7 +111,7 @@ class SimulatedMatcher:
 
 
 class SimulatedCompiler(GrammarCompiler):
-    """The real one but for its thread: a grammar is compiled when the simulator says so."""
+    """The real compiler without its thread: a grammar is compiled when the simulator decides."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(Path(), vocab_size, ())
@@ -121,16 +124,16 @@ class SimulatedCompiler(GrammarCompiler):
         return future
 
     def advance(self) -> bool:
-        """One grammar is compiled; False when none is to be."""
+        """Compile one grammar. False if none is waiting."""
         if not self._todo:
             return False
         future, grammar = self._todo.popleft()
         if not future.set_running_or_notify_cancel():
             return self.advance()
         if grammar.text == "bad":
-            future.set_exception(BadGrammar("as told"))
+            future.set_exception(BadGrammar("planted"))
         elif grammar.text == "broken":
-            future.set_exception(RuntimeError("as told"))
+            future.set_exception(RuntimeError("planted"))
         else:
             future.set_result(SimulatedMatcher(grammar.text, self._vocab_size))
         return True

@@ -1,4 +1,4 @@
-"""Thousands of worlds, each decided by its number: `pytest tests/simulation --seed N` runs one and tells all."""
+"""Thousands of worlds, each decided by its seed. `pytest tests/simulation --seed N` runs one and prints its log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tallies import SIMULATED
 _CHUNK = 100
 _MAX_FAILURES = 5
 
-# What the worlds must have met with, each at least once in so many seeds on average.
+# What must occur: name → at least once per this many seeds on average.
 _MUST_OCCUR = {
     "preempted and resumed": 20,
     "joined": 5,
@@ -31,13 +31,13 @@ _MUST_OCCUR = {
     "restored from the host": 10,
     "planned late": 1,
     "stopped waiting": 100,
-    "tried apart": 20,
-    "failed by a curse": 20,
-    "curse: add": 50,
-    "curse: note": 50,
-    "curse: build": 50,
-    "curse: deliver": 50,
-    "curse: step": 50,
+    "bisected": 20,
+    "failed by an engine error": 20,
+    "engine error: add": 50,
+    "engine error: note": 50,
+    "engine error: build": 50,
+    "engine error: deliver": 50,
+    "engine error: step": 50,
     "rewound": 1000,
     "rows bound late": 5,
     "credit spent": 20,
@@ -86,14 +86,14 @@ _MUST_OCCUR = {
 
 
 def run_seeds(first: int, last: int) -> tuple[Counter[str], dict[int, str]]:
-    """What the worlds from first to last - 1 met with, and how those ended that failed."""
+    """Run seeds first … last - 1. Returns how often each thing occurred, and the errors by seed."""
     logging.disable(logging.CRITICAL)
     covered: Counter[str] = Counter()
     failures: dict[int, str] = {}
     for seed in range(first, last):
         try:
             covered += run_seed(seed)
-        except Exception as error:  # noqa: BLE001 - any fault of a world is told with its number
+        except Exception as error:  # noqa: BLE001 - reported with its seed
             failures[seed] = "".join(traceback.format_exception_only(error)).strip()
     logging.disable(logging.NOTSET)
     return covered, failures
@@ -119,10 +119,10 @@ def test_every_request_receives_its_tokens_and_its_end_whatever_happens(
             everything.update(covered)
             failures |= failed
     record_property(SIMULATED, {**everything, "seeds": num_seeds})
-    told = [f"--seed {seed}: {failures[seed]}" for seed in sorted(failures)[:_MAX_FAILURES]]
-    assert not failures, f"{len(failures)} of {num_seeds} seeds fail:\n" + "\n".join(told)
+    reports = [f"--seed {seed}: {failures[seed]}" for seed in sorted(failures)[:_MAX_FAILURES]]
+    assert not failures, f"{len(failures)} of {num_seeds} seeds fail:\n" + "\n".join(reports)
     missed = {name: every for name, every in _MUST_OCCUR.items() if everything[name] < num_seeds // every}
-    assert not missed, f"the worlds were too quiet: {[(name, everything[name]) for name in missed]}"
+    assert not missed, f"these occurred too seldom: {[(name, everything[name]) for name in missed]}"
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])

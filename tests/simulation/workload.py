@@ -1,4 +1,4 @@
-"""What a seed decides beforehand: the sizes of the backend, the pace of all parties, and what is asked of it."""
+"""What a seed decides in advance: the sizes of the backend, the speed of all parties, and the requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HASH_MODEL_EVERY = 32
 
 @dataclass(eq=False, slots=True)
 class Ask:
-    """One request of one client, over all the backends that it lives to see."""
+    """One request of one client, resubmitted to the next backend after a restart."""
 
     number: int
     prompt: list[int]
@@ -37,21 +37,21 @@ class Ask:
     constraints: Constraints | None
     num_prompt_logprobs: int
     is_embedded: bool
-    """Its prompt is handed in as embeddings, as long as it has got nothing."""
+    """The prompt is submitted as embeddings until the first token is received."""
     expected: list[int]
-    """All the tokens that it is to get, and..."""
-    told: list[EventLogprobs]
-    """...what it is told of each, and..."""
+    """All tokens that it must receive."""
+    logprobs: list[EventLogprobs]
+    """Log probabilities of the expected tokens, with more top tokens than requested."""
     scores: list[EventLogprobs]
-    """...of each of its prompt but the first, with more of the likeliest than it asks for; and..."""
+    """Log probabilities of the prompt's tokens but the first, with more top tokens than requested."""
     finish: Finish
-    """...how it ends when nothing else ends it. FAILED is by its grammar."""
+    """How it ends if nothing else ends it. FAILED is by its grammar."""
     got: list[int] = field(default_factory=list)
-    """What its frontend has been told."""
+    """Tokens that its frontend has received."""
     ended: Finish | None = None
     num_lives: int = 0
-    curse: str = ""
-    """Where the engine breaks down on it, see `faults`."""
+    engine_error: str = ""
+    """Where the engine fails on it, see `faults`."""
 
     def __str__(self) -> str:
         return f"#{self.number}"
@@ -59,7 +59,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Setup:
-    """Everything about a seed's world that does not change."""
+    """Everything in a seed's world that does not change."""
 
     model: Model
     num_pages: int
@@ -69,9 +69,9 @@ class Setup:
     max_batch_tokens: int
     capacity: int
     num_plans_ahead: int
-    """For which who is admitted leaves pages: where that is less than the capacity, newcomers are soon preempted."""
+    """Passed to the scheduler. If it is less than the capacity, new sequences are soon preempted."""
     runs_ahead: bool
-    """The pass is given a step while it computes the one before, and each step's tokens come late."""
+    """The pass gets a step while it computes the previous one, and each step's tokens come late."""
     max_waiting: int
     priority_step_s: float
     context: int
@@ -79,12 +79,12 @@ class Setup:
     num_asks: int
     max_park_steps: int
     rates: dict[str, float]
-    pace: str
-    """How the device's pace compares with the loop's: "slow", "even", "fast" or "changing"."""
+    device_speed: str
+    """Speed of the device compared with the loop: "slow", "even", "fast" or "changing"."""
     prompts: list[list[int]]
-    flavours: list[Sampling]
-    demands: list[Constraints]
-    """What requests that are constrained may want."""
+    samplings: list[Sampling]
+    constraint_choices: list[Constraints]
+    """What constrained requests may ask for."""
 
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:
@@ -97,7 +97,7 @@ class Setup:
         prompts = [stem, [*stem[: len(stem) // 2 + 1], rng.randrange(vocab_size)]]
         prompts += [[rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))] for _ in range(2)]
         hot = rng.choice((5.0, 20.0))
-        flavours = [
+        samplings = [
             Sampling(temperature=0.0),
             Sampling(temperature=0.0, seed=rng.randrange(9), top_k=3),
             Sampling(temperature=0.0, presence_penalty=1.5),
@@ -105,8 +105,8 @@ class Setup:
             Sampling(temperature=hot, seed=8),
             Sampling(temperature=hot, seed=8, presence_penalty=0.5),
         ]
-        flavours += [msgspec.structs.replace(rng.choice(flavours), num_logprobs=rng.choice((0, 1, 3)))]
-        rng.shuffle(flavours)
+        samplings += [msgspec.structs.replace(rng.choice(samplings), num_logprobs=rng.choice((0, 1, 3)))]
+        rng.shuffle(samplings)
         capacity = rng.randint(0, 4)
         often, seldom = rng.choice((0.1, 0.3)), rng.choice((0.0, 0.01, 0.04))
         return cls(
@@ -135,7 +135,7 @@ class Setup:
                 "restart": rng.choice((0.0, 0.03, 0.06)),
                 "drain": rng.choice((0.0, 0.0, 0.0, 0.03)),
                 "fault": 0.0 if is_real else rng.choice((0.0, 0.0, 0.03, 0.1)),
-                "curse": 0.0 if is_real else rng.choice((0.0, 0.1, 0.3)),
+                "engine_error": 0.0 if is_real else rng.choice((0.0, 0.1, 0.3)),
                 "bad request": seldom,
                 "constrained": rng.choice((0.0, 0.0, 0.3, 0.8)),
                 "scored": rng.choice((0.0, 0.0, 0.2)),
@@ -145,21 +145,21 @@ class Setup:
                 "slow frontend": rng.choice((0.0, 0.7)),
                 "slow wire": rng.choice((0.0, 0.5)),
             },
-            pace=rng.choice(("slow", "even", "fast", "changing")),
+            device_speed=rng.choice(("slow", "even", "fast", "changing")),
             prompts=prompts,
-            flavours=flavours[: rng.randint(1, 4)],
-            demands=[_draw_demands(rng, vocab_size) for _ in range(rng.randint(1, 3))],
+            samplings=samplings[: rng.randint(1, 4)],
+            constraint_choices=[_draw_constraints(rng, vocab_size) for _ in range(rng.randint(1, 3))],
         )
 
     def draw_ask(self, rng: Random, number: int, like: Ask | None = None) -> Ask:
-        """With its own limits and ends in any case; all else may be as in another ask."""
+        """A new request with limits and stop tokens of its own; everything else may be as in `like`."""
         prompt = list(rng.choice(self.prompts))
         if rng.random() < 0.3:
             prompt = [*prompt[: self.context - 2], rng.randrange(self.model.vocab_size)]
-        sampling, salt, may_share = rng.choice(self.flavours), rng.choice((b"", b"", b"other")), rng.random() < 0.7
+        sampling, salt, may_share = rng.choice(self.samplings), rng.choice((b"", b"", b"other")), rng.random() < 0.7
         if like is not None and like.finish is not Finish.REJECTED:
             prompt, sampling, salt, may_share = list(like.prompt), like.sampling, like.salt, like.may_share
-        constraints = rng.choice(self.demands) if rng.random() < self.rates["constrained"] else None
+        constraints = rng.choice(self.constraint_choices) if rng.random() < self.rates["constrained"] else None
         if like is not None and like.finish is not Finish.REJECTED:
             constraints = like.constraints
         max_tokens = rng.choice((1, 5, 10, 16))
@@ -178,9 +178,9 @@ class Setup:
         if stops:
             del stream.tokens[stops[0] + 1 :]
         finish = Finish.STOP if stops else Finish.FAILED if stream.is_broken else Finish.LENGTH
-        # Penalties are for what was generated, and a prompt that is scored is.
+        # Penalties apply to generated tokens, and a scored prompt is generated.
         is_scored = not sampling.presence_penalty and rng.random() < self.rates["scored"]
-        # Nor are they for embeddings.
+        # Penalties do not apply to embeddings.
         is_embedded = not sampling.presence_penalty and not is_scored and rng.random() < self.rates["embedded"]
         return Ask(
             number=number,
@@ -196,7 +196,7 @@ class Setup:
             num_prompt_logprobs=rng.choice((0, 2)) if is_scored else -1,
             is_embedded=is_embedded,
             expected=stream.tokens,
-            told=stream.told,
+            logprobs=stream.logprobs,
             scores=self.model.score(prompt) if is_scored else [],
             finish=finish if is_sound else Finish.REJECTED,
         )
@@ -207,7 +207,7 @@ class Setup:
         return Rules(constraints, frozenset(stop_ids), self.model.vocab_size)
 
 
-def _draw_demands(rng: Random, vocab_size: int) -> Constraints:
+def _draw_constraints(rng: Random, vocab_size: int) -> Constraints:
     def some(count: int) -> tuple[int, ...]:
         return tuple(rng.randrange(vocab_size) for _ in range(count))
 
@@ -215,7 +215,7 @@ def _draw_demands(rng: Random, vocab_size: int) -> Constraints:
         case 0:
             return Constraints(min_tokens=rng.randint(1, 8), bad_words=(some(1), some(2)))
         case 1:
-            # One of the first token is likely to come by itself, where few are allowed.
+            # With few allowed tokens the model is likely to generate the first of these by itself.
             end = some(rng.randint(1, 2))
             return Constraints(
                 allowed_token_ids=(*end, *some(3)), thinking_budget_tokens=rng.randint(1, 4), thinking_end=end

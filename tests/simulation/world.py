@@ -1,4 +1,4 @@
-"""One seed's world: a backend, its frontends and their clients in one thread, and the chance that rules them all."""
+"""One seed's world: a backend, its frontends and their clients in one thread, driven by one random generator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.shm.link.events import FrontendDeath
 from penstock.shm.messages import Finish
 from tests.simulation.backend import Backend
 from tests.simulation.chain_pass import Fault
-from tests.simulation.faults import CURSES
+from tests.simulation.faults import ENGINE_ERRORS
 from tests.simulation.judge import Judge
 from tests.simulation.link import Frontend
 from tests.simulation.violations import PlantedFault, Violation
@@ -29,7 +29,7 @@ _FAULTS = ("raise", "raise late", "raise at wait", "nan", "poison", "poison", "m
 
 
 class World:
-    """Runs a seed until everybody has what they asked for. Raises whatever goes wrong."""
+    """Runs a seed until every request has ended. Raises what goes wrong."""
 
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
         self.rng = Random(seed)
@@ -40,7 +40,7 @@ class World:
         self.tick = 0
         self.asks: list[Ask] = []
         self.frontends: dict[int, Frontend] = {}
-        self.names: dict[tuple[int, int], Ask] = {}  # ever used towards this backend
+        self.names: dict[tuple[int, int], Ask] = {}  # all ids that this backend has seen
         self._num_epochs = 0
         self._num_ids = 0
         self._num_faults = 0
@@ -68,7 +68,7 @@ class World:
             self.backend.board.close()
 
     def _run_dry(self) -> None:
-        """No more trouble: from now on each tick brings a step, and all must end within the work that is left."""
+        """Cause no more trouble. Each tick runs steps, and all requests must end within the work that is left."""
         self._faults_allowed = False
         if self.backend.is_draining:
             self._restart()
@@ -86,7 +86,7 @@ class World:
     def _tick(self, happen: Callable[[], None]) -> None:
         self.tick += 1
         self.now_s += self.rng.random() * 2
-        if self.rng.random() < _SUSPEND_RATE:  # nobody ran for a while
+        if self.rng.random() < _SUSPEND_RATE:  # the machine was suspended
             self.now_s += 100
             self.covered["suspended"] += 1
         if self.log is not None:
@@ -145,14 +145,14 @@ class World:
                 frontend.read()
 
     def _draw_ask(self) -> Ask:
-        """A newcomer, that may ask for what others are just being told."""
+        """A new request, perhaps equal to one that is running."""
         like = None
         if self.rng.random() < self.setup.rates["alike"]:
             models = [ask for ask in self.asks if ask.ended is None] or self.asks[-4:]
             like = self.rng.choice(models) if models else None
         ask = self.setup.draw_ask(self.rng, len(self.asks), like)
-        if self.rng.random() < self.setup.rates["curse"]:
-            ask.curse = self.rng.choice(CURSES)
+        if self.rng.random() < self.setup.rates["engine_error"]:
+            ask.engine_error = self.rng.choice(ENGINE_ERRORS)
         return ask
 
     def _submit(self, ask: Ask) -> None:
@@ -189,16 +189,16 @@ class World:
             frontend.cancel(request_id)
             if self.rng.random() < 0.2:
                 frontend.cancel(request_id)
-        else:  # one of long ago, or of nobody
+        else:  # an old id, or one that was never used
             frontend.cancel(self.rng.randrange(self._num_ids + 3))
 
     def _is_just_planned(self, epoch: int, request_id: int) -> bool:
-        """Its first step, or the first one since it was preempted, is the last one that was planned."""
+        """Its first step, or the first since its preemption, is in the last plan."""
         found = self.backend.requests.table.find(epoch, request_id)
         return found is not None and found.sequence in self.backend.scheduler.started
 
     def _cancel_alike(self) -> None:
-        """All with one prompt drop, and perhaps somebody asks for the same in that moment."""
+        """Cancel all requests with one prompt, and perhaps submit a new one at that moment."""
         prompt = self.rng.choice(self.setup.prompts)
         newcomer_comes = self.rng.random() < 0.5
         for frontend in self.frontends.values():
@@ -214,7 +214,7 @@ class World:
         return frontend
 
     def _kill_frontend(self) -> None:
-        """What it had sent may still arrive, then the news of its death; a newcomer takes its place."""
+        """Some of what it sent may still arrive, then its death. A new frontend replaces it."""
         epoch = self.rng.choice(list(self.frontends))
         frontend = self.frontends.pop(epoch)
         self._note(f"frontend {epoch} dies with {[str(a) for a in frontend.asks.values()]}")
@@ -227,7 +227,7 @@ class World:
         self._welcome()
 
     def _restart(self) -> None:
-        """The backend dies. Of its last words some are read; then all open requests go to the next one."""
+        """The backend dies. Some of its last messages are read, then all open requests go to the next backend."""
         self._note("the backend dies, and another comes")
         self.covered["backend restarts"] += 1
         self.backend.board.close()
@@ -243,7 +243,7 @@ class World:
                 self._send_ask(new, ask, request_id, ask.timeout_ms)
 
     def _send(self) -> None:
-        """What frontends sent reaches the backend, in each one's order."""
+        """Deliver what frontends sent, in the order of each."""
         for frontend in self.frontends.values():
             slow = self._faults_allowed and self.rng.random() < self.setup.rates["slow wire"]
             count = self.rng.randrange(len(frontend.wire) + 1) if slow else len(frontend.wire)
@@ -254,43 +254,44 @@ class World:
         if not self._faults_allowed:
             count = 3
         else:
-            if self.setup.pace == "changing" and self.rng.random() < 0.1:
+            if self.setup.device_speed == "changing" and self.rng.random() < 0.1:
                 self._device_rate = self.rng.choice((0.2, 0.7, 0.9))
-            elif self.setup.pace != "changing":
-                self._device_rate = {"slow": 0.45, "even": 0.75, "fast": 0.9}[self.setup.pace]
+            elif self.setup.device_speed != "changing":
+                self._device_rate = {"slow": 0.45, "even": 0.75, "fast": 0.9}[self.setup.device_speed]
             count = 0
             while self.rng.random() < self._device_rate:
                 count += 1
         while count and self.backend.executor.advance():
             count -= 1
 
-    def device_goes_on(self) -> None:
-        """The loop is in the middle of a turn, and the device does not wait for it."""
+    def advance_device(self) -> None:
+        """Let the device advance in the middle of a turn."""
         while self.rng.random() < 0.2 and self.backend.executor.advance():
             pass
 
-    def is_struck(self, kind: str, subscriber: Subscriber) -> bool:
-        """Whether the engine breaks down on the request now."""
+    def breaks_down(self, kind: str, subscriber: Subscriber) -> bool:
+        """Whether the engine fails on the request now."""
         ask = self.names[subscriber.frontend, subscriber.request_id]
-        return ask.curse == kind and self._faults_allowed and self.rng.random() < 0.5
+        return ask.engine_error == kind and self._faults_allowed and self.rng.random() < 0.5
 
-    def strike(self, kind: str, sequences: list[Sequence]) -> None:
-        """One sequence is blamed; of several nobody, for the engine cannot know whose the fault is."""
-        if any(self.is_struck(kind, subscriber) for sequence in sequences for subscriber in sequence.subscribers):
-            self.covered[f"curse: {kind}"] += 1
+    def break_down(self, kind: str, sequences: list[Sequence]) -> None:
+        """Fail on one of the sequences. Only a sequence that is alone may be blamed: the engine cannot know which of
+        several caused the error."""
+        if any(self.breaks_down(kind, subscriber) for sequence in sequences for subscriber in sequence.subscribers):
+            self.covered[f"engine error: {kind}"] += 1
             if len(sequences) == 1:
-                self.backend.struck.add(sequences[0])
+                self.backend.broken.add(sequences[0])
             raise PlantedFault(kind)
 
-    def strike_request(self, kind: str, subscriber: Subscriber) -> None:
-        if self.is_struck(kind, subscriber):
-            self.backend.struck.add((subscriber.frontend, subscriber.request_id))
+    def break_down_request(self, kind: str, subscriber: Subscriber) -> None:
+        if self.breaks_down(kind, subscriber):
+            self.backend.broken.add((subscriber.frontend, subscriber.request_id))
             raise PlantedFault(kind)
 
     def draw_fault(self, sequences: list[Sequence]) -> Fault | None:
-        """What goes wrong in a step of these."""
+        """The fault of the next step with these sequences, if any."""
         try:
-            self.strike("step", sequences)
+            self.break_down("step", sequences)
         except PlantedFault:
             return Fault(self.rng.choice(("raise", "raise late", "raise at wait", "miscount")), 0, 0)
         num_rows = len(sequences)
@@ -311,7 +312,7 @@ class World:
 
 
 def run_seed(seed: int, log: Callable[[str], None] | None = None) -> Counter[str]:
-    """What the seed's world met with. Raises Violation, or what the engine raises."""
+    """Run a seed and return how often each thing occurred. Raises Violation, or what the engine raises."""
     world = World(seed, log)
     world.run()
     return world.covered
