@@ -83,16 +83,14 @@ class Delivery:
         if logprobs is not None and subscriber.num_logprobs >= 0:
             own_logprobs = _narrowed(logprobs, 0, subscriber.num_logprobs)
         started = None if subscriber.is_started else self._start(sequence, subscriber)
-        finish = Finish.NONE
+        frontend, request_id = subscriber.frontend, subscriber.request_id
         if token_id in subscriber.stop_token_ids:
-            finish = Finish.STOP
+            self.end(frontend, request_id, Finish.STOP, token_id, started=started, logprobs=own_logprobs)
         elif index + 1 >= subscriber.max_total_tokens:
-            finish = Finish.LENGTH
-        address = subscriber.frontend, subscriber.request_id
-        if finish is Finish.NONE:
-            self._link.push(*address, token_id, started=started, logprobs=own_logprobs)
+            self.end(frontend, request_id, Finish.LENGTH, token_id, started=started, logprobs=own_logprobs)
+        else:
+            self._link.push(frontend, request_id, token_id, started=started, logprobs=own_logprobs)
             return False
-        self.end(*address, finish, token_id, started=started, logprobs=own_logprobs)
         return True
 
     def _start(self, sequence: Sequence, subscriber: Subscriber) -> Started:

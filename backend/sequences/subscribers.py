@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(slots=True, eq=False)
@@ -38,26 +34,16 @@ class Subscriber:
         return self.num_prompt_logprobs >= 0
 
 
-class Subscribers:
-    """The subscribers of one sequence, in order of arrival. `Sequence.subscribe` and `unsubscribe` change them."""
+class Subscribers(dict[Subscriber, None]):
+    """The subscribers of one sequence in order of arrival. `Sequence.subscribe` and `unsubscribe` change them."""
 
-    __slots__ = ("_num_by_limit", "_subscribers", "first_end")
+    __slots__ = ("_num_by_limit", "first_end")
 
     def __init__(self) -> None:
-        self._subscribers: dict[Subscriber, None] = {}
         self._num_by_limit: Counter[int] = Counter()
         """Number of subscribers by max_total_tokens."""
         self.first_end = 0
         """Computed tokens after the step that brings the first subscriber to its limit; 0 until all have started."""
-
-    def __iter__(self) -> Iterator[Subscriber]:
-        return iter(self._subscribers)
-
-    def __len__(self) -> int:
-        return len(self._subscribers)
-
-    def __contains__(self, subscriber: Subscriber) -> bool:
-        return subscriber in self._subscribers
 
     @property
     def max_total_tokens(self) -> int:
@@ -65,12 +51,12 @@ class Subscribers:
         return max(self._num_by_limit)
 
     def add(self, subscriber: Subscriber) -> None:
-        self._subscribers[subscriber] = None
+        self[subscriber] = None
         self._num_by_limit[subscriber.max_total_tokens] += 1
         self.first_end = 0
 
     def remove(self, subscriber: Subscriber) -> None:
-        del self._subscribers[subscriber]
+        del self[subscriber]
         self._num_by_limit[subscriber.max_total_tokens] -= 1
         if not self._num_by_limit[subscriber.max_total_tokens]:
             del self._num_by_limit[subscriber.max_total_tokens]
@@ -78,7 +64,7 @@ class Subscribers:
 
     def find_first_end(self) -> bool:
         """Set `first_end`. False if a subscriber has not started."""
-        if not all(subscriber.is_started for subscriber in self._subscribers):
+        if not all(subscriber.is_started for subscriber in self):
             return False
         self.first_end = min(self._num_by_limit, default=1) - 1
         return True

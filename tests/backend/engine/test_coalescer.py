@@ -75,7 +75,7 @@ class CoalescerMachine(RuleBasedStateMachine):
         data.draw(st.sampled_from(self.alive)).rewind(0)
 
     @invariant()
-    def it_remembers_nobody_else(self) -> None:
+    def it_remembers_only_offered_sequences(self) -> None:
         assert len(self.coalescer) == len(self.offered)
 
     def teardown(self) -> None:
