@@ -96,17 +96,7 @@ class Setup:
         stem = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))]
         prompts = [stem, [*stem[: len(stem) // 2 + 1], rng.randrange(vocab_size)]]
         prompts += [[rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))] for _ in range(2)]
-        hot = rng.choice((5.0, 20.0))
-        samplings = [
-            Sampling(temperature=0.0),
-            Sampling(temperature=0.0, seed=rng.randrange(9), top_k=3),
-            Sampling(temperature=0.0, presence_penalty=1.5),
-            Sampling(temperature=hot, seed=7),
-            Sampling(temperature=hot, seed=8),
-            Sampling(temperature=hot, seed=8, presence_penalty=0.5),
-        ]
-        samplings += [msgspec.structs.replace(rng.choice(samplings), num_logprobs=rng.choice((0, 1, 3)))]
-        rng.shuffle(samplings)
+        samplings = _draw_samplings(rng)
         capacity = rng.randint(0, 4)
         often, seldom = rng.choice((0.1, 0.3)), rng.choice((0.0, 0.01, 0.04))
         return cls(
@@ -205,6 +195,21 @@ class Setup:
         if constraints is None:
             return None
         return Rules(constraints, frozenset(stop_ids), self.model.vocab_size)
+
+
+def _draw_samplings(rng: Random) -> list[Sampling]:
+    hot = rng.choice((5.0, 20.0))
+    samplings = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.0, seed=rng.randrange(9), top_k=3),
+        Sampling(temperature=0.0, presence_penalty=1.5),
+        Sampling(temperature=hot, seed=7),
+        Sampling(temperature=hot, seed=8),
+        Sampling(temperature=hot, seed=8, presence_penalty=0.5),
+    ]
+    samplings += [msgspec.structs.replace(rng.choice(samplings), num_logprobs=rng.choice((0, 1, 3)))]
+    rng.shuffle(samplings)
+    return samplings
 
 
 def _draw_constraints(rng: Random, vocab_size: int) -> Constraints:

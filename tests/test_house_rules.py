@@ -1,0 +1,101 @@
+"""House rules: the length of files and functions, the width of classes, and docs that name files that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("frontend", "backend", "shm", "tools", "tests", "docs")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_PUBLIC_METHODS = 20
+MAX_MODULES = 16
+
+_SOURCE_PATH = re.compile(r"`((?:frontend|backend|shm|tools|tests)/[\w/.-]+\.(?:py|cu|cuh|h|cpp|c|html|js|css))`")
+_LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@cache
+def sources(*suffixes: str) -> tuple[str, ...]:
+    paths = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+    return tuple(sorted(str(path.relative_to(ROOT)) for path in paths if path.suffix in suffixes))
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def num_lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def docstrings(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
+    """The docstrings of a function and of the attributes that it sets."""
+    return [node for node in ast.walk(function) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+
+
+def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in function.decorator_list)
+
+
+def test_no_source_file_is_too_long() -> None:
+    names = sources(".py", ".cu", ".cuh", ".h", ".cpp", ".c", ".js", ".css")
+    lengths = {name: read(name).count("\n") for name in names}
+    assert len(lengths) > 300
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    too_long = {}
+    for name in sources(".py"):
+        for node in ast.walk(ast.parse(read(name))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = num_lines(node) - sum(map(num_lines, docstrings(node)))
+                if length > MAX_FUNCTION_LINES:
+                    too_long[f"{name}:{node.name}"] = length
+    assert too_long == {}
+
+
+def test_no_class_has_too_many_public_methods() -> None:
+    too_wide = {}
+    for name in sources(".py"):
+        if name.startswith("tests/"):  # state machines, and fakes of wide interfaces
+            continue
+        for node in ast.walk(ast.parse(read(name))):
+            if isinstance(node, ast.ClassDef):
+                functions = (item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+                public = [item.name for item in functions if not item.name.startswith("_") and not is_property(item)]
+                if len(public) > MAX_PUBLIC_METHODS:
+                    too_wide[f"{name}:{node.name}"] = len(public)
+    assert too_wide == {}
+
+
+def test_packages_are_small_and_say_what_lives_there() -> None:
+    packages: dict[Path, list[str]] = {}
+    for name in sources(".py"):
+        path = Path(name)
+        if path.parts[0] in ("frontend", "backend", "shm", "tools"):
+            packages.setdefault(path.parent, []).append(path.name)
+    too_many = {str(package): len(names) for package, names in packages.items() if len(names) > MAX_MODULES + 1}
+    assert too_many == {}
+    without_docstring = [
+        str(package)
+        for package in packages
+        if not (ROOT / package / "__init__.py").is_file()
+        or not ast.get_docstring(ast.parse(read(f"{package}/__init__.py")))
+    ]
+    assert without_docstring == []
+
+
+@pytest.mark.parametrize("page", sources(".md"))
+def test_a_page_names_files_that_exist(page: str) -> None:
+    text = read(page)
+    named = set(_SOURCE_PATH.findall(text))
+    assert {path for path in named if not (ROOT / path).is_file()} == set()
+    links = set(_LINK.findall(text))
+    assert {link for link in links if not ((ROOT / page).parent / link).exists()} == set()
