@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,16 +16,30 @@ if TYPE_CHECKING:
 
     from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
 
+logger = logging.getLogger("penstock.backend")
+
 
 def check_vocabulary(spec: PassSpec, model_dir: Path) -> None:
-    """Raises StartupError when the tokenizer has token ids that the pass does not. More logits than token ids are
-    allowed: many models pad their vocabulary."""
-    num_token_ids = count_token_ids(model_dir)
-    if num_token_ids is not None and num_token_ids > spec.vocab_size:
+    """Raises StartupError when the tokenizer has token ids that the pass does not.
+
+    More logits than token ids are allowed: many models pad their vocabulary. Added tokens without logits, such as a
+    padding token that fine-tuning left behind, are worth a warning: no prompt needs them.
+    """
+    counts = count_token_ids(model_dir)
+    if counts is None or counts.with_added <= spec.vocab_size:
+        return
+    if counts.own > spec.vocab_size:
         raise StartupError(
             f"the forward pass has a vocab_size of {spec.vocab_size}; the tokenizer in {model_dir} has token ids up to "
-            f"{num_token_ids - 1}: use the model's own tokenizer.json, or a vocab_size of at least {num_token_ids}"
+            f"{counts.own - 1}: use the model's own tokenizer.json, or a vocab_size of at least {counts.own}"
         )
+    logger.warning(
+        "The tokenizer in %s has added tokens with ids up to %d, the model's logits end at %d: requests with such "
+        "tokens are refused",
+        model_dir,
+        counts.with_added - 1,
+        spec.vocab_size - 1,
+    )
 
 
 def check_first_step(forward_pass: IBatchedForwardPass, spec: PassSpec) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 
@@ -27,12 +27,19 @@ class _Tokenizer(Struct, frozen=True):
     added_tokens: tuple[_AddedToken, ...] = ()
 
 
-def count_token_ids(model_dir: Path) -> int | None:
-    """The tokenizer's highest token id + 1. None when the directory has no tokenizer.json. Raises StartupError."""
+class TokenIdCounts(NamedTuple):
+    """Highest token id + 1: of the tokenizer's own vocabulary, and with the tokens that were added to it later."""
+
+    own: int
+    with_added: int
+
+
+def count_token_ids(model_dir: Path) -> TokenIdCounts | None:
+    """None when the directory has no tokenizer.json. Raises StartupError."""
     path = model_dir / TOKENIZER_FILE
     if not path.is_file():
         return None
     tokenizer = convert(read_json_object(path), _Tokenizer, path)
     vocab = tokenizer.model.vocab
     highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
-    return max([highest, *(token.id for token in tokenizer.added_tokens)]) + 1
+    return TokenIdCounts(highest + 1, max([highest, *(token.id for token in tokenizer.added_tokens)]) + 1)

@@ -1,12 +1,16 @@
-"""The step that the backend runs at start: what it refuses, and that later requests see no trace of it."""
+"""Checks of a pass at start: vocabulary and first step, what they refuse, and that they leave no trace."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import (
@@ -20,7 +24,7 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenMasks,
 )
-from penstock.backend.pass_checks import check_first_step
+from penstock.backend.pass_checks import check_first_step, check_vocabulary
 from penstock.backend.passes.fake import FakePass
 from tests.passes import WideFakePass
 
@@ -139,3 +143,27 @@ def _generate(forward_pass: FakePass) -> list[tuple[int, float]]:
         context += len(input_ids)
         input_ids, inits = np.array([FROM_SLOT], np.int32), ()
     return found
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A directory with a tokenizer of three token ids, and one that was added to it: 3."""
+    tokenizer = Tokenizer(WordLevel(vocab={"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(["[PAD]"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_vocabulary_smaller_than_the_tokenizers_is_refused(model_dir: Path) -> None:
+    with pytest.raises(StartupError, match=r"vocab_size of 2; .* token ids up to 2: .* at least 3"):
+        check_vocabulary(replace(SPEC, vocab_size=2), model_dir)
+
+
+@pytest.mark.parametrize(("vocab_size", "num_warnings"), [(3, 1), (4, 0), (64, 0)])
+def test_added_token_without_logits_is_a_warning(
+    vocab_size: int, num_warnings: int, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "penstock.backend"):
+        check_vocabulary(replace(SPEC, vocab_size=vocab_size), model_dir)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * num_warnings
+    assert all("ids up to 3, the model's logits end at 2" in message for message in caplog.messages)

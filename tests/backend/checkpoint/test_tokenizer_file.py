@@ -31,10 +31,10 @@ def test_token_ids_are_counted_by_the_highest_id_with_added_tokens(
 ) -> None:
     tokenizer = Tokenizer(model)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert count_token_ids(tmp_path) == num_token_ids
+    assert count_token_ids(tmp_path) == (num_token_ids, num_token_ids)
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert count_token_ids(tmp_path) == max(num_token_ids, tokenizer.token_to_id("<|end|>") + 1)
+    assert count_token_ids(tmp_path) == (num_token_ids, max(num_token_ids, tokenizer.token_to_id("<|end|>") + 1))
 
 
 def test_directory_without_a_tokenizer_has_no_count(tmp_path: Path) -> None:
