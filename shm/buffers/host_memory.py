@@ -142,6 +142,10 @@ class PageLock:
             self._device.destroy_event(self._last_copy)
             self._device.unregister_host(self._buffer.buf)
         except DeviceError as error:
-            logger.error("cannot unlock the pages of %d bytes of shared memory: %s", self._buffer.len, error)
+            logger.error(
+                "cannot unlock the pages of %d bytes of shared memory: %s; they stay locked until the backend ends",
+                self._buffer.len,
+                error,
+            )
         finally:
             ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))

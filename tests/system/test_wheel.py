@@ -21,8 +21,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the package as `pip install` leaves it, from a wheel of the repository."""
     # From a copy: setuptools leaves build/ in the source folder and takes stale files from it.
     source = tmp_path_factory.mktemp("source") / "penstock"
-    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "docs")
-    shutil.copytree(REPOSITORY, source, symlinks=True, ignore=ignored)
+    source.mkdir()
+    for name in ("penstock", "frontend", "backend", "shm", "tools"):
+        shutil.copytree(REPOSITORY / name, source / name, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
     subprocess.run(
