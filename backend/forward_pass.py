@@ -192,7 +192,7 @@ class DeviceLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PassSpec:
-    """What the engine must know about a model. vocab_size is the width of the logits: at least the tokenizer's size."""
+    """A model's properties for the engine. vocab_size is the width of the logits: at least the tokenizer's size."""
 
     vocab_size: int
     max_context_tokens: int

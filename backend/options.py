@@ -100,7 +100,7 @@ class BackendOptions:
     """Unix socket on which frontends connect; its directory is made private (0700)."""
 
     shared_buffers: Literal["auto", "host", "cuda"] = "auto"
-    """Where the buffers lie in which local clients (docs/client.md) receive logits and send prompts: "cuda" is GPU
+    """Memory for the buffers in which local clients (docs/client.md) receive logits and send prompts: "cuda" is GPU
     memory, used without a copy through the host; "host" is shared memory; "auto" is the best that both sides
     support."""
 

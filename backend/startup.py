@@ -1,4 +1,4 @@
-"""What a start needs before it loads anything: settings of the pass, model directory, KV plan, memory checks."""
+"""Preparations before anything is loaded: settings of the pass, model directory, KV plan, memory checks."""
 
 from __future__ import annotations
 

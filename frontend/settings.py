@@ -38,7 +38,7 @@ class ParserNames(Struct, frozen=True):
 
 
 class AccessSettings(Struct, frozen=True):
-    """Who may send requests. Each worker reads the key file, and again at SIGHUP."""
+    """Keys, origins and hosts that may send requests. Each worker reads the key file, and again at SIGHUP."""
 
     api_keys: tuple[str, ...] = ()
     api_key_file: str | None = None

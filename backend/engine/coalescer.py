@@ -1,4 +1,4 @@
-"""Where two equal requests meet: finds the sequence that a new request can share."""
+"""Finds the sequence in flight that an equal new request can share."""
 
 from __future__ import annotations
 

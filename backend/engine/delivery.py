@@ -94,7 +94,7 @@ class Delivery:
         return True
 
     def _start(self, sequence: Sequence, subscriber: Subscriber) -> Started:
-        """What a subscriber receives beside its first token."""
+        """Return the message that accompanies a subscriber's first token."""
         subscriber.is_started = True
         queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
         # After a preemption, generated tokens may have been found in the cache as well.

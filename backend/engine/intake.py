@@ -37,7 +37,7 @@ _SALT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one request may ask for, and how many may be open or wait."""
+    """Limits of one request, and of the number of open and waiting requests."""
 
     vocab_size: int
     max_context_tokens: int

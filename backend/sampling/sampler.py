@@ -155,7 +155,7 @@ class HostSampling:
 
 
 def _inverse_cdf(weights: NDArray[np.float32], uniform: NDArray[np.float64]) -> NDArray[np.int64]:
-    """For each row, the first index at which the running sum of weights [n, V] exceeds uniform × the row's sum, [n].
+    """Return [n]: the first index of each row at which the running sum of weights [n, V] exceeds uniform × its sum.
 
     Works in two levels, so only one block of each row is summed element by element.
     """

@@ -1,4 +1,4 @@
-"""Where a sequence's KV is: its pages, and how many of their tokens are computed."""
+"""A sequence's pages, and how many of their tokens are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a waiting sequence may wait for the prefix that another one computes."""
+"""The time limit of a sequence that waits for a prefix that another one computes."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Sequence:
         rank: float = 0.0,
         constraints: SequenceConstraints | None = None,
     ) -> None:
-        # What is computed
+        # Tokens
         self.tokens = array("i")
         self.tokens.frombytes(tokens)
         self.num_prompt_tokens = num_prompt_tokens
@@ -84,7 +84,7 @@ class Sequence:
         """Used by the executor's thread alone."""
         self.embeddings: Loan | None = None
         """The prompt, if it is given as embeddings. The link ends the loan with the request."""
-        # What subscribers receive
+        # Delivery
         self.subscribers = Subscribers()
         self.kept_logprobs: list[EventLogprobs] | None = None
         """Log probabilities of the generated tokens, for late joiners; None if nobody can join."""
@@ -92,7 +92,7 @@ class Sequence:
         """Buffer in which the only subscriber receives its logits. The link ends the loan with the request."""
         self.output_start = 0
         """Prompt tokens as the subscriber counts them; with a scored prompt more than num_prompt_tokens."""
-        # What its subscribers have in common. The loop reads these for each token, so they are not in `subscribers`.
+        # Properties common to all subscribers. The loop reads these for each token, so they are not in `subscribers`.
         self.max_total_tokens = 0
         """The highest limit of all subscribers."""
         self.common_stop_ids = subscriber.stop_token_ids
@@ -112,7 +112,7 @@ class Sequence:
         self.queue_s: float | None = None
         """Seconds from arrival to the first plan."""
         self.parking = Parking()
-        # How far it is
+        # Progress
         self.slot: int | None = None
         self.needs_slot_init = True
         """The next row must tell the pass which sequence the slot has."""

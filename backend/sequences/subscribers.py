@@ -1,4 +1,4 @@
-"""Who receives a sequence's tokens."""
+"""The receivers of a sequence's tokens."""
 
 from __future__ import annotations
 

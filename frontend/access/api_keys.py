@@ -34,7 +34,7 @@ class KeyFileError(ValueError):
 
 
 class KeyLimits(Struct, frozen=True):
-    """What one key may use; None is no limit."""
+    """Limits of one key; None is no limit."""
 
     requests_in_flight: int | None = None
     requests_per_minute: int | None = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.frontend.formats.base import Format
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
-    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import BackendClient
 
@@ -104,7 +104,7 @@ def _log_entry(exchange: Exchange, identity: Identity, usage: Usage) -> RequestL
     )
 
 
-def _stream_usage_options(body: GenerationBody) -> StreamUsageOptions:
+def _stream_usage_options(body: AnsweredBody) -> StreamUsageOptions:
     options = body.stream_options
     in_every_chunk = body.timings_per_token is True
     if options is None:

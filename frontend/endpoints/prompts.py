@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.completion import CompletionBody
-    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
 
 
@@ -51,7 +51,7 @@ async def encode_prompts(body: CompletionBody, served: ServedModel) -> list[list
 
 
 async def _encode(
-    body: GenerationBody, field: str, texts: list[str], served: ServedModel, *, add_special_tokens: bool
+    body: AnsweredBody, field: str, texts: list[str], served: ServedModel, *, add_special_tokens: bool
 ) -> list[list[int]]:
     limit = served.card.max_context_tokens
     for text in texts if body.truncate_prompt_tokens is None else ():
@@ -62,7 +62,7 @@ async def _encode(
     return await served.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
 
 
-def truncated(body: GenerationBody, prompt: list[int], card: ModelCard) -> list[int]:
+def truncated(body: AnsweredBody, prompt: list[int], card: ModelCard) -> list[int]:
     """Cut the prompt to truncate_prompt_tokens; -1 keeps as many as leave space for the answer. Raises ApiError."""
     limit = body.truncate_prompt_tokens
     if limit is None:

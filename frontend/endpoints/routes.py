@@ -22,7 +22,7 @@ Methods = dict[str, "Route"]
 
 @dataclass(frozen=True, slots=True)
 class EndpointDoc:
-    """What one endpoint does, for the documentation. answer is the type of a JSON object, or another content type."""
+    """Documentation of one endpoint. answer is the type of a JSON object, or another content type."""
 
     tag: str
     summary: str

@@ -11,7 +11,7 @@ from penstock.frontend.schemas.completion import CompletionBody
 if TYPE_CHECKING:
     from penstock.frontend.generation.answer_rules.rules import AnswerRules
     from penstock.frontend.parsing.answer_parser import AnswerShape
-    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.frontend.schemas.decoding import AnsweredBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class OutputOptions:
         return not (scores_tokens or changes_text)
 
 
-def read_output_options(body: GenerationBody, rules: AnswerRules) -> OutputOptions:
+def read_output_options(body: AnsweredBody, rules: AnswerRules) -> OutputOptions:
     return OutputOptions(
         stop_strings=body.stop_strings(),
         stop_token_ids=frozenset(body.stop_token_ids or ()),

@@ -151,16 +151,19 @@ class ChatBody(GenerationBody, kw_only=True):
 
     @property
     def num_logprobs(self) -> int:
+        """Top log probabilities per token of the answer; -1 for none at all."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     @property
     def requested_max_tokens(self) -> tuple[str, int | None]:
+        """The field that limits the answer's length, and its value."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
     @property
     def prompt_field(self) -> str:
+        """The field that contains the prompt."""
         return "messages"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import cache
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -31,6 +31,9 @@ _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
 _any = msgspec.json.Decoder()
 _type_info = cache(msgspec.inspect.type_info)
+
+AnsweredBody: TypeAlias = ChatBody | CompletionBody
+"""A body that is answered. Those of Responses and Messages are translated to a ChatBody first."""
 
 Body = TypeVar("Body", bound=Struct)
 _Decoded = TypeVar("_Decoded")

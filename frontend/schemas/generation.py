@@ -148,24 +148,9 @@ class GenerationBody(Struct, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def num_logprobs(self) -> int:
-        """Top log probabilities per token of the answer; -1 for none at all."""
-        raise NotImplementedError
-
-    @property
     def num_prompt_logprobs(self) -> int:
         """Top log probabilities per token of the prompt; -1 for none at all."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
-
-    @property
-    def requested_max_tokens(self) -> tuple[str, int | None]:
-        """The field that limits the answer's length, and its value."""
-        raise NotImplementedError
-
-    @property
-    def prompt_field(self) -> str:
-        """The field that contains the prompt."""
-        raise NotImplementedError
 
     @property
     def num_candidates(self) -> int:

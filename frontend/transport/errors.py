@@ -23,7 +23,7 @@ class _Answer:
 
 
 class ErrorKind(enum.Enum):
-    """What went wrong, with its HTTP status and the error object's type and code."""
+    """The kind of an error, with its HTTP status and the error object's type and code."""
 
     INVALID_JSON = _Answer(400, "invalid_request_error", "invalid_json")
     INVALID_VALUE = _Answer(400, "invalid_request_error", "invalid_value")

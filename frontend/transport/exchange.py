@@ -62,7 +62,7 @@ class Exchange(Abortable):
         self._headers: Headers = scope["headers"]
         self._body_read = self.header(b"content-length") in (None, b"0") and self.header(b"transfer-encoding") is None
         self.request_id = self._client_request_id() or secrets.token_hex(12)
-        # Who sent it
+        # Sender
         self.tenant = b""
         """16 bytes that identify the API key of the request; empty when no key is needed."""
         self.key_name: str | None = None

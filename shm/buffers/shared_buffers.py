@@ -136,7 +136,7 @@ class SharedBuffers:
         """All device memory is closed."""
         return not self._is_connected and (self._device_memory is None or self._device_memory.is_closed)
 
-    # For the user of the client
+    # Called by users of the client
 
     def take(self) -> SharedBuffer:
         """A free buffer; it is the caller's until `release`. Raises BuffersExhausted, BufferGone."""
@@ -195,7 +195,7 @@ class SharedBuffers:
         if self._device_memory is not None and not self._is_connected:
             self._device_memory.close(buffer.index)
 
-    # For the client
+    # Called by the client
 
     def lend_with(self, submit: Submit, prompt: object, output: BufferSlice | None) -> Submit:
         """Lend the buffers and return the submission that names them. A prompt that is not a slice is ignored.

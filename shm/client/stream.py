@@ -139,7 +139,7 @@ class TokenStream:
         """Idempotent; frees the request in the backend. The iterator ends with finish CANCELLED."""
         self._abandon(self, Finish.CANCELLED)
 
-    # For the client
+    # Called by the client
 
     @property
     def request_id(self) -> int:

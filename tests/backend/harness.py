@@ -33,7 +33,7 @@ def packed(token_ids: list[int]) -> bytes:
 
 
 def expected_tokens(prompt: list[int], count: int, vocab_size: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-    """What the fake pass generates greedily by its definition, up to a stop id or count tokens."""
+    """The fake pass's greedy tokens by its definition, up to a stop id or count tokens."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
         tokens.append(next_token(tokens, vocab_size))

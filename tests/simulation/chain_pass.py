@@ -52,7 +52,7 @@ def mix(state: int, value: int) -> int:
 
 
 class SlotState:
-    """What a pass keeps per slot: the last token, and a hash of all tokens for penalties."""
+    """State of a slot: the last token, and a hash of all tokens for penalties."""
 
     __slots__ = ("flavour", "history", "last_token", "num_logprobs")
 
@@ -95,7 +95,7 @@ def make_logprobs(cell: int, token: int, vocab_size: int, event: int = 0) -> Eve
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong in the next step. "nan" spoils a row's logits, "poison" also its KV, and "raise at wait"
+    """The fault of the next step. "nan" spoils a row's logits, "poison" also its KV, and "raise at wait"
     everything that the step writes to the cache and to its slots."""
 
     kind: str

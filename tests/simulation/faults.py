@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 ENGINE_ERRORS = ("add", "note", "build", "deliver", "step")
-"""Where the engine fails on a request: at intake, when its pages are indexed, its rows built or its tokens delivered.
+"""Places at which the engine fails on a request: at intake, as its pages are indexed, rows built or tokens delivered.
 "step" is a failure of the device in each step that includes it."""
 
 

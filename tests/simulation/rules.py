@@ -24,7 +24,7 @@ UNSOUND = ("bad", "broken")
 
 
 def _follows(text: str, history: Sequence[int], vocab_size: int) -> set[int] | None:
-    """What the grammar allows after history; None if it has reached its limit."""
+    """Tokens that the grammar allows after history; None if it has reached its limit."""
     seed, length = map(int, text.split())
     if len(history) >= length:
         return None
@@ -64,7 +64,7 @@ class Rules:
 
 
 def _end_of(run: tuple[int, ...], tokens: list[int]) -> int | None:
-    """Where the first occurrence of the run ends."""
+    """The end of the first occurrence of the run."""
     ends = range(len(run), len(tokens) + 1)
     return next((end for end in ends if tuple(tokens[end - len(run) : end]) == run), None)
 

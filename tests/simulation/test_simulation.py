@@ -18,7 +18,7 @@ from tests.tallies import SIMULATED
 _CHUNK = 100
 _MAX_FAILURES = 5
 
-# What must occur: name → at least once per this many seeds on average.
+# Events that must occur: name → at least once per this many seeds on average.
 _MUST_OCCUR = {
     "preempted and resumed": 20,
     "joined": 5,

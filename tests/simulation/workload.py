@@ -1,4 +1,4 @@
-"""What a seed decides in advance: the sizes of the backend, the speed of all parties, and the requests."""
+"""Everything that a seed decides in advance: the sizes of the backend, the speed of all parties, and the requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Ask:
     ended: Finish | None = None
     num_lives: int = 0
     engine_error: str = ""
-    """Where the engine fails on it, see `faults`."""
+    """The place at which the engine fails on it; see `faults`."""
 
     def __str__(self) -> str:
         return f"#{self.number}"
@@ -84,7 +84,7 @@ class Setup:
     prompts: list[list[int]]
     samplings: list[Sampling]
     constraint_choices: list[Constraints]
-    """What constrained requests may ask for."""
+    """Constraints that requests may have."""
 
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:

@@ -113,7 +113,7 @@ class World:
             self.covered["drained"] += 1
             self._restart()
 
-    # What may happen
+    # Events
 
     def _happen(self) -> None:
         rng, rates = self.rng, self.setup.rates

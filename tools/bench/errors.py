@@ -1,4 +1,4 @@
-"""How a benchmark fails."""
+"""The error that ends a benchmark with one line."""
 
 from __future__ import annotations
 

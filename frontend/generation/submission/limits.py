@@ -8,14 +8,14 @@ from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_L
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
 if TYPE_CHECKING:
-    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
 
 MAX_STOP_TOKENS = 64
 """The same limit as in `penstock.shm.messages.Submit`."""
 
 
-def read_max_tokens(body: GenerationBody, prompts: list[list[int]], card: ModelCard) -> list[int]:
+def read_max_tokens(body: AnsweredBody, prompts: list[list[int]], card: ModelCard) -> list[int]:
     """Return the limit of each prompt's answer: the requested one, or the rest of the context.
 
     Raises ApiError if a prompt and its answer do not fit in the context, or if the limit is below min_tokens.
@@ -26,7 +26,7 @@ def read_max_tokens(body: GenerationBody, prompts: list[list[int]], card: ModelC
     return limits
 
 
-def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_context_tokens: int) -> int:
+def _max_tokens(body: AnsweredBody, num_prompt_tokens: int, max_context_tokens: int) -> int:
     prompt_field = body.prompt_field
     if not num_prompt_tokens:
         invalid(prompt_field, "no tokens; this model needs at least one")
@@ -48,7 +48,7 @@ def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_context_tokens
     return requested
 
 
-def check_logprobs(body: GenerationBody, prompts: list[list[int]], max_tokens: list[int]) -> None:
+def check_logprobs(body: AnsweredBody, prompts: list[list[int]], max_tokens: list[int]) -> None:
     """Bound the size of the answer before it is generated. Raises ApiError."""
     if body.prompt_logprobs is not None and body.stream:
         invalid("prompt_logprobs", "not available in a stream; leave stream out")
@@ -63,7 +63,7 @@ def check_logprobs(body: GenerationBody, prompts: list[list[int]], max_tokens: l
             invalid(field, f"choices × tokens × ({field} + 1) is {cells}; the limit is {limit}")
 
 
-def read_stop_token_ids(body: GenerationBody, card: ModelCard) -> tuple[int, ...]:
+def read_stop_token_ids(body: AnsweredBody, card: ModelCard) -> tuple[int, ...]:
     """Return the model's end tokens, unless the request ignores them, and the request's own. Raises ApiError."""
     model_end = () if body.ignore_eos else card.eos_token_ids
     token_ids = tuple(dict.fromkeys((*model_end, *(body.stop_token_ids or ()))))

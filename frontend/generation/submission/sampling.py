@@ -11,7 +11,7 @@ from penstock.frontend.transport.errors import invalid
 from penstock.shm.messages import Sampling
 
 if TYPE_CHECKING:
-    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
 
 _MASK_63 = (1 << 63) - 1
@@ -21,7 +21,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _Number = TypeVar("_Number", int, float)
 
 
-def read_sampling(body: GenerationBody, card: ModelCard) -> Sampling:
+def read_sampling(body: AnsweredBody, card: ModelCard) -> Sampling:
     """Return the sampling parameters. Raises ApiError.
 
     Greedy decoding ignores some parameters. They get a fixed value, so that the backend can coalesce requests that
@@ -61,7 +61,7 @@ def for_candidate(sampling: Sampling, candidate: int) -> Sampling:
     return msgspec.structs.replace(sampling, seed=(mixed ^ (mixed >> 31)) & _MASK_63)
 
 
-def _penalties(body: GenerationBody, default: Sampling) -> tuple[float, float]:
+def _penalties(body: AnsweredBody, default: Sampling) -> tuple[float, float]:
     """Return the penalties for generated tokens. Raises ApiError if the prompt's log probabilities are requested too.
 
     The backend scores a prompt by generating it, so it would apply the penalties to prompt tokens.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.frontend.generation.answer_rules.rules import AnswerRules
     from penstock.frontend.generation.request_policy import RequestPolicy
     from penstock.frontend.generation.served_model import ServedModel
-    from penstock.frontend.schemas.generation import GenerationBody
+    from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.client import BackendClient
 
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class PreparedRequest:
     """A decoded request whose prompts are token ids."""
 
-    body: GenerationBody
+    body: AnsweredBody
     prompts: list[list[int]]
     rules: AnswerRules
 
@@ -87,7 +87,7 @@ def _choice_prompts(request: PreparedRequest) -> list[ChoicePrompt]:
     ]
 
 
-def _echoed_texts(body: GenerationBody) -> list[str] | None:
+def _echoed_texts(body: AnsweredBody) -> list[str] | None:
     """Return the texts to echo, if the client sent the prompts as texts and they are not truncated."""
     if not isinstance(body, CompletionBody) or not body.echo or body.truncate_prompt_tokens is not None:
         return None

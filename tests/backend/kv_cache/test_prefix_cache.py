@@ -52,7 +52,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.running: dict[Sequence, None] = {}
         self.parked: list[tuple[Sequence, object]] = []
         self.held: list[list[tuple[bytes, tuple[int, ...]] | None]] = [[None] * page_size for _ in range(num_pages)]
-        """For each place of each page, the text whose KV was computed into it."""
+        """The text whose KV was computed into each place of each page."""
         self.indexed: dict[tuple[bytes, tuple[int, ...]], int] = {}
         """Indexed pages, full and partial, by the text up to their end."""
 

@@ -101,7 +101,7 @@ def tokens_of(received: Received) -> list[Token]:
 
 
 def tokens_alone(make_bench: MakeBench) -> list[list[Token]]:
-    """For each sampling, in an engine that runs nothing else."""
+    """Tokens of each sampling in an engine that runs nothing else."""
     found = []
     for sampling in SAMPLINGS.values():
         bench = make_bench()

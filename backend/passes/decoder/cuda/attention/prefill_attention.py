@@ -151,7 +151,7 @@ def _attention(kv_dtype: str, head_dim: int) -> Kernel:
     if kv_dtype == "bf16":
         stream_bytes = 3 * tile_values * 2
     else:
-        # For keys and for values: the tile, and its quantised bytes; q8_0 has a word with the scale of each 16 bytes.
+        # Keys and values each need the tile and its quantised bytes; q8_0 has a word with the scale of each 16 bytes.
         stream_bytes = 2 * (tile_values * 2 + tile_values + (tile_values // 4 if kv_dtype == "q8_0" else 0))
     shared_bytes = query_rows * (head_dim * 2 + 4) + stream_bytes
     return Kernel("prefill_attention.cu", "prefill_attention", macros, 128, shared_bytes)

@@ -1,4 +1,4 @@
-"""What each implementation writes to the paged cache: q8_0 bytes, normalised and rotated heads."""
+"""The bytes that each implementation writes to the paged cache: q8_0 bytes, normalised and rotated heads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quantise_exactly(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stored_blocks(ops: Any, page_size: int) -> list[tuple[Tensor, Tensor]]:
-    """For keys and for values: int8 [pages, page_size, kv_heads, dim], and one scale per 32 dimensions."""
+    """Keys and values: int8 [pages, page_size, kv_heads, dim], and one scale per 32 dimensions."""
     if not isinstance(ops, NativeOps):
         heads: list[Q8KvPages] = [ops.keys[0], ops.values[0]]
         return [
