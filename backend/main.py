@@ -29,6 +29,7 @@ from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_th
 from penstock.backend.passes.decoder.cuda.device.device_choice import why_no_gpu
 from penstock.backend.plugins import find_forward_pass
 from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.scheduling.settlement import Settlement
 from penstock.backend.startup import (
     check_host_memory,
     check_memory,
@@ -37,13 +38,17 @@ from penstock.backend.startup import (
     pass_options,
     plan_cache,
 )
+from penstock.backend.structured_output.compile_pool import CompilePool
+from penstock.backend.structured_output.compiler_process import CompileLimits
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.link.backend_link import BackendLink
-from penstock.shm.link.rendezvous import CannotListen, check_free
+from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
+from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.logs import set_up_logging
 from penstock.shm.process.options import fail, format_size, make_app
+from penstock.shm.process.tenant_places import HARD_BOUND
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +61,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.backend")
 
 _DRAIN_TIMEOUT_S = 30.0
+_SETTLE_START_S = 0.5
+"""Frontends look for the new backend every 0.05 s. All of them should be there before a coalesced group goes on."""
+_SETTLE_QUIET_S = 0.1
+_SETTLE_LIMIT_S = 2.0
 
 app = make_app("backend", "Runs a model: owns the device and serves any number of frontends on this machine.")
 
@@ -112,12 +121,15 @@ def serve(options: BackendOptions) -> None:
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
     board = _create_board(plan, options.max_waiting)
     link = BackendLink(options.socket, card, board, exporter=exporter)
-    compiler = _create_compiler(model_dir, card)
+    compiler = _create_compiler(model_dir, card, options.grammar_timeout_s)
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
     scheduler = _create_scheduler(plan, settings, forward_pass, options.batch_channel_capacity)
-    requests = Requests.make(link, scheduler, board, _engine_limits(options, card), grammar_queue=grammar_queue)
+    settlement = Settlement(time.monotonic, start_s=_SETTLE_START_S, quiet_s=_SETTLE_QUIET_S, longest_s=_SETTLE_LIMIT_S)
+    limits = _engine_limits(options, card)
+    requests = Requests.make(link, scheduler, board, limits, grammar_queue=grammar_queue, settlement=settlement)
     builder = BatchBuilder(options.max_running, plan.max_pages_per_sequence)
-    engine = Engine(link, executor, scheduler, builder, requests, board)
+    heartbeat = None if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
+    engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat)
     _drain_on_signals(engine)
     # Objects made so far live as long as the process. The garbage collector need not visit them in the step loop.
     gc.collect()
@@ -167,12 +179,13 @@ def _create_board(plan: KvPlan, max_waiting: int) -> BackendBoard:
     return board
 
 
-def _create_compiler(model_dir: Path, card: ModelCard) -> GrammarCompiler | None:
+def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> GrammarCompiler | None:
     """None if the model has no tokenizer.json: then requests with a grammar are refused."""
     tokenizer_json = model_dir / "tokenizer.json"
     if not tokenizer_json.is_file():
         return None
-    return GrammarCompiler(tokenizer_json, card.vocab_size, card.eos_token_ids)
+    limits = CompileLimits(timeout_s)
+    return GrammarCompiler(CompilePool(tokenizer_json, card.vocab_size, card.eos_token_ids, limits))
 
 
 def _create_scheduler(
@@ -189,11 +202,14 @@ def _create_scheduler(
 
 
 def _engine_limits(options: BackendOptions, card: ModelCard) -> EngineLimits:
+    max_open = HARD_BOUND * options.max_waiting + 16 * options.max_running
     return EngineLimits(
         card.vocab_size,
         card.max_context_tokens,
         options.max_waiting,
-        max_open=options.max_waiting + 16 * options.max_running,
+        max_open=max_open,
+        # What a backend had open, and as much again of what frontends held while there was none.
+        max_open_resumed=2 * HARD_BOUND * max_open,
         priority_step_s=options.priority_step_s,
     )
 

@@ -85,16 +85,24 @@ class BackendOptions:
     """Sequences that run at once; further ones wait."""
 
     max_waiting: Count = 1024
-    """Requests that may wait; further ones are answered with 429."""
+    """Requests that may wait; further ones are answered with 429. A tenant that has less than its share of these
+    places is still taken in, until twice as many wait in all."""
 
     priority_step_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 0.0
     """Head start in seconds of one level of a request's priority. With 10, a request of priority -1 goes before
     requests of priority 0 that came up to 10 s earlier, but not before older ones. 0 ignores priorities: first come,
     first served."""
 
+    grammar_timeout_s: Annotated[float, Parameter(validator=Number(gte=0.1, lte=600.0))] = 5.0
+    """Seconds that a grammar may take to compile; beyond that its request is answered with 400. The largest schemas
+    take 0.2 s on an idle machine. Memory is limited to 256 MiB."""
+
     batch_channel_capacity: Annotated[int, Parameter(validator=Number(gte=0, lte=16))] = 1
     """Plans prepared ahead of the running step, each as late as possible. 0 means no overlap; more than 1 helps only if
     a step takes less time than the planning varies by."""
+
+    heartbeat_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
+    """File descriptor of the heartbeat that `penstock serve` watches."""
 
     socket: Path = field(default_factory=default_socket_path)
     """Unix socket on which frontends connect; its directory is made private (0700)."""

@@ -19,8 +19,10 @@ from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs
 from penstock.frontend.endpoints.docs.pages import DocumentationPages
 from penstock.frontend.endpoints.responses.endpoint import Responses
+from penstock.frontend.endpoints.responses.state_files import open_database
 from penstock.frontend.endpoints.responses.store import ResponseStore
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
+from penstock.frontend.schemas.ignored_fields import IgnoredFields
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 from penstock.frontend.transport.exchange import Exchange
@@ -78,23 +80,29 @@ class App:
     ) -> None:
         """Without admission every request is allowed."""
         self.exchanges = OpenExchanges(
-            keep_alive_interval_s=limits.keep_alive_interval_s, client_timeout_s=limits.client_timeout_s
+            max_open=limits.max_open_requests,
+            keep_alive_interval_s=limits.keep_alive_interval_s,
+            client_timeout_s=limits.client_timeout_s,
         )
         self._admission = admission or Admission()
-        self.context = EndpointContext(backend, models, self._admission, limits, self.exchanges)
-        store = ResponseStore(
+        ignored_fields = IgnoredFields(refuses=limits.refuses_unknown_fields)
+        self.context = EndpointContext(backend, models, self._admission, limits, self.exchanges, ignored_fields)
+        database = open_database(limits.response_database, limits.max_response_file_bytes)
+        self.store = ResponseStore(
+            database,
             max_bytes=limits.max_stored_response_bytes,
             max_responses=limits.max_stored_responses,
             max_idle_s=limits.stored_response_idle_s,
         )
-        self.routes = _routes(Responses(store, self.exchanges))
+        self.responses = Responses(self.store, self.exchanges)
+        self.routes = _routes(self.responses)
         self.routes |= _page_routes(DocumentationPages(self.routes, health.VERSION))
         self._table = RouteTable(self.routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise ValueError(f"not an HTTP scope: {scope['type']}")
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self.exchanges.incomplete)
         self.exchanges.add(exchange)
         try:
             await self._answer(exchange)
@@ -111,6 +119,9 @@ class App:
         try:
             await self._handle(exchange)
         except ApiError as error:
+            if exchange.is_event_stream:  # keep-alive comments were sent while the request waited
+                await exchange.end_events(error)
+                return
             if exchange.started:
                 logger.error("%s failed after its answer began, closing: %s", exchange.request_id, error.message)
                 exchange.drop()

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.frontend.access.api_keys import Keyring, named_keys, read_key_file
-from penstock.frontend.access.rate_limits import UsageTable
+from penstock.frontend.access.usage_table import UsageTable
+from penstock.frontend.endpoints.responses.state_files import (
+    NO_STATE,
+    StateError,
+    StateFiles,
+    default_state_dir,
+    max_file_bytes,
+)
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.settings import (
     WORKER_SETTINGS_VARIABLE,
@@ -19,7 +27,8 @@ from penstock.frontend.settings import (
     WorkerLimits,
     WorkerSettings,
 )
-from penstock.frontend.transport.listening import (
+from penstock.frontend.transport.serving.accept_table import AcceptTable
+from penstock.frontend.transport.serving.listening import (
     MAX_SOCKET_PATH_BYTES,
     address_of,
     inherited_socket,
@@ -27,13 +36,14 @@ from penstock.frontend.transport.listening import (
     unix_socket,
     unlink,
 )
-from penstock.frontend.transport.tls import ServerTls, TlsError, TlsFiles
+from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFiles
 from penstock.shm.process.options import ENV_PREFIX, fail, make_app
+from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Mapping
+    from pathlib import Path
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 """An origin as browsers write it: in lower case, without a path."""
@@ -61,38 +71,27 @@ def serve(options: FrontendOptions) -> int:
             "frontend",
             f"--socket {options.socket} is {num_path_bytes} bytes long; the limit is {MAX_SOCKET_PATH_BYTES}",
         )
+    check_backend_directory(options.socket)
     access, tls = read_access(options, "frontend"), tls_files(options, "frontend")
     listening = listening_socket(options, "frontend")
+    state = state_files(options, listening)
     access = msgspec.structs.replace(access, usage_fd=UsageTable.create_fd(options.workers))
     settings = WorkerSettings(
         worker=0,
         num_workers=options.workers,
         listen_fd=listening.fileno(),
+        accept_fd=AcceptTable.create_fd(options.workers) if options.workers > 1 else None,
         socket_path=str(options.socket),
         access=access,
         tls=tls,
-        limits=WorkerLimits(
-            max_body_bytes=options.max_body,
-            max_open_requests=options.max_open_requests,
-            max_stored_response_bytes=options.response_store,
-            keep_alive_interval_s=options.keep_alive_interval_s,
-            refuses_unknown_fields=options.strict,
-        ),
+        limits=_limits(options, state),
         drain_timeout_s=options.drain_timeout_s,
+        resume_timeout_s=options.resume_timeout_s,
         log_level=options.log_level,
         log_json=options.log_json,
         parsers=ParserNames(options.tool_parser, options.reasoning_parser),
     )
-    workers = [
-        ChildSpec(
-            f"worker {number}",
-            module_argv("penstock.frontend.worker"),
-            pass_fds=(listening.fileno(), access.usage_fd),
-            env=_environment(msgspec.structs.replace(settings, worker=number)),
-            reloads=reloads(options),
-        )
-        for number in range(options.workers)
-    ]
+    workers = [_worker(settings, number, options) for number in range(options.workers)]
     if options.listen_fd is None:  # otherwise the process that handed the socket over prints it
         address = address_of(listening, tls=tls is not None)
         _log(f"listening on {address} with {options.workers} worker(s)")
@@ -108,7 +107,72 @@ def serve(options: FrontendOptions) -> int:
         # The workers close theirs. While any copy is open, clients can connect to a server that never answers.
         on_stop=close,
     )
-    return supervisor.run()
+    try:
+        return supervisor.run()
+    finally:
+        if state is not None:
+            state.close()
+
+
+def _worker(settings: WorkerSettings, number: int, options: FrontendOptions) -> ChildSpec:
+    fds = (settings.listen_fd, settings.access.usage_fd, settings.accept_fd)
+    return ChildSpec(
+        f"worker {number}",
+        module_argv("penstock.frontend.worker"),
+        pass_fds=tuple(fd for fd in fds if fd is not None),
+        env=_environment(msgspec.structs.replace(settings, worker=number)),
+        reloads=reloads(options),
+    )
+
+
+def _limits(options: FrontendOptions, state: StateFiles | None) -> WorkerLimits:
+    return WorkerLimits(
+        max_body_bytes=options.max_body,
+        max_open_requests=options.max_open_requests,
+        max_stored_response_bytes=options.response_store,
+        response_database=_database(options, state),
+        max_response_file_bytes=max_file_bytes(options.response_store, options.workers),
+        keep_alive_interval_s=options.keep_alive_interval_s,
+        hold_timeout_s=options.hold_timeout_s,
+        max_held_requests=options.max_held_requests,
+        refuses_unknown_fields=options.strict,
+    )
+
+
+def state_files(options: FrontendOptions, listening: socket.socket) -> StateFiles | None:
+    """Return where this server keeps responses; None for the memory of each worker."""
+    if options.state_dir == NO_STATE or not options.response_store:
+        return None
+    is_passing = options.port == 0 and listening.family != socket.AF_UNIX
+    return StateFiles(options.state_dir, listening, is_passing=is_passing)
+
+
+def _database(options: FrontendOptions, state: StateFiles | None) -> str | None:
+    """Return the path of the responses' database. Without one that was asked for, exits with one line."""
+    in_memory = "responses are kept in the memory of the worker that made them"
+    if state is not None:
+        try:
+            return str(state.prepare(max_file_bytes(options.response_store, options.workers), _log))
+        except StateError as error:
+            if options.state_dir != default_state_dir():
+                fail("frontend", f"--state-dir: {error}")
+            in_memory = f"{in_memory}: {error}"
+    if options.response_store and (state is not None or options.workers > 1):
+        _log(in_memory)
+    return None
+
+
+def check_backend_directory(socket_path: Path) -> None:
+    """Exits with one line if another user could put a socket of his own in the place of the backend's. A directory that
+    is missing will be the backend's."""
+    try:
+        check_directory(socket_path.parent, Trust.PRIVATE, create=False)
+    except FileNotFoundError:
+        return
+    except UnsafeDirectory as error:
+        fail("frontend", f"--socket {socket_path}: {error}")
+    except OSError as error:
+        fail("frontend", f"--socket {socket_path} cannot be used: {error.strerror}")
 
 
 def listening_socket(options: FrontendOptions, command: str) -> socket.socket:
@@ -138,7 +202,9 @@ def read_access(options: FrontendOptions, command: str) -> AccessSettings:
                 f'--cors-allow-origin "{origin}" is not an origin; write one such as https://chat.example.org, or *',
             )
     key_file = None if options.api_key_file is None else str(options.api_key_file)
-    return AccessSettings(options.api_key, key_file, options.cors_allow_origin, options.allowed_host)
+    return AccessSettings(
+        options.api_key, key_file, options.cors_allow_origin, options.allowed_host, tenant_by=options.tenant_by
+    )
 
 
 def tls_files(options: FrontendOptions, command: str) -> TlsFiles | None:

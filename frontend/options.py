@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from penstock.frontend.settings import ReasoningParserName, ToolParserName
+from penstock.frontend.endpoints.responses.state_files import default_state_dir
+from penstock.frontend.settings import ReasoningParserName, TenantBy, ToolParserName
 from penstock.shm.process.options import ByteSize
 from penstock.shm.process.socket_path import default_socket_path
 
@@ -76,8 +77,13 @@ class FrontendOptions:
     set in the environment, which other users of the machine cannot read. Without any key, no key is needed."""
 
     api_key_file: Path | None = None
-    """File of keys, one a line: KEY [name=NAME] [requests_in_flight=N] [requests_per_minute=N] [tokens_per_minute=N].
-    A key over its limits gets 429. Read again at SIGHUP."""
+    """File of keys, one a line: KEY [name=NAME] [weight=W] [requests_in_flight=N] [requests_per_minute=N]
+    [tokens_per_minute=N]. A key over its limits gets 429. Read again at SIGHUP."""
+
+    tenant_by: TenantBy = "address"
+    """Without keys, whose share of the device a request takes: that of the address it comes from (IPv6: of its /64
+    network), that of the last address in X-Forwarded-For, which only a proxy in front makes true, or none: all clients
+    are one tenant. With keys it is always the key's."""
 
     cors_allow_origin: Annotated[
         tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)
@@ -92,10 +98,17 @@ class FrontendOptions:
     """Largest request body, such as 2MiB."""
 
     max_open_requests: Positive = 1024
-    """Requests that one worker has open at once; further ones get 429."""
+    """Requests that one worker has open at once; further ones get 429. Tenants with less than their share of the places
+    may exceed it, to twice as many."""
 
     response_store: ByteSize = 64 << 20
-    """Memory in which each worker keeps finished responses, for /v1/responses; 0 keeps none."""
+    """Space for finished responses, for /v1/responses: of all workers on disk, or of each in memory with --state-dir
+    none; 0 keeps none."""
+
+    state_dir: Annotated[str, Parameter(show_default=False)] = field(default_factory=default_state_dir)
+    """Directory for stored responses, with a folder for each address that a server listens on; none keeps them in the
+    memory of each worker, which other workers cannot see. Default: $XDG_STATE_HOME/penstock, or
+    ~/.local/state/penstock."""
 
     tool_parser: ToolParserName = "auto"
     """How the model writes tool calls; auto chooses by its chat template, none refuses tools."""
@@ -109,6 +122,17 @@ class FrontendOptions:
 
     drain_timeout_s: Seconds = 30.0
     """Seconds that running requests may take to finish when the server stops."""
+
+    resume_timeout_s: Seconds = 600.0
+    """Seconds that running requests wait for the next backend after one has died; they continue where they stopped.
+    The default lets a model of 70 GB load at 0.2 GB/s."""
+
+    hold_timeout_s: Seconds = 120.0
+    """Seconds that a new request waits while no backend is ready, before it gets 503."""
+
+    max_held_requests: Positive = 256
+    """New requests (each choice of each prompt counts) that wait in one worker while no backend is ready; further ones
+    get 503."""
 
     keep_alive_interval_s: Seconds = 10.0
     """Seconds of silence after which a stream sends a comment, so that proxies keep it open."""

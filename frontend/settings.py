@@ -7,12 +7,13 @@ from typing import Literal
 
 from msgspec import Struct
 
-from penstock.frontend.transport.tls import TlsFiles
+from penstock.frontend.transport.serving.tls import TlsFiles
 
 WORKER_SETTINGS_VARIABLE = "_PENSTOCK_FRONTEND_WORKER"
 """Carries the settings, which may contain keys: other users can read a command line but not an environment."""
 
 ToolParserName = Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"]
+TenantBy = Literal["none", "address", "forwarded"]
 ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 
 
@@ -23,9 +24,14 @@ class WorkerLimits:
     max_body_bytes: int = 2 << 20
     max_open_requests: int = 1024
     keep_alive_interval_s: float = 10.0
+    hold_timeout_s: float = 120.0
+    max_held_requests: int = 256
     client_timeout_s: float = 30.0
     refuses_unknown_fields: bool = False
     max_stored_response_bytes: int = 64 << 20
+    response_database: str | None = None
+    """File that all workers share; None is the memory of each."""
+    max_response_file_bytes: int = 256 << 20
     max_stored_responses: int = 4096
     stored_response_idle_s: float = 3600.0
 
@@ -46,6 +52,8 @@ class AccessSettings(Struct, frozen=True):
     allowed_hosts: tuple[str, ...] = ()
     usage_fd: int = -1
     """Shared memory in which all workers count what keys use."""
+    tenant_by: TenantBy = "none"
+    """Whom the scheduler charges for a request without a key."""
 
 
 class WorkerSettings(Struct, frozen=True):
@@ -53,11 +61,14 @@ class WorkerSettings(Struct, frozen=True):
     """This worker's number, from 0; num_workers share the socket and the usage table."""
     num_workers: int
     listen_fd: int
+    accept_fd: int | None
+    """Table in which workers share new connections; None if there is one worker."""
     socket_path: str
     access: AccessSettings
     tls: TlsFiles | None
     limits: WorkerLimits
     drain_timeout_s: float
+    resume_timeout_s: float
     log_level: str
     log_json: bool
     parsers: ParserNames = ParserNames()

@@ -18,13 +18,14 @@ import uvloop
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import KeyFileError, named_keys, read_key_file
 from penstock.frontend.access.hosts import serves_one_machine
-from penstock.frontend.access.rate_limits import UsageTable
+from penstock.frontend.access.usage_table import UsageTable
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
-from penstock.frontend.transport.connections import raise_fd_limit
-from penstock.frontend.transport.server import HttpServer
-from penstock.frontend.transport.tls import ServerTls, TlsError
+from penstock.frontend.transport.serving.accept_table import AcceptTable
+from penstock.frontend.transport.serving.connections import raise_fd_limit
+from penstock.frontend.transport.serving.server import HttpServer
+from penstock.frontend.transport.serving.tls import ServerTls, TlsError
 from penstock.shm.client import BackendClient
 from penstock.shm.process.logs import set_up_logging
 
@@ -39,17 +40,32 @@ async def serve(settings: WorkerSettings) -> None:
     """Serve until a signal, then drain and return."""
     listening = socket.socket(fileno=settings.listen_fd)
     max_connections = raise_fd_limit()
-    backend = BackendClient(Path(settings.socket_path))
+    accept_table = None
+    if settings.accept_fd is not None:
+        accept_table = AcceptTable.attach(settings.accept_fd, settings.num_workers, settings.worker)
+    backend = BackendClient(
+        Path(settings.socket_path),
+        resume_timeout_s=settings.resume_timeout_s,
+        max_held=settings.limits.max_held_requests,
+        hold_timeout_s=settings.limits.hold_timeout_s,
+    )
     await backend.start()
     models = ModelKeeper(backend, settings.parsers)
     access = settings.access
     usage = UsageTable.attach(access.usage_fd, settings.num_workers, settings.worker)
     allowed_hosts = access.allowed_hosts if serves_one_machine(listening) else ("*",)
-    admission = Admission(read_keys(access), cors_origins=access.cors_origins, allowed_hosts=allowed_hosts, usage=usage)
+    admission = Admission(
+        read_keys(access),
+        cors_origins=access.cors_origins,
+        allowed_hosts=allowed_hosts,
+        usage=usage,
+        tenant_by=access.tenant_by,
+    )
     app = App(backend, models, admission=admission, limits=settings.limits)
     tls = None if settings.tls is None else ServerTls(settings.tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)
-    model_watch = asyncio.create_task(models.watch())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor blocked it for the start
+    watches = [asyncio.create_task(models.watch()), asyncio.create_task(app.responses.run())]
     try:
         server = HttpServer(
             app,
@@ -58,10 +74,13 @@ async def serve(settings: WorkerSettings) -> None:
             drain_timeout_s=settings.drain_timeout_s,
             max_connections=max_connections,
             tls=None if tls is None else tls.context,
+            accept_table=accept_table,
         )
         await server.run()
     finally:
-        model_watch.cancel()
+        for watch in watches:
+            watch.cancel()
+        app.store.close()
         await backend.close()
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+
 import pytest
 
 from penstock.backend.passes.decoder.cpu.thread_counts import configure_torch_threads
@@ -15,9 +19,13 @@ configure_torch_threads()
 def pytest_addoption(parser: pytest.Parser) -> None:
     contract_options.pytest_addoption(parser)
     group = parser.getgroup("simulation")
-    group.addoption("--seeds", type=int, default=10_000, help="number of worlds that the simulator runs")
+    group.addoption("--seeds", type=int, default=4_000, help="number of worlds that the simulator runs")
     group.addoption("--seed", type=int, help="the only world that it runs, with a log of everything that happens")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Servers that tests start keep no state in the user's directories.
+    state_dir = tempfile.mkdtemp(prefix="ps-state-")
+    os.environ["XDG_STATE_HOME"] = state_dir
+    config.add_cleanup(lambda: shutil.rmtree(state_dir, ignore_errors=True))
     config.pluginmanager.register(Tallies())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,16 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
-
-
-class PacedFakePass(FakePass):
-    """Steps take as long as a real model's, so that requests overlap and tests can interrupt them."""
-
-    STEP_S = 0.004
-
-    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
-        time.sleep(self.STEP_S)
-        return super().forward(batch)
 
 
 class _FaultyFakePass(FakePass):

@@ -17,6 +17,8 @@ MAX_PUBLIC_METHODS = 20
 MAX_MODULES = 16
 
 _SOURCE_PATH = re.compile(r"`((?:frontend|backend|shm|tools|tests)/[\w/.-]+\.(?:py|cu|cuh|h|cpp|c|html|js|css))`")
+_TEST = re.compile(r"^(?:async )?def (test_\w+)", re.MULTILINE)
+_TEST_NAME = re.compile(r"`(test_\w+)`")
 _LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -99,3 +101,9 @@ def test_a_page_names_files_that_exist(page: str) -> None:
     assert {path for path in named if not (ROOT / path).is_file()} == set()
     links = set(_LINK.findall(text))
     assert {link for link in links if not ((ROOT / page).parent / link).exists()} == set()
+
+
+def test_docs_name_tests_that_exist() -> None:
+    defined = {name for path in sources(".py") if path.startswith("tests/") for name in _TEST.findall(read(path))}
+    named = {(page, name) for page in sources(".md") for name in _TEST_NAME.findall(read(page))}
+    assert {(page, name) for page, name in named if name not in defined} == set()

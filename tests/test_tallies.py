@@ -9,15 +9,53 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from tests.tallies import SIMULATED, Tallies
+from tests.tallies import COMPILED, SIMULATED, Tallies
 
 REPOSITORY = Path(__file__).parents[1]
 ELEMENTWISE = "tests/backend/passes/decoder/cuda/ops/test_elementwise.py"
 COMPILES = "tests/backend/passes/decoder/cuda/kernels/test_compile.py::test_a_kernel_compiles_without_spills_and_fits"
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["in one process", "with workers"])
-def test_run_reports_the_kernels_that_were_compiled_and_emulated(workers: tuple[str, ...], tmp_path: Path) -> None:
+SMALL_RUN = """
+import pytest
+from tests import tallies
+
+def pytest_configure(config):
+    config.pluginmanager.register(tallies.Tallies())
+"""
+SMALL_TESTS = f"""
+import pytest
+from tests.tallies import note_launch
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_compiles(arch, record_property):
+    record_property({COMPILED!r}, [(arch, "step"), (arch, "copies")])
+
+@pytest.mark.parametrize("kernel", ["step", "copies", "step"])
+def test_emulates(kernel):
+    note_launch("check", kernel)
+    note_launch("check", kernel)
+    note_launch("fast", kernel)
+
+def test_fails():
+    note_launch("fast", "step")
+    raise AssertionError
+"""
+
+
+def run_pytest(*arguments: str | Path) -> list[str]:
+    """The lines of its output."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *map(str, arguments)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.splitlines()
+
+
+def test_run_reports_the_kernels_that_were_compiled_and_emulated(tmp_path: Path) -> None:
     tests = (
         f"{ELEMENTWISE}::test_the_widest_norm_fits_a_block",
         f"{ELEMENTWISE}::test_rows_are_gathered_and_padding_is_not_changed",
@@ -25,16 +63,20 @@ def test_run_reports_the_kernels_that_were_compiled_and_emulated(workers: tuple[
         f"{COMPILES}[sm_80-step-]",
         f"{COMPILES}[sm_90-copies-]",
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={tmp_path}", *workers, *tests],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = result.stdout.splitlines()
+    lines = run_pytest("-o", f"cache_dir={tmp_path}", *tests)
     assert "compiled: 3 cases, 3 kernels for sm_80, sm_90" in lines
     assert 'emulated: 9 cases, 2 kernels; launches: 6 in the mode "check", 3 in the mode "fast"' in lines
+
+
+def test_workers_report_what_their_tests_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conftest.py").write_text(SMALL_RUN)
+    (tmp_path / "test_small.py").write_text(SMALL_TESTS)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # some installed plugins take seconds to import
+    lines = run_pytest(
+        "-p", "xdist", "-n", "2", "-c", "/dev/null", "--rootdir", tmp_path, "-p", "no:cacheprovider", tmp_path
+    )
+    assert "compiled: 4 cases, 2 kernels for sm_80, sm_90" in lines
+    assert 'emulated: 3 cases, 2 kernels; launches: 6 in the mode "check", 3 in the mode "fast"' in lines
 
 
 def test_simulated_worlds_are_reported_without_those_of_failed_tests() -> None:

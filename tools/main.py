@@ -40,6 +40,14 @@ app.command(
 )
 
 
+# By name: its modules import the whole server.
+app.command(
+    "penstock.tools.chaos.command:chaos",
+    name="chaos",
+    help="Attacks a server with clients and processes that die, and checks that nothing is lost.",
+)
+
+
 def main() -> None:
     app()
 

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from penstock.backend.options import BackendOptions
 from penstock.frontend.main import listening_socket, read_access, reloads, tls_files, without_secrets
 from penstock.frontend.options import FrontendOptions
-from penstock.frontend.transport.listening import address_of, unlink
-from penstock.shm.link.rendezvous import AddressInUse, CannotListen, check_free
+from penstock.frontend.transport.serving.listening import address_of, unlink
+from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
+from penstock.shm.process.heartbeat import Heartbeat
 from penstock.shm.process.options import ENV_PREFIX, fail, to_argv
 from penstock.shm.process.socket_path import default_socket_path
 from penstock.shm.process.supervisor import ChildSpec, Supervisor, module_argv
@@ -47,6 +49,10 @@ class ServeOptions(FrontendOptions, BackendOptions):
 
     socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=private_socket_path)
     """Unix socket between backend and frontend. Default: one that belongs to this server alone."""
+
+    hang_timeout_s: Annotated[float, Parameter(validator=Number(gte=0.0, lte=86_400.0))] = 30.0
+    """Seconds after which a backend whose loop stands still is killed and replaced; 0 is never. A start does not count,
+    nor does a long step of the device."""
 
 
 # Inherited annotations name types of the modules that declare them; cyclopts would look for the names in this one.
@@ -148,7 +154,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _remove_socket(path: Path) -> None:
-    for name in ("", ".zmq", ".lock"):  # the lock last: leftovers are found by it
+    for name in ("", ".lock"):  # the lock last: leftovers are found by it
         path.with_name(path.name + name).unlink(missing_ok=True)
 
 
@@ -157,12 +163,23 @@ def _supervise(options: ServeOptions, listening: socket.socket) -> int:
     tls = options.ssl_certfile is not None
     has_keys = bool(options.api_key or options.api_key_file)
     welcome = Welcome(address_of(listening, tls=tls), options.model_id(), tls, has_keys)
-    public_options, environment = split_keys(dataclasses.replace(options, listen_fd=listening.fileno()))
+    heartbeat = Heartbeat.create()
+    public_options, environment = split_keys(
+        dataclasses.replace(options, listen_fd=listening.fileno(), heartbeat_fd=heartbeat.fd)
+    )
     backend_argv = module_argv("penstock.backend.main", to_argv(select_options(public_options, BackendOptions)))
     frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(public_options, FrontendOptions)))
     fds = (listening.fileno(),)
     children = (
-        ChildSpec("backend", backend_argv, env=without_secrets(os.environ), stage=0),
+        ChildSpec(
+            "backend",
+            backend_argv,
+            (heartbeat.fd,),
+            without_secrets(os.environ),
+            stage=0,
+            heartbeat=heartbeat,
+            hang_timeout_s=options.hang_timeout_s,
+        ),
         ChildSpec("frontend", frontend_argv, fds, environment, stage=1, reloads=reloads(options)),
     )
 

@@ -1,17 +1,24 @@
-"""Finds the sequence in flight that an equal new request can share."""
+"""Finds the sequence in flight that an equal request can share.
+
+A request that an earlier backend had begun comes back with the tokens that its stream has received. They are its
+frontend's claim: only that frontend's streams may receive them from here.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.backend.forward_pass import SamplingParams
 
 if TYPE_CHECKING:
+    from array import array
+
     from penstock.backend.sequences.sequence import Sequence
     from penstock.shm.messages import Constraints
 
-_GREEDY = SamplingParams(temperature=0.0)
+_MAX_OFFERS = 8
+"""Sequences with one key that can be joined. More have contradictory claims, so one of them is false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +47,8 @@ class ShareKey:
         because the sequence computes them once for all.
         """
         if sampling.temperature == 0.0:
-            sampling = replace(
-                _GREEDY,
+            sampling = SamplingParams(
+                temperature=0.0,
                 repetition_penalty=sampling.repetition_penalty,
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
@@ -53,31 +60,110 @@ class ShareKey:
         return cls(salt, prompt, sampling, constraints, excluded_stop_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Presented:
+    """What a request brings when it looks for a sequence to join."""
+
+    frontend: int
+    tokens: bytes
+    """Packed int32: the prompt, and what its stream has received as its frontend says."""
+    num_prompt_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+    def agrees_with(self, tokens: array[int]) -> bool:
+        """The generated tokens do not contradict each other, as far as both go. The prompts are equal."""
+        first, end = self.num_prompt_tokens, min(self.num_tokens, len(tokens))
+        return self.tokens[4 * first : 4 * end] == tokens[first:end].tobytes()
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """A sequence that can be joined. The backend did not compute its first num_claimed tokens: frontends brought them
+    with the requests of which it consists."""
+
+    sequence: Sequence
+    num_claimed: int
+    claimants: set[int]
+    """Frontends that brought all of these tokens."""
+
+    @property
+    def is_alive(self) -> bool:
+        """It has neither ended nor sampled its last token. A row that waits for a late mask goes on."""
+        sequence = self.sequence
+        return not sequence.ended and sequence.final_generation != sequence.generation
+
+    def accepts(self, presented: Presented) -> bool:
+        """Whether the request may join. It receives no tokens that only another frontend has claimed."""
+        if not self.is_alive or not presented.agrees_with(self.sequence.tokens):
+            return False
+        if presented.num_tokens >= self.num_claimed or self.num_claimed == presented.num_prompt_tokens:
+            return True
+        # Log probabilities of claimed tokens are not known.
+        return presented.frontend in self.claimants and self.sequence.kept_logprobs is None
+
+    def is_ahead_of(self, presented: Presented) -> bool:
+        """It has not been planned yet, and could begin with the fewer tokens that the request brings. The request could
+        not join it otherwise."""
+        return (
+            self.sequence.order < 0
+            and self.is_alive
+            and presented.num_tokens < self.num_claimed
+            and presented.agrees_with(self.sequence.tokens)
+            and not self.accepts(presented)
+        )
+
+
 class Coalescer:
-    """Sequences that can be joined, by key."""
+    """Sequences that can be joined, by key: one, and more only if what frontends claim keeps them apart."""
 
     def __init__(self) -> None:
-        self._sequences: dict[ShareKey, Sequence] = {}
+        self._offers: dict[ShareKey, list[_Offer]] = {}
         self._keys: dict[Sequence, ShareKey] = {}
 
-    def find(self, key: ShareKey) -> Sequence | None:
-        """The sequence with this key, unless it has ended or has already sampled its last token."""
-        sequence = self._sequences.get(key)
-        if sequence is None or sequence.ended or sequence.stopped_generation == sequence.generation:
-            return None
-        return sequence
+    def find(self, key: ShareKey, presented: Presented) -> Sequence | None:
+        """The sequence that the request joins from now on."""
+        for offer in self._offers.get(key, ()):
+            if offer.accepts(presented):
+                if presented.num_tokens >= offer.num_claimed:
+                    offer.claimants.add(presented.frontend)
+                return offer.sequence
+        return None
 
-    def offer(self, key: ShareKey, sequence: Sequence) -> None:
-        """Make the sequence joinable. It replaces an older one that is about to end."""
-        if (older := self._sequences.get(key)) is not None:
-            del self._keys[older]
-        self._sequences[key] = sequence
+    def find_longer(self, key: ShareKey, presented: Presented) -> Sequence | None:
+        """A sequence that waits unplanned and could begin with the request's tokens alone."""
+        for offer in self._offers.get(key, ()):
+            if offer.is_ahead_of(presented):
+                return offer.sequence
+        return None
+
+    def note_shortened(self, sequence: Sequence, presented: Presented) -> None:
+        """The sequence, which `find_longer` returned, now begins with the request's tokens."""
+        for offer in self._offers[self._keys[sequence]]:
+            if offer.sequence is sequence:
+                offer.num_claimed = presented.num_tokens
+                offer.claimants.add(presented.frontend)
+
+    def offer(self, key: ShareKey, sequence: Sequence, presented: Presented) -> None:
+        """Make the sequence joinable, before others with this key but after those that are held: more of a group may
+        still come for these. Those that have nearly ended can no longer be joined."""
+        offers = self._offers.setdefault(key, [])
+        for stale in [offer for offer in offers if not offer.is_alive] or offers[_MAX_OFFERS - 1 :]:
+            offers.remove(stale)
+            del self._keys[stale.sequence]
+        num_held = sum(offer.sequence.order < 0 for offer in offers)
+        offers.insert(num_held, _Offer(sequence, presented.num_tokens, {presented.frontend}))
         self._keys[sequence] = key
 
     def withdraw(self, sequence: Sequence) -> None:
         """The sequence has ended. It need not have been offered."""
         if (key := self._keys.pop(sequence, None)) is not None:
-            del self._sequences[key]
+            offers = self._offers[key]
+            offers[:] = [offer for offer in offers if offer.sequence is not sequence]
+            if not offers:
+                del self._offers[key]
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -23,6 +23,7 @@ class Delivery:
         self._link = link
         self._board = board
         self._open_requests = open_requests
+        self._separated: list[Subscriber] = []
 
     def deliver_fast_path(self, plan: Plan, token_ids: list[int]) -> list[int]:
         """Deliver the tokens of a step, one per row, that are nothing but a token to all their subscribers.
@@ -57,9 +58,23 @@ class Delivery:
         if sequence.kept_logprobs is not None and logprobs is not None:
             sequence.kept_logprobs.append(logprobs)
         for subscriber in tuple(sequence.subscribers):
-            if self._send(sequence, subscriber, index, token_id, logprobs):
+            if subscriber.contradicts(index, token_id):
+                self._separate(sequence, subscriber)
+            elif self._send(sequence, subscriber, index, token_id, logprobs):
                 self._open_requests.remove(sequence, subscriber)
         sequence.settle()
+
+    def _separate(self, sequence: Sequence, subscriber: Subscriber) -> None:
+        """Take a resumed request out of a sequence that does not continue what its stream has received: its frontend's
+        claim is false, or the tokens depend on the batch. It needs a sequence of its own."""
+        self._open_requests.remove(sequence, subscriber)
+        self._board.requests_accepted -= 1  # it is taken in again
+        self._separated.append(subscriber)
+
+    def take_separated(self) -> list[Subscriber]:
+        """Remove and return the resumed requests that have lost their sequence since the last call."""
+        separated, self._separated = self._separated, []
+        return separated
 
     def replay(self, sequence: Sequence, subscriber: Subscriber) -> None:
         """Send a late joiner all tokens so far. Its own limit may be among them."""
@@ -95,7 +110,7 @@ class Delivery:
 
     def _start(self, sequence: Sequence, subscriber: Subscriber) -> Started:
         """Return the message that accompanies a subscriber's first token."""
-        subscriber.is_started = True
+        subscriber.is_started, subscriber.resumed = True, None
         queue_s = 0.0 if subscriber.has_joined or sequence.queue_s is None else sequence.queue_s
         # After a preemption, generated tokens may have been found in the cache as well.
         num_cached = min(sequence.kv.num_cached, sequence.num_prompt_tokens)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.engine.launched_step import launch_step
 from penstock.backend.forward_pass import DeviceLost
+from penstock.backend.structured_output.late_masks import LateMasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,11 +142,12 @@ class Executor:
     def _launch_plans(self, forward_pass: IBatchedForwardPass) -> Iterator[LaunchedStep]:
         """Launch the plans as they come, until the executor is closed."""
         before: LaunchedStep | None = None
+        late_masks = LateMasks(forward_pass.spec.vocab_size, self.wake)
         while (planned := self._plans.get()) is not None:
             if not self._closing:
                 self._step_starts_s.append(time.monotonic())
                 began_s = time.thread_time()
-                before = launch_step(forward_pass, *planned, before)
+                before = launch_step(forward_pass, *planned, before, late_masks)
                 if forward_pass.spec.runs_ahead:
                     before = replace(before, launch_s=time.thread_time() - began_s)
                 yield before

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from penstock.backend.engine.coalescer import ShareKey
+from penstock.backend.engine.coalescer import Presented, ShareKey
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, SamplingParams
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.shm.messages import Constraints, Failure, FailureCode, Finish
+from penstock.shm.process.tenant_places import has_place, is_over_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llguidance import LLMatcher
-
     from penstock.backend.engine.delivery import Delivery
     from penstock.backend.engine.open_requests import OpenRequests
     from penstock.backend.scheduling.scheduler import Scheduler
+    from penstock.backend.structured_output.grammars import CompiledGrammar
     from penstock.shm.link.events import Submission
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.messages import Submit
@@ -33,6 +33,8 @@ logger = logging.getLogger("penstock.backend")
 
 _EMBEDDED = np.int32(FROM_EMBEDDINGS).tobytes()
 _SALT_BYTES = 16
+_GRAMMAR_DRAIN_S = 1.0
+"""After this much of a drain, requests that still wait for their grammar are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,13 @@ class EngineLimits:
     vocab_size: int
     max_context_tokens: int
     max_waiting: int
+    """Sequences that may wait. Tenants with less than their share of the places may exceed it: see `tenant_places`."""
     priority_step_s: float = 0.0
     """Head start of one priority level over later arrivals; 0 is first come, first served."""
     max_open: int = 1 << 16
-    """Open requests, including those that share a sequence."""
+    """Open requests, including those that share a sequence. Tenants may exceed it as they may max_waiting."""
+    max_open_resumed: int = 1 << 17
+    """Open requests at which even one that was admitted before is refused: the bound on what frontends may claim."""
 
 
 class Intake:
@@ -69,13 +74,18 @@ class Intake:
         self._clock = clock
         self.is_draining = False
         """New requests are refused."""
+        self._grammar_drain_ends_s: float | None = None
+        """Set by the first turn of a drain."""
 
-    def submit(self, submission: Submission) -> None:
-        """Take in a new request."""
+    def submit(self, submission: Submission, arrived_s: float | None = None, deadline_s: float | None = None) -> None:
+        """Take in a request. arrived_s and deadline_s are those of one that is taken in again."""
         try:
-            self._submit(submission)
+            if arrived_s is None:
+                arrived_s, timeout_ms = self._clock(), submission.submit.timeout_ms
+                deadline_s = arrived_s + timeout_ms / 1000 if timeout_ms else None
+            self._submit(submission, arrived_s, deadline_s)
         except Exception:  # noqa: BLE001 - logged by _abandon; the other requests go on
-            self._abandon(submission)
+            self._abandon(submission.frontend, submission.request_id)
 
     def submit_compiled(self) -> None:
         """Take in the requests whose grammar has been compiled since the last call."""
@@ -87,54 +97,73 @@ class Intake:
             try:
                 self.assign_sequence(submission, outcome, waiting.arrived_s, waiting.deadline_s)
             except Exception:  # noqa: BLE001 - as in `submit`
-                self._abandon(submission)
+                self._abandon(submission.frontend, submission.request_id)
+        if self.is_draining:
+            self._refuse_uncompiled()
 
-    def _submit(self, submission: Submission) -> None:
-        submit, now_s = submission.submit, self._clock()
+    def _refuse_uncompiled(self) -> None:
+        """End a drain's wait for grammars: one may take its whole time limit."""
+        now_s, grammar_queue = self._clock(), self._open_requests.grammar_queue
+        if self._grammar_drain_ends_s is None:
+            self._grammar_drain_ends_s = now_s + _GRAMMAR_DRAIN_S
+        if now_s >= self._grammar_drain_ends_s:
+            for submission in grammar_queue.take_all():
+                self._reject(submission, Failure(submission.request_id, FailureCode.SHUTTING_DOWN))
+
+    def _submit(self, submission: Submission, arrived_s: float, deadline_s: float | None) -> None:
+        submit = submission.submit
         if submission.embeddings is not None:
             submission = replace(submission, tokens=_EMBEDDED * submit.num_prompt_tokens)
         if (refusal := self.find_refusal(submission)) is not None:
             self._reject(submission, refusal)
             return
-        deadline_s = now_s + submit.timeout_ms / 1000 if submit.timeout_ms else None
-        matcher = None
+        grammar = None
         if submit.constraints is not None and submit.constraints.grammar is not None:
             grammar_queue = self._open_requests.grammar_queue
-            compiled = grammar_queue.submit(submission, submit.constraints.grammar, now_s, deadline_s)
+            compiled = grammar_queue.submit(submission, submit.constraints.grammar, arrived_s, deadline_s)
             if isinstance(compiled, Failure):
                 self._reject(submission, compiled)
                 return
             if compiled is None:  # continues in `submit_compiled`
                 self._open_requests.deadlines.note(submission.frontend, submission.request_id, deadline_s)
                 return
-            matcher = compiled
-        self.assign_sequence(submission, matcher, now_s, deadline_s)
+            grammar = compiled
+        self.assign_sequence(submission, grammar, arrived_s, deadline_s)
 
     def find_refusal(self, submission: Submission) -> Failure | None:
         """Why the request cannot be taken in. Frontends check the same for a better message; these checks protect the
         engine."""
         limits, submit = self.limits, submission.submit
-        tokens = np.frombuffer(submission.tokens, np.int32)
+        tokens = np.frombuffer(submission.tokens, np.uint32)  # a negative id is larger than any other
         request_id = submit.request_id
         if self.is_draining:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
-        if self._open_requests.num_open >= limits.max_open:
-            return Failure(request_id, FailureCode.OVERLOADED, limits.max_open)
+        if self._has_too_many_open(submit):
+            max_open = limits.max_open_resumed if submit.admitted_ns else limits.max_open
+            return Failure(request_id, FailureCode.OVERLOADED, max_open)
         if self._open_requests.is_open(submission.frontend, request_id):
             return Failure(request_id, FailureCode.INTERNAL)
         if not 1 <= submit.num_prompt_tokens <= len(tokens) or len(tokens) > limits.max_context_tokens:
             return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, limits.max_context_tokens)
-        lowest = 0 if submission.embeddings is None else FROM_EMBEDDINGS
-        if tokens.min() < lowest or max(int(tokens.max()), *_named_ids(submit), 0) >= limits.vocab_size:
+        highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0
+        if max(highest, *_named_ids(submit), 0) >= limits.vocab_size:
             return Failure(request_id, FailureCode.BAD_TOKEN, limits.vocab_size)
         return None
 
+    def _has_too_many_open(self, submit: Submit) -> bool:
+        limits, num_open = self.limits, self._open_requests.num_open
+        if submit.admitted_ns:
+            return num_open >= limits.max_open_resumed
+        if num_open < limits.max_open:
+            return False
+        return is_over_share(self._open_requests.num_open_of_each(), submit.tenant, limits.max_open)
+
     def assign_sequence(
-        self, submission: Submission, matcher: LLMatcher | None, arrived_s: float, deadline_s: float | None
+        self, submission: Submission, grammar: CompiledGrammar | None, arrived_s: float, deadline_s: float | None
     ) -> None:
         """Join a valid request to an equal one's sequence, or start a new sequence. A full wait queue refuses it.
 
-        matcher is the grammar's, in its initial state.
+        grammar is this request's own copy, at its beginning.
         """
         submit = submission.submit
         subscriber = self._make_subscriber(submission, arrived_s, deadline_s)
@@ -148,42 +177,104 @@ class Intake:
         if submit.may_share and not subscriber.is_scored:
             prompt = submission.tokens[: 4 * submit.num_prompt_tokens]
             key = ShareKey.of(submit.salt, prompt, sampling, submit.constraints, submit.stop_token_ids)
-        step_s = self.limits.priority_step_s
-        rank = arrived_s + submit.priority * step_s if step_s else 0.0
-        match = self._coalescer.find(key) if key is not None else None
-        # A sequence that waits behind this request's rank would delay it.
-        if match is not None and (match.slot is not None or rank >= match.rank):
-            self._join(match, subscriber)
+        rank = self._rank_of(submit, arrived_s)
+        presented = Presented(submission.frontend, submission.tokens, submit.num_prompt_tokens)
+        if key is not None and presented.num_tokens > presented.num_prompt_tokens:
+            subscriber.resumed = submission
+        if key is not None and self._join_group(key, presented, submission, subscriber, rank, grammar):
             return
-        if self._is_full(is_resumed=num_tokens > submit.num_prompt_tokens):
+        if not submit.admitted_ns and self._is_full_for(submit):
             self._reject(submission, Failure(submit.request_id, FailureCode.OVERLOADED, self.limits.max_waiting))
             return
-        sequence = self._make_sequence(submission, subscriber, sampling, rank, matcher)
-        # Generated tokens that came with the request are that frontend's claim. No other request may receive them.
-        may_be_joined = key is not None and num_tokens == submit.num_prompt_tokens
-        if may_be_joined and sampling.num_logprobs >= 0:
+        sequence = self._make_sequence(submission, subscriber, sampling, rank, grammar)
+        if key is not None and sampling.num_logprobs >= 0:
             sequence.kept_logprobs = []
         self._open_requests.add(sequence, subscriber)
-        self._scheduler.add(sequence)
+        if not self._open_requests.settlement.hold(sequence):
+            self._scheduler.add(sequence)
         self._board.prompt_tokens += submit.num_prompt_tokens
-        if key is not None and may_be_joined:
-            self._coalescer.offer(key, sequence)
+        if key is not None:
+            self._coalescer.offer(key, sequence, presented)
+
+    def admit_settled(self) -> None:
+        """Schedule what came back from an earlier backend, once it is complete."""
+        for sequence in self._open_requests.settlement.take_settled():
+            for subscriber in tuple(sequence.subscribers):
+                try:
+                    self._delivery.replay(sequence, subscriber)
+                except Exception:  # noqa: BLE001 - logged by _abandon; the others go on
+                    self._abandon(subscriber.frontend, subscriber.request_id)
+            if not sequence.ended:
+                try:
+                    self._scheduler.add(sequence)
+                except Exception:
+                    logger.exception("a sequence could not be scheduled; its requests fail")
+                    self._delivery.fail(sequence)
+
+    def readmit_separated(self) -> None:
+        """Give each resumed request that was separated from its group a sequence of its own."""
+        for subscriber in self._delivery.take_separated():
+            if (resumed := subscriber.resumed) is not None:
+                alone = replace(resumed, submit=msgspec.structs.replace(resumed.submit, may_share=False))
+                self.submit(alone, subscriber.arrived_s, subscriber.deadline_s)
+
+    def _join_group(
+        self,
+        key: ShareKey,
+        presented: Presented,
+        submission: Submission,
+        subscriber: Subscriber,
+        rank: float,
+        grammar: CompiledGrammar | None,
+    ) -> bool:
+        """Join an equal request's sequence, if there is one."""
+        admitted_ns = submission.submit.admitted_ns
+        sequence = None
+        # Only a sequence that is held can be shortened, and none is for a new request: its streams would wait until
+        # what they have received is computed again. A resumed request looks there first: a new one may have begun a
+        # sequence of its own, which would part the group.
+        if admitted_ns and self._open_requests.settlement:
+            sequence = self._coalescer.find_longer(key, presented)
+            if sequence is not None:
+                sequence.shorten(submission.tokens, self._make_constraints(submission, grammar, is_scored=False))
+                self._coalescer.note_shortened(sequence, presented)
+        sequence = sequence or self._coalescer.find(key, presented)
+        # A sequence that waits behind a new request's rank would delay it.
+        if sequence is None or (not admitted_ns and sequence.slot is None and rank < sequence.rank):
+            return False
+        if admitted_ns and sequence.order < 0:
+            sequence.rank, sequence.admitted_ns = min(sequence.rank, rank), min(sequence.admitted_ns, admitted_ns)
+            self._open_requests.settlement.note_resumed()
+        self._join(sequence, subscriber)
+        return True
 
     def _join(self, sequence: Sequence, subscriber: Subscriber) -> None:
         subscriber.has_joined = True
         sequence.subscribe(subscriber)
         self._open_requests.add(sequence, subscriber)
         self._board.requests_coalesced += 1
-        self._delivery.replay(sequence, subscriber)
+        if sequence.order >= 0:  # one that is held may still be shortened; `admit_settled` replays it
+            self._delivery.replay(sequence, subscriber)
 
-    def _is_full(self, *, is_resumed: bool) -> bool:
-        """Whether the wait queue has no place for a new sequence.
+    def _rank_of(self, submit: Submit, arrived_s: float) -> float:
+        """The sequence's rank. A request that was admitted before keeps the arrival of that time."""
+        step_s = self.limits.priority_step_s
+        if not step_s:
+            return 0.0
+        first_arrived_s = min(arrived_s, submit.admitted_ns / 1e9) if submit.admitted_ns else arrived_s
+        return first_arrived_s + submit.priority * step_s
 
-        Sequences for which a slot is free do not wait long and do not count. A stream that is resumed after a backend
-        restart was admitted before: max_running more places are kept for such streams.
+    def _is_full_for(self, submit: Submit) -> bool:
+        """Whether the wait queue has no place for a new sequence of this tenant.
+
+        Sequences for which a slot is free do not wait long and do not count.
         """
-        extra = self._scheduler.max_running if is_resumed else self._scheduler.num_free_slots
-        return self._scheduler.num_waiting >= self.limits.max_waiting + extra
+        scheduler, settlement, limit = self._scheduler, self._open_requests.settlement, self.limits.max_waiting
+        num_waiting = scheduler.num_waiting + len(settlement) - scheduler.num_free_slots
+        if num_waiting < limit:
+            return False
+        num_own = scheduler.num_waiting_of(submit.tenant) + settlement.num_held_of(submit.tenant)
+        return not has_place(num_waiting, limit, num_own, scheduler.share_of(submit.tenant, submit.weight))
 
     def _make_subscriber(self, submission: Submission, arrived_s: float, deadline_s: float | None) -> Subscriber:
         submit, num_tokens = submission.submit, len(submission.tokens) // 4
@@ -198,6 +289,7 @@ class Intake:
             submit.sampling.num_logprobs,
             # A resumed stream has received them before.
             submit.num_prompt_logprobs if num_tokens == submit.num_prompt_tokens > 1 else -1,
+            tenant=submit.tenant,
         )
 
     def _make_sequence(
@@ -206,9 +298,8 @@ class Intake:
         subscriber: Subscriber,
         sampling: SamplingParams,
         rank: float,
-        matcher: LLMatcher | None,
+        grammar: CompiledGrammar | None,
     ) -> Sequence:
-        """Raises ConstraintFailed, see `_make_constraints`."""
         submit, is_scored = submission.submit, subscriber.is_scored
         sequence = Sequence(
             subscriber,
@@ -217,39 +308,40 @@ class Intake:
             sampling,
             # The cache cannot tell embeddings apart: with a random salt no other sequence finds their KV.
             salt=submit.salt if submission.embeddings is None else secrets.token_bytes(_SALT_BYTES),
+            tenant=submit.tenant,
+            weight=submit.weight,
             rank=rank,
-            constraints=self._make_constraints(submission, matcher, is_scored=is_scored),
+            admitted_ns=submit.admitted_ns,
+            constraints=self._make_constraints(submission, grammar, is_scored=is_scored),
         )
         sequence.embeddings = submission.embeddings
         sequence.output, sequence.output_start = submission.output, submit.num_prompt_tokens
         return sequence
 
     def _make_constraints(
-        self, submission: Submission, matcher: LLMatcher | None, *, is_scored: bool
+        self, submission: Submission, grammar: CompiledGrammar | None, *, is_scored: bool
     ) -> SequenceConstraints | None:
         """Constraints after the generated tokens that came with the request.
 
         A scored prompt is generated, all but its first token: each token is forced, and its log probabilities are those
-        of any generated token. Raises ConstraintFailed for given tokens that the grammar does not allow.
+        of any generated token.
         """
         submit, tokens = submission.submit, memoryview(submission.tokens).cast("i")
-        requested, stop_ids = submit.constraints, frozenset(submit.stop_token_ids)
+        requested, stop_ids, vocab_size = submit.constraints, frozenset(submit.stop_token_ids), self.limits.vocab_size
         if is_scored:
-            requested = requested or Constraints()
-            return SequenceConstraints(requested, matcher, stop_ids, self.limits.vocab_size, tokens[1:].tolist())
+            requested, forced = requested or Constraints(), tokens[1:].tolist()
+            return SequenceConstraints(requested, grammar, stop_ids, vocab_size, forced, tenant=submit.tenant)
         if requested is None:
             return None
-        constraints = SequenceConstraints(requested, matcher, stop_ids, self.limits.vocab_size)
-        for token_id in tokens[submit.num_prompt_tokens :]:
-            constraints.advance(token_id)
-        return constraints
+        backlog = tokens[submit.num_prompt_tokens :].tolist()
+        tenant = submit.tenant
+        return SequenceConstraints(requested, grammar, stop_ids, vocab_size, backlog=backlog, tenant=tenant)
 
     def _reject(self, submission: Submission, failure: Failure) -> None:
         self._delivery.end(submission.frontend, submission.request_id, Finish.REJECTED, failure=failure)
 
-    def _abandon(self, submission: Submission) -> None:
+    def _abandon(self, frontend: int, request_id: int) -> None:
         """Fail one request in the handler of an unexpected error, whatever was already done for it."""
-        frontend, request_id = submission.frontend, submission.request_id
         logger.exception("request %d of frontend %d fails: an error at intake", request_id, frontend)
         self._delivery.end(frontend, request_id, Finish.FAILED, failure=Failure(request_id, FailureCode.INTERNAL))
         if (found := self._open_requests.find(frontend, request_id)) is not None:

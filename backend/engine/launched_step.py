@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from penstock.backend.buffers.shared_outputs import share_outputs
 from penstock.backend.engine.batch_builder import keep_rows
 from penstock.backend.forward_pass import NOT_FINITE
-from penstock.backend.structured_output.constraints import ConstraintFailed
-from penstock.backend.structured_output.masks import fill_masks
+from penstock.backend.structured_output.masks import StepMasks, fill_masks
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import (
@@ -19,9 +18,11 @@ if TYPE_CHECKING:
         PendingOutput,
         StepBatch,
         TokenLogprobs,
-        TokenMasks,
     )
     from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.structured_output.constraints import SequenceConstraints
+    from penstock.backend.structured_output.late_masks import LateMasks
 
     PageSaves: TypeAlias = tuple[tuple[int, int], ...]
     """(page, host place) pairs."""
@@ -43,6 +44,8 @@ class StepResult:
     """Its rows are places in the plan's logit_rows."""
     faults: dict[int, str] = field(default_factory=dict)
     """Place in logit_rows → why the row's constraints cannot go on. The row's token is NOT_FINITE."""
+    late: frozenset[int] = frozenset()
+    """Indices of rows whose mask was not ready: they run again. Their token is NOT_FINITE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ class LaunchedStep:
     error: Exception | None = None
     launch_s: float = 0.0
     faults: dict[int, str] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
+    """Places in logit_rows."""
+    late_masks: LateMasks | None = None
     is_finished: threading.Event = field(default_factory=threading.Event)
     """Set when the constraints of the sequences have advanced by the step's tokens."""
 
@@ -82,17 +88,24 @@ class LaunchedStep:
         stops = []
         for place, (index, token_id) in enumerate(zip(plan.logit_rows, token_ids, strict=True)):
             sequence = plan.sequences[index]
-            if sequence.constraints is not None and token_id != NOT_FINITE and place not in faults:
-                try:
-                    sequence.constraints.advance(token_id)
-                except ConstraintFailed as error:
-                    faults[place] = str(error)
+            if place in self.late:
+                token_ids[place] = NOT_FINITE
+                continue
             if place in faults:
                 token_id = token_ids[place] = NOT_FINITE
+            if sequence.constraints is not None and token_id != NOT_FINITE:
+                self._advance(sequence.constraints, token_id)
             if token_id == NOT_FINITE or token_id in sequence.common_stop_ids:
-                sequence.stopped_generation = plan.generations[index]
+                _stop(sequence, plan.generations[index])
                 stops.append(index)
-        return StepResult(plan, token_ids, 0.0, stops=tuple(stops), logprobs=output.logprobs, faults=faults)
+        late = frozenset(plan.logit_rows[place] for place in self.late)
+        return StepResult(plan, token_ids, 0.0, stops=tuple(stops), logprobs=output.logprobs, faults=faults, late=late)
+
+    def _advance(self, constraints: SequenceConstraints, token_id: int) -> None:
+        if self.late_masks is not None and constraints.is_late:
+            self.late_masks.advance(constraints, token_id)
+        else:
+            constraints.advance(token_id)
 
 
 def launch_step(
@@ -101,12 +114,13 @@ def launch_step(
     batch: StepBatch,
     saves: PageSaves = (),
     before: LaunchedStep | None = None,
+    late_masks: LateMasks | None = None,
 ) -> LaunchedStep:
     """Give the device one plan, without the rows that no longer count. Pages are saved to the host first.
 
     A pass that runs ahead gets a call of `sample` without rows too: its output says when the step is computed. Masks of
     constrained rows depend on the tokens of the step before, so that step is awaited while the device already computes
-    this one's logits.
+    this one's logits. A row whose mask is not ready by then runs without sampling, and later rows of it are dropped.
     """
     if saves:  # empty unless the pass is an IHostPages
         cast("IHostPages", forward_pass).save_pages(saves)
@@ -121,8 +135,12 @@ def launch_step(
         share_outputs(forward_pass, logits, plan)
         if not (plan.logit_rows or forward_pass.spec.runs_ahead):
             return LaunchedStep(plan, None)
-        masks, faults = _make_masks(plan, forward_pass.spec.vocab_size, before)
-        return LaunchedStep(plan, forward_pass.sample(logits, batch, masks), faults=faults)
+        masks, faults, late = _make_masks(plan, forward_pass.spec.vocab_size, before, late_masks)
+        for place in late:
+            index = plan.logit_rows[place]
+            _drop_later_rows(plan.sequences[index], plan.generations[index])
+        output = forward_pass.sample(logits, batch, masks)
+        return LaunchedStep(plan, output, faults=faults, late=late, late_masks=late_masks)
     except Exception as error:  # noqa: BLE001 - as in `finish`
         _stop_rows(plan)  # here already: the next plan may be launched before this step is finished
         return LaunchedStep(plan, None, error)
@@ -131,22 +149,28 @@ def launch_step(
 def _stop_rows(plan: Plan) -> None:
     """Have later plans drop their rows of these sequences: they build on a step that failed."""
     for sequence, generation in zip(plan.sequences, plan.generations, strict=True):
-        sequence.stopped_generation = generation
+        _stop(sequence, generation)
 
 
-def _make_masks(plan: Plan, vocab_size: int, before: LaunchedStep | None) -> tuple[TokenMasks | None, dict[int, str]]:
+def _stop(sequence: Sequence, generation: int) -> None:
+    """Nobody can join the sequence any more, either."""
+    _drop_later_rows(sequence, generation)
+    sequence.final_generation = max(sequence.final_generation, generation)
+
+
+def _drop_later_rows(sequence: Sequence, generation: int) -> None:
+    """A step of an older generation may be finished after one of a newer generation has failed."""
+    sequence.stopped_generation = max(sequence.stopped_generation, generation)
+
+
+def _make_masks(plan: Plan, vocab_size: int, before: LaunchedStep | None, late_masks: LateMasks | None) -> StepMasks:
     constrained = [
         (place, plan.ends[index] - sequence.num_prompt_tokens, sequence.constraints)
         for place, index in enumerate(plan.logit_rows)
         if (sequence := plan.sequences[index]).constraints is not None
     ]
     if not constrained:
-        return None, {}
+        return StepMasks(None, {}, frozenset())
     if before is not None:
         before.is_finished.wait()
-    return fill_masks(constrained, vocab_size)
-
-
-def run_step(forward_pass: IBatchedForwardPass, plan: Plan, batch: StepBatch, saves: PageSaves = ()) -> StepResult:
-    """Run one plan on the caller's thread."""
-    return launch_step(forward_pass, plan, batch, saves).finish()
+    return fill_masks(constrained, vocab_size, late_masks)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.shm.link.backend_link import BackendLink
     from penstock.shm.memory.board import BackendBoard
+    from penstock.shm.process.heartbeat import Heartbeat
 
 logger = logging.getLogger("penstock.backend")
 
@@ -52,7 +53,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         step_timing: StepTiming | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        """heartbeat shows each turn to the process that supervises this one, whatever the device does."""
         self._link = link
         self._executor = executor
         self._scheduler = scheduler
@@ -64,6 +67,7 @@ class Engine:
         self._board = board
         self._clock = clock
         self._step_timing = step_timing or StepTiming()
+        self._heartbeat = heartbeat
         self._drain_deadline_s: float | None = None
         self._num_failed_steps = 0
         """Failed steps in a row."""
@@ -79,6 +83,7 @@ class Engine:
     def next_turn_s(self) -> float:
         """Seconds after which the next turn is due even if nothing happens."""
         at_most_s = _IDLE_TURN_S if self.plan_due_s is None else min(_IDLE_TURN_S, self.plan_due_s)
+        at_most_s = self._open_requests.settlement.next_due_s(at_most_s)
         return self._canceller.next_due_s(at_most_s)
 
     def turn(self) -> None:
@@ -99,6 +104,8 @@ class Engine:
             if isinstance(result.error, DeviceLost):
                 self._link.flush()  # requests of that step fail; the frontends resubmit all others
                 raise ExecutorFailed("the device is lost") from result.error
+        self._intake.readmit_separated()
+        self._intake.admit_settled()
         self.plan_due_s = self._plan_steps()
         for sequence in self._scheduler.take_preempted():
             self._delivery.note_preemption(sequence)
@@ -166,6 +173,8 @@ class Engine:
         for index in slow_rows:
             if index in faults:
                 self._fail_constrained(plan, index, faults[index])
+            elif index in result.late:
+                self._run_again(plan, index)
             else:
                 self._apply_row(plan, index, token_ids[index], logprobs.get(index))
         for index in result.stops:
@@ -179,6 +188,20 @@ class Engine:
         sequence = plan.sequences[index]
         if sequence.generation == plan.generations[index]:
             self._delivery.fail(sequence, FailureCode.BAD_GRAMMAR, fault)
+
+    def _run_again(self, plan: Plan, index: int) -> None:
+        """The row's mask was not ready when its token was due. Its last known token is computed again, in a later step
+        that samples."""
+        sequence, num_computed = plan.sequences[index], plan.ends[index] - 1
+        self._board.wasted_tokens += 1
+        if sequence.generation != plan.generations[index]:
+            return
+        try:
+            self._scheduler.note_computed(sequence, num_computed)
+            sequence.rewind(num_computed)
+        except Exception:
+            logger.exception("a row could not be planned again; its requests fail")
+            self._delivery.fail(sequence)
 
     def _apply_row(self, plan: Plan, index: int, token_id: int, logprobs: EventLogprobs | None) -> None:
         sequence = plan.sequences[index]
@@ -218,8 +241,10 @@ class Engine:
 
     def _update_board(self) -> None:
         board, scheduler, host = self._board, self._scheduler, self._scheduler.host_offload
+        if self._heartbeat is not None:
+            self._heartbeat.beat()
         board.running = scheduler.num_running
-        board.waiting = scheduler.num_waiting
+        board.waiting = scheduler.num_waiting + len(self._open_requests.settlement)
         board.pages_used = scheduler.num_pages_held
         board.pages_idle = scheduler.num_pages_idle
         board.preemptions = scheduler.num_preemptions
@@ -238,7 +263,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless requests, sequences, pages and slots all account for each other."""
         self._scheduler.check_integrity()
-        self._open_requests.check_integrity(self._scheduler.num_running + self._scheduler.num_waiting)
+        num_scheduled = self._scheduler.num_running + self._scheduler.num_waiting
+        self._open_requests.check_integrity(num_scheduled + len(self._open_requests.settlement))
 
 
 def _tokens_by_row(result: StepResult) -> list[int]:

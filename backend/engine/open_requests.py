@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backend.engine.coalescer import Coalescer
@@ -9,6 +10,7 @@ from penstock.backend.engine.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from penstock.backend.scheduling.scheduler import Scheduler
+    from penstock.backend.scheduling.settlement import Settlement
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -25,18 +27,27 @@ class OpenRequest(NamedTuple):
 class OpenRequests:
     """Open requests by (frontend, request id). Each either waits in the grammar queue or subscribes to a sequence."""
 
-    def __init__(self, scheduler: Scheduler, board: BackendBoard, grammar_queue: GrammarQueue) -> None:
+    def __init__(
+        self, scheduler: Scheduler, board: BackendBoard, grammar_queue: GrammarQueue, settlement: Settlement
+    ) -> None:
         self._scheduler = scheduler
         self._board = board
         self.grammar_queue = grammar_queue
+        self.settlement = settlement
         self.coalescer = Coalescer()
         self.deadlines = Deadlines(self._deadline_of)
         self._by_frontend: dict[int, dict[int, OpenRequest]] = {}
         self._num_subscribed = 0
+        self._num_subscribed_of: Counter[bytes] = Counter()
+        """By tenant, without zeros."""
 
     @property
     def num_open(self) -> int:
         return self._num_subscribed + self.grammar_queue.num_waiting
+
+    def num_open_of_each(self) -> Counter[bytes]:
+        """The open requests of each tenant that has some."""
+        return self._num_subscribed_of + self.grammar_queue.num_waiting_of
 
     def is_open(self, frontend: int, request_id: int) -> bool:
         return self.find(frontend, request_id) is not None or self.grammar_queue.find(frontend, request_id) is not None
@@ -54,6 +65,7 @@ class OpenRequests:
         by_id = self._by_frontend.setdefault(subscriber.frontend, {})
         by_id[subscriber.request_id] = OpenRequest(sequence, subscriber)
         self._num_subscribed += 1
+        self._num_subscribed_of[subscriber.tenant] += 1
         self._board.requests_accepted += 1
         self.deadlines.note(subscriber.frontend, subscriber.request_id, subscriber.deadline_s)
 
@@ -64,9 +76,13 @@ class OpenRequests:
         if not by_id:
             del self._by_frontend[subscriber.frontend]
         self._num_subscribed -= 1
+        self._num_subscribed_of[subscriber.tenant] -= 1
+        if not self._num_subscribed_of[subscriber.tenant]:
+            del self._num_subscribed_of[subscriber.tenant]
         sequence.unsubscribe(subscriber)
         if not sequence.subscribers:
             self.coalescer.withdraw(sequence)
+            self.settlement.remove(sequence)
             self._scheduler.remove(sequence)
 
     def _deadline_of(self, frontend: int, request_id: int) -> float | None:
@@ -84,6 +100,8 @@ class OpenRequests:
             subscriber not in sequence.subscribers for sequence, subscriber in requests
         ):
             raise RuntimeError(f"{self._num_subscribed} requests are counted, the table has {len(requests)}")
+        if self._num_subscribed_of != Counter(subscriber.tenant for _, subscriber in requests):
+            raise RuntimeError(f"the counts of tenants' requests are wrong: {self._num_subscribed_of}")
         if sum(len(sequence.subscribers) for sequence in sequences) != len(requests):
             raise RuntimeError("a sequence has a subscriber that is not an open request")
         if num_scheduled != len(sequences) or any(sequence.ended for sequence in sequences):

@@ -10,6 +10,7 @@ from penstock.backend.engine.cancellation import Canceller
 from penstock.backend.engine.delivery import Delivery
 from penstock.backend.engine.intake import Intake
 from penstock.backend.engine.open_requests import OpenRequests
+from penstock.backend.scheduling.settlement import Settlement
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 
 if TYPE_CHECKING:
@@ -40,9 +41,12 @@ class Requests:
         clock: Callable[[], float] = time.monotonic,
         *,
         grammar_queue: GrammarQueue | None = None,
+        settlement: Settlement | None = None,
     ) -> Requests:
-        """Without a grammar queue, requests with a grammar are refused."""
-        table = OpenRequests(scheduler, board, grammar_queue or GrammarQueue(None, lambda: None, 0))
+        """Without a grammar queue, requests with a grammar are refused. Without a settlement, resumed requests are
+        grouped within a turn of the loop."""
+        grammar_queue = grammar_queue or GrammarQueue(None, lambda: None, 0)
+        table = OpenRequests(scheduler, board, grammar_queue, settlement or Settlement(clock))
         delivery = Delivery(link, board, table)
         intake = Intake(scheduler, board, limits, table, delivery, clock)
         return cls(table, intake, delivery, Canceller(board, table, delivery, clock))

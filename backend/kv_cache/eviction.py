@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -9,14 +10,45 @@ if TYPE_CHECKING:
     from penstock.backend.kv_cache.host_offload import HostOffload
     from penstock.backend.kv_cache.page_index import PageIndex
 
+_GROWTH = 1.125
+"""How much a tenant's pages grow before it is ranked again. The tenant with the most is found to within an eighth."""
+_STALE_TURNOVERS = 4
+"""A page that was last held this many times as many releases ago as the pool has pages goes first, whoever has it."""
+
+
+class _TenantPages:
+    """One tenant's idle pages, least recently held first."""
+
+    __slots__ = ("pages", "rank", "tenant", "weight")
+
+    def __init__(self, tenant: bytes) -> None:
+        self.tenant = tenant
+        self.weight = 1.0
+        self.pages: dict[int, None] = {}
+        self.rank = 0.0
+        """Its pages divided by its weight when it was last ranked."""
+
 
 class IdlePages:
-    """Indexed pages that no sequence holds, least recently held first. Owned by the page pool."""
+    """Indexed pages that no sequence holds. Owned by the page pool.
 
-    def __init__(self, index: PageIndex, host_offload: HostOffload) -> None:
+    With one tenant the least recently held page is evicted. With several it is that of the tenant with the most idle
+    pages for its weight: so nobody's cached prefixes drive out another's below an equal share. A tenant that does not
+    come back keeps its pages only for a while.
+    """
+
+    def __init__(self, index: PageIndex, host_offload: HostOffload, num_pages: int) -> None:
         self._index = index
         self._host_offload = host_offload
-        self._pages: OrderedDict[int, None] = OrderedDict()
+        self._max_age = _STALE_TURNOVERS * num_pages
+        self._num_added = 0
+        self._pages: OrderedDict[int, tuple[int, _TenantPages]] = OrderedDict()
+        """Page → (number of pages added before it, its tenant's pages), least recently held first."""
+        self._tenants: dict[bytes, _TenantPages] = {}
+        """Tenants that have idle pages."""
+        self._ranking: list[tuple[float, int, _TenantPages]] = []
+        """(-rank, tie-breaker, tenant's pages), most pages first; entries with another rank are stale."""
+        self._num_ranked = 0
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -25,19 +57,67 @@ class IdlePages:
         return page in self._pages
 
     def add(self, page: int) -> None:
-        self._pages[page] = None
+        entry = self._index.entry(page)
+        owner = self._tenants.get(entry.tenant)
+        if owner is None:
+            owner = self._tenants[entry.tenant] = _TenantPages(entry.tenant)
+        owner.weight = entry.weight
+        owner.pages[page] = None
+        if len(owner.pages) > owner.rank * owner.weight * _GROWTH:
+            self._rank(owner)
+        self._pages[page] = self._num_added, owner
+        self._num_added += 1
+
+    def _rank(self, owner: _TenantPages) -> None:
+        owner.rank = len(owner.pages) / owner.weight
+        self._num_ranked += 1
+        heapq.heappush(self._ranking, (-owner.rank, self._num_ranked, owner))
+        if len(self._ranking) > 64 + 2 * len(self._tenants):
+            self._ranking = [entry for entry in self._ranking if self._is_current(*entry)]
+            heapq.heapify(self._ranking)
+
+    def _is_current(self, negative_rank: float, _number: int, owner: _TenantPages) -> bool:
+        return -negative_rank == owner.rank and self._tenants.get(owner.tenant) is owner
 
     def discard(self, page: int) -> None:
         """Does nothing when the page is not idle."""
-        self._pages.pop(page, None)
+        if page in self._pages:
+            _, owner = self._pages.pop(page)
+            del owner.pages[page]
+            if not owner.pages:
+                del self._tenants[owner.tenant]
 
     def evict(self) -> int:
-        """Remove the least recently held page from the index and return it; a marked one is saved to the host first.
+        """Remove a page from the index and return it; a marked one is saved to the host first.
 
         Raises KeyError when no page is idle.
         """
-        page, _ = self._pages.popitem(last=False)
+        page = next(iter(self._pages)) if len(self._tenants) < 2 else self._choose()
+        self.discard(page)
         entry = self._index.remove(page)
         if entry.should_offload:
             self._host_offload.save(page, entry.page_hash, entry.salt)
         return page
+
+    def _choose(self) -> int:
+        oldest, (number, _) = next(iter(self._pages.items()))
+        if number < self._num_added - self._max_age:
+            return oldest
+        while True:
+            owner = self._ranking[0][2]
+            if not self._is_current(*self._ranking[0]):
+                heapq.heappop(self._ranking)
+            elif len(owner.pages) * _GROWTH < owner.rank * owner.weight:
+                heapq.heappop(self._ranking)
+                self._rank(owner)
+            else:
+                return next(iter(owner.pages))
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless the tenants' pages are the idle pages, and each tenant is ranked."""
+        by_tenant = {page: owner for owner in self._tenants.values() for page in owner.pages}
+        if by_tenant != {page: owner for page, (_, owner) in self._pages.items()}:
+            raise RuntimeError("the tenants' idle pages are not the idle pages")
+        ranked = {owner.tenant for rank, number, owner in self._ranking if self._is_current(rank, number, owner)}
+        if ranked != self._tenants.keys() or any(not owner.pages for owner in self._tenants.values()):
+            raise RuntimeError("a tenant with idle pages is not ranked")

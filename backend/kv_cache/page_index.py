@@ -13,8 +13,11 @@ class IndexedPage:
     parent_hash: bytes
     """Hash of the page before it; the tenant's salt for a first page."""
     salt: bytes
-    should_offload: bool
+    should_offload: bool = False
     """Its content has been used more than once, so it is saved to the host when the page is evicted."""
+    tenant: bytes = b""
+    """Whose share of the cache it takes: the tenant that has computed it."""
+    weight: float = 1.0
 
 
 class PageIndex:
@@ -31,6 +34,10 @@ class PageIndex:
 
     def find(self, page_hash: bytes) -> int | None:
         return self._page_of_hash.get(page_hash)
+
+    def entry(self, page: int) -> IndexedPage:
+        """Raises KeyError."""
+        return self._pages[page]
 
     def children(self, parent_hash: bytes) -> dict[int, bytes]:
         """Pages that follow the page of this hash, with their content; the latest last. Callers must not change it."""

@@ -22,7 +22,7 @@ class PagePool:
         self._num_holders = [0] * num_pages
         self._index = PageIndex()
         self.host_offload = HostOffload(num_host_pages)
-        self._idle = IdlePages(self._index, self.host_offload)
+        self._idle = IdlePages(self._index, self.host_offload, num_pages)
 
     @property
     def num_available(self) -> int:
@@ -79,7 +79,7 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def index_page(self, page: int, page_hash: bytes, parent_hash: bytes, content: bytes, salt: bytes) -> None:
+    def index_page(self, page: int, content: bytes, entry: IndexedPage) -> None:
         """Make a held page findable by its hash, and by its parent's hash and its content (int32 tokens).
 
         The content must not change from now on. Does nothing when another page has the same hash. Content that is on
@@ -88,8 +88,8 @@ class PagePool:
         """
         if not self._num_holders[page]:
             raise ValueError(f"page {page} is indexed but not held")
-        should_offload = self.host_offload.contains(page_hash)
-        self._index.add(page, IndexedPage(page_hash, parent_hash, salt, should_offload), content)
+        entry.should_offload = self.host_offload.contains(entry.page_hash)
+        self._index.add(page, entry, content)
 
     def pages_following(self, parent_hash: bytes) -> dict[int, bytes]:
         """See `PageIndex.children`."""
@@ -132,4 +132,5 @@ class PagePool:
         if not all(page in self._index for page in idle) or any(page in self._index for page in free):
             raise RuntimeError("an idle page is not indexed, or a free page is")
         self._index.check_integrity()
+        self._idle.check_integrity()
         self.host_offload.check_integrity()

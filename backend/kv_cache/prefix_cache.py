@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page_hash
+from penstock.backend.kv_cache.page_index import IndexedPage
 
 if TYPE_CHECKING:
     from penstock.backend.kv_cache.page_pool import PagePool
@@ -168,7 +169,8 @@ class PrefixCache:
         parent_hash = _parent_hash(sequence, index)
         is_full = num_applied >= first + self._page_size
         page_hash = sequence.kv.page_hashes[index] if is_full else partial_page_hash(parent_hash, content)
-        self._pool.index_page(sequence.kv.pages[index], page_hash, parent_hash, content, sequence.salt)
+        entry = IndexedPage(page_hash, parent_hash, sequence.salt, tenant=sequence.tenant, weight=sequence.weight)
+        self._pool.index_page(sequence.kv.pages[index], content, entry)
 
     def _stop_filling(self, sequence: Sequence) -> None:
         parent_hash = _parent_hash(sequence, sequence.kv.num_indexed_pages)

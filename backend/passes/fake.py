@@ -9,6 +9,7 @@ An embedding counts as the token that `embedded_token` derives from its bytes.
 
 from __future__ import annotations
 
+import time
 import zlib
 from typing import TYPE_CHECKING
 
@@ -138,3 +139,13 @@ class FakePass(HostSampling):
 
     def close(self) -> None:
         self._sums = self._saved_sums = np.zeros((0, 0), np.uint64)
+
+
+class PacedFakePass(FakePass):
+    """The fake pass with steps that take as long as a real model's: requests overlap, and can be interrupted."""
+
+    STEP_S = 0.004
+
+    def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        time.sleep(self.STEP_S)
+        return super().forward(batch)

@@ -1,35 +1,40 @@
 """Decides which sequences run in the next step, and how many tokens of each. Knows pages and slots, no model, no link.
 
 There is no prefill phase and no decode phase. A step takes the running sequences first: decodes, then those with more
-tokens to compute. Then it admits as many waiting sequences as slots, pages and the token budget allow.
+tokens to compute. Then it admits waiting sequences as slots, pages and the token budget allow. Tenants take turns: see
+`tenants`. What one of them has beyond its share goes to another that waits.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.backend.kv_cache.prefix_cache import PrefixCache
+from penstock.backend.scheduling.running import RunningSequences
+from penstock.backend.scheduling.step_budget import share_out
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.backend.scheduling.wait_queue import WaitQueue
+from penstock.backend.scheduling.tenants import PREFILL_COST
+from penstock.backend.scheduling.wait_queue import Passed
 
 if TYPE_CHECKING:
-    from penstock.backend.kv_cache.host_offload import HostOffload
     from penstock.backend.kv_cache.page_pool import PagePool
-    from penstock.backend.kv_cache.prefix_cache import Prefix
     from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.sequences.tenant import TenantAccount
 
     Chunk: TypeAlias = tuple[Sequence, int]
     """A sequence with known tokens that are not computed, and how many of them the step computes."""
 
+_PREEMPTING_PART = 2
+"""Others are preempted for a tenant that has less than one part in 2 of its share. The rest of it comes as they end."""
+_MAX_PASSING = 16
+"""A sequence that does not fit is passed by as many pages as it needs itself. Tenants that have received less, or have
+less than half of their share, may pass it by this many times as much."""
+_LOOK_AGAIN_STEPS = 16
+"""A sequence that does not fit is looked at again after this many steps: more of its prefix may be cached by then."""
 
-class Scheduler:
-    """All sequences that have not ended: each is either waiting or running.
 
-    Pages and slots may be reused at once, although steps that write to them are still in flight: steps run in the order
-    in which they are planned, so a new owner writes later. A page is indexed, and so shared, only when the step that
-    completed it has been applied.
-    """
+class Scheduler(RunningSequences):
+    """All sequences that have not ended: each is either waiting or running."""
 
     def __init__(
         self,
@@ -42,64 +47,41 @@ class Scheduler:
     ) -> None:
         """A sequence that waits for another one's prefix does so while the prefix grows within max_park_steps steps.
 
-        num_plans_ahead is the largest number of plans between a step's own plan and the end of that step.
+        num_plans_ahead: see `RunningSequences`.
         """
-        self._pool = pool
-        self._page_size = page_size_tokens
+        super().__init__(pool, page_size_tokens, max_running, num_plans_ahead)
         self._max_batch_tokens = max_batch_tokens
-        self._free_slots = list(range(max_running - 1, -1, -1))
-        self.max_running = max_running
-        self._waiting = WaitQueue()
-        self._running: dict[Sequence, None] = {}  # in order of admission
-        self._prefix_cache = PrefixCache(pool, page_size_tokens)
-        self._grown: list[Sequence] = []
-        """Sequences that got more pages for this step."""
-        self._page_copies: dict[Sequence, tuple[int, int]] = {}
-        """Sequence → (source, destination) page of this step."""
-        self._copy_sources: list[int] = []
-        """Idle source pages of this step's copies. They are held until the plan is made, so that none is reused."""
-        self._page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = {}
-        """Sequence → (host place, page) pairs of this step."""
         self._max_park_steps = max_park_steps
-        self._num_plans_ahead = num_plans_ahead
         self._bisections: deque[list[Chunk]] = deque()
         """Parts of failed steps. Each runs before anything else, as a step of its own."""
         self._num_plans = 0
         """Plans with rows."""
         self._num_added = 0
-        self.num_preemptions = 0
-        self._preempted: list[Sequence] = []
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_free_slots(self) -> int:
-        return len(self._free_slots)
-
-    @property
-    def num_pages_held(self) -> int:
-        return self._pool.num_held
-
-    @property
-    def num_pages_idle(self) -> int:
-        return self._pool.num_idle
-
-    @property
-    def host_offload(self) -> HostOffload:
-        """Read by metrics only."""
-        return self._pool.host_offload
+        self._num_precedences_left = max_running
+        """Sequences that may still go before all others because they ran in an earlier backend. No more than this ran
+        there at a time, and no more can frontends that lie gain in this backend's life."""
+        self._newcomers: list[Chunk] = []
+        """Admitted in this plan."""
+        self._displaced: list[Sequence] = []
+        """Preempted for newcomers of this plan. They wait again when all of these have been admitted: one that started
+        again in the same plan would have two rows in it."""
 
     def add(self, sequence: Sequence) -> None:
-        """Put the sequence into the wait queue. The caller has checked that the pool can hold it."""
-        sequence.order = self._num_added
+        """Put the sequence into the wait queue. The caller has checked that the pool can hold it.
+
+        After an error it has not been added, and `remove` may be called nevertheless.
+        """
+        order, goes_first = self._num_added, bool(self._num_precedences_left) and sequence.has_run_before
+        account = sequence.account = self._tenants.open(sequence.tenant, sequence.weight)
+        try:
+            sequence.order, sequence.goes_first = order, goes_first
+            self._waiting.put(sequence)
+        except BaseException:
+            sequence.order, sequence.goes_first = -1, False
+            self._tenants.close(account)
+            raise
         self._num_added += 1
-        self._waiting.put(sequence)
+        self._num_precedences_left -= goes_first
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended, in whatever state. Its pages and slot are free at once."""
@@ -111,6 +93,7 @@ class Scheduler:
             self._stop_running(sequence)
         else:
             self._waiting.forget(sequence)
+        self._tenants.close(sequence.account)
         if sequence.embeddings is not None:  # no other sequence can find their KV
             self._pool.discard(sequence.kv.page_hashes)
 
@@ -120,21 +103,27 @@ class Scheduler:
             if chunks := [(sequence, length) for sequence, length in self._bisections.popleft() if not sequence.ended]:
                 return self._make_plan([], chunks)
         self._waiting.unpark_overdue(self._num_plans)
+        if self._tenants.has_idle:
+            self._tenants.forget_idle(self._waiting.floor())
+        self._newcomers = []
         num_preemptions = self.num_preemptions
         decodes, unfinished = self._choose_decodes(self._max_batch_tokens)
         budget = self._max_batch_tokens - len(decodes)
-        chunks = []
-        for sequence in unfinished:
-            num_tokens = min(sequence.num_given_tokens - sequence.num_computed, budget)
-            if num_tokens > 0 and self._find_pages(sequence, sequence.num_computed + num_tokens):
-                chunks.append((sequence, num_tokens))
-                budget -= num_tokens
-        if self.num_preemptions == num_preemptions:
-            self._admit(chunks, budget)
-        else:
+        for sequence in unfinished:  # a rewound sequence may lack a page for its last token
+            self._find_pages(sequence, sequence.num_given_tokens)
+        unfinished = [sequence for sequence in unfinished if sequence.slot is not None]
+        chunks = self._choose_chunks(unfinished, budget, may_admit=self.num_preemptions == num_preemptions)
+        for sequence in self._displaced:
+            self._waiting.put(sequence)
+        self._displaced.clear()
+        if self.num_preemptions != num_preemptions:
             decodes = [sequence for sequence in decodes if sequence.slot is not None]
             chunks = [chunk for chunk in chunks if chunk[0].slot is not None]
-        plan = self._make_plan(decodes, chunks)
+        if self._tenants.are_several:
+            self._tenants.charge_decodes(decodes)
+            for sequence, num_tokens in chunks:
+                self._tenants.charge(sequence.account, num_tokens * PREFILL_COST)
+        plan = self._make_plan(decodes, chunks + self._newcomers)
         self._num_plans += bool(plan)
         return plan
 
@@ -145,7 +134,8 @@ class Scheduler:
         for sequence in self._running:
             end = sequence.num_computed + 1
             if end <= sequence.num_given_tokens:
-                unfinished.append(sequence)
+                if end < sequence.num_given_tokens or not sequence.awaits_mask:
+                    unfinished.append(sequence)
             elif end >= sequence.max_total_tokens:
                 continue  # the very last token is never computed: nothing follows it
             elif end > sequence.capacity_tokens:
@@ -161,6 +151,36 @@ class Scheduler:
                 sequence.num_computed += 1
                 decodes.append(sequence)
         return decodes, unfinished
+
+    def _choose_chunks(self, unfinished: list[Sequence], budget: int, *, may_admit: bool) -> list[Chunk]:
+        """Share the budget among running sequences with given tokens left to compute, and newcomers.
+
+        Tenants that have received less come first. Returns the chunks of the former.
+        """
+        may_admit = may_admit and self._may_admit_any()
+        if not unfinished:
+            if may_admit:
+                self._admit(budget)
+            return []
+        if self._tenants.are_several:
+            unfinished.sort(key=lambda sequence: sequence.account.service)
+            if may_admit:
+                budget = self._admit(budget, before=unfinished)
+                unfinished = [sequence for sequence in unfinished if sequence.slot is not None]
+        needs = [sequence.num_given_tokens - sequence.num_computed for sequence in unfinished]
+        num_of_first = len(unfinished)
+        if self._tenants.are_several:
+            num_of_first = sum(sequence.account is unfinished[0].account for sequence in unfinished)
+        grants, left = share_out(needs, budget, num_of_first_tenant=num_of_first, someone_waits=may_admit)
+        if may_admit and left:
+            left = self._admit(left, in_parts=left < budget)
+        chunks = []
+        for sequence, need, grant in zip(unfinished, needs, grants, strict=True):
+            extra = min(left, need - grant)
+            left -= extra
+            if grant + extra:
+                chunks.append((sequence, grant + extra))
+        return chunks
 
     def bisect(self, chunks: list[Chunk]) -> None:
         """A step with these rows has failed. Rewind them to before it, and run each half as a step of its own first."""
@@ -195,155 +215,119 @@ class Scheduler:
         self._copy_sources.clear()
         return plan
 
-    def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The step that computed the sequence's first num_tokens has been applied. Pages that they fill can be shared,
-        and sequences that wait for these pages are unparked."""
-        self._waiting.unpark(self._prefix_cache.note_computed(sequence, num_tokens))
+    # Admission
 
-    def invalidate_tenant(self, sequence: Sequence) -> None:
-        """Make all cached pages of the sequence's tenant unfindable: its logits were bad, so its pages may be, and with
-        them the pages that it found or that others copied from it."""
-        self._prefix_cache.invalidate_tenant(sequence.salt)
+    def _may_admit_any(self) -> bool:
+        """Whether a look at the wait queue can lead to anything. Cheap: asked in every plan."""
+        return len(self._waiting) > self._waiting.num_parked and (bool(self._free_slots) or self._tenants.are_several)
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        """Start waiting sequences in order while budget, slots and pages last.
+    def _admit(self, budget: int, *, before: list[Sequence] | None = None, in_parts: bool = False) -> int:
+        """Start waiting sequences while budget, slots and pages last. Returns the budget that is left.
+
+        before: only of tenants that have received no more service than the first of these sequences, and have none of
+        them. in_parts: a prompt that does not fit the budget gets half of it, so that a shorter one behind it fits.
+        """
+        busy = {sequence.account for sequence in before or ()}
+        if before is None:
+            for sequence, passed in self._waiting.passed():
+                if budget > 0 and self._is_due(passed) and self._may_start(sequence):
+                    num_left = self._start_if_it_fits(sequence, budget, in_parts=in_parts)
+                    passed.again_step = self._num_plans + _LOOK_AGAIN_STEPS
+                    passed.num_available = self._pool.num_available - min(0, num_left)
+                    budget = num_left if num_left >= 0 else budget
+        while budget > 0 and (head := self._waiting.head()) is not None:
+            if before and (head.account in busy or head.account.service > before[0].account.service):
+                break
+            if not self._may_start(head):
+                break
+            num_left = self._start_if_it_fits(head, budget, in_parts=in_parts)
+            if num_left >= 0:
+                budget = num_left
+            elif self._free_slots and self._waiting.can_pass(head):
+                num_pages = self._pages_for(len(head.tokens) + 1)
+                num_available = self._pool.num_available - num_left
+                self._waiting.pass_over(head, Passed(num_pages, num_available, self._num_plans + _LOOK_AGAIN_STEPS))
+            else:
+                break
+        return budget
+
+    def _is_due(self, passed: Passed) -> bool:
+        is_due = self._pool.num_available >= passed.num_available or self._num_plans >= passed.again_step
+        return is_due or not self._running
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether there may be a slot for the sequence, and it may pass those before it that do not fit.
 
         A slot is kept free for each parked sequence, because it came first. This also bounds the number of sequences of
         one prefix that are looked at in one plan.
         """
-        while (
-            len(self._free_slots) > self._waiting.num_parked
-            and budget > 0
-            and (sequence := self._waiting.head()) is not None
-        ):
-            prefix = self._prefix_cache.find(sequence)
-            num_available = prefix.num_full_pages * self._page_size + prefix.num_copied_tokens
-            if prefix.awaited is not None and sequence.parking.may_wait(
-                num_available, self._num_plans, self._max_park_steps
-            ):
-                self._waiting.park_head(prefix.awaited, self._num_plans + self._max_park_steps)
-                continue
-            # All its known tokens and the next one must fit now, and so must the pages that others take before its
-            # first step is applied. Otherwise it could be preempted before it makes progress.
-            num_tokens = min(len(sequence.tokens) + 1, sequence.max_total_tokens)
-            num_new = self._pages_for(num_tokens) - len(prefix.pages)
-            num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
-            if num_left < 0 or not self._is_enough(num_left, sequence):
-                return
-            self._waiting.take_head()
-            self._start(sequence, prefix, num_new, may_copy=num_left > 0 or not self._pool.is_idle(prefix.copy_source))
-            num_tokens = min(sequence.num_given_tokens - sequence.num_computed, budget)
-            chunks.append((sequence, num_tokens))
-            budget -= num_tokens
-
-    def _is_enough(self, num_left: int, newcomer: Sequence) -> bool:
-        """Whether num_left pages last for the plans that are made before the newcomer's first step is applied."""
-        num_ahead = self._num_plans_ahead
-        if num_left >= num_ahead * (len(self._running) + 1):
-            return True
-        num_tokens, most = len(newcomer.tokens), newcomer.max_total_tokens
-        num_due = self._pages_for(min(num_tokens + max(1, num_ahead), most))
-        num_due -= self._pages_for(min(num_tokens + 1, most))
-        for sequence in self._running:
-            num_tokens = max(sequence.num_computed, sequence.num_given_tokens) + num_ahead
-            last_computed = sequence.max_total_tokens - 1
-            if num_tokens > sequence.capacity_tokens < last_computed:
-                num_due += self._pages_for(min(num_tokens, last_computed)) - len(sequence.kv.pages)
-        return num_left >= num_due
-
-    def _start(self, sequence: Sequence, prefix: Prefix, num_new_pages: int, *, may_copy: bool) -> None:
-        """may_copy: the source page is held by others, or one page is left over."""
-        kv = sequence.kv
-        self._running[sequence] = None
-        sequence.slot = self._free_slots.pop()
-        for page in prefix.pages:
-            self._pool.hold(page)
-        self._pool.mark_for_offload(kv.page_hashes[: len(prefix.pages)])
-        places = list(map(self._pool.host_offload.restore, kv.page_hashes[len(prefix.pages) : prefix.num_full_pages]))
-        kv.num_prefilled = len(prefix.pages) * self._page_size
-        num_cached = prefix.num_full_pages * self._page_size
-        if prefix.num_copied_tokens and may_copy:
-            num_cached += prefix.num_copied_tokens
-            if self._pool.is_idle(prefix.copy_source):
-                self._pool.hold(prefix.copy_source)
-                self._copy_sources.append(prefix.copy_source)
-        self._give_pages(sequence, prefix.pages + self._pool.allocate(num_new_pages))
-        if places:
-            self._page_restores[sequence] = tuple(zip(places, kv.pages[len(prefix.pages) :], strict=False))
-        if num_cached > prefix.num_full_pages * self._page_size:
-            self._page_copies[sequence] = prefix.copy_source, kv.pages[prefix.num_full_pages]
-        sequence.num_computed = kv.num_cached = num_cached
-        kv.num_indexed_pages = len(prefix.pages)
-        kv.next_page_end = kv.num_prefilled + self._page_size
-        self._prefix_cache.start(sequence)
-
-    def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Get pages for num_tokens of a running sequence, and preempt lower ranks for them. False if it is preempted
-        itself."""
-        if sequence.slot is None:
+        is_poor = self._is_poor(sequence.account)
+        if len(self._free_slots) <= self._waiting.num_parked and not is_poor:
             return False
-        missing = self._pages_for(num_tokens) - len(sequence.kv.pages)
-        while missing > self._pool.num_available:
-            last = max(self._running, key=lambda running: (running.rank, running.order))
-            self._preempt(last)
-            if last is sequence:
+        account = sequence.account
+        for other, passed in self._waiting.passed():
+            if other is sequence:
+                break
+            goes_first = other.account is not account and (is_poor or account.service < other.account.service)
+            if other.parking.num_pages_passed >= (_MAX_PASSING if goes_first else 1) * passed.num_pages:
                 return False
-        if missing > 0:
-            self._give_pages(sequence, self._pool.allocate(missing))
-            self._grown.append(sequence)
         return True
 
-    def _give_pages(self, sequence: Sequence, pages: list[int]) -> None:
-        sequence.kv.pages += pages
-        sequence.capacity_tokens = len(sequence.kv.pages) * self._page_size
+    def _is_poor(self, account: TenantAccount) -> bool:
+        """With one more slot the tenant has at most half of its share, or it has none."""
+        if not self._tenants.are_several:
+            return False
+        num_due = self._tenants.share_of(account) * self.max_running / _PREEMPTING_PART
+        return account.num_running + 1 <= max(1.0, num_due)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Put a running sequence back into the wait queue. Its pages stay cached until others need them."""
-        self._pool.mark_for_offload(sequence.kv.page_hashes[: sequence.kv.num_indexed_pages])
-        self._stop_running(sequence)
-        sequence.restart()
-        self._waiting.put(sequence)
-        self._preempted.append(sequence)
-        self.num_preemptions += 1
+    def _start_if_it_fits(self, sequence: Sequence, budget: int, *, in_parts: bool) -> int:
+        """Start the head of the queue or a passed sequence, or park it. Returns the budget that is left, unless there
+        is no room: then minus the missing pages, or -1 without a free slot."""
+        prefix = self._prefix_cache.find(sequence)
+        num_available = prefix.num_full_pages * self._page_size + prefix.num_copied_tokens
+        if prefix.awaited is not None and sequence.parking.may_wait(
+            num_available, self._num_plans, self._max_park_steps
+        ):
+            self._waiting.take(sequence)
+            self._waiting.park(sequence, prefix.awaited, self._num_plans + self._max_park_steps)
+            return budget
+        # All its known tokens and the next one must fit now, and so must the pages that others take before its
+        # first step is applied. Otherwise it could be preempted before it makes progress.
+        num_tokens = min(len(sequence.tokens) + 1, sequence.max_total_tokens)
+        num_new = self._pages_for(num_tokens) - len(prefix.pages)
+        num_left = self._pool.num_available - num_new - sum(map(self._pool.is_idle, prefix.pages))
+        num_missing = -num_left if num_left < 0 else 0 if self._is_enough(num_left, sequence) else 1
+        if num_missing or not self._free_slots:
+            if not self._take_from_others(sequence, num_missing):
+                return -max(1, num_missing)
+            if not self._waiting.is_next(sequence):  # the preemption has unparked one that comes before it
+                return budget
+            return self._start_if_it_fits(sequence, budget, in_parts=in_parts)
+        passes, num_available = list(self._waiting.passed_before(sequence)), self._pool.num_available
+        self._waiting.take(sequence)
+        self._start(sequence, prefix, num_new, may_copy=num_left > 0 or not self._pool.is_idle(prefix.copy_source))
+        for other in passes:
+            other.parking.num_pages_passed += num_available - self._pool.num_available
+        num_missing = sequence.num_given_tokens - sequence.num_computed
+        grant = num_missing if num_missing <= budget else (budget + 1) // 2 if in_parts else budget
+        self._newcomers.append((sequence, grant))
+        if self._tenants.are_several:
+            self._tenants.charge(sequence.account, grant * PREFILL_COST)
+        return budget - grant
 
-    def take_saves(self) -> tuple[tuple[int, int], ...]:
-        """(page, host place) pairs to copy before the next step. Call it when that step is launched."""
-        return self._pool.host_offload.take_saves()
-
-    def take_preempted(self) -> list[Sequence]:
-        """Sequences preempted since the last call, once per preemption."""
-        preempted, self._preempted = self._preempted, []
-        return preempted
-
-    def _stop_running(self, sequence: Sequence) -> None:
-        del self._running[sequence]
-        self._waiting.unpark(self._prefix_cache.stop(sequence))
-        self._pool.release(sequence.kv.pages)
-        sequence.kv.pages = []
-        if sequence.slot is not None:
-            self._free_slots.append(sequence.slot)
-            sequence.slot = None
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
-
-    def check_integrity(self) -> None:
-        """Raises RuntimeError unless pages and slots are conserved and each parked sequence waits for a running one."""
-        self._pool.check_integrity()
-        holders = Counter(page for sequence in self._running for page in sequence.kv.pages)
-        if len(holders) != self._pool.num_held:
-            raise RuntimeError(f"{self._pool.num_held} pages are held, running sequences have {len(holders)}")
-        if any(self._pool.num_holders(page) != count for page, count in holders.items()):
-            raise RuntimeError("a page's holder count differs from the number of sequences that have it")
-        slots = {sequence.slot for sequence in self._running}
-        if None in slots or len(slots) != len(self._running) or len(slots) + len(self._free_slots) != self.max_running:
-            raise RuntimeError(f"{len(slots)} slots are taken and {len(self._free_slots)} free of {self.max_running}")
-        for sequence in self._running:
-            if sequence.ended or self._pages_for(sequence.num_computed) > len(sequence.kv.pages):
-                raise RuntimeError("a running sequence has ended or computed more than its pages hold")
-        for sequence in self._waiting.sequences():
-            if sequence.kv.pages or sequence.slot is not None or sequence.ended or sequence in self._running:
-                raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
-        if any(sequence.parking.deadline_step < self._num_plans for sequence in self._waiting.parked()):
-            raise RuntimeError("a parked sequence is past its deadline")
-        self._prefix_cache.check_integrity(self._running, self._waiting.parked_keys())
+    def _take_from_others(self, sequence: Sequence, num_pages: int) -> bool:
+        """Preempt sequences of tenants over their share, if the sequence's tenant stays at half of its own."""
+        account = sequence.account
+        if not self._is_poor(account):
+            return False
+        num_held = sum(len(other.kv.pages) for other in self._running if other.account is account)
+        num_due = self._tenants.share_of(account) * self._pool.num_pages / _PREEMPTING_PART
+        if num_pages and num_held + self._pages_for(len(sequence.tokens) + 1) > num_due:
+            return False
+        num_slots = 0 if self._free_slots else 1
+        kept = {newcomer for newcomer, _ in self._newcomers}
+        victims = self._choose_victims(account, num_slots, num_pages, kept)
+        for victim in victims:
+            self._preempt(victim, requeue=False)
+        self._displaced += victims
+        return bool(victims)

@@ -9,6 +9,7 @@ from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.sequences.kv_state import KvState
 from penstock.backend.sequences.parking import Parking
 from penstock.backend.sequences.subscribers import Subscribers
+from penstock.backend.sequences.tenant import NOBODY
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import SamplingParams
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from penstock.shm.messages import EventLogprobs
 
 _NO_TOKEN = frozenset([NOT_FINITE])
+NEW = 1 << 63
+"""`admitted_ns` of a sequence that has not been admitted before."""
 
 
 class Sequence:
@@ -27,18 +30,22 @@ class Sequence:
     the main thread does not know it yet.
 
     Only the main thread writes, with one exception: the executor sets `stopped_generation` when a sampled token ends
-    the sequence for all its subscribers, or a step of it fails. So rows that are already planned for it are dropped
-    before the main thread knows.
+    the sequence for all its subscribers, when a step of it fails, or when a mask is late. So rows that are already
+    planned for it are dropped before the main thread knows. In the first two cases it sets `final_generation` too.
     """
 
     __slots__ = (
+        "account",
+        "admitted_ns",
         "capacity_tokens",
         "common_stop_ids",
         "constraints",
         "embeddings",
         "ended",
         "fast_path_until",
+        "final_generation",
         "generation",
+        "goes_first",
         "kept_logprobs",
         "kv",
         "max_total_tokens",
@@ -59,7 +66,9 @@ class Sequence:
         "stopped_generation",
         "subscriber_ids",
         "subscribers",
+        "tenant",
         "tokens",
+        "weight",
     )
 
     def __init__(
@@ -70,7 +79,10 @@ class Sequence:
         sampling: SamplingParams,
         *,
         salt: bytes = b"",
+        tenant: bytes = b"",
+        weight: float = 1.0,
         rank: float = 0.0,
+        admitted_ns: int = 0,
         constraints: SequenceConstraints | None = None,
     ) -> None:
         # Tokens
@@ -80,6 +92,12 @@ class Sequence:
         self.sampling = sampling
         self.salt = salt
         """Keeps tenants apart in the prefix cache."""
+        self.tenant = tenant
+        """Whom the scheduler charges for its tokens."""
+        self.weight = weight
+        """The tenant's share in proportion to the others', as of this request."""
+        self.account = NOBODY
+        """The tenant's; set by `Scheduler.add`."""
         self.constraints = constraints
         """Used by the executor's thread alone."""
         self.embeddings: Loan | None = None
@@ -107,8 +125,13 @@ class Sequence:
         # Its turn
         self.rank = rank
         """Lower runs sooner and is preempted later."""
+        self.admitted_ns = admitted_ns or NEW
+        """When an earlier backend, or a frontend without one, first admitted it: among equal ranks the oldest runs
+        first. NEW for a new sequence, which runs after all of these."""
         self.order = -1
-        """Order of arrival, which decides among equal ranks; set by `Scheduler.add`."""
+        """Order of arrival, which decides among new sequences of equal ranks; set by `Scheduler.add`."""
+        self.goes_first = False
+        """It goes before all tenants' others, until it starts; see `WaitQueue`."""
         self.queue_s: float | None = None
         """Seconds from arrival to the first plan."""
         self.parking = Parking()
@@ -126,15 +149,37 @@ class Sequence:
         self.generation = 0
         """Counts rewinds and the end. Results of a step for an older generation are dropped."""
         self.stopped_generation = -1
+        """The generation whose later rows are dropped."""
+        self.final_generation = -1
         """The generation in which a token ended it for all subscribers, or a step of it failed."""
         self.ended = False
         """Removed from the scheduler: finished, cancelled, expired or failed."""
+
+    @property
+    def turn(self) -> tuple[float, int, int]:
+        """Its place among all sequences: the lowest is admitted first and preempted last."""
+        return self.rank, self.admitted_ns, self.order
+
+    @property
+    def has_run_before(self) -> bool:
+        """An earlier backend has generated tokens for it."""
+        if self.admitted_ns == NEW:
+            return False
+        num_prompt_tokens = self.output_start or self.num_prompt_tokens
+        return any(subscriber.next_index > num_prompt_tokens for subscriber in self.subscribers)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self.subscribers.add(subscriber)
         self.common_stop_ids &= subscriber.stop_token_ids
         self.max_total_tokens = max(self.max_total_tokens, subscriber.max_total_tokens)
         self.fast_path_until = 0
+
+    def shorten(self, tokens: bytes, constraints: SequenceConstraints | None) -> None:
+        """Begin with fewer of the tokens, and with the constraints after these. It has not been scheduled yet."""
+        self.tokens = array("i")
+        self.tokens.frombytes(tokens)
+        self.num_given_tokens = len(self.tokens)
+        self.constraints = constraints
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         self.subscribers.remove(subscriber)
@@ -153,6 +198,11 @@ class Sequence:
             self.subscriber_ids = tuple((subscriber.frontend, subscriber.request_id) for subscriber in self.subscribers)
         has_logprobs = self.sampling.num_logprobs >= 0
         self.fast_path_until = 0 if has_logprobs else min(self.kv.next_page_end, self.subscribers.first_end)
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Its next token cannot be sampled yet. The executor wakes the loop when it can."""
+        return self.constraints is not None and self.constraints.awaits_mask
 
     @property
     def num_applied(self) -> int:

@@ -6,22 +6,24 @@ the next one. `rewind` undoes tokens that were dropped after they were sampled, 
 
 from __future__ import annotations
 
+import time
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.backend.structured_output.grammar_costs import Growth, Pace, error_of, one_line
 from penstock.backend.structured_output.token_bits import bits_of, bits_of_all, clear_bit, set_bit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from llguidance import LLMatcher
 
+    from penstock.backend.structured_output.grammars import CompiledGrammar
     from penstock.backend.structured_output.token_bits import TokenBits
     from penstock.shm.messages import Constraints
-
-_MAX_ERROR_CHARACTERS = 300
-"""Error text sent to a grammar's author; a `Failure` holds at most 512."""
 
 
 class ConstraintFailed(Exception):
@@ -29,26 +31,37 @@ class ConstraintFailed(Exception):
 
 
 class SequenceConstraints:
-    """Once made, used only by the thread that runs the steps."""
+    """Once made, used only by the threads that run the steps, and by that of `LateMasks` while `late` is not done."""
 
     def __init__(
         self,
         requested: Constraints,
-        matcher: LLMatcher | None,
+        grammar: CompiledGrammar | None,
         stop_ids: frozenset[int],
         vocab_size: int,
         forced: Sequence[int] = (),
+        backlog: Sequence[int] = (),
+        tenant: bytes = b"",
     ) -> None:
-        """matcher belongs to this sequence and is at its beginning. stop_ids are masked until min_tokens.
+        """grammar is this sequence's own copy, at its beginning. stop_ids are masked until min_tokens.
 
         The forced ids are sampled first, and all other constraints begin after them. They are a prompt whose log
-        probabilities were requested, without its first token.
+        probabilities were requested, without its first token. The backlog are tokens that were generated before, in
+        another backend; they are taken in before the first mask. The tenant is whose turn its late masks take.
         """
+        self.tenant = tenant
         self._requested = requested
+        self._backlog = backlog
+        self.late: LateMask | None = None
+        """The mask that `LateMasks` fills for this sequence, or has filled. It owns these constraints until then."""
         self._forced = forced
         self._num_forced = 0
         """Forced ids sampled so far."""
-        self._matcher = matcher
+        self._matcher = grammar.matcher if grammar is not None else None
+        self._pace = grammar.pace if grammar is not None else Pace()
+        self._growth = grammar.growth if grammar is not None else Growth()
+        self._failure: ConstraintFailed | None = None
+        """Raised where the next mask is due. The token at which the grammar met a limit is still delivered."""
         allowed = requested.allowed_token_ids
         self._allowed = bits_of(allowed, vocab_size) if allowed else bits_of_all(vocab_size)
         # A client may name stop ids beyond the vocabulary: they are never sampled.
@@ -61,10 +74,29 @@ class SequenceConstraints:
 
     @property
     def num_tokens(self) -> int:
-        return self._num_forced + len(self._tokens)
+        """Generated tokens, with the backlog."""
+        return self._num_forced + len(self._tokens) + len(self._backlog)
 
-    def advance(self, token_id: int) -> None:
-        """Take the next generated token. Raises ConstraintFailed."""
+    @property
+    def is_late(self) -> bool:
+        """The next mask takes long, or may: `LateMasks` should fill it."""
+        if self._backlog:
+            return True
+        return self._pace.is_slow and self._grammar_start is not None and self._num_forced >= len(self._forced)
+
+    @property
+    def awaits_mask(self) -> bool:
+        """`LateMasks` is filling the next mask. Safe from any thread."""
+        late = self.late
+        return late is not None and not late.is_done
+
+    def take_backlog(self) -> Sequence[int]:
+        """The caller gives these tokens to `advance` first."""
+        backlog, self._backlog = self._backlog, ()
+        return backlog
+
+    def advance(self, token_id: int, consume: Callable[[LLMatcher, int], bool] | None = None) -> None:
+        """Take the next generated token. consume has a matcher take in a token; default: `consume_token`."""
         if self._num_forced < len(self._forced):
             self._num_forced += 1
             return
@@ -74,8 +106,14 @@ class SequenceConstraints:
         if self._grammar_start is None:
             if self._ends_with(self._requested.grammar_after):
                 self._grammar_start = len(self._tokens)
-        elif self._matcher is not None and not self._matcher.consume_token(token_id):
-            raise ConstraintFailed(_describe_error(self._matcher))
+        elif self._matcher is not None and self._failure is None:
+            # Another consume may work in another thread, whose CPU time cannot be asked for.
+            clock = time.thread_time_ns if consume is None else time.perf_counter_ns
+            began_ns = clock()
+            took = self._matcher.consume_token(token_id) if consume is None else consume(self._matcher, token_id)
+            self._pace.note(clock() - began_ns)
+            if not took:
+                self._failure = self._fail(self._matcher)
 
     def rewind(self, num_tokens: int) -> None:
         """Drop all but the first num_tokens tokens taken. Does nothing when no more than that were taken."""
@@ -95,6 +133,8 @@ class SequenceConstraints:
 
         min_tokens and bad_words are ignored where they would leave no token; the other constraints are not.
         """
+        if self._failure is not None:
+            raise self._failure
         if (forced := self._forced_token()) is not None:
             mask[:] = 0
             set_bit(mask, forced)
@@ -113,10 +153,18 @@ class SequenceConstraints:
     def _grammar_mask(self, matcher: LLMatcher, like: TokenBits) -> TokenBits:
         """The tokens that the grammar allows next."""
         mask = np.zeros_like(like)
+        began_ns = time.thread_time_ns()
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        spent_ns = time.thread_time_ns() - began_ns
+        self._pace.note(spent_ns)
         if matcher.is_error():
-            raise ConstraintFailed(_describe_error(matcher))
+            raise self._fail(matcher)
+        self._growth.note(spent_ns, matcher)
         return mask
+
+    def _fail(self, matcher: LLMatcher) -> ConstraintFailed:
+        self._growth.is_spent = True
+        return ConstraintFailed(one_line(f"the grammar cannot continue: {error_of(matcher)}"))
 
     def _forced_token(self) -> int | None:
         """The next forced id, or the next token of thinking_end once the reasoning budget is spent."""
@@ -139,6 +187,21 @@ class SequenceConstraints:
         return bool(run) and tuple(self._tokens[-len(run) :]) == run
 
 
-def _describe_error(matcher: LLMatcher) -> str:
-    """One line of bounded length: the client's own text may be part of it."""
-    return " ".join(f"the grammar cannot continue: {matcher.get_error()}".split())[:_MAX_ERROR_CHARACTERS]
+class LateMask:
+    """A mask that `LateMasks` fills: the one after the first num_tokens generated tokens.
+
+    Until it is done, the constraints belong to the thread of `LateMasks`.
+    """
+
+    __slots__ = ("constraints", "failure", "is_done", "mask", "num_tokens", "tenant", "tokens")
+
+    def __init__(self, constraints: SequenceConstraints, tokens: Iterable[int], num_tokens: int) -> None:
+        self.constraints = weakref.ref(constraints)
+        """Dead when the sequence has ended; then nothing is left to do."""
+        self.tenant = constraints.tenant
+        self.tokens = deque(tokens)
+        """Tokens that the constraints take in first."""
+        self.num_tokens = num_tokens
+        self.mask: TokenBits | None = None
+        self.failure: ConstraintFailed | None = None
+        self.is_done = False

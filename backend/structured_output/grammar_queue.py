@@ -6,16 +6,19 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.structured_output.grammar_compiler import MAX_PENDING, BadGrammar, TooManyGrammars
+from penstock.backend.structured_output.compile_pool import CompilerFailed
+from penstock.backend.structured_output.grammar_compiler import MAX_PENDING, TooManyGrammars
+from penstock.backend.structured_output.grammars import BadGrammar
 from penstock.shm.messages import Failure, FailureCode
+from penstock.shm.process.retry_times import DrainRate
+from penstock.shm.process.tenant_places import is_over_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from llguidance import LLMatcher
-
     from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+    from penstock.backend.structured_output.grammars import CompiledGrammar
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import Grammar
 
@@ -28,11 +31,15 @@ class WaitingSubmission:
     arrived_s: float
     deadline_s: float | None
     grammar: Grammar
-    future: Future[LLMatcher]
+    future: Future[CompiledGrammar]
 
 
 class GrammarQueue:
-    """Owned by `OpenRequests`, on the main thread. The compiler's thread calls `wake` when a grammar is compiled."""
+    """Owned by `OpenRequests`, on the main thread. A thread of the compiler calls `wake` when a grammar is compiled.
+
+    max_waiting requests may wait, and beyond that those of a tenant that has less than its share of the places: see
+    `tenant_places`.
+    """
 
     def __init__(self, compiler: GrammarCompiler | None, wake: Callable[[], None], max_waiting: int) -> None:
         """compiler is None when the model has no tokenizer.json; then every grammar is refused."""
@@ -41,8 +48,12 @@ class GrammarQueue:
         self._max_waiting = max_waiting
         self._waiting: dict[tuple[int, int], WaitingSubmission] = {}
         self._num_waiting_for: Counter[Grammar] = Counter()
+        self.num_waiting_of: Counter[bytes] = Counter()
+        """Waiting requests of each tenant."""
+        self._num_settled = 0
+        self._settle_rate = DrainRate()
         self._done: deque[WaitingSubmission] = deque()
-        """Filled by the compiler's thread. Some of these submissions have been removed since."""
+        """Filled by the compiler's threads. Some of these submissions have been removed since."""
 
     @property
     def num_waiting(self) -> int:
@@ -53,49 +64,73 @@ class GrammarQueue:
 
     def submit(
         self, submission: Submission, grammar: Grammar, arrived_s: float, deadline_s: float | None
-    ) -> LLMatcher | Failure | None:
-        """A matcher if the grammar is compiled already, a failure, or None: the submission waits here from now on."""
-        request_id = submission.submit.request_id
+    ) -> CompiledGrammar | Failure | None:
+        """The grammar if it is compiled already, a failure, or None: the submission waits here from now on.
+
+        One that was admitted before a backend's death has passed the limits, and they do not hold for it.
+        """
+        request_id, tenant = submission.submit.request_id, submission.submit.tenant
+        is_new = not submission.submit.admitted_ns
         if self._compiler is None:
             text = "this model has no tokenizer.json, which grammars need"
             return Failure(request_id, FailureCode.BAD_GRAMMAR, text=text)
         try:
-            matcher = self._compiler.find_compiled(grammar)
+            compiled = self._compiler.find_compiled(grammar)
         except BadGrammar as error:
             return Failure(request_id, FailureCode.BAD_GRAMMAR, text=str(error))
-        if matcher is not None:
-            return matcher
-        if len(self._waiting) >= self._max_waiting:
-            return Failure(request_id, FailureCode.OVERLOADED, self._max_waiting)
+        if compiled is not None:
+            return compiled
+        if is_new and is_over_share(self.num_waiting_of, tenant, self._max_waiting):
+            return self._overload(request_id, self._max_waiting)
         try:
-            future = self._compiler.compile(grammar)
+            future = self._compiler.compile(grammar, tenant, is_limited=is_new)
         except TooManyGrammars:
-            return Failure(request_id, FailureCode.OVERLOADED, MAX_PENDING)
+            return self._overload(request_id, MAX_PENDING)
         waiting = WaitingSubmission(submission, arrived_s, deadline_s, grammar, future)
         self._waiting[submission.frontend, request_id] = waiting
         self._num_waiting_for[grammar] += 1
+        self.num_waiting_of[tenant] += 1
         future.add_done_callback(lambda _: self._note_done(waiting))
         return None
+
+    def _overload(self, request_id: int, limit: int) -> Failure:
+        """The refusal, with the time in which all that wait here are settled at the recent rate."""
+        retry_after_s = self._settle_rate.retry_after_s(len(self._waiting), self._num_settled)
+        return Failure(request_id, FailureCode.OVERLOADED, limit, retry_after_s=retry_after_s)
 
     def _note_done(self, waiting: WaitingSubmission) -> None:
         self._done.append(waiting)
         self._wake()
 
-    def take_settled(self) -> list[tuple[WaitingSubmission, LLMatcher | Failure]]:
+    def take_settled(self) -> list[tuple[WaitingSubmission, CompiledGrammar | Failure]]:
         """Remove and return the submissions whose grammar is compiled or bad. Those still waiting cost nothing."""
-        outcomes: list[tuple[WaitingSubmission, LLMatcher | Failure]] = []
+        outcomes: list[tuple[WaitingSubmission, CompiledGrammar | Failure]] = []
         while self._done:
             waiting = self._done.popleft()
             submission = waiting.submission
-            if self.find(submission.frontend, submission.request_id) is not waiting or self._compiler is None:
+            if self._compiler is None:
+                continue
+            if self.find(submission.frontend, submission.request_id) is not waiting:
+                self._compiler.settle_abandoned(waiting.grammar, waiting.future)
                 continue
             self._pop(submission.frontend, submission.request_id)
+            self._num_settled += 1
+            self._settle_rate.note(self._num_settled)
             try:
                 outcomes.append((waiting, self._compiler.take_result(waiting.grammar, waiting.future)))
             except BadGrammar as error:
                 failure = Failure(submission.request_id, FailureCode.BAD_GRAMMAR, text=str(error))
                 outcomes.append((waiting, failure))
+            except CompilerFailed:
+                outcomes.append((waiting, Failure(submission.request_id, FailureCode.INTERNAL)))
         return outcomes
+
+    def take_all(self) -> list[Submission]:
+        """Remove and return all submissions. Their grammars are not compiled unless that has begun."""
+        submissions = [waiting.submission for waiting in self._waiting.values()]
+        for submission in submissions:
+            self.remove(submission.frontend, submission.request_id)
+        return submissions
 
     def remove(self, frontend: int, request_id: int) -> bool:
         """Return whether the request waited here. Cancels its grammar if no other request waits for it; one that is
@@ -116,4 +151,8 @@ class GrammarQueue:
         self._num_waiting_for[waiting.grammar] -= 1
         if not self._num_waiting_for[waiting.grammar]:
             del self._num_waiting_for[waiting.grammar]
+        tenant = waiting.submission.submit.tenant
+        self.num_waiting_of[tenant] -= 1
+        if not self.num_waiting_of[tenant]:
+            del self.num_waiting_of[tenant]
         return waiting

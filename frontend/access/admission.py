@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 from penstock.frontend.access.api_keys import Keyring
 from penstock.frontend.access.cors import Cors
 from penstock.frontend.access.hosts import AllowedHosts
-from penstock.frontend.access.rate_limits import RateLimiter, UsageTable
+from penstock.frontend.access.payer import address_payer
+from penstock.frontend.access.rate_limits import RateLimiter
+from penstock.frontend.access.usage_table import UsageTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from penstock.frontend.access.api_keys import ApiKey
+    from penstock.frontend.settings import TenantBy
     from penstock.frontend.transport.exchange import Exchange
 
 
@@ -27,19 +30,22 @@ class Admission:
         cors_origins: Iterable[str] = (),
         allowed_hosts: Iterable[str] = ("*",),
         usage: UsageTable | None = None,
+        tenant_by: TenantBy = "none",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """allowed_hosts matter while there are no keys. All workers count in usage; without one, this worker
-        counts alone. Raises ValueError for duplicate or too many keys."""
+        """allowed_hosts and tenant_by matter while there are no keys. All workers count in usage; without one, this
+        worker counts alone. Raises ValueError for duplicate or too many keys."""
         self._keyring = Keyring(keys)
         self._rate_limiter = RateLimiter(usage or UsageTable.private(), self._keyring.limited, clock)
         self._hosts = AllowedHosts(allowed_hosts)
+        self._tenant_by = tenant_by
         self.cors = Cors(cors_origins)
 
     def set_keys(self, keys: Iterable[ApiKey]) -> None:
         """Replace the keys; requests that run continue. Raises ValueError, and then the old keys stay."""
-        self._keyring = Keyring(keys)
-        self._rate_limiter.set_keys(self._keyring.limited)
+        keyring = Keyring(keys)
+        self._rate_limiter.set_keys(keyring.limited)
+        self._keyring = keyring
 
     def check_host(self, exchange: Exchange) -> None:
         """Reject DNS rebinding. Skipped when keys are set, because a foreign page has no key. Raises ApiError."""
@@ -47,14 +53,16 @@ class Admission:
             self._hosts.check(exchange)
 
     def identify(self, exchange: Exchange) -> None:
-        """Note on the exchange which key sent the request. Raises ApiError."""
+        """Note on the exchange which key sent the request, and whom to charge for it. Raises ApiError."""
         key = self._keyring.check(exchange)
-        if key is not None:
-            exchange.tenant, exchange.key_name = key.salt, key.name
+        if key is None:
+            exchange.payer = address_payer(exchange, self._tenant_by)
+        else:
+            exchange.tenant = exchange.payer = key.salt
+            exchange.key_name, exchange.weight = key.name, key.weight
 
     def admit(self, exchange: Exchange) -> None:
         """Count the request against its key's limits until the exchange is finished. Raises ApiError."""
         account = self._rate_limiter.account(exchange.tenant)
         if account is not None:
-            account.admit()
-            exchange.account = account
+            exchange.claim = account.admit()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind
+from penstock.shm.messages import MAX_WEIGHT, MIN_WEIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,6 +26,12 @@ _MAX_FILE_BYTES = 1 << 20
 _KEY = re.compile(r"[!-~]{1,512}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _COUNT = re.compile(r"[1-9]\d{0,11}")
+_WEIGHT = re.compile(r"\d{1,3}(\.\d{1,6})?")
+_RULES = {
+    "name": "up to 64 letters, digits and _.-",
+    "weight": f"a decimal number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
+}
+"""The words of a line that are not limits."""
 _SALT_CONTEXT = b"penstock: the tenant of an API key"
 _SALT_BYTES = 16
 
@@ -51,6 +58,8 @@ class ApiKey:
     secret: bytes
     name: str
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - frozen
+    weight: float = 1.0
+    """Its owner's share of the device in proportion to the other keys'."""
 
     def __repr__(self) -> str:
         return f"ApiKey({self.name})"
@@ -71,8 +80,8 @@ def named_keys(secrets_: Iterable[str]) -> list[ApiKey]:
 
 
 def read_key_file(path: Path) -> list[ApiKey]:
-    """Return the keys of a file with one key per line: `KEY [name=NAME] [requests_in_flight=N] [requests_per_minute=N]
-    [tokens_per_minute=N]`.
+    """Return the keys of a file with one key per line: `KEY [name=NAME] [weight=W] [requests_in_flight=N]
+    [requests_per_minute=N] [tokens_per_minute=N]`.
 
     Empty lines and lines that begin with # are skipped; a key without a name is named line-N. Raises KeyFileError.
     """
@@ -103,21 +112,22 @@ def _read_line(words: Sequence[str], number: int) -> ApiKey:
     """Raises ValueError."""
     if not _KEY.fullmatch(words[0]) or "," in words[0]:
         raise ValueError("a key must be 1 to 512 printable characters without a comma")
-    name = f"line-{number}"
+    name, weight = f"line-{number}", 1.0
     limits: dict[str, int] = {}
     for word in words[1:]:
         field, equals, value = word.partition("=")
         if field == "name" and _NAME.fullmatch(value):
             name = value
+        elif field == "weight" and _WEIGHT.fullmatch(value) and MIN_WEIGHT <= float(value) <= MAX_WEIGHT:
+            weight = float(value)
         elif field in KeyLimits.__struct_fields__ and _COUNT.fullmatch(value):
             limits[field] = int(value)
-        elif equals and field in ("name", *KeyLimits.__struct_fields__):
-            rule = "up to 64 letters, digits and _.-" if field == "name" else "a number of at least 1"
-            raise ValueError(f"{field} must be {rule}")
+        elif equals and field in (*_RULES, *KeyLimits.__struct_fields__):
+            raise ValueError(f"{field} must be {_RULES.get(field, 'a number of at least 1')}")
         else:
-            known = ", ".join(f"{known}=" for known in ("name", *KeyLimits.__struct_fields__))
+            known = ", ".join(f"{known}=" for known in (*_RULES, *KeyLimits.__struct_fields__))
             raise ValueError(f"word {words.index(word) + 1} is unknown; use {known}")
-    return ApiKey(words[0].encode(), name, KeyLimits(**limits))
+    return ApiKey(words[0].encode(), name, KeyLimits(**limits), weight)
 
 
 class Keyring:

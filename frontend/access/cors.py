@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 _MAX_AGE_S = 600
 _REQUESTED_HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
 _EXPOSED = (
-    b"x-request-id, retry-after, server-timing, x-penstock-coalesced, x-ratelimit-limit-requests, "
-    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
-    b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
+    b"x-request-id, retry-after, server-timing, x-penstock-coalesced, x-penstock-ignored, "
+    b"x-ratelimit-limit-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, "
+    b"x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )
 
 

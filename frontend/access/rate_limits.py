@@ -1,109 +1,38 @@
-"""Rate limits of API keys: their use in the last minute, counted over all workers of one `frontend` command.
+"""Limits of API keys: what a key uses is claimed before and settled after, counted over all workers.
 
-The workers share a table in memory that has a row for each worker and key. Only that worker writes the row; to learn
-what a key has used, a worker adds up all rows of the key. Two workers that read at the same moment may both admit the
-last request, so a limit can be exceeded by one request for each further worker.
+Claims are exact: a worker writes its claim first and adds up second, so of two workers that claim the last place at the
+same moment both may be refused, but never both admitted. Three things stay inexact. Tokens that a request did not ask
+for by a number (it has no max_tokens) count as they are generated, so they can pass the limit. At the turn of a minute
+a worker may read a row of which another has written half. What a worker's requests hold is lost with the worker.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from penstock.frontend.access.api_keys import MAX_LIMITED_KEYS
-from penstock.frontend.transport.errors import ApiError, ErrorKind
-from penstock.shm.memory import region
+from penstock.frontend.access.usage_table import MAX_ROWS, WINDOW_S, UsageRow, UsageTable
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later
+from penstock.shm.process.retry_times import DrainRate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from penstock.frontend.access.api_keys import ApiKey
     from penstock.frontend.transport.asgi import Headers
+    from penstock.frontend.transport.exchange import PlannedUse
 
-WINDOW_S = 60
-_ROW_WORDS = 8
-_NUM_ROWS = 4 * MAX_LIMITED_KEYS
-_REGION_WORDS = _ROW_WORDS * _NUM_ROWS
-
-
-class _UsageRow(NamedTuple):
-    """One worker's counts for one key. minute counts from CLOCK_MONOTONIC's zero; *_before are of the minute before."""
-
-    key_id: int
-    in_flight: int = 0
-    minute: int = 0
-    requests: int = 0
-    tokens: int = 0
-    requests_before: int = 0
-    tokens_before: int = 0
-
-    def at(self, minute: int) -> _UsageRow:
-        """Return the row as it counts in a later minute."""
-        if minute == self.minute:
-            return self
-        is_next = minute == self.minute + 1
-        before = (self.requests, self.tokens) if is_next else (0, 0)
-        return _UsageRow(self.key_id, self.in_flight, minute, 0, 0, *before)
-
-
-class UsageTable:
-    """The rows of all workers. This worker writes only its own."""
-
-    def __init__(self, mapping: mmap.mmap, num_workers: int = 1, worker: int = 0) -> None:
-        """Clears the rows of an earlier worker with the same number."""
-        self._words = memoryview(mapping).cast("Q")
-        self._num_workers = num_workers
-        self._start = worker * _REGION_WORDS
-        self.clear()
-
-    @staticmethod
-    def create_fd(num_workers: int) -> int:
-        """Return the fd of a table for so many workers. The caller owns it."""
-        fd = region.create("penstock-usage", 8 * _REGION_WORDS * num_workers)
-        region.seal(fd)
-        return fd
-
-    @classmethod
-    def attach(cls, fd: int, num_workers: int, worker: int) -> UsageTable:
-        """Raises RegionError."""
-        return cls(region.attach(fd, 8 * _REGION_WORDS * num_workers, writable=True), num_workers, worker)
-
-    @classmethod
-    def private(cls) -> UsageTable:
-        return cls(mmap.mmap(-1, 8 * _REGION_WORDS))
-
-    def clear(self) -> None:
-        self._words[self._start : self._start + _REGION_WORDS] = memoryview(bytes(8 * _REGION_WORDS)).cast("Q")
-
-    def store(self, row: _UsageRow) -> None:
-        offset = self._row_offset(self._start, row.key_id)
-        for index, value in enumerate(row[1:], start=offset + 1):
-            self._words[index] = value
-        self._words[offset] = row.key_id
-
-    def rows(self, key_id: int) -> Iterator[_UsageRow]:
-        """Yield every worker's row of this key."""
-        for start in range(0, self._num_workers * _REGION_WORDS, _REGION_WORDS):
-            offset = self._row_offset(start, key_id)
-            if self._words[offset]:
-                yield _UsageRow(*self._words[offset : offset + len(_UsageRow._fields)])
-
-    def _row_offset(self, start: int, key_id: int) -> int:
-        """Return the index of the key's row in a region, or of a free one. At least three of four rows are always
-        free."""
-        row = key_id % _NUM_ROWS
-        while self._words[start + _ROW_WORDS * row] not in (0, key_id):
-            row = (row + 1) % _NUM_ROWS
-        return start + _ROW_WORDS * row
+_LIVE_STEP_TOKENS = 256
+"""A claim that is used up grows by this much, so that generated tokens rarely write the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Meter:
-    """One limit per minute, with the use in this minute and in the one before. share is the elapsed part of this
-    minute, 0 to 1."""
+    """One limit per minute, with the use in this minute and in the one before. now includes what requests in flight
+    have reserved. share is the elapsed part of this minute, 0 to 1."""
 
     limit: int
     now: int
@@ -111,20 +40,27 @@ class _Meter:
     share: float
 
     @property
-    def remaining(self) -> int:
-        """Unused part of the limit. The previous minute counts by its share of the last 60 s, as if its use had been
-        even."""
-        return max(0, math.floor(self.limit - self.now - self.before * (1 - self.share)))
+    def _left(self) -> float:
+        """The previous minute counts by its share of the last 60 s, as if its use had been even."""
+        return self.limit - self.now - self.before * (1 - self.share)
 
     @property
-    def seconds_to_one(self) -> float:
-        """Seconds until one more is allowed, if nothing else is used."""
-        if self.remaining:
+    def is_exceeded(self) -> bool:
+        return self._left < 0
+
+    @property
+    def remaining(self) -> int:
+        """Unused part of the limit."""
+        return max(0, math.floor(self._left))
+
+    def seconds_to(self, amount: int) -> float:
+        """Seconds until this much, at most the limit, is allowed if nothing else is used."""
+        if self.remaining >= amount:
             return 0.0
-        available = self.limit - 1 - self.now
+        available = self.limit - amount - self.now
         if available >= 0 and self.before:
             return WINDOW_S * max(0.0, 1 - available / self.before - self.share)
-        later = 1 - (self.limit - 1) / self.now if self.now else 0.0
+        later = 1 - (self.limit - amount) / self.now if self.now else 0.0
         return WINDOW_S * (1 - self.share + later)
 
     @property
@@ -135,42 +71,26 @@ class _Meter:
 
 
 class Account:
-    """Counts one key's use through this worker, and enforces its limits over all workers."""
+    """Counts one key's use through this worker, and enforces its limits over all workers.
+
+    A key has one account in a worker as long as any request of it is in flight, also when the key is removed meanwhile.
+    """
 
     def __init__(self, key: ApiKey, table: UsageTable, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
+        self.row = UsageRow(int.from_bytes(key.salt[:8], "little") | 1)
         self._table = table
         self._clock = clock
-        self._row = _UsageRow(int.from_bytes(key.salt[:8], "little") | 1)
+        self._release_rate = DrainRate(clock)
 
-    def admit(self) -> None:
-        """Count a request as in flight until `release`. Raises ApiError: 429 with the headers of `headers`."""
-        limits = self.key.limits
-        most = limits.requests_in_flight
-        if most is not None:
-            in_flight = sum(row.in_flight for row in self._table.rows(self._row.key_id))
-            if in_flight >= most:
-                raise self._refusal(f"this key has {in_flight} requests in flight; its limit is {most}", 1.0)
-        for unit, meter in self._meters().items():
-            if not meter.remaining:
-                message = f"this key has used up its limit of {meter.limit} {unit} per minute; retry later"
-                raise self._refusal(message, meter.seconds_to_one)
-        row = self._now()
-        self._store(row._replace(requests=row.requests + 1))
-        self.hold()
-
-    def hold(self) -> None:
-        """Count one more request as in flight until `release`."""
-        row = self._now()
-        self._store(row._replace(in_flight=row.in_flight + 1))
-
-    def release(self) -> None:
-        row = self._now()
-        self._store(row._replace(in_flight=max(0, row.in_flight - 1)))
-
-    def charge(self, num_tokens: int) -> None:
-        row = self._now()
-        self._store(row._replace(tokens=row.tokens + num_tokens))
+    def admit(self) -> Claim:
+        """Claim one request and one sequence until `Claim.release`. Raises ApiError: 429 with `headers`."""
+        try:
+            self._claim(1, 0, num_requests=1)
+        except ApiError as error:
+            error.headers = (*error.headers, *self.headers())
+            raise
+        return Claim(self)
 
     def headers(self) -> Headers:
         """Return OpenAI's rate limit headers for the limits that the key has."""
@@ -184,53 +104,192 @@ class Account:
                 headers.append((f"x-ratelimit-{what}-{unit}".encode(), value.encode()))
         return headers
 
-    def move_to(self, key: ApiKey) -> None:
-        """Take the same key with new limits; what it has used stays."""
-        self.key = key
-        self._table.store(self._row)
+    @property
+    def is_counted(self) -> bool:
+        """Whether something of the last minutes, or a request in flight, still counts."""
+        row = self._now()
+        return row.is_held or row.has_uses
+
+    # Called by claims
+
+    def reserve(self, planned: PlannedUse) -> tuple[int, int]:
+        """Claim what a request needs beyond its one sequence. Return the added sequences and tokens.
+
+        Raises ApiError: 400 if the request alone exceeds a limit, 429 if it does together with the key's others.
+        """
+        limits = self.key.limits
+        most = limits.requests_in_flight
+        if most is not None and planned.num_sequences > most:
+            message = f"{planned.num_sequences} choices over all prompts; the limit of this key is {most} in flight"
+            invalid(planned.sequences_field, message)
+        num_tokens = planned.prompt_tokens + planned.answer_tokens
+        if (per_minute := limits.tokens_per_minute) is not None:
+            least = planned.prompt_tokens + (planned.answer_tokens if planned.is_stated else 1)
+            if least > per_minute:
+                message = f"{least} tokens with the prompt; the limit of this key is {per_minute} per minute"
+                invalid(planned.tokens_field, message)
+            if not planned.is_stated:
+                num_tokens = max(least, min(num_tokens, self._meters()["tokens"].remaining))
+        self._claim(planned.num_sequences - 1, num_tokens)
+        return planned.num_sequences - 1, num_tokens
+
+    def change(self, *, num_sequences: int = 0, num_reserved: int = 0, num_used: int = 0) -> None:
+        """Add to what is in flight, reserved and used, without asking. Sequences that are subtracted have ended."""
+        row = self._now()
+        num_released = max(0, -num_sequences)
+        self._store(
+            row._replace(
+                in_flight=row.in_flight + num_sequences,
+                reserved=row.reserved + num_reserved,
+                tokens=row.tokens + num_used,
+                released=row.released + num_released,
+            )
+        )
+        if num_released:
+            self._release_rate.note(sum(other.released for other in self._rows()))
+
+    def _claim(self, num_sequences: int, num_tokens: int, num_requests: int = 0) -> None:
+        """Add to what is in flight. Raises ApiError and adds nothing if that exceeds a limit."""
+        before = self._now()
+        self._store(
+            before._replace(
+                in_flight=before.in_flight + num_sequences,
+                reserved=before.reserved + num_tokens,
+                requests=before.requests + num_requests,
+            )
+        )
+        refusal = self._in_flight_refusal(num_sequences, num_requests) or self._rate_refusal(num_tokens, num_requests)
+        if refusal is not None:
+            self._store(before)
+            message, retry_after_s = refusal
+            raise retry_later(ErrorKind.RATE_LIMITED, message, math.ceil(retry_after_s))
+
+    def _in_flight_refusal(self, num_sequences: int, num_requests: int) -> tuple[str, float] | None:
+        """Return the message and the seconds to wait if the claim of so many sequences, now stored, is too much."""
+        most = self.key.limits.requests_in_flight
+        rows = list(self._rows())
+        in_flight = sum(row.in_flight for row in rows)
+        if most is None or in_flight <= most:
+            return None
+        needed = "" if num_requests else f" with this one, whose choices need {num_sequences} more"
+        message = f"this key has {in_flight - num_sequences} requests in flight{needed}; its limit is {most}"
+        num_released = sum(row.released for row in rows)
+        return message, self._release_rate.retry_after_s(in_flight - most, num_released)
+
+    def _rate_refusal(self, num_tokens: int, num_requests: int) -> tuple[str, float] | None:
+        """Return the message and the seconds to wait if the claim, now stored, exceeds a limit per minute."""
+        for unit, meter in self._meters().items():
+            amount = num_requests if unit == "requests" else num_tokens
+            # A request is admitted before its tokens are known: then at least one must be left.
+            if not meter.is_exceeded and (amount or unit == "requests" or meter.remaining):
+                continue
+            free = replace(meter, now=meter.now - amount)
+            message = f"this key has used up its limit of {meter.limit} {unit} per minute; retry later"
+            if amount > 1:
+                message = (
+                    f"this request may use {amount} {unit}, but this key has {free.remaining} left of its limit of "
+                    f"{meter.limit} per minute; retry later"
+                )
+            return message, free.seconds_to(max(1, amount))
+        return None
 
     def _meters(self) -> dict[str, _Meter]:
         limits = self.key.limits
         minute, share = divmod(self._clock() / WINDOW_S, 1)
-        rows = [row.at(int(minute)) for row in self._table.rows(self._row.key_id)]
+        rows = [row.at(int(minute)) for row in self._rows()]
         meters = {}
         if limits.requests_per_minute is not None:
             used = sum(row.requests for row in rows), sum(row.requests_before for row in rows)
             meters["requests"] = _Meter(limits.requests_per_minute, *used, share)
         if limits.tokens_per_minute is not None:
-            used = sum(row.tokens for row in rows), sum(row.tokens_before for row in rows)
+            used = sum(row.tokens + row.reserved for row in rows), sum(row.tokens_before for row in rows)
             meters["tokens"] = _Meter(limits.tokens_per_minute, *used, share)
         return meters
 
-    def _now(self) -> _UsageRow:
-        return self._row.at(int(self._clock() / WINDOW_S))
+    def _rows(self) -> Iterable[UsageRow]:
+        return self._table.rows(self.row.key_id)
 
-    def _store(self, row: _UsageRow) -> None:
-        self._row = row
+    def _now(self) -> UsageRow:
+        return self.row.at(int(self._clock() / WINDOW_S))
+
+    def _store(self, row: UsageRow) -> None:
+        self.row = row
         self._table.store(row)
 
-    def _refusal(self, message: str, retry_after_s: float) -> ApiError:
-        after = (b"retry-after", b"%d" % max(1, math.ceil(retry_after_s)))
-        return ApiError(ErrorKind.RATE_LIMITED, message, headers=(after, *self.headers()))
+
+class Claim:
+    """What one request holds of its key's limits, until every exchange that shares the claim has released it."""
+
+    def __init__(self, account: Account) -> None:
+        """The account has counted one sequence for it."""
+        self._account = account
+        self._num_sequences = 1
+        self._num_reserved = 0
+        self._num_holders = 1
+
+    def share(self) -> None:
+        """Add a holder: another exchange that continues the request."""
+        self._num_holders += 1
+
+    def reserve(self, planned: PlannedUse) -> None:
+        """Claim what the request will use at most. Raises ApiError: 400 if it exceeds a limit alone, or 429."""
+        num_sequences, num_tokens = self._account.reserve(planned)
+        self._num_sequences += num_sequences
+        self._num_reserved += num_tokens
+
+    def grow_to(self, num_tokens: int) -> None:
+        """Count tokens that are used beyond the reserved ones at once."""
+        if num_tokens > self._num_reserved:
+            added = num_tokens - self._num_reserved + _LIVE_STEP_TOKENS
+            self._account.change(num_reserved=added)
+            self._num_reserved += added
+
+    def settle(self, num_tokens: int) -> None:
+        """Replace the reserved tokens by those that were used."""
+        reserved, self._num_reserved = self._num_reserved, 0
+        self._account.change(num_reserved=-reserved, num_used=num_tokens)
+
+    def release(self) -> None:
+        """Call once a holder. The last one frees the sequences, and the reserved tokens if they were not settled."""
+        self._num_holders -= 1
+        if not self._num_holders:
+            self._account.change(num_sequences=-self._num_sequences, num_reserved=-self._num_reserved)
+            self._num_sequences = self._num_reserved = 0
+
+    def headers(self) -> Headers:
+        """Return OpenAI's rate limit headers."""
+        return self._account.headers()
 
 
 class RateLimiter:
-    """The accounts of one worker's keys with limits."""
+    """The accounts of one worker's keys with limits, and of removed keys as long as something counts there."""
 
     def __init__(self, table: UsageTable, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         self._table = table
         self._clock = clock
         self._accounts: dict[bytes, Account] = {}
+        self._removed: dict[bytes, Account] = {}
         self.set_keys(keys)
 
     def set_keys(self, keys: Iterable[ApiKey]) -> None:
-        """Replace the keys. What a remaining key has used still counts."""
-        known, self._accounts = self._accounts, {}
-        self._table.clear()
-        for key in keys:
-            account = known.get(key.salt) or Account(key, self._table, self._clock)
-            account.move_to(key)
-            self._accounts[key.salt] = account
+        """Replace the keys. What a key has used or has in flight still counts, also if it was removed meanwhile.
+
+        Raises ValueError, and then the old keys stay, while too many removed keys have requests in flight.
+        """
+        known = self._removed | self._accounts
+        added = {key.salt: key for key in keys}
+        removed = {salt: account for salt, account in known.items() if salt not in added and account.is_counted}
+        for salt in [salt for salt, account in removed.items() if not account.row.is_held][MAX_LIMITED_KEYS:]:
+            del removed[salt]
+        if len(added) + len(removed) > MAX_ROWS:
+            raise ValueError(f"{len(removed)} removed keys still have requests in flight; reload again later")
+        self._removed = removed
+        self._accounts = {
+            salt: known.get(salt) or Account(key, self._table, self._clock) for salt, key in added.items()
+        }
+        for salt, account in self._accounts.items():
+            account.key = added[salt]
+        self._table.replace(account.row for account in (removed | self._accounts).values())
 
     def account(self, salt: bytes) -> Account | None:
         """Return the account of the key with this salt; None for a key without limits."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.frontend.formats.base import Format
+    from penstock.frontend.generation.answers import Settle
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.decoding import AnsweredBody
@@ -40,6 +41,7 @@ class AnswerStyle:
 
     id_prefix: str
     make_format: MakeFormat
+    settle: Settle | None = None
 
 
 async def answer_chat(
@@ -76,21 +78,21 @@ async def answer_prompts(
     log_entry = _log_entry(exchange, identity, usage)
     answer = style.make_format(identity, usage, _stream_usage_options(body))
     try:
-        choices = await submit(request, policy, served, backend)
-        exchange.charge(usage.prompt_tokens)
-        runner = ChoiceRunner(exchange, choices, usage, log_entry)
+        choices = await submit(request, policy, served, backend, exchange.claim)
+        runner = ChoiceRunner(exchange, choices, usage, log_entry, backend)
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: runner.timings().as_dict()
         exchange.on_disconnect(runner.cancel)
         if not body.stream:
-            await answer_whole(exchange, runner, answer, num_best=(body.n or 1) if body.ranks_candidates else None)
-        elif (error := await answer_stream(exchange, runner, answer)) is not None:
+            await answer_whole(
+                exchange, runner, answer, style.settle, num_best=(body.n or 1) if body.ranks_candidates else None
+            )
+        elif (error := await answer_stream(exchange, runner, answer, style.settle)) is not None:
             log_entry.finish_reason = finish_reason_of(error)
     except BaseException as error:
         log_entry.finish_reason = finish_reason_of(error)
         raise
     finally:
-        exchange.charge(usage.completion_tokens)
         log_entry.observe(backend.board, time.monotonic())
 
 

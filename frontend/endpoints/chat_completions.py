@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
 from penstock.frontend.formats.chat import ChatFormat
-from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.decoding import decode_chat
 
 if TYPE_CHECKING:
@@ -18,6 +17,5 @@ _STYLE = AnswerStyle("chatcmpl-", ChatFormat)
 
 async def create_chat_completion(exchange: Exchange, context: EndpointContext) -> None:
     """POST /v1/chat/completions. Raises ApiError, ClientGoneError."""
-    data, served = await context.receive(exchange, ChatBody)
-    body = decode_chat(data)
-    await answer_chat(exchange, body, served, context.backend, _STYLE, num_body_bytes=len(data))
+    body, served, num_body_bytes = await context.receive_body(exchange, decode_chat)
+    await answer_chat(exchange, body, served, context.backend, _STYLE, num_body_bytes=num_body_bytes)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from penstock.frontend.schemas.unknown_fields import check_unknown_fields
+from msgspec import Struct
+
+from penstock.frontend.schemas.body_structure import SMALL_BODY_BYTES, check_structure
+from penstock.frontend.schemas.ignored_fields import IGNORED_HEADER, IgnoredFields
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
+from penstock.frontend.transport.sse import EventStream
 
 if TYPE_CHECKING:
-    from msgspec import Struct
+    from collections.abc import Callable
 
     from penstock.frontend.access.admission import Admission
     from penstock.frontend.generation.served_model import ModelKeeper, ServedModel
@@ -18,9 +23,11 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.open_exchanges import OpenExchanges
     from penstock.shm.client import BackendClient
 
+Body = TypeVar("Body", bound=Struct)
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
 _BODY_TIMEOUT_S = 30.0
-_MODEL_TIMEOUT_S = 2.0
-"""How long a request waits for a model that is about to be loaded."""
 _JSON_TYPES = (b"application/json", b"text/json")
 
 
@@ -33,43 +40,85 @@ class EndpointContext:
     admission: Admission
     limits: WorkerLimits
     exchanges: OpenExchanges
+    ignored_fields: IgnoredFields
 
-    async def receive(self, exchange: Exchange, body_type: type[Struct] | None = None) -> tuple[bytes, ServedModel]:
-        """Admit the request; return its body and the model. With a body_type, look for fields that it does not have.
+    async def receive_body(self, exchange: Exchange, decode: Callable[[bytes], Body]) -> tuple[Body, ServedModel, int]:
+        """Admit the request; return its body, the model and the body's size in bytes. Report fields that are ignored.
 
-        Checks that need no body come before the body is read. Raises ApiError, ClientGoneError.
+        Raises ApiError, ClientGoneError.
         """
-        self._check_capacity()
+        data = await self._receive_data(exchange)
+        if len(data) <= SMALL_BODY_BYTES:
+            body = decode(data)
+        else:
+            async with exchange.cancelled_on_disconnect():
+                body = await asyncio.to_thread(decode, data)
+        ignored = await self.ignored_fields.check(data, type(body), exchange.key_name)
+        if ignored is not None:
+            exchange.more_headers = (*exchange.more_headers, (IGNORED_HEADER, ignored))
+        served = await self.model_soon(exchange, is_streaming=getattr(body, "stream", None) is True)
+        return body, served, len(data)
+
+    async def receive(self, exchange: Exchange) -> tuple[bytes, ServedModel]:
+        """Admit the request; return its body and the model. Raises ApiError, ClientGoneError."""
+        data = await self._receive_data(exchange)
+        return data, await self.model_soon(exchange)
+
+    async def _receive_data(self, exchange: Exchange) -> bytes:
+        """Checks that need no body come before the body is read. Raises ApiError, ClientGoneError."""
+        self._check_capacity(exchange)
         _check_content_type(exchange)
         self.admission.admit(exchange)
         data = await exchange.read_body(max_bytes=self.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
-        if body_type is not None:
-            check_unknown_fields(data, body_type, exchange.request_id, refuses=self.limits.refuses_unknown_fields)
-        return data, await self.model_soon(exchange)
+        self._check_open_requests(exchange)
+        self.exchanges.take_place(exchange)
+        await check_structure(data)
+        return data
 
-    def _check_capacity(self) -> None:
+    def _check_capacity(self, exchange: Exchange) -> None:
         if self.exchanges.is_draining:
             raise shutting_down()
-        if len(self.exchanges) > self.limits.max_open_requests:
-            message = (
-                f"too many open requests: the limit of this worker is {self.limits.max_open_requests}; retry later"
-            )
-            raise retry_later(ErrorKind.OVERLOADED, message, 1)
+        self._check_open_requests(exchange)
         if self.models.settled.is_set():
             self.model_now()
 
-    async def model_soon(self, exchange: Exchange) -> ServedModel:
-        """Return the model; wait for one that is about to be loaded, as in a worker that has just started."""
-        if self.models.current is None:
-            await exchange.wait_for(self.models.settled, _MODEL_TIMEOUT_S)
+    def _check_open_requests(self, exchange: Exchange) -> None:
+        places = self.exchanges.places
+        if not places.has(exchange.payer):
+            message = f"too many open requests: the limit of this worker is {places.limit}; retry later"
+            raise retry_later(ErrorKind.OVERLOADED, message, self.exchanges.retry_after_s())
+
+    async def model_soon(self, exchange: Exchange, *, is_streaming: bool = False) -> ServedModel:
+        """Return the model. In a worker that has just started, wait for its backend, as a new request does later while
+        no backend is ready. A client that asks for a stream receives keep-alive comments. Raises ApiError."""
+        models = self.models
+        if models.current is None and models.num_waiting < self.limits.max_held_requests:
+            models.num_waiting += 1
+            if is_streaming:
+                EventStream(exchange, lambda: ())
+            try:
+                await exchange.wait_for(models.settled, self.limits.hold_timeout_s)
+            finally:
+                models.num_waiting -= 1
+                exchange.idle_action = None
         return self.model_now()
 
     def model_now(self) -> ServedModel:
         """Return the model. Raises ApiError when none is loaded."""
         served = self.models.current
         if served is None:
-            raise retry_later(ErrorKind.UNAVAILABLE, "the model is still loading; retry later", 2)
+            message = "the model is still loading; retry later"
+            raise retry_later(ErrorKind.UNAVAILABLE, message, self.backend.retry_after_s)
         return served
+
+
+async def run_sized(
+    num_bytes: int, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
+) -> Result:
+    """Call a function that works on that much of a request; in a thread if it is much, so that the loop runs on."""
+    if num_bytes <= SMALL_BODY_BYTES:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def _check_content_type(exchange: Exchange) -> None:

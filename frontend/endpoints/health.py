@@ -25,11 +25,11 @@ async def health(exchange: Exchange, _context: EndpointContext) -> None:
 
 async def ready(exchange: Exchange, context: EndpointContext) -> None:
     """GET /ready: a request could be answered now. Raises ApiError."""
-    if context.exchanges.is_draining:
+    if context.exchanges.is_stopping:
         raise shutting_down()
     if not context.backend.ready:
         message = "the backend is not connected or makes no progress; retry later"
-        raise retry_later(ErrorKind.UNAVAILABLE, message, 1)
+        raise retry_later(ErrorKind.UNAVAILABLE, message, context.backend.retry_after_s)
     context.model_now()
     await exchange.respond(200, msgspec.json.encode({"status": "ready"} | shown_counters(context)))
 

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
 from penstock.frontend.endpoints.chat_translation import instructed, renamed, shared_fields
+from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.models import check_model
 from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.formats.messages import MessagesFormat
@@ -53,17 +54,16 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 async def create_message(exchange: Exchange, context: EndpointContext) -> None:
     """POST /v1/messages. Raises ApiError, ClientGoneError."""
-    data, served = await context.receive(exchange, MessagesBody)
-    body = decode_messages(data)
+    body, served, num_body_bytes = await context.receive_body(exchange, decode_messages)
     with renamed(_RENAMED):
-        chat = as_chat(body)
-        check_chat(chat)
+        async with exchange.cancelled_on_disconnect():
+            chat = await run_sized(num_body_bytes, checked_chat, body)
 
         def make_format(identity: Identity, usage: Usage, _: StreamUsageOptions) -> MessagesFormat:
             return MessagesFormat(identity, usage, exchange.request_id)
 
         style = AnswerStyle("msg_", make_format)
-        await answer_chat(exchange, chat, served, context.backend, style, num_body_bytes=len(data))
+        await answer_chat(exchange, chat, served, context.backend, style, num_body_bytes=num_body_bytes)
 
 
 async def count_tokens(exchange: Exchange, context: EndpointContext) -> None:
@@ -71,13 +71,19 @@ async def count_tokens(exchange: Exchange, context: EndpointContext) -> None:
     ClientGoneError."""
     data, served = await context.receive(exchange)
     async with exchange.cancelled_on_disconnect():
-        body = decode_count_tokens(data)
+        body = await run_sized(len(data), decode_count_tokens, data)
         with renamed(_RENAMED):
             check_model(body.model, served.card)
-            chat = as_chat(body)
-            check_chat(chat)
+            chat = await run_sized(len(data), checked_chat, body)
             prompt = await render_chat(chat, served, is_long=True)
         await exchange.respond(200, msgspec.json.encode({"input_tokens": len(prompt)}))
+
+
+def checked_chat(body: CountTokensBody) -> ChatBody:
+    """Return the same request as a valid chat. Raises ApiError."""
+    chat = as_chat(body)
+    check_chat(chat)
+    return chat
 
 
 def as_chat(body: CountTokensBody) -> ChatBody:

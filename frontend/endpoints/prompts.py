@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
 
+_PIECE_TOKENS = 1 << 16
+"""Token ids that are checked at a time; more are checked in a thread."""
+
 
 async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> list[int]:
     """Return the token ids of a chat by the model's template. A long one is rendered in a thread. Raises ApiError."""
@@ -45,8 +48,12 @@ async def encode_prompts(body: CompletionBody, served: ServedModel) -> list[list
         with_special = body.add_special_tokens is not False
         return await _encode(body, "prompt", texts, served, add_special_tokens=with_special)
     prompts = [prompt for prompt in given if isinstance(prompt, list)]
-    for position, prompt in enumerate(prompts):
-        _check_token_ids(f"prompt[{position}]" if body.has_several_prompts() else "prompt", prompt, served.card)
+
+    def check() -> None:
+        for position, prompt in enumerate(prompts):
+            check_token_ids(f"prompt[{position}]" if body.has_several_prompts() else "prompt", prompt, served.card)
+
+    await asyncio.to_thread(check) if sum(map(len, prompts)) > _PIECE_TOKENS else check()
     return prompts
 
 
@@ -74,7 +81,10 @@ def truncated(body: AnsweredBody, prompt: list[int], card: ModelCard) -> list[in
     return prompt[:limit] if body.truncation_side == "right" else prompt[-limit:]
 
 
-def _check_token_ids(param: str, token_ids: list[int], card: ModelCard) -> None:
-    largest = max(token_ids)
-    if largest >= card.vocab_size:
-        invalid(param, f"token id {largest} is outside the vocabulary of {card.vocab_size}")
+def check_token_ids(param: str, token_ids: list[int], card: ModelCard) -> None:
+    """Raises ApiError. Callable from any thread."""
+    # In pieces: one call of C code over a million tokens would hold the interpreter's lock throughout.
+    for start in range(0, len(token_ids), _PIECE_TOKENS):
+        largest = max(token_ids[start : start + _PIECE_TOKENS])
+        if largest >= card.vocab_size:
+            invalid(param, f"token id {largest} is outside the vocabulary of {card.vocab_size}")

@@ -10,7 +10,6 @@ from penstock.frontend.formats.completion import CompletionFormat
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.answer_rules.rules import AnswerRules
 from penstock.frontend.generation.submission.submit import PreparedRequest
-from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.decoding import decode_completion
 
 if TYPE_CHECKING:
@@ -22,8 +21,7 @@ _STYLE = AnswerStyle("cmpl-", CompletionFormat)
 
 async def create_completion(exchange: Exchange, context: EndpointContext) -> None:
     """POST /v1/completions. Raises ApiError, ClientGoneError."""
-    data, served = await context.receive(exchange, CompletionBody)
-    body = decode_completion(data)
+    body, served, _ = await context.receive_body(exchange, decode_completion)
     async with exchange.cancelled_on_disconnect():
         prompts = await encode_prompts(body, served)
     rules = AnswerRules(grammar=requested_grammar(body))

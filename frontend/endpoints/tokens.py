@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.models import check_model
-from penstock.frontend.endpoints.prompts import render_chat, render_text
+from penstock.frontend.endpoints.prompts import check_token_ids, render_chat, render_text
 from penstock.frontend.schemas.decoding import decode_chat
 from penstock.frontend.schemas.utilities import decode_detokenize, decode_tokenize
-from penstock.frontend.transport.errors import invalid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.utilities import TokenizeBody
     from penstock.frontend.transport.exchange import Exchange
 
+_PIECE_TOKENS = 1 << 16
 _INLINE_TOKENS = 1024
 """More tokens are decoded, or described one by one, in a thread."""
 
@@ -31,72 +32,96 @@ async def tokenize(exchange: Exchange, context: EndpointContext) -> None:
     """POST /tokenize, as vLLM has it; with `content` as llama.cpp has it. Raises ApiError, ClientGoneError."""
     data, served = await context.receive(exchange)
     async with exchange.cancelled_on_disconnect():
-        body, chat = decode_tokenize(data)
+        body, chat = await run_sized(len(data), decode_tokenize, data)
         check_model(body.model, served.card)
         if body.content is None:
             answer = await _vllm_answer(body, chat, served)
         else:
             answer = await _llama_cpp_answer(body, body.content, served)
-        await _respond(exchange, answer)
+        await exchange.respond_in_parts(200, answer)
 
 
 async def detokenize(exchange: Exchange, context: EndpointContext) -> None:
     """POST /detokenize: the text under vLLM's name and under llama.cpp's. Raises ApiError, ClientGoneError."""
     data, served = await context.receive(exchange)
     async with exchange.cancelled_on_disconnect():
-        body = decode_detokenize(data)
+        body = await run_sized(len(data), decode_detokenize, data)
         check_model(body.model, served.card)
-        largest = max(body.tokens, default=0)
-        if largest >= served.card.vocab_size:
-            invalid("tokens", f"token id {largest} is outside the vocabulary of {served.card.vocab_size}")
-        decode = partial(served.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        text = await asyncio.to_thread(decode) if len(body.tokens) > _INLINE_TOKENS else decode()
-        await _respond(exchange, {"prompt": text, "content": text})
+
+        def write() -> bytes:
+            check_token_ids("tokens", body.tokens, served.card)
+            text = served.tokenizer.decode(body.tokens, skip_special_tokens=False)
+            return msgspec.json.encode({"prompt": text, "content": text})
+
+        await exchange.respond(200, await asyncio.to_thread(write) if len(body.tokens) > _INLINE_TOKENS else write())
 
 
 async def apply_template(exchange: Exchange, context: EndpointContext) -> None:
     """POST /apply-template: a chat request's prompt as text. Raises ApiError, ClientGoneError."""
     data, served = await context.receive(exchange)
     async with exchange.cancelled_on_disconnect():
-        body = decode_chat(data)
+        body = await run_sized(len(data), decode_chat, data)
         check_model(body.model, served.card)
-        await _respond(exchange, {"prompt": await render_text(body, served, is_long=True)})
+        text = await render_text(body, served, is_long=True)
+        await exchange.respond(200, await run_sized(len(text), msgspec.json.encode, {"prompt": text}))
 
 
-async def _vllm_answer(body: TokenizeBody, chat: ChatBody | None, served: ServedModel) -> dict[str, Any]:
+async def _vllm_answer(body: TokenizeBody, chat: ChatBody | None, served: ServedModel) -> list[bytes]:
     if chat is not None:
         token_ids = await render_chat(chat, served, is_long=True)
     else:
         with_special = body.add_special_tokens is not False
         token_ids = await _encode(served, body.prompt or "", add_special_tokens=with_special)
-    return {
-        "count": len(token_ids),
-        "max_model_len": served.card.max_context_tokens,
-        "tokens": token_ids,
-        "token_strs": await _each(token_ids, partial(_text, served)) if body.return_token_strs else None,
-    }
+    strings = [b"null"]
+    if body.return_token_strs:
+        strings = await _each(token_ids, partial(_text, served))
+    head = b'{"count":%d,"max_model_len":%d,"tokens":' % (len(token_ids), served.card.max_context_tokens)
+    return [head, *await _numbers(token_ids), b',"token_strs":', *strings, b"}"]
 
 
-async def _llama_cpp_answer(body: TokenizeBody, content: str, served: ServedModel) -> dict[str, Any]:
+async def _llama_cpp_answer(body: TokenizeBody, content: str, served: ServedModel) -> list[bytes]:
     token_ids = await _encode(served, content, add_special_tokens=body.add_special is True)
-    tokens: Any = token_ids
     if body.with_pieces:
         tokens = await _each(token_ids, lambda token_id: {"id": token_id, "piece": _piece(served, token_id)})
-    return {"tokens": tokens}
+    else:
+        tokens = await _numbers(token_ids)
+    return [b'{"tokens":', *tokens, b"}"]
 
 
 async def _encode(served: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
     return (await served.tokenizer.encode([text], add_special_tokens=add_special_tokens))[0]
 
 
-async def _each(token_ids: list[int], describe: Callable[[int], object]) -> msgspec.Raw:
-    """Return a JSON array of each token's description. Every distinct token is described once."""
+async def _each(token_ids: list[int], describe: Callable[[int], object]) -> list[bytes]:
+    """Return a JSON array, in parts, of each token's description. Every distinct token is described once."""
+    described: dict[int, bytes] = {}
 
-    def join() -> msgspec.Raw:
-        described = {token_id: msgspec.json.encode(describe(token_id)) for token_id in set(token_ids)}
-        return msgspec.Raw(b"[%b]" % b",".join(map(described.__getitem__, token_ids)))
+    def join(piece: list[int]) -> bytes:
+        for token_id in set(piece) - described.keys():
+            described[token_id] = msgspec.json.encode(describe(token_id))
+        return b",".join(map(described.__getitem__, piece))
 
-    return await asyncio.to_thread(join) if len(token_ids) > _INLINE_TOKENS else join()
+    return await _array(token_ids, join)
+
+
+async def _numbers(token_ids: list[int]) -> list[bytes]:
+    return await _array(token_ids, lambda piece: msgspec.json.encode(piece)[1:-1])
+
+
+async def _array(token_ids: list[int], join: Callable[[list[int]], bytes]) -> list[bytes]:
+    """Return a JSON array in parts. join writes some elements with commas between them.
+
+    One call of C code over millions of tokens would hold the interpreter's lock, and so the event loop, throughout;
+    so would joining the parts.
+    """
+
+    def parts() -> list[bytes]:
+        joined = []
+        for start in range(0, len(token_ids), _PIECE_TOKENS):
+            joined += [b",", join(token_ids[start : start + _PIECE_TOKENS])]
+        return [b"[", *joined[1:], b"]"]
+
+    return await asyncio.to_thread(parts) if len(token_ids) > _INLINE_TOKENS else parts()
 
 
 def _text(served: ServedModel, token_id: int) -> str:
@@ -110,7 +135,3 @@ def _piece(served: ServedModel, token_id: int) -> str | list[int]:
         return raw.decode()
     except UnicodeDecodeError:
         return list(raw)
-
-
-async def _respond(exchange: Exchange, answer: dict[str, Any]) -> None:
-    await exchange.respond(200, msgspec.json.encode(answer))

@@ -10,18 +10,27 @@ from penstock.frontend.transport.errors import ApiError
 from penstock.frontend.transport.sse import EventStream
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from penstock.frontend.formats.base import Format
     from penstock.frontend.generation.choice import Choice
     from penstock.frontend.generation.choice_runner import ChoiceRunner
     from penstock.frontend.parsing.deltas import Delta
     from penstock.frontend.transport.exchange import Exchange
 
+    Settle = Callable[[bytes], Awaitable[None]]
+    """Awaited with the last part of an answer, before the client can see it."""
+
 _INLINE_LOGPROBS = 64
 """Tokens with log probabilities per piece; more, such as those of a prompt, are formatted in a thread."""
 
 
 async def answer_whole(
-    exchange: Exchange, runner: ChoiceRunner, answer_format: Format, num_best: int | None = None
+    exchange: Exchange,
+    runner: ChoiceRunner,
+    answer_format: Format,
+    settle: Settle | None = None,
+    num_best: int | None = None,
 ) -> None:
     """Answer with all choices, or with the num_best choices of each prompt with the likeliest tokens on average.
 
@@ -40,12 +49,18 @@ async def answer_whole(
             choice.complete(outputs[choice.index])
         return answer_format.whole([outputs[choice.index] for choice in kept])
 
-    # The prompt may have hundreds of thousands of log probabilities.
-    whole = await asyncio.to_thread(write) if kept[0].reports_prompt_logprobs else write()
+    # The prompt may have hundreds of thousands of log probabilities, and so may all choices together.
+    num_logprobs = sum(len(outputs[choice.index].logprobs) for choice in kept)
+    is_long = kept[0].reports_prompt_logprobs or num_logprobs > _INLINE_LOGPROBS
+    whole = await asyncio.to_thread(write) if is_long else write()
+    if settle is not None:
+        await settle(whole)
     await exchange.respond(200, whole, runner.headers(is_whole=True))
 
 
-async def answer_stream(exchange: Exchange, runner: ChoiceRunner, answer_format: Format) -> ApiError | None:
+async def answer_stream(
+    exchange: Exchange, runner: ChoiceRunner, answer_format: Format, settle: Settle | None = None
+) -> ApiError | None:
     """Answer with a stream of events. Return the error that ended it, if any: then it is the last event.
 
     Raises ApiError before the first event, ClientGoneError.
@@ -69,15 +84,18 @@ async def answer_stream(exchange: Exchange, runner: ChoiceRunner, answer_format:
         if event:
             await send(event)
 
+    failure: ApiError | None = None
     try:
         await runner.run(write)
     except ApiError as error:
         if not exchange.started:
             raise
-        await events.end(answer_format.failure(error))
-        return error
-    await events.end(answer_format.end())
-    return None
+        failure = error
+    last = answer_format.end() if failure is None else answer_format.failure(failure)
+    if settle is not None:
+        await settle(last)
+    await events.end(last)
+    return failure
 
 
 def _likeliest(choices: list[Choice], num_best: int) -> list[Choice]:

@@ -61,6 +61,16 @@ class Choice:
         self._echo: Delta | None = None
 
     @property
+    def num_generated(self) -> int:
+        """Tokens that count as generated: those of the text, or all that came if the text was cut short."""
+        return self.num_tokens if self.finish_reason is not None else self.stream.num_generated
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the backend may have computed something for it: it gave tokens, or did not refuse the request."""
+        return self.stream.num_generated > 0 or self.stream.finish not in (Finish.REJECTED, Finish.FAILED)
+
+    @property
     def grammar_field(self) -> str | None:
         """The body's field that asks for a grammar."""
         return self._options.grammar_field

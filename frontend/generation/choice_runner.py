@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.frontend.telemetry.request_log import RequestLogEntry
     from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import TokenBatch, TokenStream
+    from penstock.shm.client import BackendClient, TokenBatch, TokenStream
 
     Emit = Callable[[Choice, Delta], Awaitable[None]]
 
@@ -29,10 +29,18 @@ if TYPE_CHECKING:
 class ChoiceRunner:
     """Reads all streams of one request and passes on their pieces."""
 
-    def __init__(self, exchange: Exchange, choices: list[Choice], usage: Usage, log_entry: RequestLogEntry) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        choices: list[Choice],
+        usage: Usage,
+        log_entry: RequestLogEntry,
+        backend: BackendClient,
+    ) -> None:
         """usage and log_entry are kept up to date while the choices run."""
         self.choices = choices
         self._exchange = exchange
+        self._backend = backend
         self._usage = usage
         self._log_entry = log_entry
         self._submitted_s = time.monotonic()
@@ -58,6 +66,9 @@ class ChoiceRunner:
             raise failures.exceptions[0] from None
         finally:
             self.cancel()
+            self._usage.completion_tokens = sum(choice.num_generated for choice in self.choices)
+            if self._exchange.claim is not None:
+                self._exchange.claim.settle(self._num_tokens_used())
             self._log_entry.completion_tokens = self._usage.completion_tokens
             self._log_entry.cached_tokens = self._usage.cached_tokens
             self._log_entry.coalesced = self._coalesced()
@@ -71,7 +82,6 @@ class ChoiceRunner:
                 if batch.token_ids and choice.num_tokens == 0 and choice.reports_prompt_logprobs:
                     await asyncio.to_thread(choice.prepare_echo)
                 if batch.finish is Finish.CANCELLED:
-                    self._usage.completion_tokens += len(batch.token_ids)
                     raise self._exchange.ending or shutting_down()
                 delta = self._take(choice, batch)
                 has_failed = batch.finish in (Finish.REJECTED, Finish.FAILED, Finish.EXPIRED)
@@ -80,9 +90,9 @@ class ChoiceRunner:
                 if choice.finish_reason is not None:
                     return
                 if has_failed:
-                    raise stream_failure(batch, choice.num_tokens, choice.grammar_field)
+                    raise stream_failure(batch, choice.num_tokens, choice.grammar_field, self._backend.retry_after_s)
         except BackendUnavailable:
-            raise backend_unavailable() from None
+            raise backend_unavailable(self._backend.retry_after_s) from None
         raise ApiError(ErrorKind.INTERNAL, "the answer ended before it was complete")
 
     def _take(self, choice: Choice, batch: TokenBatch) -> Delta:
@@ -94,7 +104,14 @@ class ChoiceRunner:
         if is_first:
             usage.cached_tokens = sum(stream.cached_tokens for stream in self._first_streams())
             usage.is_coalesced = self._coalesced() == "joined"
+        if self._exchange.claim is not None:
+            self._exchange.claim.grow_to(usage.prompt_tokens + usage.completion_tokens)
         return delta
+
+    def _num_tokens_used(self) -> int:
+        """Return what counts against the key's limit: the generated tokens, and each prompt that was not refused."""
+        accepted = {choice.prompt.index: len(choice.prompt.token_ids) for choice in self.choices if choice.is_accepted}
+        return sum(accepted.values()) + self._usage.completion_tokens
 
     def timings(self) -> Timings:
         """Return the timings so far. The queue time is that of the first stream."""

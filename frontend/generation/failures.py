@@ -12,29 +12,30 @@ from penstock.shm.messages import FailureCode, Finish
 if TYPE_CHECKING:
     from penstock.shm.client import TokenBatch
 
-_RETRY_AFTER_S = 1
 _SHOWN_CHARACTERS = 200
 """Characters of the grammar compiler's message that the error shows."""
 
 
-def overloaded(retry_after_s: int) -> ApiError:
-    return retry_later(ErrorKind.OVERLOADED, "too many requests are waiting", retry_after_s)
+def overloaded(retry_after_s: int, limit: int) -> ApiError:
+    """limit is the number of places that are taken."""
+    return retry_later(ErrorKind.OVERLOADED, f"too many requests are waiting: the limit is {limit}", retry_after_s)
 
 
-def backend_unavailable() -> ApiError:
-    return retry_later(ErrorKind.UNAVAILABLE, "the model is not available at the moment", _RETRY_AFTER_S)
+def backend_unavailable(retry_after_s: int) -> ApiError:
+    return retry_later(ErrorKind.UNAVAILABLE, "the model is not available at the moment", retry_after_s)
 
 
-def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None) -> ApiError:
+def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None, retry_after_s: int) -> ApiError:
     """Return the error of a stream that ended with this batch, REJECTED, FAILED or EXPIRED.
 
-    num_tokens were generated; grammar_field is the body's field that asks for a grammar.
+    num_tokens were generated; grammar_field is the body's field that asks for a grammar; retry_after_s is for failures
+    that bring no time of their own.
     """
     if batch.finish is Finish.EXPIRED:
         return ApiError(ErrorKind.EXPIRED, f"the request's time limit has passed, after {num_tokens} tokens")
     match batch.failure:
         case FailureCode.OVERLOADED:
-            return overloaded(_RETRY_AFTER_S)
+            return overloaded(batch.retry_after_s or retry_after_s, batch.failure_limit)
         case FailureCode.CONTEXT_TOO_LONG:
             message = f"prompt and max_tokens together do not fit: the limit is {batch.failure_limit} tokens"
             return ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param="max_tokens")
@@ -49,7 +50,7 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
         case FailureCode.SHUTTING_DOWN:
             return shutting_down()
         case FailureCode.UNAVAILABLE:
-            return backend_unavailable()
+            return backend_unavailable(retry_after_s)
         case _:
             return ApiError(ErrorKind.INTERNAL, "an internal error ended the answer")
 

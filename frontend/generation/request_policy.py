@@ -1,8 +1,9 @@
-"""How a request is scheduled: its tenant, whether it may be coalesced, its priority and its deadline."""
+"""How a request is scheduled: what it may share, whether it may be coalesced, its priority and its deadline."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from penstock.frontend.schemas.generation import MAX_TIMEOUT_MS
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.generation import GenerationBody
     from penstock.frontend.transport.exchange import Exchange
 
+_CACHE_SALT_CONTEXT = b"cache_salt"
 _COALESCE_HEADER = "X-Penstock-Coalesce"
 _TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 
@@ -21,6 +23,10 @@ class RequestPolicy:
     """Lower priority numbers run sooner. deadline_s is a time of time.monotonic(); None is no deadline."""
 
     salt: bytes
+    """Separates cached pages and shared sequences: of tenants, and within one by cache_salt."""
+    tenant: bytes
+    """Whom the backend's scheduler charges."""
+    weight: float
     may_join: bool
     priority: int
     deadline_s: float | None
@@ -37,7 +43,18 @@ def read_request_policy(exchange: Exchange, body: GenerationBody) -> RequestPoli
     may_join = coalesce is None or coalesce.lower() == b"on"
     limits_ms = [limit for limit in (_header_timeout_ms(exchange), body.timeout_ms) if limit is not None]
     deadline_s = exchange.received_s + min(limits_ms) / 1000 if limits_ms else None
-    return RequestPolicy(exchange.tenant, may_join, body.priority or 0, deadline_s)
+    payer, weight, salt = exchange.payer, exchange.weight, _salt(exchange.tenant, body.cache_salt)
+    return RequestPolicy(salt, payer, weight, may_join, body.priority or 0, deadline_s)
+
+
+def _salt(tenant: bytes, cache_salt: str | None) -> bytes:
+    """Return what separates the request's cached pages and shared sequences from others.
+
+    Keyed by the tenant: no choice of cache_salt gives another tenant's salt, and no two tenants get the same.
+    """
+    if cache_salt is None:
+        return tenant
+    return blake2b(cache_salt.encode(), digest_size=16, key=tenant, person=_CACHE_SALT_CONTEXT).digest()
 
 
 def _header_timeout_ms(exchange: Exchange) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ logger = logging.getLogger("penstock.model")
 
 _POLL_S = 0.02
 _RELOAD_POLL_S = 1.0
-_START_TIMEOUT_S = 2.0
-"""Time after the start during which requests wait for a backend instead of being refused."""
+_EXPECTED_START_S = 2.0
+"""A backend that comes later is worth a line in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,16 @@ class ModelKeeper:
         """None until tokenizer and template are loaded."""
         self.settled = asyncio.Event()
         """Unset while `current` may change soon: a model is loading, or no backend has been found since the start."""
+        self.num_waiting = 0
+        """Requests that wait for `settled`."""
 
     async def watch(self) -> None:
         """Watch the backend's card. Runs until cancelled."""
-        settles_at_s = time.monotonic() + _START_TIMEOUT_S
+        logs_at_s = time.monotonic() + _EXPECTED_START_S
         while True:
             card = self._backend.model
-            if card is None and not self.settled.is_set() and time.monotonic() >= settles_at_s:
-                self.settled.set()
+            if card is None and time.monotonic() >= logs_at_s:
+                logs_at_s = math.inf
                 logger.info("no backend yet; waiting for one")
             loaded = None if self.current is None else self.current.card
             if card is not None and card not in (loaded, self._unusable):

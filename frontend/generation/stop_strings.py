@@ -14,6 +14,9 @@ class StopMatcher:
         """No stop string may be empty."""
         self._keeps_match = keeps_match
         self._stop_strings = stop_strings
+        self._by_first_character: dict[str, tuple[str, ...]] = {}
+        for stop in stop_strings:
+            self._by_first_character[stop[0]] = (*self._by_first_character.get(stop[0], ()), stop)
         self._longest = max(map(len, stop_strings), default=0)
         self._held = ""
         self.matched: str | None = None
@@ -46,8 +49,10 @@ class StopMatcher:
 
     def _num_doubtful(self) -> int:
         """Number of characters at the end that may be the beginning of a stop string."""
-        for length in range(min(self._longest - 1, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stop_strings):
-                return length
+        held, by_first_character = self._held, self._by_first_character
+        for start in range(max(0, len(held) - self._longest + 1), len(held)):
+            # Most characters begin no stop string: no tail is cut for them.
+            for stop in by_first_character.get(held[start], ()):
+                if stop.startswith(held[start:]):
+                    return len(held) - start
         return 0

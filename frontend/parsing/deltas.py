@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,8 +32,9 @@ def join_tool_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...
     return tuple(joined)
 
 
-class ScoredToken(NamedTuple):
-    """A token with its log probability, as answers report it.
+class ScoredToken(Struct, frozen=True, gc=False):
+    """A token with its log probability, as answers report it. The garbage collector does not visit it: an answer may
+    have hundreds of thousands, and one full collection would hold the event loop for too long.
 
     logprob is None for the first token of a prompt, which has no preceding tokens.
     """

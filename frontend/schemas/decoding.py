@@ -27,6 +27,8 @@ _DEFAULTS: dict[str, frozenset[object]] = {
 }
 """Values of unsupported fields that ask for the default behavior."""
 
+_MAX_NOTHING_BYTES = 64
+
 _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
 _any = msgspec.json.Decoder()
@@ -75,9 +77,17 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     return body
 
 
-def decode_without_gc(decoder: msgspec.json.Decoder[_Decoded], data: bytes) -> _Decoded:
+def asks_for_nothing(raw: Raw) -> bool:
+    """Whether a value is absent, null, false or empty."""
+    if len(memoryview(raw)) > _MAX_NOTHING_BYTES:
+        return False
+    value = bytes(raw)
+    return (value.translate(None, b" \t\r\n") if value[:1] in (b"[", b"{") else value) in _ASKS_FOR_NOTHING
+
+
+def decode_without_gc(decoder: msgspec.json.Decoder[_Decoded], data: bytes | Raw) -> _Decoded:
     """Decode with the garbage collector off: it would scan a large body again and again, and JSON has no cycles."""
-    if len(data) <= _SMALL_BODY_BYTES or not gc.isenabled():
+    if len(memoryview(data)) <= _SMALL_BODY_BYTES or not gc.isenabled():
         return decoder.decode(data)
     gc.disable()
     try:
@@ -94,8 +104,8 @@ def check_stream_options(body: GenerationBody) -> None:
 
 def _refuse_unsupported(prefix: str, struct: Struct) -> None:
     for field in _raw_fields(type(struct)):
-        raw = bytes(getattr(struct, field))
-        if raw in _ASKS_FOR_NOTHING or _is_default(field, raw):
+        raw: Raw = getattr(struct, field)
+        if asks_for_nothing(raw) or _is_default(field, bytes(raw)):
             continue
         path = prefix + field
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{path}: not supported by this server", param=path)

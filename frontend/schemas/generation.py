@@ -22,6 +22,7 @@ MAX_STOP_STRINGS = 16
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TypeName = Annotated[str, Meta(max_length=64)]
 ShortText = Annotated[str, Meta(max_length=512)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=512)]
 ABSENT: Raw = field(default_factory=Raw)
 
 
@@ -98,6 +99,8 @@ class GenerationBody(Struct, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     """The end of the prompt that is dropped; left by default."""
     add_special_tokens: bool | None = None
+    cache_salt: CacheSalt | None = None
+    """Requests share cached pages and sequences only with those of their tenant that have the same one."""
     return_token_ids: bool | None = None
     return_timings: bool | None = None
     timings_per_token: bool | None = None

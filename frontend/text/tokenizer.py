@@ -12,7 +12,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, special_tokens_of
-from penstock.frontend.text.detokenizer import Detokenizer
+from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _INLINE_CHARACTERS = 8192
 """Longer texts are encoded in a thread. At several MB/s, this much blocks the event loop for about 2 ms."""
+
+_INLINE_TOKENS = 1024
 
 _LONG_CHARACTERS = 256 << 10
 _NUM_LONG_AT_ONCE = 2
@@ -43,6 +45,8 @@ class ModelTokenizer:
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
         self.token_bytes = TokenBytes(tokenizer)
+        self._pieces = SharedPieces()
+        """Of streams with the default settings."""
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -83,12 +87,16 @@ class ModelTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        if len(token_ids) > _INLINE_TOKENS:
+            # decode() holds the GIL; the batch call releases it.
+            (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def detokenizer(self, *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
         """Return a detokenizer for one stream. kept_ids are special tokens that are never skipped."""
         if skip_special_tokens and not kept_ids:
-            return Detokenizer(self.decode, self._special_ids)
+            return Detokenizer(self.decode, self._special_ids, self._pieces)
         silent_ids = self._special_ids - kept_ids if skip_special_tokens else frozenset()
         return Detokenizer(partial(self.decode, skip_special_tokens=False), silent_ids)

@@ -1,7 +1,7 @@
-"""HTTP over TCP and Unix sockets, with and without TLS, as uvicorn speaks it; nothing here knows of models.
+"""HTTP requests and their answers; nothing here knows of models.
 
-`listening` opens the socket, `server` runs uvicorn on it, `connections`, `http_limits` and `tls_handshakes` bound what
-a client can hold. `exchange` is one request with its answer, `disconnect` notices a client that hangs up, `sse` writes
-event streams, and `errors` lists every error that a client can see. Imports nothing else of the frontend. Start reading
-at `exchange.py`.
+`exchange` is one request with its answer, `disconnect` notices a client that hangs up, `incomplete` bounds what clients
+have begun and not completed, `sse` writes event streams, and `errors` lists every error that a client can see.
+`open_exchanges` watches over all requests of a worker. How they come over sockets is `serving`'s, which nothing here
+imports. Imports nothing else of the frontend. Start reading at `exchange.py`.
 """

@@ -125,6 +125,8 @@ class ErrorFormat:
     """Takes the error and the request id; returns the status and the body."""
     request_id_headers: tuple[bytes, ...]
     """Headers of every answer that carry the request id."""
+    event_name: bytes = b""
+    """The line that names an error event, if it has a name."""
 
 
 def error_body(error: ApiError) -> bytes:
@@ -151,7 +153,7 @@ def _openai_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noq
 
 
 _OPENAI_FORMAT = ErrorFormat(_openai_error, (b"x-request-id",))
-_ANTHROPIC_FORMAT = ErrorFormat(anthropic_error, (b"x-request-id", b"request-id"))
+_ANTHROPIC_FORMAT = ErrorFormat(anthropic_error, (b"x-request-id", b"request-id"), b"event: error\n")
 
 
 def error_format_for(path: str) -> ErrorFormat:

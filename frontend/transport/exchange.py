@@ -6,40 +6,72 @@ How a client's hang-up is noticed is in `disconnect`, which Exchange inherits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import string
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.frontend.transport.asgi import ABORT_EXTENSION
 from penstock.frontend.transport.disconnect import Abortable, ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for
+from penstock.frontend.transport.incomplete import client_network
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from penstock.frontend.transport.asgi import AsgiMessage, Headers, Receive, Scope, Send
+    from penstock.frontend.transport.incomplete import IncompleteBodies
 
 _JSON_TYPE = b"application/json"
 _MAX_REQUEST_ID_BYTES = 128
 _REQUEST_ID_BYTES = (string.ascii_letters + string.digits + "-_.:").encode()
 _SMALL_BODY_BYTES = 64 << 10
+_PIECE_BYTES = 256 << 10
 _MAX_DISCARDED_BYTES = 16 << 20
 _DISCARD_TIMEOUT_S = 5.0
 _LAST_DISCARD_TIMEOUT_S = 1.0
 """The same when the server ends the request and a drain waits for it."""
 
 
-class UsageAccount(Protocol):
-    """Counts what a request uses against the limits of its API key."""
+@dataclass(frozen=True, slots=True)
+class PlannedUse:
+    """What a request will use at most; known once its prompts are tokens."""
 
-    def hold(self) -> None:
-        """Count one more request in flight, until `release`."""
+    num_sequences: int
+    """Choices over all prompts."""
+    sequences_field: str
+    """The body's field that asks for so many."""
+    prompt_tokens: int
+    answer_tokens: int
+    """Over all choices: what the request allows, or an assumption if it gives no number."""
+    tokens_field: str
+    """The body's field that asks for so many tokens."""
+    is_stated: bool
+    """Whether the request itself limits its answer."""
+
+
+class UsageClaim(Protocol):
+    """What a request holds of its API key's limits. It counts one request from the start."""
+
+    def share(self) -> None:
+        """Add a holder: another exchange that continues the request and releases the claim too."""
+        ...
+
+    def reserve(self, planned: PlannedUse) -> None:
+        """Claim what the request will use. Raises ApiError."""
+        ...
+
+    def grow_to(self, num_tokens: int) -> None:
+        """Count tokens that are used beyond the reserved ones at once."""
+        ...
+
+    def settle(self, num_tokens: int) -> None:
+        """Replace the reserved tokens by those that were used."""
         ...
 
     def release(self) -> None: ...
-
-    def charge(self, num_tokens: int) -> None: ...
 
     def headers(self) -> Headers:
         """Return OpenAI's rate limit headers."""
@@ -49,7 +81,8 @@ class UsageAccount(Protocol):
 class Exchange(Abortable):
     """Reads one request's body and sends one answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, incomplete: IncompleteBodies | None = None) -> None:
+        """The exchange is in incomplete while it reads a body."""
         super().__init__(receive)
         # Request
         self.scope = scope
@@ -57,18 +90,23 @@ class Exchange(Abortable):
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
         self.received_s = time.monotonic()
-        self.is_reading = False
-        """Whether the body is being read."""
+        self._incomplete = incomplete
+        self._discarding: asyncio.Timeout | None = None
+        """Set while the rest of the body is dropped."""
         self._headers: Headers = scope["headers"]
         self._body_read = self.header(b"content-length") in (None, b"0") and self.header(b"transfer-encoding") is None
         self.request_id = self._client_request_id() or secrets.token_hex(12)
         # Sender
         self.tenant = b""
         """16 bytes that identify the API key of the request; empty when no key is needed."""
+        self.payer = b""
+        """Whom the backend's scheduler charges: the tenant or, without keys, the client's address."""
+        self.weight = 1.0
+        """The payer's share of the device in proportion to the others'."""
         self.key_name: str | None = None
         """The API key's name, for logs."""
-        self.account: UsageAccount | None = None
-        """Counts what the request uses, if its key has limits."""
+        self.claim: UsageClaim | None = None
+        """What the request holds of its key's limits, if it has some."""
         # Answer
         self.more_headers: Headers = ()
         """Headers that any answer to this request carries."""
@@ -77,6 +115,8 @@ class Exchange(Abortable):
         self.sending_since_s = 0.0
         """When the send that is waiting for the client began; 0 while none waits."""
         self.last_sent_s = self.received_s
+        self.is_event_stream = False
+        """An answer that has started consists of events."""
         self.idle_action: Callable[[], Awaitable[None]] | None = None
         """Called when nothing has been sent for a while: an event stream writes a comment."""
         self._error_format = error_format_for(self.path)
@@ -105,21 +145,33 @@ class Exchange(Abortable):
             raise _too_large(max_bytes)
         parts: list[bytes] = []
         num_bytes = 0
-        self.is_reading = True
         try:
             async with self._cancelled_on_abort(timeout_s):
-                while not self._body_read:
-                    part = await self._receive_part()
-                    num_bytes += len(part)
-                    if num_bytes > max_bytes:
-                        raise _too_large(max_bytes)
-                    parts.append(part)
+                with self._reading():
+                    while not self._body_read:
+                        part = await self._receive_part()
+                        num_bytes += len(part)
+                        if num_bytes > max_bytes:
+                            raise _too_large(max_bytes)
+                        parts.append(part)
+                        if self._incomplete is not None:
+                            self._incomplete.hold(self, num_bytes, time.monotonic())
         except TimeoutError:
             message = f"the body was not complete after the limit of {timeout_s:g} s"
             raise ApiError(ErrorKind.TOO_SLOW, message) from None
-        finally:
-            self.is_reading = False
         return b"".join(parts)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Count the exchange as one whose body is incomplete. Others may be aborted for it, and it for others."""
+        if self._incomplete is None or self._body_read:
+            yield
+            return
+        self._incomplete.add(self, client_network(self.scope.get("client")), time.monotonic())
+        try:
+            yield
+        finally:
+            self._incomplete.discard(self)
 
     async def _receive_part(self) -> bytes:
         message = await self._receive()
@@ -128,6 +180,14 @@ class Exchange(Abortable):
         self._body_read = not message.get("more_body", False)
         part: bytes = message.get("body", b"")
         return part
+
+    def displace(self) -> None:
+        """Stop reading the body: another request needs its place."""
+        if self._discarding is not None:
+            self._discarding.reschedule(0.0)
+        else:
+            message = "the body was not complete when another request needed the place of this one"
+            self.abort(ApiError(ErrorKind.TOO_SLOW, message))
 
     @property
     def started(self) -> bool:
@@ -138,7 +198,7 @@ class Exchange(Abortable):
         self.status = status
         request_id = self.request_id.encode()
         ids = [(name, request_id) for name in self._error_format.request_id_headers]
-        limits = () if self.account is None else self.account.headers()
+        limits = () if self.claim is None else self.claim.headers()
         sent_headers = [*headers, *limits, *self.more_headers, *ids]
         await self._transmit({"type": "http.response.start", "status": status, "headers": sent_headers})
 
@@ -159,14 +219,32 @@ class Exchange(Abortable):
         self, status: int, body: bytes, headers: Headers = (), *, content_type: bytes = _JSON_TYPE
     ) -> None:
         """Send a whole answer."""
-        length = (b"content-length", b"%d" % len(body))
+        await self.respond_in_parts(status, [body], headers, content_type=content_type)
+
+    async def respond_in_parts(
+        self, status: int, parts: Sequence[bytes], headers: Headers = (), *, content_type: bytes = _JSON_TYPE
+    ) -> None:
+        """Send a whole answer that is in several parts, for answers too large to be joined on the event loop."""
+        length = (b"content-length", b"%d" % sum(map(len, parts)))
         await self.start(status, ((b"content-type", content_type), length, *headers))
-        await self.send(body, more=False)
+        # A large answer in pieces: the connection copies each, and takes the next when the client has read enough.
+        unsent = b""
+        for part in parts:
+            if unsent and len(unsent) + len(part) > _PIECE_BYTES:
+                await self.send(unsent, more=True)
+                unsent = b""
+            start = 0
+            while not unsent and len(part) - start > _PIECE_BYTES:
+                await self.send(part[start : start + _PIECE_BYTES], more=True)
+                start += _PIECE_BYTES
+            unsent += part[start:] if start else part
+        await self.send(unsent, more=False)
 
     async def respond_error(self, error: ApiError) -> None:
         """Send the error object with its status, however much of the body has been read."""
         status, body = self._error_format.describe(error, self.request_id)
-        if self._body_read or self._rest_is_small():
+        is_slow = error.kind is ErrorKind.TOO_SLOW
+        if self._body_read or (self._rest_is_small() and not is_slow):
             await self.respond(status, body, error.headers)
             return
         length = (b"content-length", b"%d" % len(body))
@@ -174,9 +252,15 @@ class Exchange(Abortable):
         await self.start(status, headers)
         await self.send(body, more=True)
         # Closing a connection with unread bytes resets it, and the client would lose the answer.
-        if self.header(b"expect") is None:
+        if self.header(b"expect") is None and not is_slow:
             await self._discard_body()
         await self.send(b"", more=False)
+
+    async def end_events(self, error: ApiError) -> None:
+        """End an event stream that has started with an error event."""
+        self.idle_action = None
+        _, body = self._error_format.describe(error, self.request_id)
+        await self.send(self._error_format.event_name + b"data: " + body + b"\n\n", more=False)
 
     def _rest_is_small(self) -> bool:
         """Whether the server may discard the rest of the body as it arrives and keep the connection."""
@@ -185,17 +269,16 @@ class Exchange(Abortable):
 
     async def _discard_body(self) -> None:
         num_bytes = 0
+        timeout_s = _DISCARD_TIMEOUT_S if self.ending is None else _LAST_DISCARD_TIMEOUT_S
         try:
-            async with asyncio.timeout(_DISCARD_TIMEOUT_S if self.ending is None else _LAST_DISCARD_TIMEOUT_S):
-                while not self._body_read and num_bytes < _MAX_DISCARDED_BYTES:
-                    num_bytes += len(await self._receive_part())
+            async with asyncio.timeout(timeout_s) as self._discarding:
+                with self._reading():
+                    while not self._body_read and num_bytes < _MAX_DISCARDED_BYTES:
+                        num_bytes += len(await self._receive_part())
         except (TimeoutError, ClientGoneError):
             return
-
-    def charge(self, num_tokens: int) -> None:
-        """Count tokens against the key's limits, if it has any."""
-        if self.account is not None:
-            self.account.charge(num_tokens)
+        finally:
+            self._discarding = None
 
     def drop(self) -> None:
         """Close the connection of a client that does not read, and end the work for it."""
@@ -205,9 +288,9 @@ class Exchange(Abortable):
 
     def finish(self) -> None:
         """Release what the exchange holds. Nothing more is read or sent."""
-        if self.account is not None:
-            self.account.release()
-            self.account = None
+        if self.claim is not None:
+            self.claim.release()
+            self.claim = None
         self._stop_watching()
 
 

@@ -7,6 +7,9 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.frontend.transport.errors import shutting_down
+from penstock.frontend.transport.incomplete import IncompleteBodies
+from penstock.shm.process.retry_times import DrainRate
+from penstock.shm.process.tenant_places import TenantPlaces
 
 if TYPE_CHECKING:
     from penstock.frontend.transport.exchange import Exchange
@@ -19,11 +22,21 @@ _DRAINED_BODY_TIMEOUT_S = 1.0
 class OpenExchanges:
     """All requests that are not finished. `run` must run beside them."""
 
-    def __init__(self, *, keep_alive_interval_s: float, client_timeout_s: float) -> None:
+    def __init__(self, *, max_open: int, keep_alive_interval_s: float, client_timeout_s: float) -> None:
+        """max_open requests whose bodies have arrived, of one tenant alone, and as many whose bodies have not."""
+        self.is_stopping = False
+        """Whether new requests are to go elsewhere, though those that arrive are answered."""
         self.is_draining = False
+        self.incomplete = IncompleteBodies(max_open)
+        self.places = TenantPlaces(max_open)
+        """Taken by requests whose bodies have arrived: nobody can take others' places by sending slowly."""
         self._keep_alive_interval_s = keep_alive_interval_s
         self._client_timeout_s = client_timeout_s
         self._open: set[Exchange] = set()
+        self._payer_of: dict[Exchange, bytes] = {}
+        """Of the requests that have a place."""
+        self._num_finished = 0
+        self._finish_rate = DrainRate()
         self._idle_actions: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -34,6 +47,19 @@ class OpenExchanges:
 
     def discard(self, exchange: Exchange) -> None:
         self._open.discard(exchange)
+        if (payer := self._payer_of.pop(exchange, None)) is not None:
+            self.places.release(payer)
+            self._num_finished += 1
+            self._finish_rate.note(self._num_finished)
+
+    def take_place(self, exchange: Exchange) -> None:
+        """Give a request that is open its payer's place until it is discarded, whether or not there is one."""
+        self._payer_of[exchange] = exchange.payer
+        self.places.take(exchange.payer)
+
+    def retry_after_s(self) -> int:
+        """Return the seconds until anyone has a place, at the recent rate."""
+        return self._finish_rate.retry_after_s(1 + self.places.num_taken - self.places.limit, self._num_finished)
 
     async def run(self) -> None:
         """Sweep at intervals. Runs until it is cancelled."""
@@ -54,12 +80,12 @@ class OpenExchanges:
 
     def start_draining(self) -> None:
         """From now on new requests are refused and bodies must arrive soon; requests that run continue."""
-        self.is_draining = True
+        self.is_stopping = self.is_draining = True
         asyncio.get_running_loop().call_later(_DRAINED_BODY_TIMEOUT_S, self._end_unread)
 
     def _end_unread(self) -> None:
         for exchange in list(self._open):
-            if exchange.is_reading:
+            if exchange in self.incomplete:
                 exchange.abort(shutting_down())
 
     def end_all(self) -> None:

@@ -36,6 +36,7 @@ class EventStream:
     async def write(self, events: bytes) -> None:
         """Write one or more whole events."""
         if not self._exchange.started:
+            self._exchange.is_event_stream = True
             await self._exchange.start(200, (*_HEADERS, *self._headers()))
         await self._exchange.send(events, more=True)
 

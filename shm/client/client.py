@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice, SharedBuffer, SharedBuffers
 from penstock.shm.client.connection import BackendConnection, ConnectionEvents
 from penstock.shm.client.counters import ClientCounters
+from penstock.shm.client.held import HeldStreams
 from penstock.shm.client.open_streams import OpenStreams
 from penstock.shm.client.outbox import Outbox
-from penstock.shm.client.overload import DrainRate, Overloaded
+from penstock.shm.client.overload import Overloaded
+from penstock.shm.client.reader_turns import ReaderTurns
 from penstock.shm.client.resubmission import Resubmission
 from penstock.shm.client.stream import TokenStream
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, FailureCode, Finish, ModelCard
+from penstock.shm.process.retry_times import DrainRate, Outage, bounded_retry_after_s
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,10 +36,12 @@ _HEARTBEAT_LIMIT_S = 2.0
 _READY_POLL_S = 0.01
 _EXPIRY_GRACE_S = 0.1
 """The backend ends an expired stream on time. The client ends it this much later, if the backend is dead or hangs."""
+_FEW_PART = 8
+"""A tenant with fewer open streams here than one part in 8 of max_waiting may have a place in a full wait queue."""
 
 
 class BackendUnavailable(Exception):
-    """No backend is ready. HTTP 503."""
+    """No backend is ready, and the request cannot wait for one. HTTP 503."""
 
 
 class BackendClient:
@@ -49,11 +54,16 @@ class BackendClient:
         self,
         socket_path: Path,
         *,
-        resume_timeout_s: float = 30.0,
+        resume_timeout_s: float = 600.0,
+        max_held: int = 0,
+        hold_timeout_s: float = 120.0,
         buffers: BufferRequest | None = None,
         open_device: OpenDevice | None = None,
     ) -> None:
-        """resume_timeout_s is how long open streams wait for the next backend before they fail.
+        """resume_timeout_s is how long open streams wait for the next backend before they fail. The default is enough
+        to load 70 GB at 0.2 GB/s.
+
+        While no backend is ready, `submit` holds up to max_held new streams, each for at most hold_timeout_s.
 
         buffers asks the backend for shared buffers (`take_buffer`). Buffers on a GPU need open_device, which is
         `cuda_driver.open_device`. If both kinds are accepted and the GPU's cannot be opened here, the client uses
@@ -67,9 +77,16 @@ class BackendClient:
         self.ledger = Ledger()
         self._counters = ClientCounters()
         self._streams = OpenStreams(self._counters, self.ledger)
+        self._turns = ReaderTurns()
         self._outbox = Outbox(self._streams)
-        self._resubmission = Resubmission(self._streams, self._outbox, self._counters, resume_timeout_s)
+        self._held = HeldStreams(
+            self._streams, self._outbox, max_held, hold_timeout_s, is_ready=lambda: self.ready, send=self._send
+        )
+        self._streams.on_shutting_down = self._wait_for_next_backend
+        self._resubmission = Resubmission(self._streams, self._outbox, self._held, self._counters, resume_timeout_s)
         self._drain_rate = DrainRate()
+        self._outage = Outage()
+        self._next_send: asyncio.Handle | None = None
         events = ConnectionEvents(self._attach, self._streams.dispatch, self._send, self._detach)
         self._connection = BackendConnection(socket_path, self.ledger, buffers, open_device, events)
 
@@ -100,6 +117,7 @@ class BackendClient:
             self._streams.finish(stream, Finish.CANCELLED)
         await self._connection.close()
         self._outbox.clear()
+        self._held.clear()
         self._resubmission.stop_waiting()
 
     @property
@@ -115,6 +133,21 @@ class BackendClient:
             return False
         board = session.backend_board
         return not board.draining and board.seconds_since_beat() < _HEARTBEAT_LIMIT_S
+
+    @property
+    def retry_after_s(self) -> int:
+        """Seconds after which a request that was refused now may be sent again, at least 1.
+
+        With a backend, the time in which its wait queue drains at the recent rate; without one, the time that the last
+        outage took, or as long again as this one has lasted.
+        """
+        session = self._connection.live_session
+        if session is None:
+            return self._outage.retry_after_s
+        board = session.backend_board
+        if not self.ready:
+            return bounded_retry_after_s(board.seconds_since_beat())
+        return self._drain_rate.retry_after_s(board.waiting, board.requests_finished)
 
     @property
     def board(self) -> FrontendBoard:
@@ -172,40 +205,68 @@ class BackendClient:
         return session.buffers
 
     def submit(self, request: GenerationRequest) -> TokenStream:
-        """Send the request, or queue it while the link is full. Returns at once.
+        """Send the request, or queue it while the link is full or no backend is ready. Returns at once.
 
-        Raises BackendUnavailable when not `ready`, and Overloaded when the backend's board shows a full wait queue. A
-        request that may share another's sequence is sent even then; the backend rejects it if there is none to share.
+        Raises BackendUnavailable when not `ready` and it cannot be held: max_held streams are, or it uses shared
+        buffers. Raises Overloaded when the backend's board shows a full wait queue. A request that may share another's
+        sequence is sent even then, and so is one of a tenant with few open streams here; the backend decides.
 
         Raises ValueError for a request outside the bounds of the messages; the backend checks the model's own bounds.
         Raises ValueError, BufferGone and DeviceError for shared buffers that cannot be lent; the caller keeps them.
         """
-        session = self._connection.live_session
-        if session is None or not self.ready:
-            raise BackendUnavailable(f"no backend is ready at {self._socket_path}")
-        board = session.backend_board
-        if board.waiting >= session.model.max_waiting and not self._may_join(request):
-            raise Overloaded(self._drain_rate.retry_after_s(board.waiting, board.requests_finished))
+        uses_buffers = isinstance(request.token_ids, BufferSlice) or request.output is not None
+        is_ready = self._check_capacity(request, may_hold=not uses_buffers)
         tokens = request.prompt_tokens()
         submit = request.to_submit(self._next_request_id, len(tokens))
-        if isinstance(request.token_ids, BufferSlice) or request.output is not None:
-            submit = self._buffers(session).lend_with(submit, request.token_ids, request.output)
+        if uses_buffers:
+            submit = self._buffers(self._connection.session).lend_with(submit, request.token_ids, request.output)
         self._next_request_id += 1
-        stream = TokenStream(submit, tokens, self._abandon, request.deadline_s)
+        group = request.group or -submit.request_id - 1  # no caller's number
+        stream = TokenStream(submit, tokens, self._abandon, request.deadline_s, turns=self._turns, group=group)
         self._streams.add(stream)
         if request.deadline_s is not None:
             delay_s = max(0.0, request.deadline_s - time.monotonic()) + _EXPIRY_GRACE_S
             stream.expiry = asyncio.get_running_loop().call_later(delay_s, self._abandon, stream, Finish.EXPIRED)
-        self._outbox.submit(stream)
-        self._send()
+        if is_ready:
+            self._outbox.submit(stream)
+            self._send()
+        else:
+            self._held.hold(stream)
         return stream
 
-    def _may_join(self, request: GenerationRequest) -> bool:
-        """Whether the backend should look for an equal request: only it knows.
+    def _check_capacity(self, request: GenerationRequest, *, may_hold: bool) -> bool:
+        """Whether the request can be sent now; otherwise it is to be held. Raises BackendUnavailable and Overloaded."""
+        session = self._connection.live_session
+        if session is None or not self.ready:
+            if not may_hold or self._held.is_full:
+                raise BackendUnavailable(f"no backend is ready at {self._socket_path}")
+            return False
+        board = session.backend_board
+        self._drain_rate.note(board.requests_finished)
+        max_waiting = session.model.max_waiting
+        if board.waiting >= max_waiting and not self._may_be_taken(request, max_waiting):
+            raise Overloaded(self.retry_after_s, max_waiting)
+        return True
 
-        Not while the outbox holds anything: requests that will be rejected must not pile up behind a full link.
+    def _wait_for_next_backend(self, stream: TokenStream) -> bool:
+        """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
+        if not self._held.is_enabled or stream.loans:
+            return False
+        stream.note_failure(None)
+        if stream.submit.admitted_ns:
+            stream.is_queued = True  # `resume` submits it; it may wait as long as other open streams
+        else:
+            self._held.hold(stream)
+        return True
+
+    def _may_be_taken(self, request: GenerationRequest, max_waiting: int) -> bool:
+        """Whether a backend with a full wait queue should look at the request. Only it knows whether there is an equal
+        one, and the share of the places that a tenant has.
+
+        Not while the link is full: requests that will be rejected must not pile up behind it.
         """
-        return request.is_shareable and not self._outbox
+        has_few = self._streams.num_of(request.tenant) < max(1, max_waiting // _FEW_PART)
+        return (request.is_shareable or has_few) and not self._outbox.is_blocked
 
     def _abandon(self, stream: TokenStream, finish: Finish) -> None:
         """End the stream now, and cancel the request in the backend."""
@@ -215,11 +276,12 @@ class BackendClient:
         # The outbox skips a queued stream that has ended; only a request that was sent needs a message.
         if not stream.is_queued and self._connection.session is not None:
             self._outbox.cancel(stream.request_id)
-            self._send()
+            self._send_soon()  # together with others: a client that hangs up ends many streams
 
     # Called by the connection
 
     def _attach(self, session: Session) -> None:
+        self._outage.end()
         self._counters.move_to(session.board)
         self._streams.buffers = session.buffers
         self._resubmission.stop_waiting()
@@ -230,6 +292,7 @@ class BackendClient:
             self._streams.fail_all()
 
     def _detach(self) -> None:
+        self._outage.begin()
         # Shared buffers go with the session, and with them the streams that use some.
         self._streams.buffers = None
         for stream in self._streams:
@@ -242,8 +305,17 @@ class BackendClient:
         session = self._connection.live_session
         if session is not None:
             self._resubmission.submit_next_suspect()
-            self._outbox.send(session)
+            if self._outbox.send(session):
+                self._send_soon()
             self._connection.receive_soon(session)
+
+    def _send_soon(self) -> None:
+        if self._next_send is None:
+            self._next_send = asyncio.get_running_loop().call_soon(self._send_now)
+
+    def _send_now(self) -> None:
+        self._next_send = None
+        self._send()
 
 
 def _identity(model: ModelCard) -> tuple[str, str, int]:

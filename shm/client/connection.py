@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,9 +15,10 @@ from penstock.shm.link.frontend_link import LinkBroken
 from penstock.shm.link.join import Refused
 from penstock.shm.memory.region import RegionError
 from penstock.shm.messages import BufferKind, BufferRequest, WireError
+from penstock.shm.process.private_directory import UnsafeDirectory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from penstock.shm.buffers.device_api import OpenDevice
@@ -26,6 +29,8 @@ logger = logging.getLogger("penstock.client")
 
 _RECONNECT_S = 0.05
 _REFUSED_S = 1.0
+_TURN_S = 0.003
+"""How long messages may hold the event loop in one turn."""
 _LAST_WORDS_S = 0.02
 """Time for a dead backend's last messages, which ZeroMQ's thread may not have delivered yet."""
 
@@ -35,8 +40,8 @@ class ConnectionEvents:
     """Callbacks, called in this order: one attach, any number of outputs and sends, one detach."""
 
     attach: Callable[[Session], None]
-    outputs: Callable[[Session, StepOutputs], None]
-    """Raises LinkBroken and ValueError to end the session."""
+    outputs: Callable[[Session, StepOutputs], Iterator[None]]
+    """Handles a message in slices. Raises LinkBroken and ValueError to end the session."""
     send: Callable[[], None]
     """The link may take messages again."""
     detach: Callable[[], None]
@@ -61,6 +66,12 @@ class BackendConnection:
         self._events = events
         self._is_alive = False
         self._session_over = asyncio.Event()
+        self._unhandled: Iterator[None] = iter(())
+        """The rest of the session's last message."""
+        self._continues = False
+        """`_continue` is scheduled."""
+        self._is_broken = False
+        """The session's messages contradict what was sent."""
         self._connector: asyncio.Task[None] | None = None
         self.session: Session | None = None
         """Between attach and detach, even if its backend has died."""
@@ -96,7 +107,7 @@ class BackendConnection:
                 pass  # no backend yet, or its backlog is full
             except DeviceError as error:
                 pause_s = self._fall_back_to_host(error)
-            except (OSError, Refused, WireError, RegionError) as error:
+            except (OSError, Refused, UnsafeDirectory, WireError, RegionError) as error:
                 logger.warning(
                     "cannot use the backend at %s: %s; trying again in %g s", self._socket_path, error, _REFUSED_S
                 )
@@ -126,6 +137,7 @@ class BackendConnection:
     def _attach(self, session: Session) -> None:
         self.session = session
         self._session_over = asyncio.Event()
+        self._unhandled, self._continues, self._is_broken = iter(()), False, False
         self._events.attach(session)
         self._is_alive = True
         loop = asyncio.get_running_loop()
@@ -137,6 +149,7 @@ class BackendConnection:
         loop = asyncio.get_running_loop()
         loop.remove_reader(session.control_fd)
         loop.remove_reader(session.link_fd)
+        self._handle(session, math.inf)
         self.session = None
         self._is_alive = False
         self._events.detach()
@@ -150,23 +163,47 @@ class BackendConnection:
             loop.call_later(_LAST_WORDS_S, self._session_over.set)
 
     def _on_link(self, session: Session) -> None:
-        if session is not self.session or self._session_over.is_set():
+        """Handle messages for a few milliseconds, and leave the rest to the loop's next turn."""
+        if session is not self.session or self._session_over.is_set() or self._continues:
             return
+        if not self._handle(session, time.monotonic() + _TURN_S):
+            self._continue_soon(session)
+        if not self._is_broken:
+            session.return_credits()
+            self._events.send()
+
+    def _handle(self, session: Session, until_s: float) -> bool:
+        """Handle messages until a monotonic time. True when none is left. A broken session ends, and has none."""
         try:
-            for outputs in session.receive():
-                self._events.outputs(session, outputs)
+            while not self._is_broken:
+                for _ in self._unhandled:
+                    if time.monotonic() >= until_s:
+                        return False
+                received = session.receive(1)
+                if not received:
+                    return True
+                self._unhandled = self._events.outputs(session, received[0])
         except (LinkBroken, ValueError) as error:
             logger.error("the backend's messages are inconsistent: %s; reconnecting", error)
             self._is_alive = False
+            self._is_broken = True
             self._session_over.set()
-            return
-        session.return_credits()
-        self._events.send()
+        return True
+
+    def _continue_soon(self, session: Session) -> None:
+        if not self._continues:
+            self._continues = True
+            asyncio.get_running_loop().call_soon(self._continue, session)
+
+    def _continue(self, session: Session) -> None:
+        if session is self.session:
+            self._continues = False
+            self._on_link(session)
 
     def receive_soon(self, session: Session) -> None:
         """Call after sending: a send can consume the wake-up of the link's fd."""
         if session.needs_drain:
-            asyncio.get_running_loop().call_soon(self._on_link, session)
+            self._continue_soon(session)
 
 
 def _report_end(connector: asyncio.Task[None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.shm.client.stream import LogprobEntry
@@ -10,7 +11,7 @@ from penstock.shm.link.frontend_link import LinkBroken
 from penstock.shm.messages import NO_TOKEN, FailureCode, Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from penstock.shm.buffers.shared_buffers import SharedBuffers
     from penstock.shm.client.counters import ClientCounters
@@ -19,16 +20,22 @@ if TYPE_CHECKING:
     from penstock.shm.memory.ledger import Ledger
     from penstock.shm.messages import EventLogprobs, PromptLogprobs, StepOutputs
 
+_SLICE_EVENTS = 512
+
 
 class OpenStreams:
     """Streams that have no finish yet, by request id."""
 
     def __init__(self, counters: ClientCounters, ledger: Ledger) -> None:
         self._streams: dict[int, TokenStream] = {}
+        self._num_of: Counter[bytes] = Counter()
+        """Open streams of each tenant."""
         self._counters = counters
         self._ledger = ledger
         self.buffers: SharedBuffers | None = None
         """The present session's shared buffers."""
+        self.on_shutting_down: Callable[[TokenStream], bool] = lambda _: False
+        """Called with a stream that the backend refused because it ends; True if it stays open for the next one."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -37,8 +44,12 @@ class OpenStreams:
         """Iterate over a copy, so streams may end during the iteration."""
         return iter(list(self._streams.values()))
 
+    def num_of(self, tenant: bytes) -> int:
+        return self._num_of.get(tenant, 0)
+
     def add(self, stream: TokenStream) -> None:
         self._streams[stream.request_id] = stream
+        self._num_of[stream.submit.tenant] += 1
         self._counters.board.requests_open = len(self._streams)
         self._ledger.acquire("stream", stream.request_id, "client")
 
@@ -46,6 +57,10 @@ class OpenStreams:
         """Call once per stream."""
         request_id = stream.submit.request_id
         del self._streams[request_id]
+        tenant = stream.submit.tenant
+        self._num_of[tenant] -= 1
+        if not self._num_of[tenant]:
+            del self._num_of[tenant]
         if stream.is_queued and self.buffers is not None:
             # The backend never received the request, so it cannot return the buffers.
             for ref in stream.loans:
@@ -63,8 +78,11 @@ class OpenStreams:
         for stream in self:
             self.fail(stream, FailureCode.UNAVAILABLE)
 
-    def dispatch(self, session: Session, outputs: StepOutputs) -> None:
-        """Deliver one message. Raises LinkBroken and ValueError when it contradicts what was sent."""
+    def dispatch(self, session: Session, outputs: StepOutputs) -> Iterator[None]:
+        """Deliver one message, in slices of at most a millisecond or two.
+
+        Raises LinkBroken and ValueError when it contradicts what was sent.
+        """
         if outputs.returned:
             if session.buffers is None:
                 raise LinkBroken("the backend returns a shared buffer that was never lent")
@@ -74,7 +92,7 @@ class OpenStreams:
         if session.holds_slots:
             for request_id in request_ids:
                 session.free_slot(request_id)
-        self._dispatch_tokens(outputs, request_ids)
+        yield from self._dispatch_tokens(outputs, request_ids)
 
     def _dispatch_notes(self, outputs: StepOutputs) -> None:
         """Apply the parts of a message that most messages do not have."""
@@ -88,7 +106,7 @@ class OpenStreams:
                     self._counters.board.queue_us.observe(int(1e6 * max(0.0, started.queue_s)))
         for failure in outputs.failures:
             if (stream := streams.get(failure.request_id)) is not None:
-                stream.note_failure(FailureCode(failure.code), failure.limit, failure.text)
+                stream.note_failure(FailureCode(failure.code), failure.limit, failure.text, failure.retry_after_s)
         for prompt_logprobs in outputs.prompt_logprobs:
             if (stream := streams.get(prompt_logprobs.request_id)) is not None:
                 _add_prompt_logprobs(stream, prompt_logprobs)
@@ -96,30 +114,52 @@ class OpenStreams:
             if (stream := streams.get(request_id)) is not None:
                 stream.num_preemptions += 1
 
-    def _dispatch_tokens(self, outputs: StepOutputs, request_ids: memoryview[int]) -> None:
-        streams = self._streams
+    def _dispatch_tokens(self, outputs: StepOutputs, request_ids: memoryview[int]) -> Iterator[None]:
+        token_ids = memoryview(outputs.token_ids).cast("i")
+        if not len(request_ids) == len(token_ids) == len(outputs.finishes):
+            raise LinkBroken("the columns of a message differ in length")
         logprobs = {entry.event: entry for entry in outputs.logprobs}
         now_ns = time.monotonic_ns()
         num_by_stream: dict[TokenStream, int] = {}
-        columns = zip(request_ids, memoryview(outputs.token_ids).cast("i"), outputs.finishes, strict=True)
-        for event, (request_id, token_id, finish) in enumerate(columns):
-            stream = streams.get(request_id)
+        for start in range(0, len(request_ids), _SLICE_EVENTS):
+            if start:
+                yield
+            events = slice(start, start + _SLICE_EVENTS)
+            columns = request_ids[events].tolist(), token_ids[events].tolist(), outputs.finishes[events]
+            self._dispatch_slice(start, columns, logprobs, num_by_stream)
+        self._count_tokens(num_by_stream, now_ns)
+
+    def _dispatch_slice(
+        self,
+        start: int,
+        columns: tuple[list[int], list[int], bytes],
+        logprobs: dict[int, EventLogprobs],
+        num_by_stream: dict[TokenStream, int],
+    ) -> None:
+        """Deliver the events from start on, and add to num_by_stream."""
+        find, num_before = self._streams.get, num_by_stream.get
+        for event, (request_id, token_id, finish) in enumerate(zip(*columns, strict=True), start):
+            stream = find(request_id)
             if stream is None:
                 continue
             if token_id != NO_TOKEN:
                 if stream.pending_logprobs is not None:
                     stream.pending_logprobs.append(_logprob_entry(logprobs.get(event)))
-                stream.append(token_id)
-                num_by_stream[stream] = num_by_stream.get(stream, 0) + 1
+                stream.tokens.append(token_id)
+                num_by_stream[stream] = num_before(stream, 0) + 1
+                if stream.is_waiting:
+                    stream.wake_reader()
+            if finish == Finish.REJECTED and stream.is_refused_by_ending_backend and self.on_shutting_down(stream):
+                continue
             if finish:
                 self.finish(stream, Finish(finish))
-        self._count_tokens(num_by_stream, now_ns)
 
     def _count_tokens(self, num_by_stream: dict[TokenStream, int], now_ns: int) -> None:
         """Tokens that arrive together share the time since the token before them, if there is one."""
         self._counters.board.tokens_streamed += sum(num_by_stream.values())
         num_by_gap_us: dict[int, int] = {}  # few entries: most streams of a message got their last token together
         for stream, num_tokens in num_by_stream.items():
+            stream.restarts_without_progress = 0
             last_ns, stream.last_token_ns = stream.last_token_ns or now_ns, now_ns
             num_gaps = num_tokens if last_ns < now_ns else num_tokens - 1
             if num_gaps:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from penstock.shm.client.stream import TokenStream
 
 _MAX_TIMEOUT_MS = 1 << 31
+_MAX_AT_ONCE = 128
+"""More messages would hold the event loop for longer than a few milliseconds."""
 
 
 class Outbox:
@@ -24,6 +26,8 @@ class Outbox:
     def __init__(self, streams: OpenStreams) -> None:
         self._streams = streams
         self._items: deque[TokenStream | int] = deque()
+        self.is_blocked = False
+        """The link or the arena did not take the first message."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -38,19 +42,25 @@ class Outbox:
 
     def clear(self) -> None:
         self._items.clear()
+        self.is_blocked = False
 
-    def send(self, session: Session) -> None:
-        """Send until the link takes no more."""
-        while self._items:
+    def send(self, session: Session) -> bool:
+        """Send until the link takes no more, _MAX_AT_ONCE messages at most. True if that left some to send at once."""
+        for _ in range(_MAX_AT_ONCE):
+            if not self._items:
+                self.is_blocked = False
+                return False
             item = self._items[0]
             if isinstance(item, int):
-                if not session.send_cancel(item):
-                    break
+                self.is_blocked = not session.send_cancel(item)
             elif item.finish is Finish.NONE and not self._send_stream(session, item):
-                break
+                self.is_blocked = True
             else:
-                item.is_queued = False
+                self.is_blocked = item.is_queued = False
+            if self.is_blocked:
+                return False
             self._items.popleft()
+        return bool(self._items)
 
     def _send_stream(self, session: Session, stream: TokenStream) -> bool:
         """False to try again later; True when the stream is sent or has ended."""

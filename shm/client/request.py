@@ -45,6 +45,8 @@ class GenerationRequest:
     sampling: Sampling
     stop_token_ids: tuple[int, ...] = ()
     salt: bytes = b""
+    tenant: bytes = b""
+    weight: float = 1.0
     may_share: bool = False
     priority: int = 0
     deadline_s: float | None = None
@@ -54,6 +56,8 @@ class GenerationRequest:
     output: BufferSlice | None = None
     """A buffer that receives logits or hidden states of the first generated tokens. It returns to the caller when the
     stream has ended, or shortly after a cancellation. Such a request is never coalesced."""
+    group: int = 0
+    """Streams with the same number, unless it is 0, take turns in being read: see `reader_turns`."""
     batch_delivery: bool = False
     """Deliver many tokens at a time, up to a quarter of a second late."""
 
@@ -99,6 +103,8 @@ class GenerationRequest:
             sampling=self.sampling,
             stop_token_ids=self.stop_token_ids,
             salt=self.salt,
+            tenant=self.tenant,
+            weight=self.weight,
             may_share=self.is_shareable,
             priority=self.priority,
             constraints=self.constraints,

@@ -14,6 +14,7 @@ from penstock.shm.messages import FailureCode, Finish
 
 if TYPE_CHECKING:
     from penstock.shm.client.counters import ClientCounters
+    from penstock.shm.client.held import HeldStreams
     from penstock.shm.client.open_streams import OpenStreams
     from penstock.shm.client.outbox import Outbox
     from penstock.shm.client.stream import TokenStream
@@ -32,10 +33,13 @@ class Resubmission:
     time, so that innocent streams make progress and the guilty one is given up.
     """
 
-    def __init__(self, streams: OpenStreams, outbox: Outbox, counters: ClientCounters, timeout_s: float) -> None:
-        """timeout_s is how long streams wait for the next backend before they fail."""
+    def __init__(
+        self, streams: OpenStreams, outbox: Outbox, held: HeldStreams, counters: ClientCounters, timeout_s: float
+    ) -> None:
+        """timeout_s is how long streams wait for the next backend before they fail. Held ones have their own limit."""
         self._streams = streams
         self._outbox = outbox
+        self._held = held
         self._counters = counters
         self._timeout_s = timeout_s
         self._suspects: deque[TokenStream] = deque()  # most innocent first
@@ -47,7 +51,13 @@ class Resubmission:
         self._outbox.clear()
         self._suspects.clear()
         if self._streams:
-            self._give_up = asyncio.get_running_loop().call_later(self._timeout_s, self._streams.fail_all)
+            self._give_up = asyncio.get_running_loop().call_later(self._timeout_s, self._fail_all)
+
+    def _fail_all(self) -> None:
+        held = self._held.streams()
+        for stream in self._streams:
+            if stream not in held:
+                self._streams.fail(stream, FailureCode.UNAVAILABLE)
 
     def stop_waiting(self) -> None:
         """Cancel the timeout: a backend has connected, or the client closes."""
@@ -56,9 +66,12 @@ class Resubmission:
             self._give_up = None
 
     def resume(self) -> None:
-        """Queue the open streams for the new backend."""
+        """Queue the open streams for the new backend, held ones too, in the order in which they were submitted."""
         suspects = []
+        self._held.clear()
         for stream in self._streams:
+            is_first_time = not stream.submit.admitted_ns and stream.is_queued
+            stream.mark_admitted()
             if not stream.is_queued:
                 stream.restarts_without_progress += 1
             if stream.restarts_without_progress > _MAX_RESTARTS_WITHOUT_PROGRESS:
@@ -69,7 +82,7 @@ class Resubmission:
                 )
                 self._streams.fail(stream, FailureCode.INTERNAL)
                 continue
-            self._counters.board.requests_resumed += 1
+            self._counters.board.requests_resumed += not is_first_time
             if stream.restarts_without_progress < _SUSPECT_AFTER_RESTARTS:
                 self._outbox.submit(stream)
             else:

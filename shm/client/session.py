@@ -58,7 +58,7 @@ class Session:
             if welcome.buffers is not None:
                 self.buffers = SharedBuffers(welcome.buffers, invitation.buffer_fds, open_device)
                 opened.callback(self.buffers.close)
-            self._link = FrontendLink(welcome)
+            self._link = FrontendLink(welcome, invitation.message_socket_fd)
             opened.callback(self._link.close)
             self._opened = opened.pop_all()
         self.board.pid = os.getpid()
@@ -114,9 +114,9 @@ class Session:
     def send_cancel(self, request_id: int) -> bool:
         return self._link.send(Cancel(request_id, time.monotonic_ns()))
 
-    def receive(self) -> list[StepOutputs]:
-        """All messages that have arrived. Handle them before `return_credits`. Raises LinkBroken."""
-        outputs = self._link.drain()
+    def receive(self, max_messages: int | None = None) -> list[StepOutputs]:
+        """As `FrontendLink.drain`. Handle the messages before `return_credits`. Raises LinkBroken."""
+        outputs = self._link.drain(max_messages)
         self._credits_owed += len(outputs)
         return outputs
 

@@ -15,7 +15,7 @@ import zmq
 from penstock.shm.buffers.buffer_export import LoanError
 from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Submission
 from penstock.shm.link.frontend_table import FrontendTable
-from penstock.shm.link.rendezvous import Rendezvous, private_umask
+from penstock.shm.link.rendezvous import Rendezvous
 from penstock.shm.link.zmq_sockets import HANDSHAKE_TIMEOUT_S, MAX_REQUESTS_IN_FLIGHT, new_socket, receive
 from penstock.shm.memory.arena import DescriptorError
 from penstock.shm.memory.ledger import Ledger
@@ -93,7 +93,7 @@ class BackendLink:
         stall_limit_s: float = 5.0,
         exporter: BufferExporter | None = None,
     ) -> None:
-        """The board stays the caller's; the link closes the exporter. Raises rendezvous.CannotListen."""
+        """The board stays the caller's; the link closes the exporter. Raises CannotListen."""
         self._exporter = exporter
         self._stall_limit_s = stall_limit_s
         self._credit = credit
@@ -105,9 +105,9 @@ class BackendLink:
         self._rendezvous = Rendezvous(
             socket_path, max_connections=max_frontends, handshake_timeout_s=HANDSHAKE_TIMEOUT_S
         )
-        self._message_path = socket_path.with_name(socket_path.name + ".zmq")
+        listener, self._message_socket_fd = self._rendezvous.address.unnamed_listener()
         self._table = FrontendTable(
-            self._rendezvous, self._message_path, card, board, self.ledger, credit=credit, exporter=exporter
+            self._rendezvous, self._message_socket_fd, card, board, self.ledger, credit=credit, exporter=exporter
         )
         self._frontends = self._table.by_epoch
         self._context = zmq.Context()
@@ -122,12 +122,8 @@ class BackendLink:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         self._socket.setsockopt(zmq.BACKLOG, 2 * max_frontends)
         self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-        try:
-            with private_umask():
-                self._socket.bind(f"ipc://{self._message_path}")
-        except zmq.ZMQError:
-            self.close()
-            raise
+        self._socket.setsockopt(zmq.USE_FD, listener.detach())
+        self._socket.bind("ipc://unnamed")
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._rendezvous.fileno(), zmq.POLLIN)
@@ -384,5 +380,5 @@ class BackendLink:
         if self._exporter is not None:
             self._exporter.close()
         self._events.clear()
-        self._message_path.unlink(missing_ok=True)
+        os.close(self._message_socket_fd)
         self._rendezvous.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import zmq
 
+from penstock.shm.link.listening_address import connectable_path
 from penstock.shm.link.zmq_sockets import MAX_REQUESTS_IN_FLIGHT, new_socket, receive
 from penstock.shm.messages import MAX_TO_FRONTEND_BYTES, WireError, decode_to_frontend, encode
 
@@ -27,11 +29,14 @@ class FrontendLink:
     messages to a dead backend queue up here until the control socket ends and the link is closed.
     """
 
-    def __init__(self, welcome: Welcome) -> None:
-        """Begin to connect. Raises OSError."""
+    def __init__(self, welcome: Welcome, message_socket_fd: int) -> None:
+        """Begin to connect. The fd (O_PATH) stays the caller's, and may be closed. Raises OSError."""
         self._next_sequence = 0
         self._has_sent = False  # since the last drain
         with ExitStack() as opened:
+            # ZeroMQ's thread connects, now or later, so the fd lives as long as the context.
+            fd = os.dup(message_socket_fd)
+            opened.callback(os.close, fd)
             context = zmq.Context()
             opened.callback(context.term)
             try:
@@ -44,7 +49,7 @@ class FrontendLink:
                 )
                 opened.callback(self._socket.close)
                 self._socket.setsockopt(zmq.IDENTITY, welcome.identity)
-                self._socket.connect(welcome.endpoint)
+                self._socket.connect(f"ipc://{connectable_path(fd)}")
             except zmq.ZMQError as error:
                 raise OSError(error.errno, str(error)) from None
             self._opened = opened.pop_all()
@@ -67,10 +72,16 @@ class FrontendLink:
         """
         return self._has_sent and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def drain(self) -> list[StepOutputs]:
-        """All messages that have arrived. Raises LinkBroken; then the link is unusable."""
-        outputs = []
-        while (parts := receive(self._socket, _ONE_PART)) is not None:
+    def drain(self, max_messages: int | None = None) -> list[StepOutputs]:
+        """All messages that have arrived, or the first max_messages; then call again, because `fd` does not wake.
+
+        Raises LinkBroken; then the link is unusable.
+        """
+        outputs: list[StepOutputs] = []
+        while len(outputs) != max_messages:
+            if (parts := receive(self._socket, _ONE_PART)) is None:
+                self._has_sent = False
+                break
             if len(parts) != _ONE_PART:
                 raise LinkBroken(f"a message of {len(parts)} parts, expected 1")
             try:
@@ -81,7 +92,6 @@ class FrontendLink:
                 raise LinkBroken(f"message {output.sequence} arrived, expected {self._next_sequence}")
             self._next_sequence += 1
             outputs.append(output)
-        self._has_sent = False
         return outputs
 
     def close(self) -> None:

@@ -15,8 +15,6 @@ from penstock.shm.memory.board import FrontendTotals
 from penstock.shm.messages import ModelCard, Welcome
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from penstock.shm.buffers.buffer_export import BufferExporter, ExportedBuffers
     from penstock.shm.link.rendezvous import ControlConnection
     from penstock.shm.memory.board import BackendBoard
@@ -33,7 +31,7 @@ class FrontendTable:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        message_path: Path,
+        message_socket_fd: int,
         card: ModelCard,
         board: BackendBoard,
         ledger: Ledger,
@@ -41,9 +39,9 @@ class FrontendTable:
         credit: int,
         exporter: BufferExporter | None,
     ) -> None:
-        """Rendezvous, board, ledger and exporter stay the caller's."""
+        """All stay the caller's. message_socket_fd (O_PATH) reaches the socket that receives messages."""
         self._rendezvous = rendezvous
-        self._message_path = message_path
+        self._message_socket_fd = message_socket_fd
         self._card = card
         self._board = board
         self._ledger = ledger
@@ -86,7 +84,6 @@ class FrontendTable:
         welcome = Welcome(
             epoch=epoch,
             identity=frontend.identity,
-            endpoint=f"ipc://{self._message_path}",
             backend_pid=os.getpid(),
             arena_slots=frontend.arena_slots,
             arena_slot_bytes=frontend.arena_slot_bytes,
@@ -94,7 +91,8 @@ class FrontendTable:
             model=self._card,
             buffers=buffers.grant if buffers is not None else None,
         )
-        fds = (frontend.arena_fd, self._board.fd, frontend.board_fd, *(buffers.fds if buffers is not None else ()))
+        fds = [self._message_socket_fd, frontend.arena_fd, self._board.fd, frontend.board_fd]
+        fds += buffers.fds if buffers is not None else ()
         if not self._rendezvous.welcome(connection, welcome, fds):
             return frontend
         frontend.close_fds()

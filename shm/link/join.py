@@ -7,11 +7,13 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.shm.link.rendezvous import peer_credentials
 from penstock.shm.messages import PROTOCOL_VERSION, BufferKind, Hello, Refusal, WireError, decode_welcome, encode
+from penstock.shm.process.private_directory import Trust, opened_directory, path_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.shm.messages import BufferRequest, Welcome
 
 _MAX_WELCOME_BYTES = 1 << 16
-_MAX_FDS = 5
+_MAX_FDS = 6
 """One more than any welcome has, so that a surplus fd is noticed."""
 
 
@@ -33,6 +35,8 @@ class Invitation:
 
     control: socket.socket
     welcome: Welcome
+    message_socket_fd: int
+    """O_PATH; it reaches the backend's message socket, which has no name."""
     arena_fd: int
     backend_board_fd: int
     frontend_board_fd: int
@@ -40,20 +44,30 @@ class Invitation:
     """One fd if the welcome grants buffers on the host."""
 
     def close_fds(self) -> None:
-        for fd in (self.arena_fd, self.backend_board_fd, self.frontend_board_fd, *self.buffer_fds):
+        for fd in (
+            self.message_socket_fd,
+            self.arena_fd,
+            self.backend_board_fd,
+            self.frontend_board_fd,
+            *self.buffer_fds,
+        ):
             os.close(fd)
 
 
 async def join(socket_path: Path, buffer_request: BufferRequest | None = None) -> Invitation:
     """Shake hands. Waits while the backend is busy; its death ends the wait.
 
-    Raises OSError when no backend listens, Refused with its reason, WireError for an invalid answer.
+    Nothing is sent to another user's process, and no directory is entered that another user could change.
+
+    Raises OSError when no backend listens, UnsafeDirectory, Refused with the reason, WireError for an invalid answer.
     """
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
-        control.connect(str(socket_path))
-        if peer_credentials(control)[1] != os.geteuid():
-            raise Refused("the socket belongs to another user's process")
+        with opened_directory(socket_path.parent, Trust.PRIVATE, create=False) as directory_fd:
+            control.connect(path_in(directory_fd, socket_path.name))
+        pid, uid = peer_credentials(control)
+        if uid != os.geteuid():
+            raise Refused(f"the process that listens there (pid {pid}) belongs to user {uid}, not {os.geteuid()}")
         with contextlib.suppress(BrokenPipeError):  # refused at once: the reason can still be read
             control.send(encode(Hello(PROTOCOL_VERSION, buffer_request)))
         await _readable(control)
@@ -65,17 +79,21 @@ async def join(socket_path: Path, buffer_request: BufferRequest | None = None) -
             if isinstance(answer, Refusal):
                 raise Refused(answer.reason)
             grant = answer.buffers
-            num_fds = 4 if grant is not None and grant.kind is BufferKind.HOST else 3
+            num_fds = 5 if grant is not None and grant.kind is BufferKind.HOST else 4
             if len(fds) != num_fds or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise WireError(f"a welcome with {len(fds)} file descriptors, expected {num_fds}")
             if (grant is None) is not (buffer_request is None):
                 raise WireError("the welcome and the Hello disagree about shared buffers")
+            if not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
+                raise WireError("a welcome whose first file descriptor is not a socket")
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
-        arena_fd, backend_board_fd, frontend_board_fd, *buffer_fds = fds
-        return Invitation(control, answer, arena_fd, backend_board_fd, frontend_board_fd, tuple(buffer_fds))
+        message_socket_fd, arena_fd, backend_board_fd, frontend_board_fd, *buffer_fds = fds
+        return Invitation(
+            control, answer, message_socket_fd, arena_fd, backend_board_fd, frontend_board_fd, tuple(buffer_fds)
+        )
     except BaseException:
         control.close()
         raise

@@ -8,111 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import select
 import socket
-import stat
 import struct
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.shm.link.listening_address import ListeningAddress
 from penstock.shm.messages import PROTOCOL_VERSION, BuffersClosed, Hello, Refusal, WireError, decode_hello, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from penstock.shm.messages import Welcome
 
-MAX_PATH_BYTES = 107 - len(".zmq")
-"""A unix socket's path has at most 107 bytes; the message socket's path is this one with a suffix."""
-
 _MAX_HELLO_BYTES = 64
+_BACKLOG = 128
 _UCRED = struct.Struct("3i")
 _ACCEPT_PAUSE_S = 0.1
 _BUFFERS_CLOSED = encode(BuffersClosed())
-
-
-class CannotListen(Exception):
-    """The socket cannot be used. The message is one line for the operator."""
-
-
-class AddressInUse(CannotListen):
-    """Another live backend holds this socket."""
-
-
-class UnsafeDirectory(CannotListen):
-    """The socket's directory or path cannot be used safely."""
-
-
-@contextlib.contextmanager
-def private_umask() -> Iterator[None]:
-    """Files created inside are for this user only. The umask belongs to the whole process: keep it short."""
-    previous = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(previous)
-
-
-def _private_directory(directory: Path) -> None:
-    try:
-        with private_umask():
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        raise UnsafeDirectory(f"cannot create or enter {directory}: {error.strerror}") from None
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise UnsafeDirectory(
-            f"{directory} has mode {stat.S_IMODE(status.st_mode):o} and owner {status.st_uid}; "
-            f"it must have mode 700 and owner {os.geteuid()}"
-        )
-
-
-def _remove_socket(path: Path) -> None:
-    """Remove a socket and nothing else: the path comes from an option."""
-    if path.is_socket():
-        path.unlink()
-    elif path.exists():
-        raise UnsafeDirectory(f"{path} exists and is not a socket")
-
-
-def _lock(path: Path) -> int:
-    """Lock the file. Returns its fd, which holds the lock until it is closed or the process dies."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UnsafeDirectory(f"cannot create {path}: {error.strerror}") from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(fd, 20, 0).decode("ascii", "replace")
-        os.close(fd)
-        raise AddressInUse(f"another backend (pid {holder or 'unknown'}) serves {path.with_suffix('')}") from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
-    return fd
-
-
-def check_free(socket_path: Path) -> None:
-    """Raises CannotListen if a backend serves this socket. Call it before long work, such as loading weights."""
-    _check_path(socket_path)
-    os.close(_lock(_lock_path(socket_path)))
-
-
-def _check_path(socket_path: Path) -> None:
-    num_bytes = len(os.fsencode(socket_path))
-    if num_bytes > MAX_PATH_BYTES:
-        raise UnsafeDirectory(f"the socket path {socket_path} has {num_bytes} bytes; the limit is {MAX_PATH_BYTES}")
-    _private_directory(socket_path.parent)
-    if socket_path.exists() and not socket_path.is_socket():
-        raise UnsafeDirectory(f"{socket_path} exists and is not a socket")
-
-
-def _lock_path(socket_path: Path) -> Path:
-    return socket_path.with_name(socket_path.name + ".lock")
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
@@ -137,24 +54,19 @@ class Rendezvous:
     """The backend's side. `fileno` is readable when `turn` has something to do."""
 
     def __init__(self, socket_path: Path, *, max_connections: int = 128, handshake_timeout_s: float = 3.0) -> None:
-        """Raises AddressInUse, UnsafeDirectory."""
-        self._path = socket_path
+        """Raises CannotListen."""
         self._max_connections = max_connections
         self._handshake_timeout_s = handshake_timeout_s
         self._connections: dict[int, ControlConnection] = {}
         self._accept_again_s: float | None = None
         self.refused = 0
         """Refused connections: too many, another user, no valid Hello, no Hello in time, no memory."""
-        _check_path(socket_path)
-        self._lock_fd = _lock(_lock_path(socket_path))
+        self.address = ListeningAddress(socket_path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._epoll = select.epoll()
         try:
-            # We hold the lock, so an existing socket is a dead backend's.
-            _remove_socket(socket_path)
-            with private_umask():
-                self._listener.bind(str(socket_path))
-            self._listener.listen(128)
+            self.address.bind(self._listener)
+            self._listener.listen(_BACKLOG)
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         except BaseException:
             self._release()
@@ -269,13 +181,13 @@ class Rendezvous:
     def close(self) -> None:
         for connection in list(self._connections.values()):
             self.drop(connection)
-        self._path.unlink(missing_ok=True)
+        self.address.unlink()
         self._release()
 
     def _release(self) -> None:
         self._epoll.close()
         self._listener.close()
-        os.close(self._lock_fd)
+        self.address.close()
 
 
 def _last_word(connection: ControlConnection) -> bytes:

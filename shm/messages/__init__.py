@@ -16,6 +16,8 @@ from penstock.shm.messages.bounds import (
     MAX_STEP_EVENTS,
     MAX_TO_BACKEND_BYTES,
     MAX_TO_FRONTEND_BYTES,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     TokenId,
 )
 from penstock.shm.messages.buffers import (
@@ -58,6 +60,8 @@ __all__ = [
     "MAX_STEP_EVENTS",
     "MAX_TO_BACKEND_BYTES",
     "MAX_TO_FRONTEND_BYTES",
+    "MAX_WEIGHT",
+    "MIN_WEIGHT",
     "NO_TOKEN",
     "PROTOCOL_VERSION",
     "ArenaRef",

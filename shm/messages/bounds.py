@@ -22,6 +22,9 @@ MAX_SHARED_BUFFERS = 64
 MAX_SHARED_BUFFER_BYTES = 1 << 30
 """Bytes of one shared buffer."""
 
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+"""Bounds of a tenant's weight. JSON and MessagePack know infinity and NaN; neither is within these."""
+
 U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 I31 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]

@@ -10,7 +10,7 @@ from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
 from penstock.shm.messages.buffers import BufferGrant, BufferRequest
 from penstock.shm.messages.submit import Sampling
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=10, forbid_unknown_fields=True):
@@ -38,15 +38,15 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=11, forbid_unknown_fields=True):
-    """Backend → frontend: your identity and where to connect.
+    """Backend → frontend: your identity, and with it the fds of what you share.
 
-    Three fds come with it, in this order: the frontend's arena (read and write), the backend's board (read only), the
-    frontend's own board (read and write).
+    In this order: the message socket to connect to (O_PATH), the frontend's arena (read and write), the backend's board
+    (read only), the frontend's own board (read and write), and a granted buffer region on the host.
     """
 
     epoch: U63
     identity: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    endpoint: Annotated[str, Meta(max_length=256)]
+    """A secret of this frontend and the backend. Messages with it are the frontend's, and its outputs go there."""
     backend_pid: I31
     arena_slots: Annotated[int, Meta(ge=1, le=1 << 16)]
     arena_slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)]

@@ -12,6 +12,8 @@ from penstock.shm.messages.bounds import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_INLINE_PROMPT_TOKENS,
     MAX_LOGPROBS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     U63,
     TokenId,
 )
@@ -88,7 +90,11 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     sampling: Sampling
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     salt: Annotated[bytes, Meta(max_length=16)] = b""
-    """Identifies the tenant: requests with different salts share no tokens and no pages."""
+    """Requests with different salts share no tokens and no pages."""
+    tenant: Annotated[bytes, Meta(max_length=16)] = b""
+    """Whom the scheduler charges for the work. Requests without one belong to one tenant."""
+    weight: Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    """The tenant's share of the device in proportion to the other tenants'. Its latest request decides."""
     may_share: bool = False
     """Its tokens are deterministic (temperature 0, or the client's seed): an equal request's tokens are the same."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
@@ -102,6 +108,10 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     """Receives logits or hidden states of the first num_rows generated tokens. Such a request is never coalesced."""
     batch_delivery: bool = False
     """Tokens need not arrive one by one: all but the first may be held for a moment and sent together."""
+    admitted_ns: U63 = 0
+    """When it was first admitted, in CLOCK_MONOTONIC; 0 for a new request. An admitted request is not refused again for
+    limits that it has passed, and waits before its tenant's new ones, in this order. It is the frontend's claim: a
+    false one gains its requests a place, up to the backend's limit on open requests that were admitted."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):

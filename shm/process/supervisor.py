@@ -15,14 +15,19 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.shm.process.heartbeat import HangWatch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from penstock.shm.process.heartbeat import Heartbeat
 
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _SIGNALS = _STOP_SIGNALS | {signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1
 _LONGEST_SLEEP_S = 60.0
 _IS_UP_EVERY_S = 0.1
+_WATCH_EVERY_S = 1.0
 _STOP_AFTER_SECOND_SIGNAL_S = 5.0
 
 
@@ -40,7 +45,12 @@ class ChildSpec:
     env: Mapping[str, str] | None = None
     stage: int = 0
     reloads: bool = False
-    """On SIGHUP it reads its files again."""
+    """On SIGHUP it reads its files again. It starts with SIGHUP blocked, and unblocks it once it can handle it: one
+    that comes earlier would kill it."""
+    heartbeat: Heartbeat | None = None
+    """The child, which has the fd in pass_fds, beats it from its first to its last turn."""
+    hang_timeout_s: float = 0.0
+    """A child whose heartbeat is silent for longer is killed, and restarted like one that died; 0 is never."""
 
 
 def module_argv(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
@@ -72,6 +82,12 @@ class _Child:
     """Monotonic; valid while process is None."""
     has_settled: bool = False
     quick_deaths: int = 0
+    watch: HangWatch | None = None
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        if spec.heartbeat is not None and spec.hang_timeout_s > 0.0:
+            self.watch = HangWatch(spec.heartbeat, spec.hang_timeout_s, longest_step_s=2 * _WATCH_EVERY_S)
 
 
 class Supervisor:
@@ -130,6 +146,7 @@ class Supervisor:
                     for child in self._children:
                         child.has_settled = True
                 for child in self._children:
+                    self._kill_if_hung(child)
                     if child.process is None:
                         if time.monotonic() >= child.restart_at_s:
                             self._start(child, previous)
@@ -151,16 +168,27 @@ class Supervisor:
                 process.send_signal(signal.SIGHUP)
         return True
 
+    def _kill_if_hung(self, child: _Child) -> None:
+        """SIGKILL also ends a stopped process. SIGCHLD reports its end."""
+        watch, process = child.watch, child.process
+        if watch is not None and watch.is_hung(time.monotonic()) and process is not None and process.poll() is None:
+            self._log(f"{child.spec.name} has shown no progress for {watch.silent_s:.0f} s; killing it")
+            process.kill()
+            watch.restart()
+
     def _start(self, child: _Child, signal_mask: Iterable[int]) -> None:
+        if child.watch is not None:
+            child.watch.restart()
         supervisor_pid = os.getpid()
         libc = ctypes.CDLL(None)
+        child_mask = {*signal_mask, signal.SIGHUP} if child.spec.reloads else signal_mask
 
         def tie_to_supervisor() -> None:
             # Runs in the child between fork and exec. If the supervisor died before prctl, no signal would come.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != supervisor_pid:
                 os._exit(1)
-            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, child_mask)
 
         child.process = subprocess.Popen(
             child.spec.argv,
@@ -197,6 +225,8 @@ class Supervisor:
         now_s = time.monotonic()
         due_s = [child.restart_at_s for child in self._children if child.process is None]
         due_s.append(now_s + (_LONGEST_SLEEP_S if self._is_up is None else _IS_UP_EVERY_S))
+        if any(child.watch is not None for child in self._children):
+            due_s.append(now_s + _WATCH_EVERY_S)
         return max(0.0, min(due_s) - now_s)
 
     def _running(self, stage: int | None = None) -> list[subprocess.Popen[bytes]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.backend.engine.batch_builder import BatchBuilder
 from penstock.backend.engine.intake import EngineLimits
-from penstock.backend.engine.launched_step import run_step
+from penstock.backend.engine.launched_step import launch_step
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.requests import Requests
 from penstock.backend.kv_cache.page_pool import PagePool
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
+    from penstock.backend.structured_output.late_masks import LateMasks
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -110,8 +111,9 @@ class SteppedExecutor:
 
     wake_fd = -1
 
-    def __init__(self, forward_pass: IBatchedForwardPass, capacity: int) -> None:
+    def __init__(self, forward_pass: IBatchedForwardPass, capacity: int, late_masks: LateMasks | None) -> None:
         self._pass = forward_pass
+        self._late_masks = late_masks
         self._capacity = capacity
         self._plans: deque[tuple[Plan, StepBatch, PageSaves]] = deque()
         self._results: list[StepResult] = []
@@ -145,6 +147,7 @@ class SteppedExecutor:
         pass
 
     def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
+        assert len(set(plan.sequences)) == len(plan), "a sequence has two rows in one step"
         self._plans.append((plan, batch, saves))
         self.batches.append(batch)
         self._num_in_flight += 1
@@ -152,7 +155,7 @@ class SteppedExecutor:
     def run_one(self) -> bool:
         if not self._plans:
             return False
-        result = run_step(self._pass, *self._plans.popleft())
+        result = launch_step(self._pass, *self._plans.popleft(), late_masks=self._late_masks).finish()
         self.num_rows_run += len(result.plan)
         self._results.append(replace(result, step_s=self.step_s))
         return True
@@ -183,13 +186,14 @@ class Bench:
         forward_pass: Any = None,
         grammar_queue: GrammarQueue | None = None,
         link: ScriptedLink | None = None,
+        late_masks: LateMasks | None = None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
         context = min(max_context or 1 << 16, num_pages * page_size)
         host_kv_bytes = 8 * page_size * num_host_pages
         self.forward_pass = forward_pass or FakePass(vocab_size, max_running, host_kv_bytes)
         self.forward_pass.create_cache(num_pages, page_size, "fp32")
-        self.executor = SteppedExecutor(self.forward_pass, capacity)
+        self.executor = SteppedExecutor(self.forward_pass, capacity, late_masks)
         self.link = link or ScriptedLink()
         self.pool = PagePool(num_pages, num_host_pages)
         self.board = BackendBoard.create()

@@ -22,7 +22,7 @@ from penstock.frontend.generation.served_model import ModelKeeper, ServedModel, 
 from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
-from penstock.frontend.transport.server import server_config
+from penstock.frontend.transport.serving.server import server_config
 from penstock.shm.client import BackendUnavailable, GenerationRequest, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import Finish, ModelCard, Sampling
@@ -90,8 +90,14 @@ class FakeStream:
         self.joins = False
         self.cancelled = asyncio.Event()
         self.ended = False
+        self.finish = Finish.NONE
+        self.num_taken = 0
         self._batches = deque(batches)
         self._more = asyncio.Event()
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_taken + sum(len(batch.token_ids) for batch in self._batches)
 
     def push(self, *token_ids: int, finish: Finish = Finish.NONE) -> None:
         self._batches.append(TokenBatch(list(token_ids), finish))
@@ -115,6 +121,8 @@ class FakeStream:
         batch = self._batches.popleft()
         if batch.token_ids:
             self.is_coalesced = self.joins
+        self.num_taken += len(batch.token_ids)
+        self.finish = batch.finish
         self.ended = batch.finish is not Finish.NONE
         return batch
 
@@ -147,6 +155,7 @@ class FakeBackend:
 
     model: ModelCard | None = field(default_factory=model_card)
     ready: bool = True
+    retry_after_s: int = 1
     script: Script = field(default_factory=lambda: says("Hello, world!"))
     streams: list[FakeStream] = field(default_factory=list)
     refusal: Exception | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.frontend.app import App
@@ -87,12 +89,53 @@ async def test_requests_over_the_limit_do_not_wait_for_a_model(
     assert (await first.response()).status == 200
 
 
-async def test_waiting_for_a_model_ends_after_the_timeout(
-    connect: Callable[[], ClientConnection], app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.frontend.endpoints.context._MODEL_TIMEOUT_S", 0.01)
-    response = await connect().post(CHAT, BODY)
+async def test_waiting_for_a_model_ends_after_the_timeout(backend: FakeBackend, keeper: ModelKeeper) -> None:
+    connection = ClientConnection(make_app(backend, keeper=keeper, hold_timeout_s=0.01))
+    response = await connection.post(CHAT, BODY)
     assert (response.status, response.error["code"]) == (503, "backend_unavailable")
+    assert response.headers["retry-after"] == "1"
+    await connection.end()
+
+
+async def test_only_so_many_requests_wait_for_a_model(backend: FakeBackend, keeper: ModelKeeper) -> None:
+    app = make_app(backend, keeper=keeper, max_held_requests=1)
+    first, second = ClientConnection(app), ClientConnection(app)
+    await waiting(first)
+    assert (await second.post(CHAT, BODY)).status == 503
+    load(keeper)
+    assert (await first.response()).status == 200
+    assert keeper.num_waiting == 0
+    for connection in (first, second):
+        await connection.end()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_stream_that_waits_for_a_model_is_kept_alive_and_told_of_the_end(
+    backend: FakeBackend, keeper: ModelKeeper, path: str
+) -> None:
+    app = make_app(backend, keeper=keeper, hold_timeout_s=0.05)
+    connection = ClientConnection(app)
+    connection.send(request_bytes("POST", path, BODY | {"stream": True, "max_tokens": 4}))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    app.exchanges.sweep(time.monotonic() + 60.0)
+    response = await connection.response()
+    assert response.status == 200
+    assert response.body.startswith(b": keep-alive\n\n")
+    *_, event = response.body.removesuffix(b"\n\n").split(b"\n\n")
+    *name, data = event.split(b"\n")
+    assert name == ([b"event: error"] if path == "/v1/messages" else [])
+    assert msgspec.json.decode(data.removeprefix(b"data: "))["error"]["message"].startswith(
+        "the model is still loading"
+    )
+    await connection.end()
+
+
+async def test_wrong_body_is_refused_without_a_model(
+    connect: Callable[[], ClientConnection], keeper: ModelKeeper
+) -> None:
+    assert (await connect().post(CHAT, {"messages": 3})).status == 400
+    assert keeper.current is None
 
 
 async def test_hang_up_while_waiting_for_a_model_is_noticed(
@@ -140,27 +183,16 @@ async def watching(keeper: ModelKeeper) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_requests_wait_for_a_backend_only_shortly_after_the_start(
+async def test_requests_wait_until_a_late_backend_has_come_and_its_model_is_loaded(
     backend: FakeBackend, keeper: ModelKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module, "_START_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(model_module, "_EXPECTED_START_S", 0.01)
     backend.model = None
     save_model_files(tmp_path)
-    loading = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    load_tokenizer = model_module.ModelTokenizer.load
-
-    def load(directory: Path) -> object:
-        assert not keeper.settled.is_set()
-        loop.call_soon_threadsafe(loading.set)
-        return load_tokenizer(directory)
-
-    monkeypatch.setattr(model_module.ModelTokenizer, "load", load)
     async with asyncio.timeout(10), watching(keeper):
-        await keeper.settled.wait()
-        assert keeper.current is None
+        await asyncio.sleep(0.1)
+        assert not keeper.settled.is_set()
         backend.model = model_card(model_dir=str(tmp_path))
-        await loading.wait()
         await keeper.settled.wait()
     assert keeper.current is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.cancellation import Canceller
@@ -10,17 +11,41 @@ from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.open_requests import OpenRequests
 from penstock.backend.engine.requests import Requests
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.scheduling.settlement import Settlement
+from penstock.backend.sequences.sequence import NEW
+from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.memory.board import BackendBoard
 from tests.simulation.chain_pass import PassSizes
 from tests.simulation.device import SimulatedExecutor
 from tests.simulation.faults import FaultyBuilder, FaultyDelivery, FaultyIntake, FaultyScheduler
 from tests.simulation.link import SimulatedLink
-from tests.simulation.rules import SimulatedCompiler
+from tests.simulation.rules import SimulatedPool
+from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
     from tests.simulation.world import World
+
+
+class JudgedSettlement(Settlement):
+    """Judges that requests which came back together, and may share their tokens, have one sequence."""
+
+    def __init__(self, world: World) -> None:
+        start_s, quiet_s, longest_s = world.setup.settle_s
+        super().__init__(world.clock, start_s=start_s, quiet_s=quiet_s, longest_s=longest_s)
+        self._world = world
+
+    def take_settled(self) -> list[Sequence]:
+        settled = super().take_settled()
+        coalescer = self._world.backend.requests.table.coalescer
+        resumed = [sequence for sequence in settled if sequence.admitted_ns != NEW]
+        keys = [coalescer._keys[sequence] for sequence in resumed if sequence in coalescer._keys]
+        num_members = [len(sequence.subscribers) for sequence in resumed]
+        self._world.covered["groups resumed"] += sum(count > 1 for count in num_members)
+        if len(set(keys)) != len(keys):
+            raise Violation("a group comes back as several sequences")
+        return settled
 
 
 class Backend:
@@ -52,9 +77,9 @@ class Backend:
             setup.num_plans_ahead,
         )
         limits = EngineLimits(setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
-        self.compiler = SimulatedCompiler(setup.model.vocab_size)
-        self.grammar_queue = GrammarQueue(self.compiler, lambda: None, setup.max_waiting)
-        table = OpenRequests(self.scheduler, self.board, self.grammar_queue)
+        self.compile_pool = SimulatedPool(setup.model.vocab_size)
+        self.grammar_queue = GrammarQueue(GrammarCompiler(self.compile_pool), lambda: None, setup.max_waiting)
+        table = OpenRequests(self.scheduler, self.board, self.grammar_queue, JudgedSettlement(world))
         delivery = FaultyDelivery(world, self.link, self.board, table)
         intake = FaultyIntake(world, self.scheduler, self.board, limits, table, delivery, world.clock)
         self.requests = Requests(table, intake, delivery, Canceller(self.board, table, delivery, world.clock))
@@ -69,8 +94,14 @@ class Backend:
         )
         self.is_draining = False
         self.num_joined = 0
-        self.places: dict[Sequence, tuple[float, int]] = {}
+        self.places: dict[Sequence, tuple[float, int, int]] = {}
         """Place of each sequence in the queue by the policy: lower is sooner."""
+        self.firsts: set[Sequence] = set()
+        """Waiting sequences that go before all newcomers."""
+        self.num_firsts = 0
+        """How many of these there have been."""
+        self.num_pages_passed: Counter[Sequence] = Counter()
+        """Pages that later sequences took before each sequence that did not fit."""
         self.since: dict[Sequence, int] = {}
         """Tick in which each sequence was created."""
         self.broken: set[object] = set()

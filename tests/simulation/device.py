@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.engine.launched_step import launch_step
 from tests.simulation.chain_pass import ChainPass
+from tests.simulation.rules import SimulatedLateMasks
 from tests.simulation.violations import PlantedFault, Violation
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class SimulatedExecutor:
         self._pass = forward_pass
         self._capacity = capacity
         self._page_size = page_size
+        self.late_masks = SimulatedLateMasks(world, forward_pass.spec.vocab_size)
         self._plans: deque[tuple[Plan, StepBatch, PageSaves]] = deque()
         self._launched: deque[tuple[LaunchedStep, Fault | None]] = deque()
         self._before: LaunchedStep | None = None
@@ -125,7 +127,7 @@ class SimulatedExecutor:
         fault = None
         if isinstance(self._pass, ChainPass):
             fault = self._pass.fault = self._world.draw_fault([planned.sequences[row] for row in planned.live_rows()])
-        step = launch_step(self._pass, planned, batch, saves, self._before)
+        step = launch_step(self._pass, planned, batch, saves, self._before, self.late_masks)
         self._world.covered["saved for a step without rows"] += bool(saves) and not step.plan
         self._world.covered["rows bound late"] += len(planned) - len(step.plan)
         if isinstance(step.error, Violation):
@@ -141,7 +143,7 @@ class SimulatedExecutor:
 
     def _finish(self) -> None:
         step, fault = self._launched.popleft()
-        before = [(sequence, sequence.stopped_generation) for sequence in step.plan.sequences]
+        before = [(s, s.stopped_generation, s.final_generation) for s in step.plan.sequences]
         result = step.finish()
         rows, error = list(result.plan.rows()), result.error
         is_planted = isinstance(error, PlantedFault) or (fault is not None and fault.kind == "miscount")
@@ -150,13 +152,14 @@ class SimulatedExecutor:
         if error is not None and len(rows) == 1:
             self.faulty.setdefault((rows[0].sequence, rows[0].generation), False)
         for place, token_id in enumerate(result.token_ids):
-            row = rows[result.plan.logit_rows[place]]
-            if token_id < 0 and place not in result.faults:
+            index = result.plan.logit_rows[place]
+            row = rows[index]
+            if token_id < 0 and place not in result.faults and index not in result.late:
                 self.faulty.setdefault((row.sequence, row.generation), True)
         # The thread has compared, but the main thread does not see it yet: others may subscribe now.
-        stopped = [(s, s.stopped_generation) for s, generation in before if s.stopped_generation != generation]
-        for sequence, generation in before:
-            sequence.stopped_generation = generation
+        stopped = [(s, s.final_generation) for s, _, final in before if s.final_generation != final]
+        for sequence, generation, final in before:
+            sequence.stopped_generation, sequence.final_generation = generation, final
         self._finished = result, stopped
         if self._world.log is not None:
             spans = [(row.start, row.end, row.sequence.order) for row in rows]
@@ -167,7 +170,8 @@ class SimulatedExecutor:
             raise Violation("there is no result to publish")
         result, stopped = self._finished
         for sequence, generation in stopped:
-            sequence.stopped_generation = generation
+            sequence.stopped_generation = max(sequence.stopped_generation, generation)
+            sequence.final_generation = max(sequence.final_generation, generation)
         step_s = self._world.now_s - self._starts_s.popleft()
         if self._starts_s:
             self._starts_s[0] = self._world.now_s

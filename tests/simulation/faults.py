@@ -13,13 +13,12 @@ from penstock.backend.engine.intake import Intake
 from penstock.backend.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.scheduler import Chunk
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
+    from penstock.backend.structured_output.grammars import CompiledGrammar
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import EventLogprobs
     from tests.simulation.world import World
@@ -39,6 +38,10 @@ class FaultyScheduler(Scheduler):
         """Sequences that the last plan admitted."""
         self.bisected: set[tuple[Sequence, int]] = set()
         """(sequence, generation) of rows that run again after a failed step."""
+        self._was_passed = False
+        """Whether the sequence that is about to start has been passed by others."""
+        self._passes: list[Sequence] = []
+        """Sequences that it passes."""
 
     def plan(self) -> Plan:
         self.started = set()
@@ -46,6 +49,7 @@ class FaultyScheduler(Scheduler):
 
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)
+        self._world.judge.note_scheduled(sequence)
         self._world.break_down("add", [sequence])
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> None:
@@ -56,8 +60,17 @@ class FaultyScheduler(Scheduler):
         super().bisect(chunks)
         self.bisected |= {(sequence, sequence.generation) for sequence, _ in chunks}
 
+    def _start_if_it_fits(self, sequence: Sequence, *args: Any, **options: Any) -> int:
+        passed = list(self._waiting._passed)
+        self._was_passed = sequence in passed
+        self._passes = passed[: passed.index(sequence)] if self._was_passed else passed
+        return super()._start_if_it_fits(sequence, *args, **options)
+
     def _start(self, sequence: Sequence, *args: Any, **options: Any) -> None:
+        num_available = self._pool.num_available
         super()._start(sequence, *args, **options)
+        num_pages = num_available - self._pool.num_available
+        self._world.judge.note_admission(sequence, num_pages, self._was_passed, self._passes)
         self.started.add(sequence)
 
 
@@ -78,10 +91,10 @@ class FaultyIntake(Intake):
         self._world = world
 
     def assign_sequence(
-        self, submission: Submission, matcher: LLMatcher | None, arrived_s: float, deadline_s: float | None
+        self, submission: Submission, grammar: CompiledGrammar | None, arrived_s: float, deadline_s: float | None
     ) -> None:
         try:
-            super().assign_sequence(submission, matcher, arrived_s, deadline_s)
+            super().assign_sequence(submission, grammar, arrived_s, deadline_s)
         finally:
             self._world.judge.note_submission(submission.frontend, submission.request_id, arrived_s)
 

@@ -10,8 +10,15 @@ from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import PlanRow
+    from penstock.backend.sequences.sequence import Sequence
     from tests.simulation.link import Open
+    from tests.simulation.workload import Ask
     from tests.simulation.world import World
+
+
+_MOST_PASSING = 16
+"""Sequences of other tenants may pass one that does not fit until they have taken this many times as many pages as it
+needs; those of its own tenant until they have taken as many."""
 
 
 class Judge:
@@ -33,13 +40,21 @@ class Judge:
             self._world.covered["joined late"] += opened is None or opened.next_index > 0
             self._world.covered["joined with constraints"] += ask.constraints is not None
             self._world.covered["joined for log probabilities"] += ask.sampling.num_logprobs >= 0
+            if found is not None and found.sequence.order < 0 and ask.admitted_ns:
+                rank, admitted_ns, number = backend.places[found.sequence]
+                own_rank, own_admitted_ns = self._place(ask, arrived_s)
+                backend.places[found.sequence] = min(rank, own_rank), min(admitted_ns, own_admitted_ns), number
         elif found is not None:
-            step_s = self._world.setup.priority_step_s
-            rank = arrived_s + ask.priority * step_s if step_s else 0.0
-            backend.places[found.sequence] = rank, len(backend.places)
+            backend.places[found.sequence] = *self._place(ask, arrived_s), len(backend.places)
             backend.since[found.sequence] = self._world.tick
         if opened is not None and ask.constraints is not None:
             self._world.covered["resumed with constraints"] += opened.next_index > 0 and ask.num_lives > 1
+
+    def _place(self, ask: Ask, arrived_s: float) -> tuple[float, int]:
+        """Rank and time of admission that the request has by the policy."""
+        step_s = self._world.setup.priority_step_s
+        first_s = min(arrived_s, ask.admitted_ns / 1e9) if ask.admitted_ns else arrived_s
+        return first_s + ask.priority * step_s if step_s else 0.0, ask.admitted_ns or 1 << 63
 
     def note_cancel(self, opened: Open | None, epoch: int, request_id: int) -> None:
         """Count the state in which a cancel meets its request."""
@@ -54,20 +69,53 @@ class Judge:
                 state = "while parked"
             elif sequence.slot is None:
                 state = "while preempted" if sequence.generation else "while waiting"
-            elif sequence.stopped_generation == sequence.generation:
+            elif sequence.final_generation == sequence.generation:
                 state = "while finishing"
             else:
                 state = "in decode" if opened.is_started else "in prefill"
         self._world.covered[f"cancel {state}"] += 1
 
-    def note_plan(self, rows: list[PlanRow]) -> None:
-        """Judge which sequences a plan admits, and how far its rows go."""
-        places, waiting = self._world.backend.places, self._world.backend.scheduler._waiting
-        admitted = self._world.backend.scheduler.started
-        if admitted:
-            queue = [places[sequence] for sequence in waiting.sequences() if sequence not in waiting._key_of]
-            if queue and max(places[sequence] for sequence in admitted) > min(queue):
+    def note_scheduled(self, sequence: Sequence) -> None:
+        """Note a sequence that ran in an earlier backend. As many as run at a time go before all newcomers."""
+        backend = self._world.backend
+        asks = [(self._world.names[s.frontend, s.request_id], s.next_index) for s in sequence.subscribers]
+        has_run = any(ask.admitted_ns and next_index > len(ask.prompt) for ask, next_index in asks)
+        if has_run and backend.num_firsts < self._world.setup.max_running:
+            backend.num_firsts += 1
+            backend.firsts.add(sequence)
+
+    def note_admission(self, sequence: Sequence, num_pages: int, was_passed: bool, passes: list[Sequence]) -> None:
+        """Judge whether it is the sequence's turn, and count the pages that it takes before those that it passes."""
+        backend = self._world.backend
+        waiting, places = backend.scheduler._waiting, backend.places
+        queued = [
+            other for other in waiting.sequences() if other not in waiting._key_of and other not in waiting._passed
+        ]
+        self._world.covered["admitted after being passed"] += was_passed
+        backend.num_pages_passed.pop(sequence, None)
+        firsts = [other for other in queued if other in backend.firsts]
+        is_first = sequence in backend.firsts
+        backend.firsts.discard(sequence)
+        self._world.covered["admitted before newcomers"] += is_first and len(firsts) < len(queued)
+        if not was_passed and (is_first or firsts):
+            if not is_first or any(places[other] < places[sequence] for other in firsts):
+                raise Violation("a sequence is admitted before one that ran in an earlier backend")
+        elif not was_passed:
+            if any(other.account is sequence.account and places[other] < places[sequence] for other in queued):
                 raise Violation("a sequence is admitted before its turn")
+            if any(other.account.service < sequence.account.service for other in queued):
+                raise Violation("a tenant is served before one that has received less")
+        for other in passes:
+            backend.num_pages_passed[other] += num_pages
+            self._world.covered["passed"] += 1
+            times = _MOST_PASSING if other.account is not sequence.account else 1
+            most = times * (1 + len(other.tokens) // self._world.setup.page_size)
+            if backend.num_pages_passed[other] >= most + num_pages:
+                raise Violation(f"a sequence has been passed by {backend.num_pages_passed[other]} pages")
+
+    def note_plan(self, rows: list[PlanRow]) -> None:
+        """Judge how far a plan's rows go."""
+        admitted = self._world.backend.scheduler.started
         num_plans = self._world.backend.scheduler._num_plans
         self._world.covered["stopped waiting"] += sum(
             0 < sequence.parking.deadline_step <= num_plans for sequence in admitted
@@ -103,12 +151,20 @@ class Judge:
         self._world.covered[f"refused {code.name}"] += 1
         match code:
             case FailureCode.OVERLOADED:
-                room = self._world.setup.max_running if ask.got else backend.scheduler.num_free_slots
-                allowed = backend.scheduler.num_waiting >= self._world.setup.max_waiting + room
-                allowed |= backend.grammar_queue.num_waiting >= self._world.setup.max_waiting
+                room, limit = backend.scheduler.num_free_slots, self._world.setup.max_waiting
+                held = backend.requests.table.settlement._held
+                num_waiting = backend.scheduler.num_waiting + len(held) - room
+                most = max(num_waiting, num_compiling := backend.grammar_queue.num_waiting)
+                waiting = [*backend.scheduler._waiting.sequences(), *held]
+                has_others = any(sequence.tenant == ask.tenant for sequence in waiting)
+                has_others |= bool(num_compiling and backend.grammar_queue.num_waiting_of[ask.tenant])
+                allowed = most >= limit and not ask.admitted_ns and (has_others or most >= 2 * limit)
+                self._world.covered["refused over its share"] += most < 2 * limit
             case FailureCode.SHUTTING_DOWN:
                 allowed = backend.is_draining
             case FailureCode.BAD_TOKEN | FailureCode.CONTEXT_TOO_LONG | FailureCode.BAD_GRAMMAR:
+                allowed = ask.finish is Finish.REJECTED
+            case FailureCode.INTERNAL:  # its grammar kills the compilers
                 allowed = ask.finish is Finish.REJECTED
             case _:
                 allowed = False
@@ -140,7 +196,9 @@ class Judge:
         open_in_engine |= backend.grammar_queue._waiting.keys()
         if open_in_engine != backend.link.open.keys():
             raise Violation(f"the engine has {open_in_engine} open, the link {set(backend.link.open)}")
-        if backend.scheduler.num_running + backend.scheduler.num_waiting and not backend.executor.is_busy:
+        is_awaiting = any(sequence.awaits_mask for sequence in backend.scheduler._running)
+        num_scheduled = backend.scheduler.num_running + backend.scheduler.num_waiting
+        if num_scheduled and not backend.executor.is_busy and not is_awaiting:
             raise Violation("there is work, the device is idle, and nothing will wake the loop")
         self._world.covered["planned late"] += backend.engine.plan_due_s is not None
         for (frontend, request_id), opened in backend.link.open.items():
@@ -151,6 +209,8 @@ class Judge:
             sequence, subscriber = backend.requests.table._by_frontend[frontend][request_id]
             if (sequence.salt == opened.ask.salt) != (opened.embeddings is None):
                 raise Violation(f"{opened.ask} subscribes to a sequence of another tenant")
+            if sequence.order < 0:
+                continue  # it is held, and receives nothing yet
             if opened.next_index != len(sequence.tokens) - len(opened.ask.prompt) and subscriber.next_index <= len(
                 sequence.tokens
             ):
@@ -174,9 +234,9 @@ class Judge:
     def judge_end(self) -> None:
         backend = self._world.backend
         scheduler, board = backend.scheduler, backend.board
-        if (
-            self._world.covered["rewound"] > self._world.covered["joined"] + self._world.covered["scored"]
-        ):  # a scored prompt may contain stop ids
+        covered = self._world.covered
+        # A scored prompt may contain stop ids. A row whose mask is late runs again.
+        if covered["rewound"] > covered["joined"] + covered["scored"] + covered["masks late"]:
             raise Violation("tokens were computed again although no request had joined")
         if backend.pool.num_held or scheduler.num_running or scheduler.num_waiting or backend.requests.table.num_open:
             raise Violation("pages, sequences or requests are left over")

@@ -64,11 +64,14 @@ class Frontend:
             sampling=ask.sampling,
             stop_token_ids=ask.stop_ids,
             salt=ask.salt,
+            tenant=ask.tenant,
+            weight=ask.weight,
             may_share=ask.may_share,
             priority=ask.priority,
             timeout_ms=timeout_ms,
             constraints=ask.constraints,
             num_prompt_logprobs=ask.num_prompt_logprobs,
+            admitted_ns=ask.admitted_ns,
         )
         if ask.is_embedded and not ask.got:
             prompt: Any = LentPrompt(ask.prompt)

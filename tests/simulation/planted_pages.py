@@ -186,7 +186,6 @@ PAGE_BUGS: dict[str, Plant] = {
     "a page copy outlives its row": wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
     "a page is evicted while it is to be copied": wrap(Scheduler, "_start", _sources_can_be_evicted),
     "partial pages with bad logits stay findable": wrap(PrefixCache, "invalidate_tenant", _suspect_parts_are_kept),
-    "a parked sequence waits without a deadline": wrap(WaitQueue, "unpark_overdue", lambda *_: None),
     "a failed step counts as computed": wrap(Scheduler, "bisect", _tries_without_going_back),
     "a page found again can still be evicted": wrap(PagePool, "hold", _evicts_what_is_held),
     "a prefix hit leaves nothing to compute": wrap(PrefixCache, "find", _finds_the_whole_prompt),

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from penstock.backend.engine.cancellation import Canceller
-from penstock.backend.engine.coalescer import Coalescer, ShareKey
+from penstock.backend.engine.coalescer import Coalescer, ShareKey, _Offer
 from penstock.backend.engine.delivery import Delivery
 from penstock.backend.engine.intake import Intake
 from penstock.backend.engine.open_requests import OpenRequests
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber, Subscribers
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
-from penstock.shm.messages import Finish
+from penstock.shm.messages import Failure, FailureCode, Finish
 from tests.simulation.planting import Plant, wrap
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _joins_what_has_ended(patch: pytest.MonkeyPatch) -> None:
         coalescer._keys.pop(sequence, None)
 
     patch.setattr(Coalescer, "withdraw", forget_key_only)
-    patch.setattr(Coalescer, "find", lambda coalescer, key: coalescer._sequences.get(key))
+    patch.setattr(_Offer, "is_alive", True)
 
 
 def _keeps_the_limit_of_who_left(unsubscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
@@ -63,8 +63,8 @@ def _steps_in_flight_still_count(rewind: Any, sequence: Sequence, num_computed: 
     sequence.generation -= 1
 
 
-def _abandons_without_leaving(_: Any, intake: Intake, submission: Submission) -> None:
-    intake._delivery.end(submission.frontend, submission.request_id, Finish.FAILED)
+def _abandons_without_leaving(_: Any, intake: Intake, frontend: int, request_id: int) -> None:
+    intake._delivery.end(frontend, request_id, Finish.FAILED)
 
 
 def _a_newcomer_is_not_noticed(subscribe: Any, sequence: Sequence, subscriber: Subscriber) -> None:
@@ -127,6 +127,17 @@ def _grammars_begin_anew(make: Any, intake: Intake, submission: Submission, *res
     return make(intake, replace(submission, tokens=prompt), *rest, **options)
 
 
+def _refuses_what_was_admitted(patch: pytest.MonkeyPatch) -> None:
+    find_refusal = Intake.find_refusal
+
+    def refuses(intake: Intake, submission: Submission) -> Failure | None:
+        if submission.submit.admitted_ns and intake._is_full_for(submission.submit):
+            return Failure(submission.request_id, FailureCode.OVERLOADED)
+        return find_refusal(intake, submission)
+
+    patch.setattr(Intake, "find_refusal", refuses)
+
+
 def _deadlines_do_not_hold_in_the_grammar_queue(find: Any, table: OpenRequests, frontend: int, request_id: int) -> Any:
     return None if table.grammar_queue.find(frontend, request_id) else find(table, frontend, request_id)
 
@@ -145,6 +156,15 @@ REQUEST_BUGS: dict[str, Plant] = {
     "deadlines are ignored in the grammar queue": wrap(
         OpenRequests, "_deadline_of", _deadlines_do_not_hold_in_the_grammar_queue
     ),
+    "resumed requests that are behind start a sequence of their own": wrap(Coalescer, "find_longer", lambda *_: None),
+    "resumed requests wait in the order in which they arrive": lambda patch: patch.setattr(
+        Sequence, "turn", property(lambda sequence: (sequence.rank, 0, sequence.order))
+    ),
+    "newcomers go before what had run": lambda patch: patch.setattr(Sequence, "has_run_before", False),
+    "one tenant fills the queue for all": lambda patch: patch.setattr(
+        "penstock.backend.engine.intake.has_place", lambda num_waiting, limit, *_: num_waiting < limit
+    ),
+    "a full queue refuses resumed requests": _refuses_what_was_admitted,
     "a cancelled subscriber stays subscribed": wrap(OpenRequests, "remove", _keeps_who_cancelled),
     "a sequence that has ended can be joined": _joins_what_has_ended,
     "tenants share sequences": wrap(ShareKey, "of", lambda of, _salt, *rest: of(b"", *rest)),

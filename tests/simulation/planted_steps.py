@@ -14,12 +14,13 @@ from penstock.backend.engine.step_timing import StepTiming
 from penstock.backend.forward_pass import NOT_FINITE
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.structured_output.constraints import SequenceConstraints
+from penstock.backend.structured_output.late_masks import LateMasks
 from tests.simulation import device as device_module
 from tests.simulation.planting import Plant, wrap
 
 
-def _saves_go_with_rows(launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, before: Any) -> Any:
-    return launch(forward_pass, plan, batch, saves if plan.live_rows() else (), before)
+def _saves_go_with_rows(launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, *further: Any) -> Any:
+    return launch(forward_pass, plan, batch, saves if plan.live_rows() else (), *further)
 
 
 def _saves_go_with_the_plan(launch: Any, engine: Engine, *planned: Any) -> None:
@@ -30,9 +31,9 @@ def _saves_go_with_the_plan(launch: Any, engine: Engine, *planned: Any) -> None:
 
 
 def _saves_come_after_their_step(
-    launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, before: Any
+    launch: Any, forward_pass: Any, plan: Plan, batch: Any, saves: Any, *further: Any
 ) -> Any:
-    step = launch(forward_pass, plan, batch, (), before)
+    step = launch(forward_pass, plan, batch, (), *further)
     if saves:
         forward_pass.save_pages(saves)
     return step
@@ -60,17 +61,25 @@ def _tokens_of_failed_constraints_are_told(apply: Any, engine: Engine, result: S
     apply(engine, replace(result, token_ids=tokens))
 
 
-def _forces_one_too_few(init: Any, constraints: Any, *args: Any) -> None:
+def _forces_one_too_few(init: Any, constraints: Any, *args: Any, **options: Any) -> None:
     *rest, forced = args if len(args) == 5 else (*args, ())
-    init(constraints, *rest, forced[:-1])
+    init(constraints, *rest, forced[:-1], **options)
+
+
+def _takes_in_nothing(_: Any, late_masks: LateMasks, constraints: SequenceConstraints, _token_id: int) -> None:
+    late_masks._begin(constraints, (), constraints.num_tokens + 1)
 
 
 STEP_BUGS: dict[str, Plant] = {
     "constraints are not rewound": wrap(SequenceConstraints, "rewind", lambda *_: None),
     "a token is delivered after its constraints failed": wrap(Engine, "_apply", _tokens_of_failed_constraints_are_told),
     "masks do not wait for the previous step": wrap(
-        step_module, "_make_masks", lambda masks, plan, vocab_size, _before: masks(plan, vocab_size, None)
+        step_module, "_make_masks", lambda masks, plan, vocab_size, _before, late: masks(plan, vocab_size, None, late)
     ),
+    "tokens sampled without their mask count": wrap(
+        step_module, "_make_masks", lambda masks, *args: masks(*args)._replace(late=frozenset())
+    ),
+    "late masks are those of the token before": wrap(LateMasks, "advance", _takes_in_nothing),
     "rows that build on a failed step are launched": wrap(step_module, "_stop_rows", lambda *_: None),
     "the last token of a scored prompt is not forced": wrap(SequenceConstraints, "__init__", _forces_one_too_few),
     "embeddings stay behind when a row before theirs is dropped": wrap(

@@ -1,7 +1,8 @@
 """Which tokens constraints allow, computed from their definition; and grammars that cost nothing to compile.
 
 A grammar's text is "SEED LENGTH": the allowed tokens follow from the seed and the previous token, and after LENGTH
-tokens the grammar reaches its limit. "bad" does not compile. "broken" makes the compiler itself fail.
+tokens the grammar reaches its limit. "bad" does not compile, or not within the limits. "broken" makes the compiler
+itself fail. "deadly" kills each child that compiles it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ import ctypes
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
+from penstock.backend.structured_output.compile_pool import CompilerFailed
+from penstock.backend.structured_output.grammar_costs import Pace
+from penstock.backend.structured_output.grammars import BadGrammar, CompiledGrammar
+from penstock.backend.structured_output.late_masks import LateMasks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.shm.messages import Constraints, Grammar
+    from llguidance import LLMatcher
 
-UNSOUND = ("bad", "broken")
+    from penstock.backend.structured_output.constraints import LateMask, SequenceConstraints
+    from penstock.shm.messages import Constraints, Grammar
+    from tests.simulation.world import World
+
+UNSOUND = ("bad", "broken", "deadly")
 
 
 def _follows(text: str, history: Sequence[int], vocab_size: int) -> set[int] | None:
@@ -110,18 +117,64 @@ class SimulatedMatcher:
         return self._error
 
 
-class SimulatedCompiler(GrammarCompiler):
-    """The real compiler without its thread: a grammar is compiled when the simulator decides."""
+class SlowPace(Pace):
+    """All masks take long, whatever they took."""
+
+    @property
+    def is_slow(self) -> bool:
+        return True
+
+
+class QuickPace(Pace):
+    """The machine that runs the simulator may be slow; the simulated one is not."""
+
+    def note(self, spent_ns: int) -> None:
+        pass
+
+
+class SimulatedLateMasks(LateMasks):
+    """A late mask is done when the simulator decides."""
+
+    def __init__(self, world: World, vocab_size: int) -> None:
+        super().__init__(vocab_size, lambda: None)
+        self._world = world
+
+    def is_ready(self, constraints: SequenceConstraints, num_tokens: int) -> bool:
+        is_ready = super().is_ready(constraints, num_tokens)
+        self._world.covered["masks late"] += not is_ready
+        return is_ready
+
+    def _put(self, late: LateMask) -> None:
+        self._turns.put(late)
+
+    def advance_one(self) -> None:
+        if (late := self._turns.take()) is not None and not self.work_on(late):
+            self._turns.put(late)
+
+    def _consume(self, matcher: LLMatcher, token_id: int) -> bool:
+        return matcher.consume_token(token_id)
+
+
+class SimulatedPool:
+    """Replaces CompilePool: a grammar is compiled when the simulator decides."""
 
     def __init__(self, vocab_size: int) -> None:
-        super().__init__(Path(), vocab_size, ())
-        self._worker: Any = self
-        self._todo: deque[tuple[Future[Any], Grammar]] = deque()
+        self._vocab_size = vocab_size
+        self._todo: deque[tuple[Future[CompiledGrammar], Grammar]] = deque()
 
-    def submit(self, _compile: Any, grammar: Grammar) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, grammar: Grammar, _tenant: bytes) -> Future[CompiledGrammar]:
+        future: Future[CompiledGrammar] = Future()
         self._todo.append((future, grammar))
         return future
+
+    def add_tenant(self, _future: Future[CompiledGrammar], _grammar: Grammar, _tenant: bytes) -> None:
+        pass
+
+    def cancel(self, future: Future[CompiledGrammar]) -> bool:
+        return future.cancel()
+
+    def close(self) -> None:
+        pass
 
     def advance(self) -> bool:
         """Compile one grammar. False if none is waiting."""
@@ -130,10 +183,15 @@ class SimulatedCompiler(GrammarCompiler):
         future, grammar = self._todo.popleft()
         if not future.set_running_or_notify_cancel():
             return self.advance()
-        if grammar.text == "bad":
-            future.set_exception(BadGrammar("planted"))
-        elif grammar.text == "broken":
-            future.set_exception(RuntimeError("planted"))
-        else:
-            future.set_result(SimulatedMatcher(grammar.text, self._vocab_size))
+        match grammar.text:
+            case "bad":
+                future.set_exception(BadGrammar("planted"))
+            case "broken":
+                future.set_exception(RuntimeError("planted"))
+            case "deadly":
+                future.set_exception(CompilerFailed("planted"))
+            case text:
+                matcher: Any = SimulatedMatcher(text, self._vocab_size)
+                is_slow = int(text.split()[0]) % 3 == 0
+                future.set_result(CompiledGrammar(matcher, pace=SlowPace() if is_slow else QuickPace()))
         return True

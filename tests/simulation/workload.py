@@ -31,6 +31,8 @@ class Ask:
     sampling: Sampling
     stop_ids: tuple[int, ...]
     salt: bytes
+    tenant: bytes
+    weight: float
     may_share: bool
     priority: int
     timeout_ms: int
@@ -49,6 +51,9 @@ class Ask:
     got: list[int] = field(default_factory=list)
     """Tokens that its frontend has received."""
     ended: Finish | None = None
+    submitted_ns: int = 0
+    admitted_ns: int = 0
+    """As in `Submit`: 0 until it is resubmitted."""
     num_lives: int = 0
     engine_error: str = ""
     """The place at which the engine fails on it; see `faults`."""
@@ -74,6 +79,8 @@ class Setup:
     """The pass gets a step while it computes the previous one, and each step's tokens come late."""
     max_waiting: int
     priority_step_s: float
+    settle_s: tuple[float, float, float]
+    """start_s, quiet_s and longest_s of the backend's `Settlement`."""
     context: int
     credit: int
     num_asks: int
@@ -85,6 +92,8 @@ class Setup:
     samplings: list[Sampling]
     constraint_choices: list[Constraints]
     """Constraints that requests may have."""
+    weights: dict[bytes, float]
+    """The tenants. They may share a salt, as clients without keys do."""
 
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:
@@ -111,6 +120,7 @@ class Setup:
             runs_ahead=rng.random() < 0.4,
             max_waiting=rng.choice((1, 3, 100, 100, 100)),
             priority_step_s=rng.choice((0.0, 0.0, 3.0)),
+            settle_s=rng.choice(((0.0, 0.0, 0.0), (2.0, 1.0, 5.0), (6.0, 3.0, 9.0))),
             context=context,
             credit=rng.choice((1, 2, 8)),
             num_asks=rng.choice((6, 16, 30)),
@@ -139,6 +149,7 @@ class Setup:
             prompts=prompts,
             samplings=samplings[: rng.randint(1, 4)],
             constraint_choices=[_draw_constraints(rng, vocab_size) for _ in range(rng.randint(1, 3))],
+            weights={bytes([number]): rng.choice((0.5, 1.0, 1.0, 4.0)) for number in range(rng.randint(1, 3))},
         )
 
     def draw_ask(self, rng: Random, number: int, like: Ask | None = None) -> Ask:
@@ -179,6 +190,8 @@ class Setup:
             sampling=sampling,
             stop_ids=stop_ids,
             salt=salt,
+            tenant=(tenant := rng.choice(list(self.weights))),
+            weight=self.weights[tenant],
             may_share=may_share and not is_embedded,
             priority=rng.randint(-2, 2),
             timeout_ms=rng.choice((0, 0, 0, 1000 * rng.randint(1, 25))),

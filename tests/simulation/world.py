@@ -94,7 +94,9 @@ class World:
         happen()
         self._send()
         if not self._faults_allowed or self.rng.random() < self.setup.rates["compile"]:
-            self.covered["grammars compiled"] += self.backend.compiler.advance()
+            self.covered["grammars compiled"] += self.backend.compile_pool.advance()
+        if not self._faults_allowed or self.rng.random() < self.setup.rates["compile"]:
+            self.backend.executor.late_masks.advance_one()
         self._run_device()
         if not self._faults_allowed or self.rng.random() >= self.setup.rates["nap"]:
             self._turn()
@@ -158,8 +160,10 @@ class World:
     def _submit(self, ask: Ask) -> None:
         frontend = self.rng.choice(list(self.frontends.values()))
         self.asks.append(ask)
+        ask.submitted_ns = 1 + int(1e9 * self.now_s)
         self._note(
             f"{ask} of {ask.prompt} {ask.sampling} stop {ask.stop_ids} salt {ask.salt!r} "
+            f"tenant {ask.tenant!r} "
             f"share {ask.may_share} timeout {ask.timeout_ms} {ask.constraints} scored {ask.num_prompt_logprobs} "
             f"{'embedded ' if ask.is_embedded else ''}"
             f"expects {ask.expected} {ask.finish.name}"
@@ -240,6 +244,7 @@ class World:
             new = self._welcome()
             for request_id, ask in old.asks.items():
                 self.covered["resumed"] += bool(ask.got)
+                ask.admitted_ns = ask.submitted_ns
                 self._send_ask(new, ask, request_id, ask.timeout_ms)
 
     def _send(self) -> None:

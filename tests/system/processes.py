@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,18 @@ class Command:
     """A child process; a thread reads its output."""
 
     def __init__(
-        self, module: str, *arguments: str, python_path: str = str(REPOSITORY), cwd: Path | None = None
+        self,
+        module: str,
+        *arguments: str,
+        python_path: str = str(REPOSITORY),
+        cwd: Path | None = None,
+        max_fds: int | None = None,
     ) -> None:
+        """max_fds is the process's hard limit of file descriptors."""
         self._lines: list[str] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
-            module_argv(module, arguments),
+            [*([] if max_fds is None else ["prlimit", f"--nofile={max_fds}"]), *module_argv(module, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -102,21 +108,24 @@ class Command:
 
 
 def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(child) for child in children.read_text().split()] if children.exists() else []
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):  # any thread may have started one
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found += map(int, children.read_text().split())
     return [pid for child in found for pid in (child, *descendants(child))]
 
 
 class Frontend(Command):
     """`frontend` on a free port."""
 
-    def __init__(self, socket: Path, *arguments: str) -> None:
-        super().__init__("penstock.frontend.main", "--port", "0", "--socket", str(socket), *arguments)
+    def __init__(self, socket: Path, *arguments: str, max_fds: int | None = None) -> None:
+        module = "penstock.frontend.main"
+        super().__init__(module, "--port", "0", "--socket", str(socket), *arguments, max_fds=max_fds)
         self.url = self.wait_for(r"listening on (http://\S+)").group(1)
 
     def get(self, path: str) -> httpx.Response:
         # Without verify=False each call reads all of the system's certificates, even for plain HTTP.
-        return httpx.get(f"{self.url}{path}", timeout=5.0, verify=False)  # noqa: S501
+        return httpx.get(f"{self.url}{path}", timeout=20.0, verify=False)  # noqa: S501
 
     def ready(self) -> dict[str, Any] | None:
         """The body of /ready if it is green, else None."""

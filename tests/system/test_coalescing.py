@@ -19,7 +19,7 @@ from penstock.frontend.text.tokenizer import ModelTokenizer
 from tests.system.processes import REPOSITORY, Frontend, descendants, running, start_backend, wait_until
 
 ONE_AT_A_TIME = ("--max-running", "1", "--priority-step-s", "100")
-PACED = ("--forward-pass", "tests.passes:PacedFakePass", "--kv-budget", "64MB", *ONE_AT_A_TIME)
+PACED = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass", "--kv-budget", "64MB", *ONE_AT_A_TIME)
 PAGE_SIZE = 32
 NO_SHARING = {"X-Penstock-Coalesce": "off"}
 KEYS = ("--api-key", "one", "--api-key", "two")

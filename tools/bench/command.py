@@ -28,6 +28,7 @@ _OVER_HTTP = {
     "coalescing": "Eight identical greedy streams against one alone.",
     "shared-prefix": "Prompt tokens computed when many requests share a prefix.",
     "interference": "Gaps in running streams while a long prompt arrives.",
+    "fairness": "Short requests beside another tenant's flood of long ones.",
 }
 _WITHOUT_SERVER = {
     "scheduling": "CPU time of a turn of the backend's loop.",

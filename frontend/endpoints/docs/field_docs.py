@@ -20,6 +20,7 @@ FIELD_DOCS = {
     "bad_words": "Texts that must not be generated.",
     "best_of": "Candidates generated per prompt; the n likeliest are returned.",
     "cache_control": "Accepted, without effect.",
+    "cache_salt": "Cached prompts and answers are shared only with requests that have the same one.",
     "chat_template_kwargs": "Values for the chat template.",
     "content": "Text (llama.cpp's name).",
     "context_management": "Accepted, without effect.",

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.frontend.endpoints.responses.background_places import (
+    MAX_ANSWER_BYTES,
+    MAX_LOG_BYTES,
+    BackgroundClaim,
+    BackgroundPlaces,
+)
 from penstock.frontend.endpoints.responses.event_log import EventLog
 from penstock.frontend.transport.disconnect import ClientGoneError
-from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later
+from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.frontend.transport.exchange import Exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from penstock.frontend.endpoints.responses.pending_response import PendingResponse
+    from penstock.frontend.endpoints.responses.store import ResponseStore
     from penstock.frontend.formats.responses import ResponsesFormat
     from penstock.frontend.transport.asgi import AsgiMessage, Receive, Send
     from penstock.frontend.transport.open_exchanges import OpenExchanges
 
 logger = logging.getLogger("penstock.responses")
 
-MAX_IN_BACKGROUND = 64
-"""Responses of one worker that run in the background at a time."""
-MAX_STREAMED_IN_BACKGROUND = 8
-"""Background responses at a time whose events are kept; each may take MAX_LOG_BYTES."""
-MAX_LOG_BYTES = 8 << 20
-"""Events of one response that is both streamed and in the background."""
+_PUBLISHES_EVERY_S = 0.25
+_PUBLISHES_BODY_EVERY = 4
+"""The whole response object is written less often than its new events."""
+_STORES_AGAIN_AFTER_S = 1.0
 
 
 class _BackgroundExchange(Exchange):
@@ -37,9 +43,10 @@ class _BackgroundExchange(Exchange):
     def __init__(self, client: Exchange, receive: Receive, send: Send, on_submitted: Callable[[], None]) -> None:
         super().__init__({**client.scope, "extensions": {}}, receive, send)
         self.tenant, self.received_s, self.request_id = client.tenant, client.received_s, client.request_id
-        self.key_name, self.account = client.key_name, client.account
-        if self.account is not None:
-            self.account.hold()
+        self.payer, self.weight = client.payer, client.weight
+        self.key_name, self.claim = client.key_name, client.claim
+        if self.claim is not None:
+            self.claim.share()
         self._on_submitted = on_submitted
 
     def on_disconnect(self, on_abort: Callable[[], None]) -> None:
@@ -52,7 +59,7 @@ class BackgroundRun:
     """Runs one response over an exchange of its own. It is that exchange's client: it takes the events, and hangs up
     when the run is cancelled."""
 
-    def __init__(self, client: Exchange, pending: PendingResponse, *, keeps_events: bool) -> None:
+    def __init__(self, client: Exchange, pending: PendingResponse, store: ResponseStore, *, keeps_events: bool) -> None:
         self.exchange = _BackgroundExchange(client, self._receive, self._send, self._note_submission)
         self.pending = pending
         self.on_submitted: Callable[[], None] | None = None
@@ -62,7 +69,16 @@ class BackgroundRun:
         self.ended = asyncio.Event()
         self.error: Exception | None = None
         self.events = EventLog() if keeps_events else None
+        self.is_dropped = False
+        """Whether nothing of it is to be stored: the client that made it was refused."""
         self._is_cancelled = asyncio.Event()
+        # Stored so far
+        self._store = store
+        self._store_lock = asyncio.Lock()
+        self._is_begun = self._is_stored = False
+        self._num_stored_events = 0
+        self._stored_version = 0
+        self._max_body_bytes = 0
 
     @property
     def response_id(self) -> str:
@@ -88,22 +104,77 @@ class BackgroundRun:
             self.exchange.finish()
             self.begun.set()
 
-    def conclude(self) -> None:
-        """Add the error's event, if there was an error, and keep the answer."""
-        answer = self._format
+    async def conclude(self) -> None:
+        """Add the error's event, if there was an error, and store the answer if that has not been done."""
+        answer, last = self._format, b""
         match self.error:
             case None:
                 pass
             case ClientGoneError():
                 answer.cancel()
             case ApiError() as error:
-                self._take(answer.failure(error))
+                last = answer.failure(error)
             case _:
-                self._take(answer.failure(ApiError(ErrorKind.INTERNAL, "an internal error ended the answer")))
+                last = answer.failure(ApiError(ErrorKind.INTERNAL, "an internal error ended the answer"))
+        await self.settle(last)
+        self._take(last)
         if self.events is not None:
             self.events.end()
-        self.pending.keep(answer, None if self.events is None else self.events.events)
-        self.ended.set()
+
+    async def begin(self) -> None:
+        """Store that the response runs. Raises ApiError."""
+        async with self._store_lock:
+            await self._begin()
+
+    async def _begin(self) -> None:
+        if not self._is_begun:
+            begun = self.pending.begun(self._format)
+            self._max_body_bytes = len(begun.body) + MAX_ANSWER_BYTES
+            await self._store.begin(self.exchange.tenant, begun)
+            self._is_begun = True
+
+    async def publish(self, *, with_body: bool) -> None:
+        """Store what is new, for other workers. Cancel the run if one of them wants that. Raises ApiError."""
+        async with self._store_lock:
+            if not self._is_begun or self._is_stored:
+                return
+            version = self._format.num_events
+            body = self.snapshot() if with_body and version != self._stored_version else None
+            if body is not None and len(body) > self._max_body_bytes:  # until it ends, others see what was stored last
+                body = None
+            events = self._new_events()
+            first = self._num_stored_events
+            if not await self._store.update(self.exchange.tenant, self.response_id, body, first, b"".join(events)):
+                self.cancel()
+            self._num_stored_events += len(events)
+            self._stored_version = version if body is not None else self._stored_version
+
+    async def settle(self, last: bytes) -> None:
+        """Store the final answer, with these last events, before a client can see them. Tried once: see
+        `store_again`."""
+        async with self._store_lock:
+            if self._is_stored or self.is_dropped:
+                return
+            ended, events = self.pending.ended, self._new_events()
+            if ended is None:
+                raise RuntimeError("an answer is stored once it is final")
+            if self.events is not None:
+                events.append(last)
+            try:
+                await self._begin()
+                await self._store.end(self.exchange.tenant, ended, self._num_stored_events, b"".join(events))
+                self._is_stored = True
+            except ApiError:
+                return
+
+    async def store_again(self) -> None:
+        """Store the final answer however often that has to be tried."""
+        while not self._is_stored and not self.is_dropped:
+            await asyncio.sleep(_STORES_AGAIN_AFTER_S)
+            await self.settle(b"")
+
+    def _new_events(self) -> list[bytes]:
+        return [] if self.events is None else self.events.events[self._num_stored_events :]
 
     def cancel(self) -> None:
         self._is_cancelled.set()
@@ -132,32 +203,45 @@ class BackgroundRun:
 
 
 class BackgroundRuns:
-    """The responses that run in the background of one worker."""
+    """The responses that run in the background of one worker. The other workers see them through the store."""
 
-    def __init__(self, open_exchanges: OpenExchanges) -> None:
+    def __init__(self, open_exchanges: OpenExchanges, store: ResponseStore) -> None:
         """A run's exchange is one of the open ones: it counts, is drained and is ended with them."""
         self._open_exchanges = open_exchanges
+        self._store = store
+        self._publisher: asyncio.Task[None] | None = None
         self._runs: dict[str, BackgroundRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._places = BackgroundPlaces()
 
-    def check_capacity(self, *, is_streamed: bool) -> None:
-        """Raises ApiError when no further run may start."""
-        num_streamed = sum(run.events is not None for run in self._runs.values())
-        if len(self._tasks) >= MAX_IN_BACKGROUND:
-            message = f"{MAX_IN_BACKGROUND} responses run in the background already, the limit; retry later"
-            raise retry_later(ErrorKind.OVERLOADED, message, 1)
-        if is_streamed and num_streamed >= MAX_STREAMED_IN_BACKGROUND:
-            message = f"{MAX_STREAMED_IN_BACKGROUND} responses are streamed in the background already, the limit"
-            raise retry_later(ErrorKind.OVERLOADED, f"{message}; retry later or leave stream out", 1)
+    async def start(
+        self, run: BackgroundRun, work: Callable[[], Coroutine[None, None, None]], *, num_input_bytes: int
+    ) -> None:
+        """Start the run. Returns when it has been submitted and stored; raises what it failed with before that.
 
-    async def start(self, run: BackgroundRun, work: Coroutine[None, None, None]) -> None:
-        """Start the run. Returns when it has been submitted; raises what it failed with before that."""
-        task = asyncio.create_task(self._run(run, work))
+        num_input_bytes is what is stored of the request. Raises ApiError when no further run may start.
+        """
+        claim = BackgroundClaim.of(run.exchange.payer, num_input_bytes, is_streamed=run.events is not None)
+        try:
+            self._places.take(claim)
+        except ApiError:
+            run.exchange.finish()
+            raise
+        task = asyncio.create_task(self._run(run, work()))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._places.release(claim))
         await run.begun.wait()
         if not run.is_submitted:
             raise run.error or ApiError(ErrorKind.INTERNAL, "an internal error occurred")
+        try:
+            await run.begin()
+        except ApiError:
+            run.is_dropped = True
+            run.cancel()
+            raise
+        if self._store.is_shared and (self._publisher is None or self._publisher.done()):
+            self._publisher = asyncio.create_task(self._publish())
 
     def find(self, tenant: bytes, response_id: str) -> BackgroundRun | None:
         """Return the tenant's run with this id; None when it does not run."""
@@ -173,17 +257,30 @@ class BackgroundRuns:
 
     async def _run(self, run: BackgroundRun, work: Coroutine[None, None, None]) -> None:
         self._open_exchanges.add(run.exchange)
+        self._open_exchanges.take_place(run.exchange)
         run.on_submitted = lambda: self._runs.__setitem__(run.response_id, run)
         try:
             await run.run(work)
             if run.error is not None and not isinstance(run.error, ApiError | ClientGoneError):
                 logger.error("%s failed in the background", run.exchange.request_id, exc_info=run.error)
             if run.is_submitted:
-                run.conclude()
+                await run.conclude()
         finally:
             self._open_exchanges.discard(run.exchange)
+            run.ended.set()
             if run.is_submitted:
+                await run.store_again()
                 del self._runs[run.response_id]
+
+    async def _publish(self) -> None:
+        """Store what the runs generate while they run, and cancel those that other workers want to end."""
+        turn = 0
+        while self._runs:
+            await asyncio.sleep(_PUBLISHES_EVERY_S)
+            turn += 1
+            for run in list(self._runs.values()):
+                with contextlib.suppress(ApiError):  # the database has logged it; the next turn tries again
+                    await run.publish(with_body=turn % _PUBLISHES_BODY_EVERY == 0)
 
 
 def _too_long() -> ApiError:

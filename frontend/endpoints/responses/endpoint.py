@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -9,80 +13,106 @@ import msgspec
 
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
 from penstock.frontend.endpoints.chat_translation import renamed
+from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.models import check_model
 from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.endpoints.responses.background import BackgroundRun, BackgroundRuns
-from penstock.frontend.endpoints.responses.event_log import EventLog
+from penstock.frontend.endpoints.responses.event_log import follow_stored
 from penstock.frontend.endpoints.responses.items import RENAMED, as_chat, listed
 from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
 from penstock.frontend.endpoints.responses.truncation import fitted
 from penstock.frontend.schemas.chat import check_chat
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
-from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.responses.store import ResponseStore, StoredResponse
+    from penstock.frontend.generation.answers import Settle
     from penstock.frontend.schemas.chat import ChatBody
-    from penstock.frontend.schemas.responses import ResponseItem
     from penstock.frontend.transport.exchange import Exchange
     from penstock.frontend.transport.open_exchanges import OpenExchanges
+
+logger = logging.getLogger("penstock.responses")
 
 _PATH = "/v1/responses/"
 _MAX_QUERY_FIELDS = 16
 _ITEMS_PER_PAGE = 20
 _MAX_ITEMS_PER_PAGE = 100
+_SWEEPS_EVERY_S = 60.0
+_SCRUBS_EVERY_S = 1.0
+_CANCEL_TIMEOUT_S = 10.0
+_CANCEL_LOOKS_EVERY_S = 0.1
 
 
 class Responses:
-    """The endpoints of one worker. A response belongs to the worker that made it: as a background run, then in its
-    store."""
+    """The endpoints of one worker. A background response runs in the worker that made it; other workers see it, and
+    cancel it, through the store that they share."""
 
     def __init__(self, store: ResponseStore, open_exchanges: OpenExchanges) -> None:
         self._kept = KeptResponses(store)
-        self._runs = BackgroundRuns(open_exchanges)
+        self._runs = BackgroundRuns(open_exchanges, store)
+        self._is_to_scrub = asyncio.Event()
+
+    async def run(self) -> None:
+        """Drop what has expired, and end what dead workers have left, at intervals. Runs until it is cancelled."""
+        store = self._kept.store
+        while True:
+            with contextlib.suppress(ApiError):  # the database has logged it
+                await store.sweep()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_to_scrub.wait(), _SWEEPS_EVERY_S)
+                self._is_to_scrub.clear()
+                await store.scrub()
+                await asyncio.sleep(_SCRUBS_EVERY_S)
 
     async def create(self, exchange: Exchange, context: EndpointContext) -> None:
         """POST /v1/responses. Raises ApiError, ClientGoneError."""
-        data, served = await context.receive(exchange, ResponsesBody)
-        body = decode_responses(data)
-        previous = self._previous(exchange.tenant, body)
-        chat = self._chat(exchange.tenant, body, previous)
-        num_body_bytes = len(data) + (0 if previous is None else previous.num_message_bytes)
+        body, served, num_sent_bytes = await context.receive_body(exchange, decode_responses)
+        previous = await self._previous(exchange.tenant, body)
+        async with exchange.cancelled_on_disconnect():
+            chat, num_body_bytes = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
         if body.truncation == "auto":
             with renamed(RENAMED):
                 check_model(chat.model, served.card)
                 async with exchange.cancelled_on_disconnect():
                     chat = await fitted(chat, served)
-        pending = PendingResponse(self._kept.store, exchange.tenant, body, previous, served.card)
-        style = AnswerStyle(self._kept.id_prefix, pending.make_format)
+        pending = PendingResponse(body, previous, served.card)
 
-        async def answer(client: Exchange) -> None:
+        async def answer(client: Exchange, settle: Settle) -> None:
+            style = AnswerStyle(self._kept.id_prefix, pending.make_format, settle)
             await answer_chat(client, chat, served, context.backend, style, num_body_bytes=num_body_bytes)
 
         if not body.background:
             with renamed(RENAMED):
-                await answer(exchange)
+                await answer(exchange, partial(self._keep, exchange.tenant, pending))
             return
-        self._runs.check_capacity(is_streamed=body.stream is True)
-        run = BackgroundRun(exchange, pending, keeps_events=body.stream is True)
+        num_input_bytes = num_sent_bytes + await run_sized(num_body_bytes, pending.encode_input)
+        run = BackgroundRun(exchange, pending, self._kept.store, keeps_events=body.stream is True)
         chat.stream = True
         with renamed(RENAMED):
-            await self._runs.start(run, answer(run.exchange))
+            await self._runs.start(run, partial(answer, run.exchange, run.settle), num_input_bytes=num_input_bytes)
         if run.events is not None:
             await run.events.follow(exchange, -1)
         else:
             await exchange.respond(200, run.snapshot())
 
+    async def _keep(self, tenant: bytes, pending: PendingResponse, _last: bytes) -> None:
+        """Store an answer before its client has all of it. If that fails the client has its answer nevertheless."""
+        if pending.ended is not None:
+            try:
+                await self._kept.store.put(tenant, pending.ended)
+            except ApiError:
+                logger.warning("%s is not stored", pending.ended.response_id)
+
     async def count_input(self, exchange: Exchange, context: EndpointContext) -> None:
         """POST /v1/responses/input_tokens. Raises ApiError, ClientGoneError."""
         data, served = await context.receive(exchange)
         async with exchange.cancelled_on_disconnect():
-            body = decode_responses(data)
-            chat = self._chat(exchange.tenant, body, self._previous(exchange.tenant, body))
+            body = await run_sized(len(data), decode_responses, data)
+            previous = await self._previous(exchange.tenant, body)
+            chat, _ = await self._chat(exchange.tenant, body, previous, len(data))
             with renamed(RENAMED):
                 check_model(chat.model, served.card)
                 prompt = await render_chat(chat, served, is_long=True)
@@ -95,17 +125,21 @@ class Responses:
         run = self._runs.find(exchange.tenant, response_id)
         if query.get("stream") == "true":
             starting_after = _number(query, "starting_after", -1, 0, (1 << 31) - 1)
-            await self._event_log(exchange.tenant, response_id).follow(exchange, starting_after)
+            await self._follow(exchange, response_id, starting_after)
         elif run is not None:
             await exchange.respond(200, run.snapshot())
         else:
-            await exchange.respond(200, self._kept.find(exchange.tenant, response_id).body)
+            await exchange.respond(200, (await self._kept.find(exchange.tenant, response_id)).body)
 
     async def delete(self, exchange: Exchange, _context: EndpointContext) -> None:
-        """DELETE /v1/responses/ID: one that still runs is cancelled. Raises ApiError."""
+        """DELETE /v1/responses/ID: one that still runs is cancelled; another worker sees that it is gone, and ends it.
+
+        Raises ApiError.
+        """
         response_id = _path_below(exchange)
         await self._runs.cancel(exchange.tenant, response_id)
-        self._kept.remove(exchange.tenant, response_id)
+        await self._kept.remove(exchange.tenant, response_id)
+        self._is_to_scrub.set()
         answer = {"id": response_id, "object": "response", "deleted": True}
         await exchange.respond(200, msgspec.json.encode(answer))
 
@@ -113,12 +147,27 @@ class Responses:
         """POST /v1/responses/ID/cancel. A response that has ended is returned as it is. Raises ApiError."""
         response_id = _path_below(exchange).removesuffix("/cancel")
         await self._runs.cancel(exchange.tenant, response_id)
-        stored = self._kept.find(exchange.tenant, response_id)
+        stored = await self._kept.find(exchange.tenant, response_id)
         if not stored.is_background:
             invalid(
                 "response_id", "only a response made with background can be cancelled: close the connection instead"
             )
+        if stored.is_running:
+            stored = await self._cancel_elsewhere(exchange.tenant, response_id)
         await exchange.respond(200, stored.body)
+
+    async def _cancel_elsewhere(self, tenant: bytes, response_id: str) -> StoredResponse:
+        """Let the worker that generates the response cancel it. Raises ApiError."""
+        await self._kept.store.cancel(tenant, response_id)
+        for _ in range(round(_CANCEL_TIMEOUT_S / _CANCEL_LOOKS_EVERY_S)):
+            await asyncio.sleep(_CANCEL_LOOKS_EVERY_S)
+            stored = await self._kept.find(tenant, response_id)
+            if not stored.is_running:
+                return stored
+        message = (
+            f"the worker that generates this response has not ended it within {_CANCEL_TIMEOUT_S:g} s; retry later"
+        )
+        raise retry_later(ErrorKind.UNAVAILABLE, message, 5)
 
     async def list_input(self, exchange: Exchange, _context: EndpointContext) -> None:
         """GET /v1/responses/ID/input_items: the request's own items, in pages. Raises ApiError."""
@@ -128,11 +177,7 @@ class Responses:
         if order not in ("asc", "desc"):
             invalid("order", f'must be "asc" or "desc", got {shorten(order)}')
         limit = _number(query, "limit", _ITEMS_PER_PAGE, 1, _MAX_ITEMS_PER_PAGE)
-        run = self._runs.find(exchange.tenant, response_id)
-        if run is not None:
-            items: Sequence[ResponseItem] = run.pending.input_items
-        else:
-            items = self._kept.input_items(exchange.tenant, response_id)
+        items = await self._kept.input_items(exchange.tenant, response_id)
         suffix = response_id.partition("_")[2]
         listing = [listed(item, f"in_{suffix}_{position}") for position, item in enumerate(items)]
         if order == "desc":
@@ -147,35 +192,41 @@ class Responses:
         answer = {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1]}
         await exchange.respond(200, msgspec.json.encode(answer | {"has_more": len(listing) > limit}))
 
-    def _previous(self, tenant: bytes, body: ResponsesBody) -> StoredResponse | None:
+    async def _previous(self, tenant: bytes, body: ResponsesBody) -> StoredResponse | None:
         """Return the response that the request continues. Raises ApiError."""
         response_id = body.previous_response_id
         if response_id is None:
             return None
-        if self._runs.find(tenant, response_id) is not None:
+        previous = await self._kept.find(tenant, response_id, "previous_response_id")
+        if previous.is_running:
             invalid("previous_response_id", "this response has not ended yet")
-        return self._kept.find(tenant, response_id, "previous_response_id")
+        return previous
 
-    def _chat(self, tenant: bytes, body: ResponsesBody, previous: StoredResponse | None) -> ChatBody:
-        """Return the request as a chat. Raises ApiError."""
+    async def _chat(
+        self, tenant: bytes, body: ResponsesBody, previous: StoredResponse | None, num_body_bytes: int
+    ) -> tuple[ChatBody, int]:
+        """Return the request as a chat, and its bytes with all that it refers to. Raises ApiError."""
+        num_bytes = num_body_bytes + (0 if previous is None else len(previous.message_data))
         if isinstance(body.input, list):
-            body.input = self._kept.resolved(tenant, body.input)
-        chat = as_chat(body, () if previous is None else previous.messages)
+            body.input, num_referenced = await self._kept.resolved(tenant, body.input)
+            num_bytes += num_referenced
+        chat = await run_sized(num_bytes, lambda: as_chat(body, () if previous is None else previous.messages))
         with renamed(RENAMED):
-            check_chat(chat)
-        return chat
+            await run_sized(num_bytes, check_chat, chat)
+        return chat, num_bytes
 
-    def _event_log(self, tenant: bytes, response_id: str) -> EventLog:
-        """Return the events of a response that runs or is kept. Raises ApiError."""
-        run = self._runs.find(tenant, response_id)
-        if run is not None:
-            log = run.events
-        else:
-            events = self._kept.find(tenant, response_id).events
-            log = None if events is None else EventLog(events, is_complete=True)
-        if log is None:
+    async def _follow(self, exchange: Exchange, response_id: str, starting_after: int) -> None:
+        """Send the events of a response that runs or is kept. Raises ApiError, ClientGoneError."""
+        run = self._runs.find(exchange.tenant, response_id)
+        keeps_events = run.events is not None if run is not None else None
+        if keeps_events is None:
+            keeps_events = (await self._kept.find(exchange.tenant, response_id)).keeps_events
+        if not keeps_events:
             invalid("stream", "only a response made with background and stream can be streamed again")
-        return log
+        if run is not None and run.events is not None:
+            await run.events.follow(exchange, starting_after)
+        else:
+            await follow_stored(exchange, self._kept.store, response_id, starting_after)
 
 
 def _path_below(exchange: Exchange) -> str:

@@ -1,32 +1,37 @@
-"""The events of one response, which several clients may follow from any position."""
+"""The events of one response, which several clients may follow from any position: in memory while it runs here, else in
+the store."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
+from penstock.frontend.endpoints.responses.store import split_events
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.sse import EventStream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from penstock.frontend.endpoints.responses.store import ResponseStore
     from penstock.frontend.transport.exchange import Exchange
+
+_LOOKS_EVERY_S = 0.25
+"""How often a follower looks whether another worker has stored new events."""
+_CHECKS_OWNER_EVERY = 4
 
 
 class EventLog:
     """A response's events. The index of an event is its sequence number."""
 
-    def __init__(self, events: Sequence[bytes] = (), *, is_complete: bool = False) -> None:
-        self.events = list(events)
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
         self.num_bytes = 0
-        self._is_complete = is_complete
+        self._is_complete = False
         self._listeners: set[asyncio.Event] = set()
 
     def add(self, data: bytes) -> None:
         """Append one or more whole events."""
         self.num_bytes += len(data)
-        self.events += (event + b"\n\n" for event in data.split(b"\n\n") if event)
+        self.events += split_events(data)
         self._wake()
 
     def end(self) -> None:
@@ -58,3 +63,25 @@ class EventLog:
             raise client.ending
         finally:
             self._listeners.discard(news)
+
+
+async def follow_stored(client: Exchange, store: ResponseStore, response_id: str, starting_after: int) -> None:
+    """Send the events after this number of a response that is stored, new ones as its worker stores them.
+
+    Raises ClientGoneError, ApiError.
+    """
+    stream, never, position, turn = EventStream(client, tuple), asyncio.Event(), starting_after + 1, 0
+    while True:
+        fresh = await store.events(client.tenant, response_id, position)
+        if fresh is not None and fresh.events:
+            position += len(fresh.events)
+            await stream.write(b"".join(fresh.events))
+            await client.wait_for(never, 0.0)
+        elif fresh is None or not fresh.is_running:
+            await stream.end(b"")
+            return
+        else:
+            turn += 1
+            if turn % _CHECKS_OWNER_EVERY == 0:
+                await store.end_orphan(client.tenant, response_id)
+            await client.wait_for(never, _LOOKS_EVERY_S)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.formats.responses import response_of_item
 from penstock.frontend.schemas.responses import ResponseItem
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
@@ -16,71 +17,97 @@ if TYPE_CHECKING:
     from penstock.frontend.endpoints.responses.store import ResponseStore, StoredResponse
 
 
+MAX_REFERENCED_BYTES = 16 << 20
+"""Of items that one request refers to, each counted as often as it is referred to: a short request could ask for
+gigabytes."""
+
+
 class _Output(msgspec.Struct):
     """The part of a response object that items of later requests can refer to."""
 
-    output: list[ResponseItem]
+    output: list[msgspec.Raw]
+
+
+class _Referable(NamedTuple):
+    item: ResponseItem
+    num_bytes: int
+    """As JSON."""
 
 
 _output_decoder = msgspec.json.Decoder(_Output)
+_item_decoder = msgspec.json.Decoder(ResponseItem)
 _items_decoder = msgspec.json.Decoder(list[ResponseItem])
 
 
+def _read_output(body: bytes) -> dict[str | None, _Referable]:
+    """Return the items of a response object's output, by id."""
+    found = (_Referable(_item_decoder.decode(raw), len(memoryview(raw))) for raw in _output_decoder.decode(body).output)
+    return {each.item.id: each for each in found}
+
+
 class KeptResponses:
-    """The finished responses of one worker, by tenant and id. Methods raise ApiError: 404."""
+    """The responses of the store, by tenant and id. Methods raise ApiError: 404, and 503 if the store fails."""
 
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
 
     @property
     def id_prefix(self) -> str:
-        """Begins the ids of this worker's responses."""
+        """Begins the ids of the responses that this worker makes."""
         return f"resp_{self.store.tag}"
 
-    def find(self, tenant: bytes, response_id: str, param: str | None = None) -> StoredResponse:
+    async def find(self, tenant: bytes, response_id: str, param: str | None = None) -> StoredResponse:
         """Return the response; an error names param, the request's field that refers to it."""
-        stored = self.store.get(tenant, response_id)
+        stored = await self.store.get(tenant, response_id)
         if stored is None:
             raise self._unknown(response_id, param)
         return stored
 
-    def input_items(self, tenant: bytes, response_id: str) -> Sequence[ResponseItem]:
-        return _items_decoder.decode(self.find(tenant, response_id).input_items)
+    async def input_items(self, tenant: bytes, response_id: str) -> Sequence[ResponseItem]:
+        data = (await self.find(tenant, response_id)).input_items
+        return await run_sized(len(data), _items_decoder.decode, data)
 
-    def remove(self, tenant: bytes, response_id: str) -> None:
-        if not self.store.remove(tenant, response_id):
+    async def remove(self, tenant: bytes, response_id: str) -> None:
+        if not await self.store.remove(tenant, response_id):
             raise self._unknown(response_id, None)
 
-    def resolved(self, tenant: bytes, items: Sequence[ResponseItem]) -> list[ResponseItem]:
-        """Replace references to outputs of kept responses by these outputs."""
-        outputs: dict[str, dict[str | None, ResponseItem]] = {}
-        return [self._resolved(tenant, position, item, outputs) for position, item in enumerate(items)]
+    async def resolved(self, tenant: bytes, items: Sequence[ResponseItem]) -> tuple[list[ResponseItem], int]:
+        """Replace references to outputs of kept responses by these outputs. Return also the bytes of all of them."""
+        outputs: dict[str, dict[str | None, _Referable]] = {}
+        resolved, num_bytes = [], 0
+        for position, item in enumerate(items):
+            if item.kind != "item_reference" or item.id is None:
+                resolved.append(item)
+                continue
+            found = await self._referred(tenant, item.id, f"input[{position}].id", outputs)
+            resolved.append(found.item)
+            num_bytes += found.num_bytes
+            if num_bytes > MAX_REFERENCED_BYTES:
+                invalid("input", f"the items that it refers to take more than {MAX_REFERENCED_BYTES} bytes, the limit")
+        return resolved, num_bytes
 
-    def _resolved(
-        self, tenant: bytes, position: int, item: ResponseItem, outputs: dict[str, dict[str | None, ResponseItem]]
-    ) -> ResponseItem:
+    async def _referred(
+        self, tenant: bytes, item_id: str, param: str, outputs: dict[str, dict[str | None, _Referable]]
+    ) -> _Referable:
         """outputs caches the decoded outputs by response id."""
-        if item.kind != "item_reference" or item.id is None:
-            return item
-        param, response_id = f"input[{position}].id", response_of_item(item.id)
+        response_id = response_of_item(item_id)
         if response_id not in outputs:
-            output = _output_decoder.decode(self.find(tenant, response_id, param).body).output
-            outputs[response_id] = {other.id: other for other in output}
-        found = outputs[response_id].get(item.id)
+            body = (await self.find(tenant, response_id, param)).body
+            outputs[response_id] = await run_sized(len(body), _read_output, body)
+        found = outputs[response_id].get(item_id)
         if found is None:
-            invalid(param, f"{shorten(response_id)} has no item {shorten(item.id)}")
+            invalid(param, f"{shorten(response_id)} has no item {shorten(item_id)}")
         return found
 
     def _unknown(self, response_id: str, param: str | None) -> ApiError:
-        if response_id.startswith("resp_") and not response_id.startswith(self.id_prefix):
+        why = (
+            f"it was deleted, was unused for {self.store.max_idle_s:g} s, was evicted for newer ones, or never "
+            "existed. Send the whole conversation as input"
+        )
+        if not self.store.is_shared and response_id.startswith("resp_") and not response_id.startswith(self.id_prefix):
             why = (
-                "another process made it: each worker keeps its own responses and loses them when it ends. "
-                "Run one worker, route a conversation to one, or send the whole conversation as input"
-            )
-        else:
-            why = (
-                f"it was deleted, was unused for {self.store.max_idle_s:g} s, was evicted for newer ones, or never "
-                "existed. Send the whole conversation as input"
+                "another process made it, and without a state directory each worker keeps its own responses until it "
+                "ends. Start the server with --state-dir, or send the whole conversation as input"
             )
         message = f"no response {shorten(response_id)} is kept here: {why}"
         return ApiError(ErrorKind.UNKNOWN_RESPONSE, message, param=param)

@@ -1,4 +1,4 @@
-"""A Responses request in progress: makes its answer's format, and stores the finished answer."""
+"""A Responses request in progress: makes its answer's format, and what is stored of it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import msgspec
 
 from penstock.frontend.endpoints.responses.items import input_items, to_messages
 from penstock.frontend.endpoints.responses.store import StoredResponse
+from penstock.frontend.endpoints.responses.stored_messages import NO_MESSAGES, add_messages
 from penstock.frontend.formats.responses import ResponsesFormat
 from penstock.frontend.parsing.blocks import BlockKind
 from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
 from penstock.frontend.schemas.responses import NamedToolChoice
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from msgspec import Struct
 
-    from penstock.frontend.endpoints.responses.store import ResponseStore
     from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
     from penstock.frontend.schemas.responses import ResponseItem, ResponsesBody
     from penstock.shm.messages import ModelCard
@@ -29,8 +27,6 @@ class PendingResponse:
 
     def __init__(
         self,
-        store: ResponseStore,
-        tenant: bytes,
         body: ResponsesBody,
         previous: StoredResponse | None,
         card: ModelCard,
@@ -39,42 +35,45 @@ class PendingResponse:
         self.input_items: list[ResponseItem] = input_items(body)
         self.format: ResponsesFormat | None = None
         """Set when the request is about to be submitted."""
-        self._store = store
-        self._tenant = tenant
+        self.ended: StoredResponse | None = None
+        """What is to be stored of the answer; set when it is final, unless the request says store=false."""
         self._body = body
-        self._previous = previous
+        self._history = NO_MESSAGES if previous is None else previous.message_data
+        self._encoded: tuple[bytes, bytes] | None = None
+        """The request's items, and the conversation up to its answer."""
         self._settings = _settings(body, card)
 
     def make_format(self, identity: Identity, usage: Usage, streamed_usage: StreamUsageOptions) -> ResponsesFormat:  # noqa: ARG002 - a response's last event always has the usage
-        on_end = _ignore if self._body.background else self.keep
-        self.format = ResponsesFormat(identity, usage, self._settings, on_end)
+        self.format = ResponsesFormat(identity, usage, self._settings, self._take)
         return self.format
 
-    def keep(self, answer: ResponsesFormat, events: Sequence[bytes] | None = None) -> None:
-        """Store the final answer, unless the request says store=false. events can be streamed again later."""
-        if self._body.store is False:
-            return
-        added = (*to_messages(self.input_items), _as_message(answer))
-        # Twice: the objects take about as much as their texts.
-        num_bytes = 2 * len(msgspec.json.encode(added))
-        history: tuple[ChatMessage, ...] = ()
-        if self._previous is not None:
-            history = self._previous.messages
-            num_bytes += self._previous.num_message_bytes
-        stored = StoredResponse(
+    def encode_input(self) -> int:
+        """Encode what is stored of the request, its settings aside; return its bytes. Needed once."""
+        self._encoded = self._encode()
+        return sum(map(len, self._encoded))
+
+    def _encode(self) -> tuple[bytes, bytes]:
+        return msgspec.json.encode(self.input_items), add_messages(self._history, to_messages(self.input_items))
+
+    def begun(self, answer: ResponsesFormat) -> StoredResponse:
+        """Return what is to be stored of a background response while it runs."""
+        return self._stored(answer, ())
+
+    def _take(self, answer: ResponsesFormat) -> None:
+        if self._body.store is not False:
+            self.ended = self._stored(answer, (_as_message(answer),))
+
+    def _stored(self, answer: ResponsesFormat, answers: tuple[ChatMessage, ...]) -> StoredResponse:
+        is_background = self._body.background is True
+        items, messages = self._encoded or self._encode()
+        return StoredResponse(
             answer.response_id,
             msgspec.json.encode(answer.snapshot()),
-            msgspec.json.encode(self.input_items),
-            (*history, *added),
-            num_bytes,
-            is_background=self._body.background is True,
-            events=None if events is None else list(events),
+            items,
+            add_messages(messages, answers),
+            is_background=is_background,
+            keeps_events=is_background and self._body.stream is True,
         )
-        self._store.put(self._tenant, stored)
-
-
-def _ignore(answer: ResponsesFormat) -> None:
-    """Do nothing: a background run stores its answer itself, with its events."""
 
 
 def _as_message(answer: ResponsesFormat) -> ChatMessage:

@@ -1,20 +1,37 @@
-"""Keeps finished responses for a while in this process, by tenant, bounded by bytes, number and age."""
+"""Keeps responses in a database, by tenant, bounded by bytes, number and age. All workers may share it.
+
+A response in the background is kept from its start, with the process that generates it: its owner. Only the owner
+changes it, except that anyone may ask the owner to cancel it, delete it, or end it when the owner has died.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.frontend.endpoints.responses import owner
+from penstock.frontend.endpoints.responses.broken_off import broken_off
+from penstock.frontend.endpoints.responses.database import Database
+from penstock.frontend.endpoints.responses.stored_messages import decode_messages
+from penstock.frontend.transport.errors import ApiError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import sqlite3
+    from collections.abc import Callable, Iterable, Sequence
 
     from penstock.frontend.schemas.chat import ChatMessage
 
 _OVERHEAD_BYTES = 1024
-"""Added to each response's size for what its objects take."""
+"""Added to each response's size for its row and its places in the indices."""
+_USE_GRAIN_S = 1.0
+"""A use is noted only this long after the last one: a client that polls would write all the time."""
+_EVENT_PIECE_BYTES = 256 << 10
+_MAX_PIECES = 4
+"""Pieces of events that are read at a time."""
+_COLUMNS = "response_id, body, input_items, messages, is_background, keeps_events, owner, used_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,89 +40,346 @@ class StoredResponse:
     body: bytes
     """The response object as JSON."""
     input_items: bytes
-    """The request's items as JSON: decoded, a thousand empty ones would take many times their counted size."""
-    messages: tuple[ChatMessage, ...]
+    """The request's items as JSON."""
+    message_data: bytes
     """The conversation including this answer, without instructions: each request has its own."""
-    num_message_bytes: int
-    """Size of `messages`, counted in full for each response of a conversation: any of them keeps all in memory."""
     is_background: bool = False
-    events: Sequence[bytes] | None = None
-    """The stream's events, if it can be streamed again."""
+    keeps_events: bool = False
+    is_running: bool = False
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        return decode_messages(self.message_data)
 
     @property
     def num_bytes(self) -> int:
-        own = _OVERHEAD_BYTES + len(self.body) + len(self.input_items)
-        return own + self.num_message_bytes + sum(map(len, self.events or ()))
+        """What it counts, without its events."""
+        return _OVERHEAD_BYTES + len(self.body) + len(self.input_items) + len(self.message_data)
 
 
-@dataclass(slots=True)
-class _Kept:
-    response: StoredResponse
-    num_bytes: int
-    used_s: float
+@dataclass(frozen=True, slots=True)
+class StoredEvents:
+    """Some events of a response, beginning with the one asked for."""
+
+    events: Sequence[bytes]
+    is_running: bool
+    """Whether more may come."""
 
 
 class ResponseStore:
-    """When a bound is exceeded, evicts the least recently used response of the tenant with the most bytes."""
+    """When a bound is exceeded, evicts the least recently used response of the tenant with the most bytes, or with the
+    most responses. Responses that run are never evicted. All methods raise ApiError (503) if the database fails."""
 
     def __init__(
-        self, *, max_bytes: int, max_responses: int, max_idle_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        database: Database,
+        *,
+        max_bytes: int,
+        max_responses: int,
+        max_idle_s: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """A response that is unused for max_idle_s is dropped."""
         self.tag = secrets.token_hex(4)
-        """Part of the ids of this store's responses. It tells another process that the response is not its own."""
-        self.num_bytes = 0
+        """Part of the ids of this store's responses."""
+        self.is_shared = database.is_shared
         self.max_idle_s = max_idle_s
+        self._database = database
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._clock = clock
-        self._tenants: dict[bytes, OrderedDict[str, _Kept]] = {}
-        self._bytes_of: dict[bytes, int] = {}
 
-    def __len__(self) -> int:
-        return sum(map(len, self._tenants.values()))
+    async def put(self, tenant: bytes, response: StoredResponse) -> None:
+        """Keep a response that has ended, unless it is larger than the store."""
 
-    def put(self, tenant: bytes, response: StoredResponse) -> None:
-        self.remove(tenant, response.response_id)
-        self._expire()
-        kept = _Kept(response, response.num_bytes, self._clock())
-        self._tenants.setdefault(tenant, OrderedDict())[response.response_id] = kept
-        self._count(tenant, kept.num_bytes)
-        while self.num_bytes > self._max_bytes or len(self) > self._max_responses:
-            largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
-            self._drop(largest, next(iter(self._tenants[largest])))
+        def write(connection: sqlite3.Connection) -> None:
+            _delete(connection, tenant, response.response_id)
+            self._expire(connection)
+            if response.num_bytes <= self._max_bytes:
+                self._insert(connection, tenant, response)
+                self._evict(connection)
 
-    def get(self, tenant: bytes, response_id: str) -> StoredResponse | None:
-        self._expire()
-        of_tenant = self._tenants.get(tenant)
-        kept = None if of_tenant is None else of_tenant.get(response_id)
-        if of_tenant is None or kept is None:
+        await self._database.write(write)
+
+    async def begin(self, tenant: bytes, response: StoredResponse) -> None:
+        """Keep a response that this process generates, until `end`."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            self._expire(connection)
+            self._insert(connection, tenant, response, owner.own_name())
+            self._evict(connection)
+
+        await self._database.write(write)
+
+    async def update(self, tenant: bytes, response_id: str, body: bytes | None, first: int, events: bytes) -> bool:
+        """Store the present body, and the events from this number on. Return False if the response is to be cancelled,
+        or has been deleted."""
+
+        def write(connection: sqlite3.Connection) -> bool:
+            row = connection.execute(
+                "SELECT key, is_cancelled FROM responses WHERE tenant = ? AND response_id = ?", (tenant, response_id)
+            ).fetchone()
+            if row is None:
+                return False
+            key, is_cancelled = row
+            if body is not None:
+                connection.execute(
+                    "UPDATE responses SET body = ?, num_bytes = num_bytes + ? - length(body) WHERE key = ?",
+                    (body, len(body), key),
+                )
+            if events:
+                _add_events(connection, key, first, events)
+                self._evict(connection)
+            return not is_cancelled
+
+        return await self._database.write(write)
+
+    async def end(self, tenant: bytes, response: StoredResponse, first: int, events: bytes) -> None:
+        """Keep a response of `begin` as it ended, with its events from this number on. A deleted one stays deleted."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            row = connection.execute(
+                "SELECT key FROM responses WHERE tenant = ? AND response_id = ?", (tenant, response.response_id)
+            ).fetchone()
+            if row is None:
+                return
+            (key,) = row
+            (num_event_bytes,) = connection.execute(
+                "SELECT coalesce(sum(length(data)), 0) FROM events WHERE response = ?", (key,)
+            ).fetchone()
+            num_bytes = response.num_bytes + num_event_bytes + len(events)
+            if num_bytes > self._max_bytes:  # not written first: the file may have no room for it
+                connection.execute("DELETE FROM responses WHERE key = ?", (key,))
+                return
+            _add_events(connection, key, first, events)
+            connection.execute(
+                "UPDATE responses SET owner = NULL, used_s = ?, body = ?, messages = ?, num_bytes = ? WHERE key = ?",
+                (self._clock(), response.body, response.message_data, num_bytes, key),
+            )
+            self._evict(connection)
+
+        await self._database.write(write)
+
+    async def get(self, tenant: bytes, response_id: str) -> StoredResponse | None:
+        """Return the response. One whose owner has died has ended with that error."""
+
+        now_s = self._clock()
+
+        def look(connection: sqlite3.Connection) -> tuple[StoredResponse, float, bool] | None:
+            row = connection.execute(
+                f"SELECT {_COLUMNS} FROM responses WHERE tenant = ? AND response_id = ? "  # noqa: S608 - our own columns
+                "AND (used_s >= ? OR owner IS NOT NULL)",
+                (tenant, response_id, now_s - self.max_idle_s),
+            ).fetchone()
+            if row is None:
+                return None
+            found_id, body, input_items, messages, is_background, keeps_events, owner_name, used_s = row
+            found = StoredResponse(
+                found_id,
+                body,
+                input_items,
+                messages,
+                is_background=bool(is_background),
+                keeps_events=bool(keeps_events),
+                is_running=owner_name is not None,
+            )
+            return found, used_s, owner_name is not None and not owner.lives(owner_name)
+
+        def note_use(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "UPDATE responses SET used_s = ? WHERE tenant = ? AND response_id = ?", (now_s, tenant, response_id)
+            )
+
+        def end(connection: sqlite3.Connection) -> None:
+            self._break_off(connection, tenant, response_id)
+
+        seen = await self._database.read(look)
+        if seen is None:
             return None
-        kept.used_s = self._clock()
-        of_tenant.move_to_end(response_id)
-        return kept.response
+        found, used_s, is_orphan = seen
+        if is_orphan:
+            await self._database.write(end)
+            seen = await self._database.read(look)
+            return None if seen is None else seen[0]
+        if used_s <= now_s - _USE_GRAIN_S:
+            with suppress(ApiError):  # it can be read nevertheless
+                await self._database.write(note_use)
+        return found
 
-    def remove(self, tenant: bytes, response_id: str) -> bool:
+    async def end_orphan(self, tenant: bytes, response_id: str) -> None:
+        """End the response if its owner has died. Reads the owner and nothing else: followers ask again and again."""
+
+        def is_orphan(connection: sqlite3.Connection) -> bool:
+            row = connection.execute(
+                "SELECT owner FROM responses WHERE tenant = ? AND response_id = ?", (tenant, response_id)
+            ).fetchone()
+            return row is not None and row[0] is not None and not owner.lives(row[0])
+
+        if await self._database.read(is_orphan):
+            await self._database.write(lambda connection: self._break_off(connection, tenant, response_id))
+
+    async def events(self, tenant: bytes, response_id: str, first: int) -> StoredEvents | None:
+        """Return some events from this number on; None if the response is not kept."""
+
+        def read(connection: sqlite3.Connection) -> StoredEvents | None:
+            row = connection.execute(
+                "SELECT key, owner FROM responses WHERE tenant = ? AND response_id = ?", (tenant, response_id)
+            ).fetchone()
+            if row is None:
+                return None
+            key, owner_name = row
+            pieces = connection.execute(
+                "SELECT first, data FROM events WHERE response = ? AND first >= "
+                "coalesce((SELECT max(first) FROM events WHERE response = ? AND first <= ?), 0) ORDER BY first LIMIT ?",
+                (key, key, first, _MAX_PIECES),
+            ).fetchall()
+            events = [event for _, data in pieces for event in split_events(data)]
+            skipped = first - pieces[0][0] if pieces else 0
+            return StoredEvents(events[max(0, skipped) :], owner_name is not None)
+
+        return await self._database.read(read)
+
+    async def cancel(self, tenant: bytes, response_id: str) -> None:
+        """Ask the owner of a response that runs to cancel it."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "UPDATE responses SET is_cancelled = 1 WHERE tenant = ? AND response_id = ? AND owner IS NOT NULL",
+                (tenant, response_id),
+            )
+
+        await self._database.write(write)
+
+    async def remove(self, tenant: bytes, response_id: str) -> bool:
         """Return whether the store had it."""
-        self._expire()
-        is_kept = response_id in self._tenants.get(tenant, {})
-        if is_kept:
-            self._drop(tenant, response_id)
-        return is_kept
 
-    def _expire(self) -> None:
-        """Drop responses that are unused for too long. Each tenant's are in order of last use."""
+        def write(connection: sqlite3.Connection) -> bool:
+            self._expire(connection)
+            return _delete(connection, tenant, response_id)
+
+        return await self._database.write(write)
+
+    async def sweep(self) -> None:
+        """Drop what has expired, and end what was generated by processes that have died."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            self._expire(connection)
+            running = connection.execute(
+                "SELECT tenant, response_id, owner FROM responses WHERE owner IS NOT NULL"
+            ).fetchall()
+            for tenant, response_id, name in running:
+                if not owner.lives(name):
+                    self._break_off(connection, tenant, response_id)
+            self._evict(connection)
+
+        await self._database.write(write)
+
+    async def scrub(self) -> None:
+        """Remove deleted responses from the disk."""
+        await self._database.scrub()
+
+    async def sizes(self) -> dict[bytes, tuple[int, int]]:
+        """Return each tenant's bytes and number of responses."""
+        return await self._database.read(_sizes)
+
+    def close(self) -> None:
+        self._database.close()
+
+    # Inside a transaction
+
+    def _insert(
+        self, connection: sqlite3.Connection, tenant: bytes, response: StoredResponse, owner_name: str | None = None
+    ) -> None:
+        connection.execute(
+            "INSERT INTO responses (tenant, response_id, used_s, num_bytes, owner, is_cancelled, is_background, "
+            "keeps_events, body, input_items, messages) VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?)",
+            (
+                tenant,
+                response.response_id,
+                self._clock(),
+                response.num_bytes,
+                owner_name,
+                response.is_background,
+                response.keeps_events,
+                response.body,
+                response.input_items,
+                response.message_data,
+            ),
+        )
+
+    def _expire(self, connection: sqlite3.Connection) -> None:
         oldest_s = self._clock() - self.max_idle_s
-        for tenant in list(self._tenants):
-            while (of_tenant := self._tenants.get(tenant)) and next(iter(of_tenant.values())).used_s < oldest_s:
-                self._drop(tenant, next(iter(of_tenant)))
+        connection.execute("DELETE FROM responses WHERE used_s < ? AND owner IS NULL", (oldest_s,))
 
-    def _drop(self, tenant: bytes, response_id: str) -> None:
-        of_tenant = self._tenants[tenant]
-        self._count(tenant, -of_tenant.pop(response_id).num_bytes)
-        if not of_tenant:
-            del self._tenants[tenant], self._bytes_of[tenant]
+    def _evict(self, connection: sqlite3.Connection) -> None:
+        sizes = _sizes(connection)
+        while sizes:
+            num_bytes = sum(size for size, _ in sizes.values())
+            if num_bytes <= self._max_bytes and sum(count for _, count in sizes.values()) <= self._max_responses:
+                return
+            measure = 0 if num_bytes > self._max_bytes else 1
+            tenant = max(sizes, key=lambda tenant: sizes[tenant][measure])
+            row = connection.execute(
+                "DELETE FROM responses WHERE key = (SELECT key FROM responses WHERE tenant = ? AND owner IS NULL "
+                "ORDER BY used_s, key LIMIT 1) RETURNING num_bytes",
+                (tenant,),
+            ).fetchone()
+            if row is None:  # all that this tenant has is running
+                del sizes[tenant]
+            else:
+                sizes[tenant] = sizes[tenant][0] - row[0], sizes[tenant][1] - 1
 
-    def _count(self, tenant: bytes, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
+    def _break_off(self, connection: sqlite3.Connection, tenant: bytes, response_id: str) -> None:
+        """End a response whose owner has died, unless another worker has done so."""
+        row = connection.execute(
+            "SELECT key, body, keeps_events FROM responses WHERE tenant = ? AND response_id = ? AND owner IS NOT NULL",
+            (tenant, response_id),
+        ).fetchone()
+        if row is None:
+            return
+        key, body, keeps_events = row
+        last = connection.execute(
+            "SELECT first, data FROM events WHERE response = ? ORDER BY first DESC LIMIT 1", (key,)
+        ).fetchone()
+        num_events = 0 if last is None else last[0] + len(split_events(last[1]))
+        body, event = broken_off(body, num_events)
+        connection.execute(
+            "UPDATE responses SET owner = NULL, body = ?, used_s = ? WHERE key = ?", (body, self._clock(), key)
+        )
+        if keeps_events:
+            _add_events(connection, key, num_events, event)
+
+
+def split_events(data: bytes) -> list[bytes]:
+    return [event + b"\n\n" for event in data.split(b"\n\n") if event]
+
+
+def joined_pieces(events: Iterable[bytes]) -> Iterable[tuple[int, bytes]]:
+    """Yield events joined to pieces of some size, each with the number of events before it."""
+    piece, first, num_bytes, number = [], 0, 0, 0
+    for number, event in enumerate(events, start=1):
+        piece.append(event)
+        num_bytes += len(event)
+        if num_bytes >= _EVENT_PIECE_BYTES:
+            yield first, b"".join(piece)
+            piece, first, num_bytes = [], number, 0
+    if piece:
+        yield first, b"".join(piece)
+
+
+def _add_events(connection: sqlite3.Connection, key: int, first: int, events: bytes) -> None:
+    rows = [(key, first + before, piece) for before, piece in joined_pieces(split_events(events))]
+    connection.executemany("INSERT INTO events (response, first, data) VALUES (?, ?, ?)", rows)
+    connection.execute("UPDATE responses SET num_bytes = num_bytes + ? WHERE key = ?", (len(events), key))
+
+
+def _delete(connection: sqlite3.Connection, tenant: bytes, response_id: str) -> bool:
+    deleted = connection.execute(
+        "DELETE FROM responses WHERE tenant = ? AND response_id = ?", (tenant, response_id)
+    ).rowcount
+    return deleted > 0
+
+
+def _sizes(connection: sqlite3.Connection) -> dict[bytes, tuple[int, int]]:
+    rows = connection.execute("SELECT tenant, sum(num_bytes), count(*) FROM responses GROUP BY tenant")
+    return {tenant: (num_bytes, count) for tenant, num_bytes, count in rows}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from penstock.frontend.generation.failures import backend_unavailable, overloade
 from penstock.frontend.generation.output_options import read_output_options
 from penstock.frontend.generation.submission.constraints import read_constraints
 from penstock.frontend.generation.submission.limits import check_logprobs, read_max_tokens, read_stop_token_ids
+from penstock.frontend.generation.submission.planned_use import planned_use
 from penstock.frontend.generation.submission.sampling import for_candidate, read_sampling
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded
@@ -21,7 +24,12 @@ if TYPE_CHECKING:
     from penstock.frontend.generation.request_policy import RequestPolicy
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.decoding import AnsweredBody
+    from penstock.frontend.transport.exchange import UsageClaim
     from penstock.shm.client import BackendClient
+
+
+_groups = itertools.count(1)
+"""A number per request, for `GenerationRequest.group`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +42,15 @@ class PreparedRequest:
 
 
 async def submit(
-    request: PreparedRequest, policy: RequestPolicy, served: ServedModel, backend: BackendClient
+    request: PreparedRequest,
+    policy: RequestPolicy,
+    served: ServedModel,
+    backend: BackendClient,
+    claim: UsageClaim | None = None,
 ) -> list[Choice]:
     """Start one stream per prompt and candidate, the candidates of a prompt together.
 
-    Raises ApiError; then no stream is left running.
+    The claim reserves what they may use. Raises ApiError; then no stream is left running.
     """
     body, rules = request.body, request.rules
     max_tokens = read_max_tokens(body, request.prompts, served.card)
@@ -51,7 +63,10 @@ async def submit(
     is_deterministic = sampling.temperature == 0.0 or body.seed is not None
     # Tokens may come in batches if no text can end the answer here, and no client reads it while it is generated.
     batch_delivery = not (body.stream or options.stop_strings or rules.text_may_end_answer)
+    if claim is not None:
+        claim.reserve(planned_use(body, request.prompts, max_tokens))
     choices: list[Choice] = []
+    group = next(_groups)
     try:
         for prompt, limit in zip(_choice_prompts(request), max_tokens, strict=True):
             for candidate in range(body.num_candidates):
@@ -61,21 +76,27 @@ async def submit(
                     for_candidate(sampling, candidate),
                     stop_token_ids,
                     salt=policy.salt,
+                    tenant=policy.tenant,
+                    weight=policy.weight,
                     may_share=policy.may_join and is_deterministic,
                     priority=policy.priority,
                     deadline_s=policy.deadline_s,
                     constraints=constraints,
                     num_prompt_logprobs=body.num_prompt_logprobs,
                     batch_delivery=batch_delivery,
+                    group=group,
                 )
                 stream = backend.submit(generation_request)
                 choices.append(Choice(len(choices), prompt, stream, served.tokenizer, options))
-    except (BackendUnavailable, Overloaded) as error:
+            await asyncio.sleep(0)  # many prompts must not hold the event loop
+    except BaseException as error:
         for choice in choices:
             choice.stream.cancel()
+        if not isinstance(error, BackendUnavailable | Overloaded):
+            raise
         if isinstance(error, Overloaded):
-            raise overloaded(error.retry_after_s) from None
-        raise backend_unavailable() from None
+            raise overloaded(error.retry_after_s, error.limit) from None
+        raise backend_unavailable(backend.retry_after_s) from None
     return choices
 
 

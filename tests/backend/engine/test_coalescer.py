@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.backend.engine.coalescer import Coalescer, ShareKey
+from penstock.backend.engine.coalescer import Coalescer, Presented, ShareKey
 from penstock.backend.forward_pass import SamplingParams
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
@@ -21,6 +21,10 @@ SAMPLINGS = [
     SamplingParams(temperature=1.0, seed=2),
 ]
 KEYS = [ShareKey.of(salt, prompt, s) for salt in (b"", b"x") for prompt in (b"1234", b"5678") for s in SAMPLINGS]
+
+
+FRESH = Presented(1, bytes(4), 1)
+"""A request that brings nothing but a prompt of one token."""
 
 
 def new_sequence() -> Sequence:
@@ -40,12 +44,12 @@ class CoalescerMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def submit(self, key: ShareKey) -> None:
         offered = self.offered.get(key)
-        joinable = offered is not None and offered.stopped_generation != offered.generation
-        found = self.coalescer.find(key)
+        joinable = offered is not None and offered.final_generation != offered.generation
+        found = self.coalescer.find(key, FRESH)
         assert found is (offered if joinable else None)
         if found is None:
             sequence = new_sequence()
-            self.coalescer.offer(key, sequence)
+            self.coalescer.offer(key, sequence, FRESH)
             self.offered[key] = sequence
             self.alive.append(sequence)
 
@@ -67,6 +71,13 @@ class CoalescerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stop(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.alive))
+        sequence.stopped_generation = sequence.final_generation = sequence.generation
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def drop_rows(self, data: st.DataObject) -> None:
+        """Its mask is late."""
+        sequence = data.draw(st.sampled_from(self.alive))
         sequence.stopped_generation = sequence.generation
 
     @precondition(lambda self: self.alive)
@@ -82,7 +93,7 @@ class CoalescerMachine(RuleBasedStateMachine):
         for sequence in self.alive:
             self.coalescer.withdraw(sequence)
         assert len(self.coalescer) == 0
-        assert all(self.coalescer.find(key) is None for key in KEYS)
+        assert all(self.coalescer.find(key, FRESH) is None for key in KEYS)
 
 
 TestCoalescerMachine = CoalescerMachine.TestCase

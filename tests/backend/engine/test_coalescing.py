@@ -220,3 +220,19 @@ def test_number_of_subscribers_is_bounded_and_adds_no_rows() -> None:
     assert rejected == list(range(3000, 3100))
     assert bench.received(6).token_ids == expected_tokens(PROMPT, 11, bench.vocab_size)
     assert bench.executor.num_rows_run == rows_for(PROMPT, 11)
+
+
+def test_open_requests_of_one_tenant_leave_places_to_others() -> None:
+    bench = Bench()
+    bench.requests.intake.limits = replace(bench.requests.intake.limits, max_open=4)
+    for request_id in range(6):
+        share(bench, request_id, 5, tenant=b"flood", salt=b"same")
+    for request_id in (6, 7):
+        share(bench, request_id, 5, tenant=b"other", salt=b"same")
+    bench.submit([1], 5, request_id=8, tenant=b"flood")
+    bench.run_dry()
+    rejected = [i for i in range(9) if bench.received(i).finishes == [Finish.REJECTED]]
+    assert rejected == [4, 5, 8]
+    bench.submit([1], 5, request_id=9, tenant=b"flood")
+    bench.run_dry()
+    assert bench.received(9).finishes == [Finish.LENGTH]

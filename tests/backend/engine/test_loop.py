@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.scheduling.wait_queue import WaitQueue
 from penstock.backend.sequences.sequence import Sequence
 from penstock.shm.link.events import FrontendDeath
 from penstock.shm.memory.board import BackendBoard
@@ -55,6 +56,26 @@ def test_request_cancelled_between_plan_and_launch_costs_no_tokens() -> None:
         bench.run_dry()
         assert bench.executor.num_rows_run == 0
         assert bench.received().token_ids == []
+
+
+def test_request_that_cannot_be_queued_fails_and_leaves_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(max_running=1)
+    bench.submit([1], 50)
+    bench.turn()
+    with monkeypatch.context() as patch:
+        patch.setattr(WaitQueue, "floor", lambda _queue: 1 / 0)
+        bench.submit([1, 2, 3], 50, request_id=1)
+        bench.turn()
+    failure = bench.received(1).failure
+    assert failure is not None
+    assert failure.code is FailureCode.INTERNAL
+    assert bench.scheduler.num_waiting == 0
+    bench.scheduler.check_integrity()
+    bench.submit([1, 2, 3], 5, request_id=2)
+    bench.turn()
+    assert bench.scheduler.num_waiting == 1
+    bench.run_dry()
+    assert bench.received(2).finishes == [Finish.LENGTH]
 
 
 def test_board_counts_computed_and_wasted_tokens() -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.backend.kv_cache.page_index import IndexedPage
 from penstock.backend.kv_cache.page_pool import PagePool
 
 KEYS = [bytes([number]) * 16 for number in range(12)]
@@ -62,7 +63,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         if not holding:
             return
         page = data.draw(st.sampled_from(holding))
-        self.pool.index_page(page, key, parent_of(key), key, salt_of(key))
+        self.pool.index_page(page, key, IndexedPage(key, parent_of(key), salt_of(key)))
         if page not in self.key_of and key not in self.key_of.values():
             self.key_of[page] = key
 
@@ -107,7 +108,7 @@ class PagePoolMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"page {page} is released"):
                 self.pool.release([page])
             with pytest.raises(ValueError, match=f"page {page} is indexed"):
-                self.pool.index_page(page, KEYS[0], KEYS[1], b"", b"")
+                self.pool.index_page(page, b"", IndexedPage(KEYS[0], KEYS[1], b""))
         if page not in self.key_of:
             with pytest.raises(ValueError, match=f"page {page} is not indexed"):
                 self.pool.hold(page)
@@ -150,7 +151,7 @@ def test_pool_without_pages_is_refused(num_pages: int) -> None:
 def indexed_page(pool: PagePool, key: bytes) -> int:
     """Allocate and index a page with this content."""
     (page,) = pool.allocate(1)
-    pool.index_page(page, key, parent_of(key), key, b"")
+    pool.index_page(page, key, IndexedPage(key, parent_of(key), b""))
     return page
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.backend.forward_pass import SamplingParams
+from penstock.backend.scheduling.tenants import Tenants
 from penstock.backend.scheduling.wait_queue import WaitQueue
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
@@ -14,10 +15,60 @@ from penstock.backend.sequences.subscribers import Subscriber
 KEYS = [bytes([number]) * 16 for number in range(3)]
 
 
+def add_tenant(tenants: Tenants, wait_queue: WaitQueue, number: int) -> Sequence:
+    """A waiting sequence of a new tenant."""
+    key = number.to_bytes(2)
+    sequence = Sequence(Subscriber(1, number, 10, frozenset(), 1, 0.0), bytes(4), 1, SamplingParams(), tenant=key)
+    sequence.order = number
+    sequence.account = tenants.open(key, 1.0)
+    wait_queue.put(sequence)
+    return sequence
+
+
+def test_tenant_that_waits_is_not_overtaken_for_ever_by_new_tenants() -> None:
+    tenants = Tenants()
+    wait_queue = WaitQueue(tenants)
+    arrived = [add_tenant(tenants, wait_queue, number) for number in range(3)]
+    served = []
+    for number in range(3, 20):  # as many arrive as are served
+        arrived.append(add_tenant(tenants, wait_queue, number))
+        head = wait_queue.head()
+        assert head is not None
+        wait_queue.take(head)
+        tenants.charge(head.account, 10.0)
+        head.ended = True
+        tenants.close(head.account)
+        served.append(head)
+    assert served == arrived[: len(served)]
+
+
+def test_new_tenant_goes_before_one_that_has_all_slots() -> None:
+    tenants = Tenants()
+    wait_queue = WaitQueue(tenants)
+    flood = add_tenant(tenants, wait_queue, 0)
+    flood.account.num_running = 8
+    newcomer = add_tenant(tenants, wait_queue, 1)
+    assert wait_queue.head() is newcomer
+
+
+def test_tenants_that_come_and_go_behind_a_head_that_cannot_start_are_forgotten() -> None:
+    tenants = Tenants()
+    wait_queue = WaitQueue(tenants)
+    head = add_tenant(tenants, wait_queue, 0)
+    for number in range(1, 1000):
+        sequence = add_tenant(tenants, wait_queue, number)
+        sequence.ended = True
+        wait_queue.forget(sequence)
+        tenants.close(sequence.account)
+        assert wait_queue.num_tenants <= 67
+        assert wait_queue.head() is head
+        wait_queue.check_integrity()
+
+
 class WaitQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.wait_queue = WaitQueue()
+        self.wait_queue = WaitQueue(Tenants())
         self.num_made = 0
         self.queue: list[Sequence] = []
         self.parked: dict[bytes, list[Sequence]] = {}
@@ -35,7 +86,7 @@ class WaitQueueMachine(RuleBasedStateMachine):
     def put(self, sequence: Sequence) -> None:
         self.wait_queue.put(sequence)
         self.queue.append(sequence)
-        self.queue.sort(key=lambda waiting: (waiting.rank, waiting.order))
+        self.queue.sort(key=lambda waiting: waiting.turn)
 
     @rule(rank=st.sampled_from([0.0, 0.0, -3.0, 2.5]), count=st.sampled_from([1, 1, 3, 90]))
     def arrive(self, rank: float, count: int) -> None:
@@ -46,14 +97,15 @@ class WaitQueueMachine(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         assert self.wait_queue.head() is self.queue[0]
-        self.wait_queue.take_head()
+        self.wait_queue.take(self.queue[0])
         self.running.append(self.queue.pop(0))
 
     @precondition(lambda self: self.queue)
     @rule(key=st.sampled_from(KEYS))
     def park(self, key: bytes) -> None:
         assert self.wait_queue.head() is self.queue[0]
-        self.wait_queue.park_head(key, self.step + 3)
+        self.wait_queue.take(self.queue[0])
+        self.wait_queue.park(self.queue[0], key, self.step + 3)
         self.deadlines.append((self.step + 3, self.queue[0]))
         self.parked.setdefault(key, []).append(self.queue.pop(0))
 
@@ -69,14 +121,14 @@ class WaitQueueMachine(RuleBasedStateMachine):
             self.parked[key] = [sequence for sequence in parked if sequence not in due]
             if not self.parked[key]:
                 del self.parked[key]
-        self.queue.sort(key=lambda waiting: (waiting.rank, waiting.order))
+        self.queue.sort(key=lambda waiting: waiting.turn)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4))
     def unpark(self, keys: list[bytes]) -> None:
         self.wait_queue.unpark(keys)
         for key in keys:
             self.queue += self.parked.pop(key, [])
-        self.queue.sort(key=lambda waiting: (waiting.rank, waiting.order))
+        self.queue.sort(key=lambda waiting: waiting.turn)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -118,9 +170,9 @@ class WaitQueueMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.wait_queue.unpark(KEYS)
         left = self.queue + [sequence for parked in self.parked.values() for sequence in parked]
-        for expected in sorted(left, key=lambda waiting: (waiting.rank, waiting.order)):
+        for expected in sorted(left, key=lambda waiting: waiting.turn):
             assert self.wait_queue.head() is expected
-            self.wait_queue.take_head()
+            self.wait_queue.take(expected)
         assert len(self.wait_queue) == 0
 
 

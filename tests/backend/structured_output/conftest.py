@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
-from tests.backend.structured_output.constrained import EOS, TOKENIZER_JSON, VOCAB_SIZE
+from tests.backend.structured_output.constrained import new_compiler
 
 
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+    compiler = new_compiler()
     yield compiler
     compiler.close()

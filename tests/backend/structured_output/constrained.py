@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 import penstock.backend.demo_model
+from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.messages import Constraints, Finish, Grammar
@@ -19,6 +20,11 @@ EOS = 0
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
 DIGITS = Grammar("regex", "[0-9]{5,8}")
 PROMPT = [5, 6, 7, 8, 9]
+
+
+def new_compiler(vocab_size: int = VOCAB_SIZE, tokenizer_json: Path = TOKENIZER_JSON) -> GrammarCompiler:
+    """With real children, which start with the first grammar."""
+    return GrammarCompiler(CompilePool(tokenizer_json, vocab_size, (EOS,)))
 
 
 def new_bench(compiler: GrammarCompiler, max_waiting: int = 100, **options: Any) -> Bench:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from concurrent.futures import wait
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from unittest.mock import Mock
 
 import jsonschema
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
-from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
+from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammars import BadGrammar, CompiledGrammar
 from penstock.shm.messages import Constraints, Grammar
-from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON
+from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON, new_compiler
 
 VOCAB_SIZE = TOKENIZER.get_vocab_size() + 50  # models pad their vocabulary
 STOPS = frozenset([EOS])
@@ -33,11 +35,13 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = new_compiler(VOCAB_SIZE)
+    yield compiler
+    compiler.close()
 
 
-def compile_now(compiler: GrammarCompiler, grammar: Grammar) -> LLMatcher:
+def compile_now(compiler: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
     future = compiler.compile(grammar)
     wait([future], timeout=30)
     return compiler.take_result(grammar, future)
@@ -45,12 +49,12 @@ def compile_now(compiler: GrammarCompiler, grammar: Grammar) -> LLMatcher:
 
 def constrained(compiler: GrammarCompiler, **fields: object) -> SequenceConstraints:
     constraints = Constraints(**fields)  # type: ignore[arg-type]
-    matcher = None
+    grammar = None
     if constraints.grammar is not None:
-        matcher = compiler.find_compiled(constraints.grammar)
-        if matcher is None:
-            matcher = compile_now(compiler, constraints.grammar)
-    return SequenceConstraints(constraints, matcher, STOPS, VOCAB_SIZE)
+        grammar = compiler.find_compiled(constraints.grammar)
+        if grammar is None:
+            grammar = compile_now(compiler, constraints.grammar)
+    return SequenceConstraints(constraints, grammar, STOPS, VOCAB_SIZE)
 
 
 def allowed(constraints: SequenceConstraints) -> set[int]:
@@ -113,8 +117,7 @@ def test_token_slices_give_the_same_masks_as_single_tokens(
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 6), max_size=4))
-def test_rewind_restores_earlier_masks(seed: int, rewinds: list[int]) -> None:
-    compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+def test_rewind_restores_earlier_masks(compiler: GrammarCompiler, seed: int, rewinds: list[int]) -> None:
     rng = random.Random(seed)
     opening = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
     fields = {"grammar": Grammar("regex", "[a-f]{4,9}"), "grammar_after": opening, "thinking_end": opening}
@@ -132,7 +135,6 @@ def test_rewind_restores_earlier_masks(seed: int, rewinds: list[int]) -> None:
         del tokens[kept:], masks[kept + 1 :]
         assert constraints.num_tokens == kept
         assert allowed(constraints) == masks[-1]
-    compiler.close()
 
 
 def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler) -> None:
@@ -191,9 +193,11 @@ def test_contradictory_constraints_fail(compiler: GrammarCompiler) -> None:
 
 def test_grammar_error_mid_answer_is_one_short_line() -> None:
     matcher = Mock(**{"consume_token.return_value": False, "get_error.return_value": "a client's own text\n" * 1000})
-    constraints = SequenceConstraints(Constraints(grammar=Grammar("regex", "a")), matcher, STOPS, VOCAB_SIZE)
+    grammar = CompiledGrammar(matcher)
+    constraints = SequenceConstraints(Constraints(grammar=Grammar("regex", "a")), grammar, STOPS, VOCAB_SIZE)
+    constraints.advance(1)
     with pytest.raises(ConstraintFailed) as failure:
-        constraints.advance(1)
+        allowed(constraints)
     assert "\n" not in str(failure.value)
     assert len(str(failure.value)) <= 300
 
@@ -229,12 +233,79 @@ def test_equal_grammars_are_compiled_once(compiler: GrammarCompiler) -> None:
 
 
 def test_compiler_cache_is_bounded_and_evicts_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
-    monkeypatch.setattr("penstock.backend.structured_output.grammar_compiler._CACHE_BYTES", 70 << 10)
+    monkeypatch.setattr("penstock.backend.structured_output.grammar_compiler._CACHE_BYTES", 210 << 10)
+    pool = Mock()
+    compiler = GrammarCompiler(pool)
+
+    def settle(grammar: Grammar) -> None:
+        pool.submit.return_value = future = Future[CompiledGrammar]()
+        compiler.compile(grammar)
+        future.set_result(CompiledGrammar(Mock(), num_bytes=100 << 10))
+        compiler.take_result(grammar, future)
+
     grammars = [Grammar("regex", letter * 4) for letter in "abc"]
     for grammar in grammars[:2]:
-        compile_now(compiler, grammar)
+        settle(grammar)
     assert compiler.find_compiled(grammars[0]) is not None
-    compile_now(compiler, grammars[2])
+    settle(grammars[2])
     assert [compiler.find_compiled(grammar) is not None for grammar in grammars] == [True, False, True]
-    compiler.close()
+
+
+HUNGRY = Grammar("regex", r"(.|\n)*[aeioust ](.|\n){60}x")
+"""Its lexer makes a new state for nearly every text: 31 MB for 50 tokens."""
+
+
+def use(constraints: SequenceConstraints, num_tokens: int, seed: int = 1) -> None:
+    rng = random.Random(seed)
+    for _ in range(num_tokens):
+        constraints.advance(rng.choice(sorted(allowed(constraints) - STOPS)))
+
+
+def test_grammar_that_grows_in_use_leaves_the_cache(compiler: GrammarCompiler) -> None:
+    grammar = Grammar("regex", HUNGRY.text + "y")
+    use(constrained(compiler, grammar=grammar), 25)
+    assert compiler.find_compiled(grammar) is None
+    assert compile_now(compiler, grammar).growth.num_bytes == 0
+
+
+def test_stream_that_meets_the_limit_of_states_does_not_fail_those_that_begin_later(compiler: GrammarCompiler) -> None:
+    with pytest.raises(ConstraintFailed, match=r": lexer error: too many states: [\d >=]+$"):
+        use(constrained(compiler, grammar=HUNGRY), 100)
+    assert compiler.find_compiled(HUNGRY) is None
+    use(constrained(compiler, grammar=HUNGRY), 3)
+
+
+def test_grammar_that_is_used_again_and_again_stays_cached(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks whose states are known take time but no memory."""
+    monkeypatch.setattr("penstock.backend.structured_output.grammar_costs._READ_AFTER_NS", 0)
+    grammar = Grammar("json_schema", json.dumps(PERSON))
+    growths = []
+    for _ in range(3):
+        constraints = constrained(compiler, grammar=grammar)
+        walk(constraints, random.Random(5))
+        found = compiler.find_compiled(grammar)
+        assert found is not None
+        growths.append(found.growth.num_bytes)
+    assert 0 < growths[0] < 1 << 20
+    assert growths[1] == growths[2]
+
+
+def test_growth_counts_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.backend.structured_output.grammar_compiler._CACHE_BYTES", 64 << 20)
+    pool = Mock()
+    compiler = GrammarCompiler(pool)
+    grammars = [Grammar("regex", "a" * (1 + index)) for index in range(12)]
+    compiled = {}
+    for grammar in grammars:
+        pool.submit.return_value = future = Future[CompiledGrammar]()
+        compiler.compile(grammar)
+        future.set_result(CompiledGrammar(Mock()))
+        compiled[grammar] = compiler.take_result(grammar, future)
+    for grammar in grammars:
+        compiled[grammar].growth.num_bytes = 7 << 20
+    assert [compiler.find_compiled(grammar) is not None for grammar in grammars] == [False] * 3 + [True] * 9
+    compiled[grammars[11]].growth.num_bytes = 9 << 20
+    assert compiler.find_compiled(grammars[11]) is None
+    assert compiler.find_compiled(grammars[10]) is not None

@@ -12,11 +12,10 @@ import pytest
 
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu.forward_pass import CpuDecoderPass
-from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.messages import Constraints, Finish, Grammar, Sampling
 from tests.backend.harness import Bench
-from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON, compile_all
+from tests.backend.structured_output.constrained import EOS, TOKENIZER, compile_all, new_compiler
 from tests.checkpoints import make_checkpoint
 
 NUM_SCHEMAS = 200
@@ -38,7 +37,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         max_position_embeddings=2048,
         eos_token_id=EOS,
     )
-    compiler = GrammarCompiler(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+    compiler = new_compiler()
     forward_pass = CpuDecoderPass.load(model_dir, PassOptions(max_running=MAX_RUNNING, dtype="fp32"))
     bench = Bench(
         vocab_size=VOCAB_SIZE,

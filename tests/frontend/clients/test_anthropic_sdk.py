@@ -119,7 +119,7 @@ async def test_errors_raise_the_sdks_own_exceptions(url: str, backend: FakeBacke
         with pytest.raises(anthropic.APIStatusError) as large:
             await client.messages.create(**{**HI, "messages": [{"role": "user", "content": "x" * (3 << 20)}]})
         assert large.value.status_code == 413
-        backend.refusal = Overloaded(3)
+        backend.refusal = Overloaded(3, 1024)
         with pytest.raises(anthropic.APIStatusError) as full:
             await client.messages.create(**HI)
         assert (full.value.status_code, full.value.type) == (529, "overloaded_error")

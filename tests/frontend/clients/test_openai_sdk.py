@@ -19,7 +19,7 @@ import pytest
 from penstock.frontend.app import App
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.settings import WorkerLimits
-from penstock.frontend.transport.server import HttpServer
+from penstock.frontend.transport.serving.server import HttpServer
 from penstock.shm.client import BackendClient, TokenBatch
 from penstock.shm.messages import Finish
 from tests.frontend.harness import (

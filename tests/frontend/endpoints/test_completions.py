@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.frontend.harness import (
     FakeBackend,
     make_app,
     model_card,
+    request_bytes,
     says,
     silent,
     token_ids,
@@ -268,7 +268,7 @@ async def test_long_prompt_is_encoded_in_a_thread(
 
 
 async def test_full_queue_is_429_with_retry_after(connection: ClientConnection, backend: FakeBackend) -> None:
-    backend.refusal = Overloaded(7)
+    backend.refusal = Overloaded(7, 1024)
     response = await connection.post(CHAT, HI)
     assert (response.status, response.headers["retry-after"]) == (429, "7")
     assert response.error["type"] == "rate_limit_error"
@@ -277,7 +277,7 @@ async def test_full_queue_is_429_with_retry_after(connection: ClientConnection, 
 async def test_choices_are_submitted_all_or_none(connection: ClientConnection, backend: FakeBackend) -> None:
     def script(request: Any) -> list[TokenBatch]:
         if len(backend.streams) == 2:
-            raise Overloaded(1)
+            raise Overloaded(1, 1024)
         return []
 
     backend.script = script
@@ -361,8 +361,8 @@ async def test_too_many_open_requests_are_refused_before_their_body(backend: Fak
     backend.script = silent
     app = make_app(backend, max_open_requests=1)
     first, second = ClientConnection(app), ClientConnection(app)
-    first.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 20\r\n\r\n")
-    await asyncio.sleep(0)
+    first.send(request_bytes("POST", "/v1/completions", {"prompt": "x"}))
+    await backend.submitted.wait()
     second.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2000\r\n\r\n")
     await second.output(b"429 Too Many Requests")
     await second.output(b"retry-after")
@@ -372,3 +372,26 @@ async def test_too_many_open_requests_are_refused_before_their_body(backend: Fak
     third = ClientConnection(app)
     assert (await third.request("GET", "/health")).status == 200
     await third.end()
+
+
+async def test_open_requests_of_one_key_leave_places_to_other_keys(backend: FakeBackend) -> None:
+    backend.script = silent
+    app = make_app(backend, max_open_requests=4, api_keys=["one", "two"])
+    flood = [ClientConnection(app) for _ in range(4)]
+    body = {"prompt": "x"}
+    for connection in flood:
+        backend.submitted.clear()
+        connection.send(request_bytes("POST", "/v1/completions", body, [("authorization", "Bearer one")]))
+        await backend.submitted.wait()
+    backend.script = says("ok")
+    last = ClientConnection(app)
+    for key, status in (("one", 429), ("two", 200), ("one", 429)):
+        response = await last.request("POST", "/v1/completions", body, [("authorization", f"Bearer {key}")])
+        assert response.status == status, key
+        if status == 429:
+            assert "the limit of this worker is 4" in response.error["message"]
+            assert 1 <= int(response.headers["retry-after"]) <= 60
+    for connection in (*flood, last):
+        connection.transport.reset()
+        await connection.idle()
+    assert app.exchanges.places.num_taken == 0

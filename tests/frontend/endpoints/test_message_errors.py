@@ -68,7 +68,7 @@ def test_every_error_has_one_of_anthropics_types(kind: ErrorKind) -> None:
 
 
 async def test_backend_errors_have_anthropics_format(connection: ClientConnection, backend: FakeBackend) -> None:
-    backend.refusal = Overloaded(7)
+    backend.refusal = Overloaded(7, 1024)
     full = await connection.post(PATH, HI)
     assert (full.status, error(full)["type"], full.headers["retry-after"]) == (529, "overloaded_error", "7")
     backend.refusal = BackendUnavailable()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
+
+import pytest
 
 from tests.frontend.harness import (
     ClientConnection,
@@ -24,6 +27,32 @@ async def test_models_are_listed_and_described(connection: ClientConnection) -> 
     assert (await connection.request("GET", "/v1/models/test%252Fmodel")).status == 404
     missing = await connection.request("GET", "/v1/models/other")
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HI),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/responses/input_tokens", {"input": "x"}),
+        ("/v1/messages", {**HI, "max_tokens": 5}),
+        ("/v1/messages/count_tokens", HI),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/apply-template", HI),
+    ],
+)
+async def test_model_may_be_omitted_or_null_everywhere(
+    connection: ClientConnection, path: str, body: dict[str, Any]
+) -> None:
+    for named in ({}, {"model": None}, {"model": "test/model"}):
+        response = await connection.post(path, {**body, **named})
+        assert response.status == 200
+        if "model" in response.json():
+            assert response.json()["model"] == "test/model"
+    refused = await connection.post(path, {**body, "model": ""})
+    assert refused.status == 404
 
 
 async def test_ready_follows_the_backend_and_health_does_not(

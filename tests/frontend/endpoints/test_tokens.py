@@ -103,3 +103,19 @@ async def test_invalid_field_is_named(
     assert response.status == (404 if param == "model" else 400)
     assert response.error["param"] == param
     assert shown in response.error["message"]
+
+
+async def test_large_answer_is_sent_in_pieces(connection: ClientConnection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between them the server waits for a client that does not read."""
+    sizes: list[int] = []
+    write = connection.transport.write
+
+    def noted(data: bytes) -> None:
+        sizes.append(len(data))
+        write(data)
+
+    monkeypatch.setattr(connection.transport, "write", noted)
+    response = await connection.post("/detokenize", {"tokens": token_ids("the cat sat on the mat, ") * 30_000})
+    assert response.json()["content"] == "the cat sat on the mat, " * 30_000
+    assert int(response.headers["content-length"]) == len(response.body) > 1_000_000
+    assert max(sizes) <= 256 << 10

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammars import CompiledGrammar
 from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
 from penstock.frontend.generation.answer_rules.rules import AnswerRules
 from penstock.frontend.generation.choice import Choice, ChoicePrompt
@@ -58,12 +60,12 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 def compiler(model: Model, directory: Path) -> GrammarCompiler:
     path = directory / f"{abs(hash(model))}.json"
     model.tokenizer.save(str(path))
-    return GrammarCompiler(path, model.tokenizer.get_vocab_size(), model.served().card.eos_token_ids)
+    return GrammarCompiler(CompilePool(path, model.tokenizer.get_vocab_size(), model.served().card.eos_token_ids))
 
 
 @functools.cache
 def compiled(model: Model, directory: Path, grammar: Grammar) -> LLMatcher:
-    return compiler(model, directory).compile(grammar).result(timeout=30)
+    return compiler(model, directory).compile(grammar).result(timeout=30).matcher
 
 
 def rules_for(model: Model, **fields: Any) -> AnswerRules:
@@ -88,7 +90,7 @@ def generate_randomly(
     )
     vocab_size = model.tokenizer.get_vocab_size()
     (end,) = model.served().card.eos_token_ids
-    constraints = SequenceConstraints(requested, matcher, frozenset([end]), vocab_size)
+    constraints = SequenceConstraints(requested, CompiledGrammar(matcher), frozenset([end]), vocab_size)
     stream = FakeStream(None, ())  # type: ignore[arg-type]
     choice = Choice(
         0, ChoicePrompt(0, [1]), stream, model.served().tokenizer,  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from typing import Any
@@ -146,6 +147,7 @@ async def test_stream_kept_alive_before_its_first_token_has_no_coalescing_header
     body = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}
     connection.send(request_bytes("POST", COMPLETIONS, body))
     await backend.submitted.wait()
+    await asyncio.sleep(0)  # a request submits its last prompt, lets others go on, and then begins its stream
     app.exchanges.sweep(float("inf"))
     await connection.output(b": keep-alive")
     backend.streams[0].push(*token_ids("a"), finish=Finish.LENGTH)
@@ -180,9 +182,51 @@ async def test_each_key_has_its_own_salt_in_every_frontend(backend: FakeBackend)
 async def test_without_keys_all_requests_are_one_tenant(backend: FakeBackend) -> None:
     assert await salts_of(backend, "one", "two", served=()) == [b"", b""]
     connection = ClientConnection(make_app(backend))
-    await connection.post(COMPLETIONS, {**GREEDY, "salt": "ab", "cache_salt": "ab", "may_share": False})
+    await connection.post(COMPLETIONS, {**GREEDY, "salt": "ab", "tenant": "ab", "may_share": False})
     assert (backend.last.salt, backend.last.may_share) == (b"", True)
     await connection.end()
+
+
+MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, GREEDY),
+        (CHAT, MESSAGES),
+        ("/v1/messages", {**MESSAGES, "max_tokens": 5}),
+        ("/v1/responses", {"input": "x", "temperature": 0}),
+    ],
+)
+async def test_cache_salt_separates_requests_of_a_tenant(backend: FakeBackend, path: str, body: Any) -> None:
+    connection = ClientConnection(make_app(backend, api_keys=["one", "two"]))
+
+    async def salt_of(key: str, cache_salt: str | None) -> bytes:
+        headers = [("Authorization", f"Bearer {key}")]
+        response = await connection.request("POST", path, {**body, "cache_salt": cache_salt}, headers)
+        assert response.status == 200
+        assert "x-penstock-ignored" not in response.headers
+        return backend.last.salt
+
+    keys, cache_salts = ("one", "two"), (None, "a", "b", "a" * 512, "猫")
+    salts = {(key, cache_salt): await salt_of(key, cache_salt) for key in keys for cache_salt in cache_salts}
+    assert len(set(salts.values())) == len(salts)
+    assert {len(salt) for salt in salts.values()} == {16}
+    assert salts["one", None] == tenant_salt(b"one")
+    assert await salt_of("one", "a") == salts["one", "a"]
+    assert backend.last.may_share
+    await connection.end()
+
+
+@pytest.mark.parametrize(("cache_salt", "shown"), [("", ">= 1"), ("a" * 513, "<= 512"), (5, "str"), (["a"], "str")])
+async def test_cache_salt_is_a_text_of_limited_length(
+    connection: ClientConnection, backend: FakeBackend, cache_salt: Any, shown: str
+) -> None:
+    response = await connection.post(COMPLETIONS, {**GREEDY, "cache_salt": cache_salt})
+    assert (response.status, response.error["param"]) == (400, "cache_salt")
+    assert shown in response.error["message"]
+    assert not backend.streams
 
 
 # Priority and deadline

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from penstock.frontend.transport import http_limits
-from penstock.frontend.transport.connections import MIN_IDLE_S
-from penstock.frontend.transport.http_limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADER_LINES
-from penstock.frontend.transport.server import server_config
+from penstock.frontend.transport.serving import http_limits
+from penstock.frontend.transport.serving.connections import MIN_IDLE_S, Connections
+from penstock.frontend.transport.serving.http_limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADER_LINES
+from penstock.frontend.transport.serving.server import server_config
 from penstock.shm.messages import Finish
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent, token_ids
 
@@ -270,7 +270,7 @@ async def test_body_of_an_answered_request_must_end_in_time(
 
 
 async def test_silent_connection_is_closed(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.frontend.transport.server.KEEP_ALIVE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("penstock.frontend.transport.serving.server.KEEP_ALIVE_TIMEOUT_S", 0.01)
     connection = ClientConnection(make_app(backend))
     await connection.closed()
     assert not connection.transport.output
@@ -332,7 +332,7 @@ async def test_garbage_after_a_running_stream_ends_only_that_connection(
 async def open_connection(backend: FakeBackend, clock: Clock) -> AsyncIterator[Callable[[], ClientConnection]]:
     """Open connections to a worker that allows three."""
     app = make_app(backend)
-    config = server_config(app, max_connections=3)
+    config = server_config(app, Connections(3))
     connections: list[ClientConnection] = []
 
     def connect() -> ClientConnection:

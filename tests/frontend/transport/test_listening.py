@@ -18,9 +18,9 @@ import pytest
 
 from penstock.frontend.main import listening_socket
 from penstock.frontend.options import FrontendOptions
-from penstock.frontend.transport.connections import RESERVED_FDS
-from penstock.frontend.transport.listening import unlink
-from penstock.frontend.transport.tls import ServerTls, TlsError, TlsFiles
+from penstock.frontend.transport.serving.connections import RESERVED_FDS
+from penstock.frontend.transport.serving.listening import unlink
+from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFiles
 from tests.frontend.test_main import BODY, Frontend, directory, run_to_its_end, scripted, start
 from tests.shm.scripted_backend import BackendProcess
 
@@ -65,7 +65,7 @@ def test_https_clients_are_served_streaming_and_not(
     scripted: BackendProcess, start: Callable[..., Frontend], certificates: Path
 ) -> None:
     files = certificates / "localhost.pem", certificates / "localhost.key"
-    frontend = start("--ssl-certfile", str(files[0]), "--ssl-keyfile", str(files[1]))
+    frontend = start("--ssl-certfile", str(files[0]), "--ssl-keyfile", str(files[1]), "--workers", "2")
     address = str(frontend.client.base_url)
     assert address.startswith("https://127.0.0.1:")
     frontend.wait_for("serving scripted")

@@ -102,7 +102,7 @@ class TurnedBackend:
             control.connect(str(self._path))
             control.send(encode(Hello(PROTOCOL_VERSION, buffer_request)))
             self.until(lambda: select.select([control], [], [], 0)[0])
-            data, fds, _, _ = socket.recv_fds(control, 1 << 16, 5)
+            data, fds, _, _ = socket.recv_fds(control, 1 << 16, 6)
             control.setblocking(False)
             answer = decode_welcome(data)
             if isinstance(answer, Refusal):
@@ -110,8 +110,9 @@ class TurnedBackend:
         except BaseException:
             control.close()
             raise
-        arena_fd, backend_board_fd, frontend_board_fd, *buffer_fds = fds
-        return Invitation(control, answer, arena_fd, backend_board_fd, frontend_board_fd, tuple(buffer_fds))
+        message_fd, arena_fd, backend_board_fd, frontend_board_fd, *buffer_fds = fds
+        boards = backend_board_fd, frontend_board_fd
+        return Invitation(control, answer, message_fd, arena_fd, *boards, tuple(buffer_fds))
 
     @contextmanager
     def visit(self, buffer_request: BufferRequest) -> Iterator[Invitation]:

@@ -27,10 +27,12 @@ async def test_request_fields_reach_the_backend_inline_and_through_the_arena(soc
         backend.engine.paused = True
         async with connected(socket_path) as client:
             fields = {"salt": b"a tenant", "may_share": True, "priority": -3, "deadline_s": time.monotonic() + 1000}
+            fields |= {"tenant": b"payer", "weight": 2.5}
             stream = client.submit(GenerationRequest([1] * length, 5, GREEDY, **fields))  # type: ignore[arg-type]
             await until(lambda: backend.engine.running)
             (submit,) = submits_of(backend.engine)
             assert (submit.salt, submit.may_share, submit.priority) == (b"a tenant", True, -3)
+            assert (submit.tenant, submit.weight) == (b"payer", 2.5)
             assert 990_000 < submit.timeout_ms <= 1_000_000
             stream.cancel()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from penstock.shm.client import Overloaded
-from penstock.shm.client.overload import DrainRate
 from penstock.shm.client.session import Session
 from penstock.shm.messages import FailureCode, Finish
 from tests.shm.client.harness import LONG, at_base, connected, read, request, tokens_of, until
@@ -51,15 +50,16 @@ async def test_prompt_that_no_slot_holds_is_rejected_with_the_limit(socket_path:
             )
 
 
-async def test_slow_reader_receives_whole_batches(socket_path: Path) -> None:
+async def test_slow_reader_receives_all_tokens_in_bounded_batches(socket_path: Path) -> None:
     with ScriptedBackend(socket_path) as backend:
         async with connected(socket_path) as client:
             stream = client.submit(request([1, 2], 500))
             await until(lambda: backend.engine.board.requests_finished == 1)
             await until(lambda: at_base(client))
-            batch = await anext(stream)
-            assert batch.token_ids == expected_tokens([1, 2], 500)
-            assert batch.finish is Finish.LENGTH
+            batches = [batch async for batch in stream]
+            assert [token for batch in batches for token in batch.token_ids] == expected_tokens([1, 2], 500)
+            assert [len(batch.token_ids) for batch in batches] == [64] * 7 + [52]
+            assert [batch.finish for batch in batches] == [Finish.NONE] * 7 + [Finish.LENGTH]
 
 
 async def test_credits_return_before_the_backend_runs_out(socket_path: Path) -> None:
@@ -86,6 +86,28 @@ async def test_full_wait_queue_is_reported_before_anything_is_sent(socket_path: 
             assert [await tokens_of(s) for s in streams] == [expected_tokens([n], 5) for n in range(3)]
             await until(lambda: backend.engine.board.waiting == 0)
             assert await tokens_of(client.submit(request([9], 5))) == expected_tokens([9], 5)
+
+
+async def test_tenant_with_few_open_requests_is_sent_to_a_backend_whose_wait_queue_is_full(socket_path: Path) -> None:
+    script = Script(model_card(max_waiting=16), max_running=1)
+    with ScriptedBackend(socket_path, script) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            flood = [client.submit(replace(request([n, 0], 5), tenant=b"flood")) for n in range(17)]
+            await until(lambda: backend.engine.board.waiting == 16)
+            with pytest.raises(Overloaded, match="16"):
+                client.submit(replace(request([9], 5), tenant=b"flood"))
+            other = replace(request([8], 5), tenant=b"other")
+            sent = [client.submit(other) for _ in range(2)]
+            with pytest.raises(Overloaded):
+                client.submit(other)
+            await until(lambda: backend.engine.board.waiting == 18)
+            sent[0].cancel()
+            sent.append(client.submit(other))  # it has less open again
+            backend.engine.paused = False
+            os.eventfd_write(backend.engine.wake_fd, 1)
+            assert [await tokens_of(stream) for stream in flood] == [expected_tokens([n, 0], 5) for n in range(17)]
+            assert [await tokens_of(stream) for stream in sent[1:]] == [expected_tokens([8], 5)] * 2
 
 
 async def test_shareable_request_is_sent_even_when_the_wait_queue_is_full(socket_path: Path) -> None:
@@ -122,18 +144,3 @@ async def test_shareable_request_is_refused_while_the_outbox_is_not_empty(
             os.eventfd_write(backend.engine.wake_fd, 1)
             assert [await tokens_of(s) for s in streams[:2]] == [expected_tokens([n], 5) for n in range(2)]
             assert await tokens_of(streams[2]) == expected_tokens([0], 5)
-
-
-@pytest.mark.parametrize(
-    ("waiting", "finished", "age_s", "retry_after_s"),
-    [(100, 50, 5.0, 10), (10, 1000, 5.0, 1), (1000, 1, 5.0, 60), (10, 0, 5.0, 1), (10, 50, 300.0, 1), (10, -5, 5.0, 1)],
-)
-def test_retry_after_is_the_time_in_which_the_wait_queue_drains(
-    monkeypatch: pytest.MonkeyPatch, waiting: int, finished: int, age_s: float, retry_after_s: int
-) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("penstock.shm.client.overload.time.monotonic", lambda: now_s)
-    rate = DrainRate()
-    assert rate.retry_after_s(waiting, 500) == 1
-    now_s += age_s
-    assert rate.retry_after_s(waiting, 500 + finished) == retry_after_s

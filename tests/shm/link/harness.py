@@ -94,7 +94,7 @@ class Backend:
         control.send(encode(Hello(PROTOCOL_VERSION)))
         while not select.select([control], [], [], 0)[0]:
             self.turn(0.1)
-        data, fds, _, _ = socket.recv_fds(control, 65536, 3)
+        data, fds, _, _ = socket.recv_fds(control, 65536, 4)
         control.setblocking(False)
         welcome = decode_welcome(data)
         assert isinstance(welcome, Welcome)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import zmq
 
 from penstock.shm.link.events import FrontendDeath, Submission
+from penstock.shm.link.listening_address import connectable_path
 from penstock.shm.messages import (
     NO_TOKEN,
     ArenaRef,
@@ -119,32 +125,52 @@ def test_message_over_the_limit_is_dropped_and_the_backend_goes_on(backend: Back
         assert backend.link.counters.messages_in == 1
 
 
+@contextmanager
+def peer(message_socket_fd: int, identity: bytes) -> Iterator[zmq.Socket[bytes]]:
+    """A ZeroMQ peer with this identity, of a process that has the fd of the backend's message socket."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.IDENTITY, identity)
+        dealer.connect(f"ipc://{connectable_path(message_socket_fd)}")
+        yield dealer
+
+
 def test_second_peer_with_the_same_identity_receives_nothing(backend: Backend) -> None:
-    with backend.session() as frontend, zmq.Context() as context:
-        identity = frontend.session._link._socket.getsockopt(zmq.IDENTITY)
-        endpoint = frontend.session._link._socket.getsockopt(zmq.LAST_ENDPOINT)
+    with backend.session() as frontend:
         frontend.submit(1, [1])
         assert [type(event) for event in backend.until(Submission)] == [Submission]
-        thief = context.socket(zmq.DEALER)
-        thief.setsockopt(zmq.LINGER, 0)
-        thief.setsockopt(zmq.IDENTITY, identity)
-        thief.connect(endpoint.rstrip(b"\0").decode())
-        thief.send(encode(Cancel(1)))
-        assert backend.settle() == []
-        backend.link.push(frontend.epoch, 1, 5)
-        backend.link.flush()
-        assert columns(frontend.receive(1)) == [(1, 5, 0)]
-        assert not thief.poll(50)
-        assert backend.settle() == []
-        thief.close()
+        identity = frontend.session._link._socket.getsockopt(zmq.IDENTITY)
+        with peer(backend.link._message_socket_fd, identity) as thief:
+            thief.send(encode(Cancel(1)))
+            assert backend.settle() == []
+            backend.link.push(frontend.epoch, 1, 5)
+            backend.link.flush()
+            assert columns(frontend.receive(1)) == [(1, 5, 0)]
+            assert not thief.poll(50)
+            assert backend.settle() == []
 
 
-def test_messages_of_strangers_are_counted_and_dropped(backend: Backend) -> None:
-    with zmq.Context() as context:
-        stranger = context.socket(zmq.DEALER)
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(f"ipc://{backend.path}.zmq")
-        stranger.send(encode(Submit(1, b"\0" * 4, 1, 1, Sampling())))
-        while not backend.link.counters.strangers:
-            assert backend.turn(0.1) == []
-        stranger.close()
+def test_peer_without_a_handshake_is_not_heard_even_with_the_socket(backend: Backend) -> None:
+    with backend.session() as frontend:
+        frontend.submit(1, [1])
+        backend.until(Submission)
+        for identity in (b"mine", secrets.token_bytes(16)):
+            with peer(backend.link._message_socket_fd, identity) as stranger:
+                before = backend.link.counters.strangers
+                for message in (Submit(2, b"\0" * 4, 1, 1, Sampling()), Cancel(1)):
+                    stranger.send(encode(message))
+                while backend.link.counters.strangers < before + 2:
+                    assert backend.turn(0.1) == []
+                backend.link.push(frontend.epoch, 1, 5)
+                backend.link.flush()
+                assert columns(frontend.receive(1)) == [(1, 5, 0)]
+                assert not stranger.poll(20)
+        assert backend.link.balance()["request"] == 1
+
+
+def test_message_socket_has_no_name_to_connect_by(backend: Backend) -> None:
+    number = os.fstat(backend.link._message_socket_fd).st_ino
+    directory = backend.path.parent
+    assert number not in {entry.inode() for entry in os.scandir(directory)}
+    with pytest.raises(FileNotFoundError), socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(directory / f".{backend.path.name}.messages"))

@@ -247,7 +247,7 @@ def test_longest_messages_fit_their_limits() -> None:
 
 
 def test_welcome_carries_the_model_and_bounds_the_identity() -> None:
-    welcome = Welcome(1, b"i" * 16, "ipc:///x", 2, 4, 4096, 256, model_card())
+    welcome = Welcome(1, b"i" * 16, 2, 4, 4096, 256, model_card())
     assert decode_welcome(encode(welcome)) == welcome
     for bad in (b"i" * 15, b"i" * 17):
         with pytest.raises(WireError):

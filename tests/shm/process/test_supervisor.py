@@ -6,15 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.shm.process.supervisor import describe_end, exit_status
+from tests.system.processes import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SUPERVISE = """
 import sys
@@ -156,6 +157,7 @@ def test_hangup_reloads_at_any_time_and_never_shortens_a_stop(start: Callable[..
         "for name in ('SIGTERM', 'SIGHUP'):\n"
         "    signal.signal(getattr(signal, name), lambda number, _: say(signal.Signals(number).name))\n"
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nimport sys\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})\n"
         "say('up')\nwhile True: signal.pause()"
     )
     supervisor = start(("worker", patient, 0), reloads=True)
@@ -170,6 +172,23 @@ def test_hangup_reloads_at_any_time_and_never_shortens_a_stop(start: Callable[..
     output, _ = supervisor.communicate()
     assert output == ""  # no second SIGTERM
     assert supervisor.returncode == 0
+
+
+def test_hangup_during_a_childs_start_reloads_it_when_it_is_up(start: Callable[..., subprocess.Popen[str]]) -> None:
+    starting = SAY + (
+        "say('starting')\nsignal.sigwait({signal.SIGUSR1})\n"
+        "signal.signal(signal.SIGHUP, lambda *_: say('reloads'))\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})\nsignal.pause()"
+    )
+    # sigwait needs a blocked signal; the child is still in its first lines when SIGHUP comes.
+    starting = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n" + starting
+    supervisor = start(("worker", starting, 0), reloads=True)
+    _, worker = read(supervisor)
+    supervisor.send_signal(signal.SIGHUP)
+    status = Path(f"/proc/{worker}/status")
+    wait_until(lambda: int(status.read_text().partition("ShdPnd:\t")[2].split()[0], 16) & 1, 10.0)
+    os.kill(worker, signal.SIGUSR1)
+    assert read(supervisor) == ("reloads", worker)
 
 
 def test_children_die_with_the_supervisor(start: Callable[..., subprocess.Popen[str]]) -> None:

@@ -130,3 +130,13 @@ def test_server_that_does_not_start_ends_the_run_with_its_reason(bench: BenchCom
     assert "nowhere" in run.errors
     assert "Traceback" not in run.errors
     assert not run.report
+
+
+def test_fairness_reports_both_tenants_alone_and_together(bench: BenchCommand) -> None:
+    size = ["--flood-requests", "30", "--flood-output-tokens", "40", "--short-requests", "3"]
+    run = bench("fairness", *FAKE, *size)
+    found = run.report["sections"]["fairness"]
+    assert found["idle"]["requests"] == 3, run.output + run.errors
+    assert 1 <= found["beside"]["requests"] <= 3
+    assert found["flood_alone"]["requests"] == found["flood_beside"]["requests"] == 30
+    assert len(run.report["aims"]) == 2

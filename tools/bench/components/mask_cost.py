@@ -21,8 +21,10 @@ from llguidance import LLTokenizer
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
 from penstock.backend.options import BackendOptions
 from penstock.backend.sampling.sampler import HostSampling
+from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
-from penstock.backend.structured_output.grammar_compiler import BadGrammar, GrammarCompiler
+from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
+from penstock.backend.structured_output.grammars import BadGrammar, CompiledGrammar
 from penstock.backend.structured_output.masks import fill_masks
 from penstock.shm.messages import Constraints, Grammar
 from penstock.tools.bench.components.grammar_cases import CASES
@@ -34,7 +36,6 @@ from penstock.tools.bench.load_generator.stats import Aim, percentile
 from penstock.tools.bench.options import MEASUREMENT, ReportOptions, SeededRounds
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
     from rich.table import Table
 
     from penstock.backend.forward_pass import TokenMasks
@@ -143,7 +144,7 @@ def _model_vocabulary(options: MaskCostOptions) -> BenchVocabulary:
 
 def measure_masks(vocabulary: BenchVocabulary, num_rounds: int, seed: int) -> list[MaskCost]:
     """Measure each grammar over num_rounds * NUM_ROWS answers, cold and warm. Raises BenchError."""
-    compiler = GrammarCompiler(vocabulary.tokenizer_json, vocabulary.vocab_size, vocabulary.eos_token_ids)
+    compiler = GrammarCompiler(CompilePool(vocabulary.tokenizer_json, vocabulary.vocab_size, vocabulary.eos_token_ids))
     try:
         text = vocabulary.tokenizer_json.read_text(encoding="utf-8")
         tokenizer = LLTokenizer(text, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_token_ids))
@@ -176,7 +177,7 @@ class _Measurement:
         self._compiler, self._tokenizer, self._vocab_size = compiler, tokenizer, vocabulary.vocab_size
         self._stop_ids = frozenset(vocabulary.eos_token_ids)
 
-    def compile(self, grammar: Grammar) -> LLMatcher:
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile, even if the grammar is compiled already. Raises BadGrammar."""
         future = self._compiler.compile(grammar)
         future.exception()  # waits; `finished` raises the error
@@ -208,12 +209,12 @@ class _Measurement:
             applied=RowCost.of(self._applied_us(self._masks(case, rng), rng)),
         )
 
-    def _sequences(self, case: GrammarCase, matchers: Sequence[LLMatcher] = ()) -> list[SequenceConstraints]:
-        """NUM_ROWS sequences with these matchers, or with copies of the compiled one, which later requests get."""
-        copies: list[LLMatcher | None] = list(matchers)
+    def _sequences(self, case: GrammarCase, compiled: Sequence[CompiledGrammar] = ()) -> list[SequenceConstraints]:
+        """NUM_ROWS sequences with these grammars, or with copies of the compiled one, which later requests get."""
+        copies: list[CompiledGrammar | None] = list(compiled)
         copies = copies or [self._compiler.find_compiled(case.grammar) for _ in range(NUM_ROWS)]
         constraints = Constraints(grammar=case.grammar)
-        return [SequenceConstraints(constraints, matcher, self._stop_ids, self._vocab_size) for matcher in copies]
+        return [SequenceConstraints(constraints, copy, self._stop_ids, self._vocab_size) for copy in copies]
 
     def _answers(self, case: GrammarCase, rng: random.Random) -> list[list[int]]:
         return [self._tokenizer.greedy_tokenize(case.answer(rng)) for _ in range(NUM_ROWS)]
@@ -223,7 +224,7 @@ class _Measurement:
         for step, tokens in enumerate(zip(*answers, strict=False)):
             for constraints, token_id in zip(sequences, tokens, strict=True):
                 started_ns = time.thread_time_ns()
-                _, faults = fill_masks([(0, step, constraints)], self._vocab_size)
+                _, faults, _ = fill_masks([(0, step, constraints)], self._vocab_size)
                 filled_ns = time.thread_time_ns()
                 constraints.advance(token_id)
                 times.advance_us.append((time.thread_time_ns() - filled_ns) / 1000)
@@ -240,7 +241,7 @@ class _Measurement:
             for token_id in answer[:num_tokens]:
                 constraints.advance(token_id)
             rows.append((row, num_tokens, constraints))
-        masks, faults = fill_masks(rows, self._vocab_size)
+        masks, faults, _ = fill_masks(rows, self._vocab_size)
         if masks is None or faults:
             raise BenchError(f"a grammar of the benchmark: {next(iter(faults.values()))}")
         return masks

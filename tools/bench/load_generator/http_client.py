@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
@@ -69,6 +69,24 @@ class ClientConnection(asyncio.Protocol):
         finally:
             self._answer = None
             self.idle_since_s = time.perf_counter()
+
+    def send(self, data: bytes) -> None:
+        """Send a part of a request, to which no answer is expected."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def pause_reading(self, lasts_s: float) -> None:
+        """Read nothing for a while, as a slow client does."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.pause_reading()
+
+        def resume() -> None:
+            if not transport.is_closing():
+                transport.resume_reading()
+
+        asyncio.get_running_loop().call_later(lasts_s, resume)
 
     def hang_up(self) -> None:
         """Close the connection as a client that goes away does. A waiting `exchange` raises HungUp."""
@@ -161,9 +179,10 @@ class HttpClient:
         if connection.reusable:
             self._idle.append(connection)
 
-    def encode_post(self, path: str, body: bytes) -> bytes:
+    def encode_post(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         head = (
-            f"POST {self._prefix}{path} HTTP/1.1\r\n{self._common_headers}"
+            f"POST {self._prefix}{path} HTTP/1.1\r\n{self._common_headers}{more}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body

@@ -19,6 +19,8 @@ import time
 from functools import cache
 from pathlib import Path
 
+from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+
 logger = logging.getLogger("penstock.backend")
 
 SOURCE = Path(__file__).parent / "kernels" / "cpu.cpp"
@@ -81,13 +83,13 @@ def open_library(directory: Path, compiler: str | None, more_flags: tuple[str, .
     except OSError as error:
         raise LibraryUnavailableError(str(error)) from error
     try:
-        _make_private(directory)
+        check_directory(directory, Trust.READABLE)
         if not path.exists():
             _compile(path, compiler, more_flags)
         _check_owner(path)
         library = ctypes.CDLL(str(path))
         abi = library.ps_abi()
-    except (OSError, AttributeError) as error:
+    except (OSError, UnsafeDirectory, AttributeError) as error:
         raise CacheUnusableError(str(error)) from error
     if abi != ABI:
         raise LibraryUnavailableError(f"{path} has interface {abi}, not {ABI}")
@@ -118,15 +120,10 @@ def _fingerprint(more_flags: tuple[str, ...]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def _make_private(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(directory)
-
-
 def _check_owner(path: Path) -> None:
-    status = path.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CacheUnusableError(f"{path} can be written by others or belongs to another user")
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise CacheUnusableError(f"{path} is not a file, can be written by others or belongs to another user")
 
 
 def _compile(path: Path, compiler: str | None, more_flags: tuple[str, ...]) -> None:

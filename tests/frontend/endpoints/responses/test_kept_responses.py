@@ -5,17 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from penstock.frontend.schemas.chat import ChatBody
+from penstock.frontend.endpoints.responses import endpoint
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage
+from penstock.frontend.schemas.responses import ResponsesBody
 from penstock.frontend.text.chat_template import ChatTemplate
+from penstock.frontend.transport.errors import ErrorKind, retry_later
 from penstock.shm.client import Overloaded, TokenBatch
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.endpoints.responses.test_responses import HI, MODEL, PATH, TIME, WEATHER, prompt, talking
-from tests.frontend.harness import END_TOKEN, ClientConnection, FakeBackend, make_app, model_card, silent, token_ids
+from tests.frontend.harness import (
+    END_TOKEN,
+    ClientConnection,
+    FakeBackend,
+    make_app,
+    model_card,
+    says,
+    silent,
+    token_ids,
+)
 from tests.frontend.named_events import REASONED_CALLS, named_events, names
 
 
@@ -41,20 +53,26 @@ async def test_long_conversation_is_rendered_in_a_thread(
     connect: Callable[..., ClientConnection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    render = ChatTemplate.render
+    translating: list[threading.Thread] = []
+    render, translate = ChatTemplate.render, endpoint.as_chat
 
     def noted(template: ChatTemplate, body: ChatBody) -> str:
         threads.append(threading.current_thread())
         return render(template, body)
 
+    def noted_translation(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
+        translating.append(threading.current_thread())
+        return translate(body, history)
+
     monkeypatch.setattr(ChatTemplate, "render", noted)
+    monkeypatch.setattr(endpoint, "as_chat", noted_translation)
     backend.model = model_card(max_context_tokens=1 << 20)
     connection = connect()
     first = (await connection.post(PATH, {"input": "x" * 100_000})).json()
     for _ in range(2):
         first = (await connection.post(PATH, {"input": "and?", "previous_response_id": first["id"]})).json()
-    assert threading.main_thread() not in threads
-    assert len(threads) == 3
+    assert threading.main_thread() not in (*threads, *translating)
+    assert (len(threads), len(translating)) == (3, 3)
 
 
 async def test_input_of_many_empty_parts_counts_for_its_memory(
@@ -94,6 +112,19 @@ async def test_item_reference_is_resolved() -> None:
             missing = await connection.post(PATH, {"input": [{"type": "item_reference", "id": item_id}]})
             assert missing.status in (400, 404)
             assert missing.error["param"] == "input[0].id"
+
+
+async def test_references_are_counted_as_often_as_they_are_made(
+    connection: ClientConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = (await connection.post(PATH, HI)).json()
+    references = [{"type": "item_reference", "id": answer["output"][0]["id"]}] * 5
+    num_bytes = 5 * len(json.dumps(answer["output"][0], separators=(",", ":")))
+    monkeypatch.setattr("penstock.frontend.endpoints.responses.kept_responses.MAX_REFERENCED_BYTES", num_bytes)
+    assert (await connection.post(PATH, {"input": references})).status == 200
+    refused = await connection.post(PATH, {"input": [*references, references[0]]})
+    assert (refused.status, refused.error["param"]) == (400, "input")
+    assert f"more than {num_bytes} bytes" in refused.error["message"]
 
 
 async def test_kept_response_is_retrieved(connection: ClientConnection) -> None:
@@ -242,7 +273,7 @@ async def test_only_background_streams_can_be_resumed(connection: ClientConnecti
 async def test_failure_before_a_background_response_runs_is_its_answer(
     connection: ClientConnection, backend: FakeBackend, stream: bool
 ) -> None:
-    backend.refusal = Overloaded(7)
+    backend.refusal = Overloaded(7, 1024)
     body = {**HI, "background": True, "stream": stream}
     refused = await connection.post(PATH, body)
     assert (refused.status, refused.headers["retry-after"]) == (429, "7")
@@ -266,6 +297,38 @@ async def test_shutdown_ends_background_responses(backend: FakeBackend) -> None:
     app.exchanges.end_all()
     failed = await polled(connection, answer["id"], "failed")
     assert "shutting down" in failed["error"]["message"]
+    assert len(app.exchanges) == 0
+    await connection.end()
+
+
+async def test_answer_that_cannot_be_stored_at_its_end_is_stored_later(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.frontend.endpoints.responses.background._STORES_AGAIN_AFTER_S", 0.01)
+    backend.script = silent
+    app = make_app(backend)
+    connection = ClientConnection(app)
+    answer = (await connection.post(PATH, {**HI, "background": True})).json()
+    end, failures = app.store.end, [retry_later(ErrorKind.UNAVAILABLE, "the disk is full", 1)] * 2
+
+    async def end_or_fail(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await end(*arguments)
+
+    monkeypatch.setattr(app.store, "end", end_or_fail)
+    backend.streams[0].push(*token_ids("the"), END_TOKEN, finish=Finish.STOP)
+    whole = await polled(connection, answer["id"], "completed")
+    assert whole["output"][0]["content"][0]["text"] == "the"
+    backend.script = says("ok")
+    async with asyncio.timeout(5):
+        while True:
+            continued = await connection.post(PATH, {"input": "?", "previous_response_id": answer["id"]})
+            if continued.status == 200:
+                break
+            assert continued.error["param"] == "previous_response_id"  # it runs, for all that the store knows
+            await asyncio.sleep(0.01)
+    assert not failures
     assert len(app.exchanges) == 0
     await connection.end()
 
@@ -302,9 +365,9 @@ async def test_too_many_background_responses_are_refused(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(
-        "penstock.frontend.endpoints.responses.background.MAX_STREAMED_IN_BACKGROUND"
+        "penstock.frontend.endpoints.responses.background_places.MAX_STREAMED_IN_BACKGROUND"
         if stream
-        else "penstock.frontend.endpoints.responses.background.MAX_IN_BACKGROUND",
+        else "penstock.frontend.endpoints.responses.background_places.MAX_IN_BACKGROUND",
         2,
     )
     backend.script = silent

@@ -171,7 +171,7 @@ def test_buffer_request_outside_its_bounds_is_a_wire_error(buffer_request: Buffe
 def test_longest_grant_fits_a_welcome_and_invalid_handles_do_not() -> None:
     handles = (b"h" * 64,) * MAX_SHARED_BUFFERS
     grant = BufferGrant(BufferKind.CUDA, MAX_SHARED_BUFFERS, 1 << 30, (CONTENTS * 3)[:8], bytes(16), handles, handles)
-    welcome = Welcome(1, b"i" * 16, "ipc:///x", 2, 4, 4096, 256, model_card(), grant)
+    welcome = Welcome(1, b"i" * 16, 2, 4, 4096, 256, model_card(), grant)
     assert decode_welcome(encode(welcome)) == welcome
     assert len(encode(welcome)) < 1 << 15
     for bad in ((b"h" * 63,), (b"h" * 65,), (*handles, handles[0])):

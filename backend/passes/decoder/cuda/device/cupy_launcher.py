@@ -6,20 +6,25 @@ Only this module imports cupy, and only when a launcher is created. It supports 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, KernelFailed, group_by_module
+from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from penstock.backend.passes.decoder.cuda.device.launcher import Argument, Grid, Kernel
+
+logger = logging.getLogger("penstock.backend")
 
 
 class _Stream:
@@ -47,6 +52,7 @@ class CupyLauncher:
 
     def __init__(self, device_index: int) -> None:
         """Raises KernelFailed if CuPy cannot be imported or cannot use the device, for example with an old driver."""
+        use_trusted_cache()
         try:
             import cupy
 
@@ -102,6 +108,23 @@ class CupyLauncher:
         except (*self._faults, RuntimeError, OSError) as error:
             named = ", ".join(map(str, kernels))
             raise KernelFailed(f"{named} of {source} cannot be compiled or loaded: {error}") from error
+
+
+def use_trusted_cache() -> None:
+    """Make CuPy keep compiled kernels in memory if other users could change those in its cache. It runs what lies there
+    without a check."""
+    directory = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"  # CuPy's own rule
+    try:
+        check_directory(Path(directory).expanduser(), Trust.READABLE, create=False)
+    except FileNotFoundError:
+        pass  # CuPy makes it, or reports why it cannot
+    except (UnsafeDirectory, OSError, RuntimeError) as error:
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        logger.warning(
+            "the compiled GPU kernels are not kept (%s), so every start compiles them again; CUPY_CACHE_DIR names "
+            "another directory for them",
+            error,
+        )
 
 
 def _function(module: Any, kernel: Kernel) -> Any:

@@ -309,14 +309,14 @@ def raise_device_error(*_args: Any) -> Any:
     raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE (1)")
 
 
-@pytest.mark.parametrize(("is_late", "capacity"), [(False, 0), (True, 1), (False, 4)])
+@pytest.mark.parametrize(("is_late", "capacity", "num_pages"), [(False, 0, 12), (True, 1, 11), (False, 4, 12)])
 def test_bisection_of_a_step_with_restores_fails_only_the_bad_row(
-    kind: str, *, is_late: bool, capacity: int, tmp_path: Path
+    kind: str, *, is_late: bool, capacity: int, num_pages: int, tmp_path: Path
 ) -> None:
     """The row fails because its embeddings cannot be read; if late, only after the forward pass, in sampling."""
     forward_pass = load(num_host_pages=16)
     link = make_link(kind, tmp_path, forward_pass)
-    bench = stepped(forward_pass, link, 12, capacity=capacity)
+    bench = stepped(forward_pass, link, num_pages, capacity=capacity)
     guilty, failed = [], []
     run, sample = forward_pass.forward, forward_pass.sample
 

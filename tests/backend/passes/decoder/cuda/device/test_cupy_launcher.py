@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cuda.device.cuda_device import CudaDevice
-from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, sources_digest
+from penstock.backend.passes.decoder.cuda.device.cupy_launcher import CupyLauncher, sources_digest, use_trusted_cache
 from penstock.backend.passes.decoder.cuda.device.launcher import KERNELS_DIR, Kernel, KernelFailed
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 
@@ -179,3 +180,20 @@ def test_a_failed_launch_names_its_kernel(cupy: FakeCupy) -> None:
     cupy.compile_fault = Fault("line 3: no such thing")
     with pytest.raises(KernelFailed, match=r"of norms.cu cannot be compiled or loaded: line 3"):
         CupyLauncher(0).prepare([KERNEL])
+
+
+def test_kernels_that_other_users_could_change_are_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
+    cache = tmp_path / "above" / "cache"
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(cache))
+    for make in (lambda: None, lambda: cache.mkdir(parents=True)):
+        make()
+        use_trusted_cache()
+        assert os.environ["CUPY_CACHE_IN_MEMORY"] == "0"
+    cache.parent.chmod(0o775)
+    use_trusted_cache()
+    assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
+    (warning,) = caplog.messages
+    assert f"other users can change the directory {cache.parent}, which has mode 775" in warning

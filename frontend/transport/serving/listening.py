@@ -11,8 +11,9 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from penstock.shm.link.rendezvous import private_umask
+from penstock.shm.link.listening_address import private_umask
 from penstock.shm.process.options import fail
+from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +67,7 @@ def unix_socket(path: Path, mode: int, command: str) -> socket.socket:
         fail(command, f"--uds {path} is {len(os.fsencode(path))} bytes long; the limit is {MAX_SOCKET_PATH_BYTES}")
     listening = _OwnUnixSocket(socket.AF_UNIX)
     try:
+        check_directory(path.parent, Trust.SHARED)
         with _locked(path.parent):
             _remove_stale(path, command)
             with private_umask():  # nobody else can connect before the mode is set
@@ -73,6 +75,9 @@ def unix_socket(path: Path, mode: int, command: str) -> socket.socket:
             listening.listen(_BACKLOG)
         path.chmod(mode)
         listening.path, listening.file = path.absolute(), path.lstat()
+    except UnsafeDirectory as error:
+        listening.close()
+        fail(command, f"--uds {path}: {error}")
     except OSError as error:
         listening.close()
         fail(command, f"--uds {path} cannot be used: {error.strerror}")

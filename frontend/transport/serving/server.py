@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from penstock.frontend.transport.connections import MAX_CONNECTIONS, Connections
-from penstock.frontend.transport.http_limits import LimitedProtocol
-from penstock.frontend.transport.tls_handshakes import TlsHandshake
+from penstock.frontend.transport.serving.acceptor import SharedAcceptor
+from penstock.frontend.transport.serving.connections import MAX_CONNECTIONS, Connections
+from penstock.frontend.transport.serving.http_limits import LimitedProtocol
+from penstock.frontend.transport.serving.tls_handshakes import TlsHandshake
 
 if TYPE_CHECKING:
     import ssl
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 
     from penstock.frontend.transport.asgi import AsgiApp
     from penstock.frontend.transport.open_exchanges import OpenExchanges
+    from penstock.frontend.transport.serving.accept_table import AcceptTable
 
 KEEP_ALIVE_TIMEOUT_S = 75
 """Longer than load balancers keep connections (60 s is common), so that they never use one that was just closed."""
+_LAST_REQUESTS_S = 0.5
+"""How long a server that stops still answers requests that arrive on open connections: they were on their way."""
 _LAST_ERRORS_TIMEOUT_S = 2.0
 """How long the errors that end requests may take to be sent."""
 _FORCED_CLOSE_TIMEOUT_S = 1.0
@@ -33,6 +37,9 @@ _KEEP_SOCKET_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_inf
 
 
 class _Server(uvicorn.Server):
+    accept_table: AcceptTable | None = None
+    """Shared with the other workers of the socket; None if there are none."""
+
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
         """Replaces uvicorn's method, which cannot take a Unix socket that listens already."""
         await self.lifespan.startup()
@@ -45,6 +52,11 @@ class _Server(uvicorn.Server):
 
         self.servers = []
         for listening in sockets or ():
+            if self.accept_table is not None:
+                acceptor = SharedAcceptor(listening, self.accept_table, new_connection)
+                acceptor.start()
+                self.servers.append(acceptor)  # type: ignore[arg-type] # as far as uvicorn uses it
+                continue
             is_unix = listening.family == socket.AF_UNIX
             create: Callable[..., Awaitable[asyncio.Server]] = (
                 partial(loop.create_unix_server, **_KEEP_SOCKET_FILE) if is_unix else loop.create_server
@@ -58,6 +70,11 @@ class _Server(uvicorn.Server):
             )
         self.started = True
 
+    def stop_accepting(self, listening: socket.socket) -> None:
+        for server in self.servers:
+            server.close()
+        listening.close()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         # uvicorn would raise SIGTERM again after draining; we exit 0 instead.
@@ -65,10 +82,11 @@ class _Server(uvicorn.Server):
 
 
 def server_config(
-    app: AsgiApp, *, max_connections: int = MAX_CONNECTIONS, tls: ssl.SSLContext | None = None
+    app: AsgiApp, connections: Connections | None = None, *, tls: ssl.SSLContext | None = None
 ) -> uvicorn.Config:
     """Return how uvicorn runs the app."""
-    connections = Connections(max_connections)
+    if connections is None:
+        connections = Connections()
     return uvicorn.Config(
         app,
         http=partial(LimitedProtocol, connections) if tls is None else partial(TlsHandshake, connections, tls),  # type: ignore[arg-type]
@@ -95,11 +113,16 @@ class HttpServer:
         drain_timeout_s: float,
         max_connections: int = MAX_CONNECTIONS,
         tls: ssl.SSLContext | None = None,
+        accept_table: AcceptTable | None = None,
     ) -> None:
+        """accept_table is shared with the other workers of the socket."""
         self._exchanges = exchanges
         self._listening = listening
         self._drain_timeout_s = drain_timeout_s
-        self._server = _Server(server_config(app, max_connections=max_connections, tls=tls))
+        on_change = None if accept_table is None else accept_table.set_connections
+        self._connections = Connections(max_connections, on_change)
+        self._server = _Server(server_config(app, self._connections, tls=tls))
+        self._server.accept_table = accept_table
         self._stop = asyncio.Event()
         self._skip_drain = asyncio.Event()
 
@@ -118,13 +141,24 @@ class HttpServer:
             await asyncio.gather(sweeper, drainer, return_exceptions=True)
 
     def stop(self) -> None:
-        """Start draining. A second call ends the requests that still run."""
+        """Stop accepting and start draining. A second call ends the requests that still run."""
         if self._stop.is_set():
             self._skip_drain.set()
         self._stop.set()
 
+    async def _answer_last_requests(self) -> None:
+        """Accept no more, and answer what is on its way on open connections: another worker cannot."""
+        self._exchanges.is_stopping = True
+        self._connections.end_after_next_answer = True
+        self._server.stop_accepting(self._listening)
+        for _ in range(round(_LAST_REQUESTS_S / 0.02)):
+            if not len(self._connections) or self._skip_drain.is_set():
+                break
+            await asyncio.sleep(0.02)
+
     async def _drain(self) -> None:
         await self._stop.wait()
+        await self._answer_last_requests()
         self._exchanges.start_draining()
         self._server.should_exit = True
         with contextlib.suppress(TimeoutError):

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]
 
-from penstock.frontend.transport.http_limits import LimitedProtocol
-from penstock.frontend.transport.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
+from penstock.frontend.transport.incomplete import client_network
+from penstock.frontend.transport.serving.http_limits import LimitedProtocol
+from penstock.frontend.transport.serving.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
 
 if TYPE_CHECKING:
     import ssl
 
-    from penstock.frontend.transport.connections import Connections
     from penstock.frontend.transport.errors import ApiError
+    from penstock.frontend.transport.serving.connections import Connections
 
 
 class TlsHandshake(SSLProtocol):  # type: ignore[misc]
@@ -39,7 +40,8 @@ class TlsHandshake(SSLProtocol):  # type: ignore[misc]
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._below = transport
         super().connection_made(transport)
-        if not self._connections.add(self, self._loop_time()):
+        address = client_network(transport.get_extra_info("peername"))
+        if not self._connections.add(self, address, self._loop_time()):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -51,7 +53,7 @@ class TlsHandshake(SSLProtocol):  # type: ignore[misc]
         """Encrypted bytes that are waiting to be sent."""
         return 0 if self._below.is_closing() else self._below.get_write_buffer_size()
 
-    def close_idle(self) -> None:
+    def close_for_another(self) -> None:
         """Called when the handshake takes long and a new connection needs its place."""
         self._below.abort()
 
@@ -71,7 +73,7 @@ class _HttpOverTls(LimitedProtocol):
         self._connections.remove(self._handshake)
         super().connection_made(transport)
 
-    def close_idle(self) -> None:
+    def close_for_another(self) -> None:
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:

@@ -16,12 +16,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.frontend.transport.asgi import ABORT_EXTENSION
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_body, retry_later
+from penstock.frontend.transport.incomplete import client_network
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Mapping
 
-    from penstock.frontend.transport.connections import Connections
+    from penstock.frontend.transport.serving.connections import Connections
 
 MAX_HEAD_BYTES = 32 << 10
 """Request line and headers; also everything else that is not body: chunk extensions, trailers."""
@@ -45,6 +46,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**uvicorn_args)
         # Connection state
         self._connections = connections
+        self._address = b""
         self._closed_to_input = False
         self._deadline: asyncio.TimerHandle | None = None
         # Request state
@@ -60,7 +62,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self._connections.add(self, self.loop.time()):
+        self._address = client_network(transport.get_extra_info("peername"))
+        if not self._connections.add(self, self._address, self.loop.time()):
             self._refuse(retry_later(ErrorKind.OVERLOADED, "too many connections to this worker; retry later", 1))
             return
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -79,17 +82,26 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    def close_idle(self) -> None:
-        """Called when the connection is idle and a new one needs its place."""
-        self.timeout_keep_alive_handler()
+    def close_for_another(self) -> None:
+        """Called when a new connection needs the place of this one, which is idle or incomplete."""
+        if self._closed_to_input or self._is_unread_body():
+            self.transport.abort()
+        elif self._waits_for_head():
+            message = "the headers were not complete when another connection needed the place of this one"
+            self._refuse(ApiError(ErrorKind.TOO_SLOW, message))
+        else:
+            self.timeout_keep_alive_handler()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._message_complete:
             self._connections.set_idle(self, self.loop.time())
+        else:
+            self._connections.set_incomplete(self, self._address, self.loop.time())
 
     def data_received(self, data: bytes) -> None:
-        self._connections.set_busy(self)
         start = 0
         while start < len(data) and not self._closed_to_input and not self.transport.is_closing():
             # At most the remaining limit at a time, so that the parser cannot collect more either.
@@ -103,17 +115,28 @@ class LimitedProtocol(HttpToolsProtocol):
         self._watch_time()
 
     def _watch_time(self) -> None:
-        """Start or stop the timer: a head must be complete in time, and so must a body whose request has been
-        answered."""
+        """Note whether the connection is incomplete. Start or stop the timer: a head must be complete in time, and so
+        must a body whose request has been answered."""
         if self._closed_to_input or self.transport.is_closing():
             return
-        waits_for_head = not self._head_complete and self._num_bytes_without_body > 0
-        is_unread_body = self._head_complete and not self._message_complete and self.cycle.response_complete
-        if not waits_for_head and not is_unread_body:
+        waits_for_head = self._waits_for_head()
+        if not waits_for_head and not self._is_unread_body():
             self._unset_deadline()
-        elif self._deadline is None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._connections.set_busy(self)
+            return
+        self._connections.set_incomplete(self, self._address, self.loop.time())
+        if self._deadline is None:
             timeout_s = HEAD_TIMEOUT_S if waits_for_head else UNREAD_BODY_TIMEOUT_S
             self._deadline = self.loop.call_later(timeout_s, self._too_slow)
+
+    def _waits_for_head(self) -> bool:
+        """Whether a part of a request's head has arrived."""
+        return not self._head_complete and self._num_bytes_without_body > 0
+
+    def _is_unread_body(self) -> bool:
+        """Whether a request has been answered before the end of its body."""
+        return self._head_complete and not self._message_complete and self.cycle.response_complete
 
     def _too_slow(self) -> None:
         self._deadline = None
@@ -157,6 +180,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
+        if self._connections.end_after_next_answer:
+            self.cycle.keep_alive = False
         self._head_complete = True
         self._num_bytes_without_body = 0
 

@@ -1,0 +1,80 @@
+"""Holds sequences back while the requests of an earlier backend come back, one by one and from several frontends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.backend.sequences.sequence import NEW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.backend.sequences.sequence import Sequence
+
+
+class Settlement:
+    """When nothing more seems to come, the sequences go to the scheduler in their order. Until then a coalesced group
+    is complete and begins with the tokens that all its members have.
+
+    It opens with the first sequence that was admitted before. Near the backend's start it holds new sequences too, so
+    that they stay behind; later new sequences pass it.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        start_s: float = 0.0,
+        quiet_s: float = 0.0,
+        longest_s: float = 0.0,
+    ) -> None:
+        """The backend starts now. It is settled quiet_s after the last resumed sequence, but not before start_s after
+        the start, and at the latest longest_s after it opened. The defaults hold a sequence until the next plan."""
+        self._clock = clock
+        self._started_s = clock()
+        self._start_s = start_s
+        self._quiet_s = quiet_s
+        self._longest_s = longest_s
+        self._held: dict[Sequence, None] = {}
+        self._opened_s = 0.0
+        self._last_resumed_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, sequence: Sequence) -> bool:
+        """Whether the sequence is held. Otherwise it goes to the scheduler at once."""
+        now_s = self._clock()
+        if sequence.admitted_ns != NEW:
+            self._opened_s = self._opened_s if self._held else now_s
+            self._last_resumed_s = now_s
+        elif not self._held or self._opened_s > self._started_s + self._start_s:
+            return False
+        self._held[sequence] = None
+        return True
+
+    def note_resumed(self) -> None:
+        """A resumed request has joined a held sequence: more may come."""
+        self._last_resumed_s = self._clock()
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence has ended. It need not be held."""
+        self._held.pop(sequence, None)
+
+    def num_held_of(self, tenant: bytes) -> int:
+        return sum(sequence.tenant == tenant for sequence in self._held)
+
+    def next_due_s(self, at_most_s: float) -> float:
+        """Seconds until it is settled, or at_most_s if that is sooner."""
+        if not self._held:
+            return at_most_s
+        due_s = max(self._last_resumed_s + self._quiet_s, self._started_s + self._start_s)
+        return min(at_most_s, max(0.0, min(due_s, self._opened_s + self._longest_s) - self._clock()))
+
+    def take_settled(self) -> list[Sequence]:
+        """Remove and return all sequences when it is settled, in the order in which they run; until then nothing."""
+        if not self._held or self.next_due_s(1.0) > 0.0:
+            return []
+        settled = sorted(self._held, key=lambda sequence: (sequence.rank, sequence.admitted_ns))
+        self._held.clear()
+        return settled

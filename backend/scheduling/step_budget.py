@@ -1,0 +1,35 @@
+"""Divides a step's tokens among prompts that are not computed yet."""
+
+from __future__ import annotations
+
+_RESERVED_PART = 4
+"""One part in 4 of a step is kept from the first prompts: short ones are soon done, long ones hardly notice."""
+
+
+def share_out(needs: list[int], budget: int, *, num_of_first_tenant: int, someone_waits: bool) -> tuple[list[int], int]:
+    """Return how many tokens of each prompt the step computes, and how many are left for newcomers.
+
+    needs are the prompts' missing tokens, in order. If they all fit they are all computed. If not, the first ones get
+    three quarters. Those of the first tenant with the fewest missing tokens get the rest; half of it is left for
+    newcomers if someone waits. So neither a long prompt nor a short one waits for all others.
+    """
+    left = budget - sum(needs)
+    if left >= 0:
+        return needs, left
+    reserve = max(1, budget // _RESERVED_PART) if budget > 1 and (someone_waits or len(needs) > 1) else 0
+    newcomers = (reserve + 1) // 2 if someone_waits else 0
+    grants = [0] * len(needs)
+    _grant(grants, needs, range(len(needs)), budget - reserve)
+    shortest_first = sorted(range(num_of_first_tenant), key=lambda index: needs[index] - grants[index])
+    shortest_first += range(num_of_first_tenant, len(needs))
+    _grant(grants, needs, shortest_first, reserve - newcomers)
+    return grants, newcomers
+
+
+def _grant(grants: list[int], needs: list[int], order: range | list[int], budget: int) -> None:
+    for index in order:
+        grant = min(needs[index] - grants[index], budget)
+        grants[index] += grant
+        budget -= grant
+        if not budget:
+            return

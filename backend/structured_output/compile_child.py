@@ -1,0 +1,118 @@
+"""A process that compiles grammars, so that it can be killed over one that takes too long or too much memory.
+
+The backend starts it (`compiler_process`) with a socket and the backend's process id as arguments. It imports no torch.
+It ends when the socket closes, and the kernel kills it when the backend dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.backend.structured_output.compile_messages import (
+    ChannelClosed,
+    CompileReport,
+    CompilerReady,
+    CompilerSetup,
+    receive,
+    send,
+)
+from penstock.backend.structured_output.grammar_costs import error_of, one_line
+from penstock.backend.structured_output.grammars import BadGrammar, compile_grammar, load_tokenizer
+from penstock.shm.messages import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_PR_SET_PDEATHSIG = 1
+_STACK_BYTES = 8 << 20
+_libc = ctypes.CDLL(None)
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2. Other C libraries have none."""
+
+    _fields_ = (
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    )
+
+
+def _allocated_bytes() -> int | None:
+    """Bytes that malloc has given out; None if the C library cannot tell."""
+    if not hasattr(_libc, "mallinfo2"):
+        return None
+    _libc.mallinfo2.restype = _MallocInfo
+    info = _libc.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let the process allocate num_bytes more than it has; beyond that Rust aborts it."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    data_kib = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmData:")))
+    _limit(resource.RLIMIT_DATA, 1024 * data_kib + num_bytes)
+
+
+def _limit(kind: int, soft: int) -> None:
+    """Set the soft limit, or the hard one if the process began with a lower one."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> CompileReport:
+    before = _allocated_bytes()
+    try:
+        matcher = compile_grammar(tokenizer, grammar)
+    except BadGrammar as error:
+        return CompileReport(str(error))
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        return CompileReport(error_of(matcher))
+    after = _allocated_bytes()
+    return CompileReport("", max(0, after - before) if before is not None and after is not None else 0)
+
+
+def main(arguments: list[str]) -> None:
+    """arguments are the descriptor of the socket and the parent's process id."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(arguments[1]):  # the backend died before prctl: no signal would come
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
+    channel = socket.socket(fileno=int(arguments[0]))
+    try:
+        setup = receive(channel, CompilerSetup)
+        try:
+            tokenizer = load_tokenizer(Path(setup.tokenizer_json), setup.vocab_size, setup.eos_token_ids)
+        except (OSError, ValueError) as error:
+            send(channel, CompilerReady(one_line(f"{type(error).__name__}: {error}")))
+            return
+        send(channel, CompilerReady())
+        # Whatever the library prints from now on may quote a client's grammar, which does not belong into the log.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        while True:
+            grammar = receive(channel, Grammar)
+            _limit_memory(setup.memory_bytes)
+            send(channel, _compile(tokenizer, grammar))
+    except ChannelClosed:
+        return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

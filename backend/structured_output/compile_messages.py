@@ -1,0 +1,81 @@
+"""Messages between the backend and a compiling child: msgspec, one message a packet of a SOCK_SEQPACKET socket.
+
+The backend sends one CompilerSetup and gets one CompilerReady, then sends one Grammar at a time and gets one
+CompileReport for each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from penstock.backend.structured_output.grammar_costs import MAX_ERROR_CHARACTERS
+from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS
+
+if TYPE_CHECKING:
+    import socket
+
+MAX_MESSAGE_BYTES = 4 * MAX_GRAMMAR_CHARACTERS + 1024
+"""A UTF-8 character has up to 4 bytes."""
+_U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Error = Annotated[str, Meta(max_length=MAX_ERROR_CHARACTERS)]
+
+
+class CompilerSetup(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a child needs to compile for one model."""
+
+    tokenizer_json: Annotated[str, Meta(max_length=4096)]
+    vocab_size: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
+    eos_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)]
+    memory_bytes: _U63
+    """Memory that one grammar may take."""
+
+
+class CompilerReady(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """error says why the tokenizer cannot be used; empty if it can."""
+
+    error: _Error = ""
+
+
+class CompileReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The grammar compiles, and its first mask can be filled; or error says why not."""
+
+    error: _Error = ""
+    num_bytes: _U63 = 0
+    """Memory of the compiled grammar; 0 if it could not be measured."""
+
+
+class ChannelClosed(Exception):
+    """The other process has ended, or it sent something that is not the message that is due."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+Message = TypeVar("Message", bound=Struct)
+
+
+def send(channel: socket.socket, message: Struct) -> None:
+    """Raises ChannelClosed; TimeoutError if the channel has a timeout."""
+    try:
+        channel.sendall(_encoder.encode(message))
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise ChannelClosed(str(error)) from None
+
+
+def receive(channel: socket.socket, kind: type[Message]) -> Message:
+    """Raises ChannelClosed; TimeoutError if the channel has a timeout."""
+    try:
+        data = channel.recv(MAX_MESSAGE_BYTES + 1)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise ChannelClosed(str(error)) from None
+    if not 0 < len(data) <= MAX_MESSAGE_BYTES:
+        raise ChannelClosed("the end, or a message that is too long")
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ChannelClosed(f"not a {kind.__name__}: {error}") from None

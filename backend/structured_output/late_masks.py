@@ -1,0 +1,152 @@
+"""Masks that take long: a thread of their own fills them, while their rows sit out of the steps.
+
+A grammar may be ambiguous, so that a mask takes up to 0.3 s; and a stream that is resumed comes with tokens that its
+grammar has not taken in. Neither may hold up the rows of others. Which tokens are sampled does not depend on it: a late
+mask is the same mask, in a later step.
+
+One thread fills them all, and tenants take turns for it: a tenant's mask waits for its own tenant's earlier ones, and
+for one slice of work of each other tenant.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backend.structured_output.constraints import ConstraintFailed, LateMask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from llguidance import LLExecutor, LLMatcher
+
+    from penstock.backend.structured_output.constraints import SequenceConstraints
+
+logger = logging.getLogger("penstock.backend")
+
+_SLICE_S = 0.01
+"""A sequence that has many tokens to take in lets the next one go after this time."""
+_TOO_MANY_TOKENS = 1 << 30
+
+
+class LateMasks:
+    """Owned by the executor, whose threads call it, never two of them for one sequence at a time: the step before has
+    finished when the masks of the next one are filled."""
+
+    def __init__(self, vocab_size: int, wake: Callable[[], None]) -> None:
+        """wake is called by the thread after each mask: its sequence can be planned again."""
+        self._vocab_size = vocab_size
+        self._wake = wake
+        self._turns = MaskTurns()
+        self._work = threading.Condition()
+        """Guards _turns."""
+        self._thread: threading.Thread | None = None
+        self._llguidance: tuple[LLExecutor, LLMatcher] | None = None
+        """An executor, and a matcher that takes nothing; see `_consume`."""
+
+    def is_ready(self, constraints: SequenceConstraints, num_tokens: int) -> bool:
+        """Whether the mask after num_tokens generated tokens can be filled at once. If not, it is begun here."""
+        late = constraints.late
+        if late is not None:
+            if not late.is_done:  # read once: the thread may set it at any time
+                return False
+            if late.num_tokens == num_tokens:
+                return True
+            constraints.late = None  # the sequence was rewound since
+        if not constraints.is_late:
+            return True
+        if constraints.num_tokens >= num_tokens:  # otherwise the row does not count: the step before it has failed
+            self._begin(constraints, (), num_tokens)
+        return False
+
+    def advance(self, constraints: SequenceConstraints, token_id: int) -> None:
+        """Take in a sampled token and fill the mask that follows it."""
+        self._begin(constraints, (token_id,), constraints.num_tokens + 1)
+
+    def _begin(self, constraints: SequenceConstraints, tokens: Iterable[int], num_tokens: int) -> None:
+        constraints.late = late = LateMask(constraints, (*constraints.take_backlog(), *tokens), num_tokens)
+        self._put(late)
+
+    def _put(self, late: LateMask) -> None:
+        with self._work:
+            self._turns.put(late)
+            self._work.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="late masks", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._work:
+                while (late := self._turns.take()) is None:
+                    self._work.wait()
+            if not self.work_on(late):
+                with self._work:
+                    self._turns.put(late)
+
+    def work_on(self, late: LateMask) -> bool:
+        """Work for a while; return whether nothing is left to do."""
+        constraints = late.constraints()
+        if constraints is None:
+            return True
+        began_s = time.perf_counter()
+        try:
+            while late.tokens:
+                constraints.advance(late.tokens.popleft(), self._consume)
+                if time.perf_counter() - began_s > _SLICE_S and late.tokens:
+                    return False
+            constraints.rewind(late.num_tokens)
+            mask = np.empty(-(-self._vocab_size // 32), np.uint32)
+            constraints.fill_mask(mask)
+            late.mask = mask
+        except ConstraintFailed as error:
+            late.failure = error
+        except Exception as error:  # fails its row, as a bug of ours would in the step
+            logger.exception("a late mask could not be filled; its request fails")
+            late.failure = ConstraintFailed(f"an internal error: {type(error).__name__}")
+        late.is_done = True
+        self._wake()
+        return True
+
+    def _consume(self, matcher: LLMatcher, token_id: int) -> bool:
+        """`consume_token` holds the GIL; the call for several matchers does not."""
+        if self._llguidance is None:
+            from llguidance import LLExecutor
+
+            spare = matcher.deep_copy()
+            spare.rollback(_TOO_MANY_TOKENS)
+            if not spare.is_error():
+                raise RuntimeError("a matcher has rolled back more tokens than it has taken in")
+            self._llguidance = LLExecutor(1), spare
+        executor, spare = self._llguidance
+        return executor.consume_token_par([(matcher, token_id), (spare, 0)])[0]
+
+
+class MaskTurns:
+    """Masks that wait to be filled: tenants take turns, each tenant's own are first come, first served. Not safe for
+    threads.
+
+    `CompileTurns` takes the same turns for work that several tenants may wait for and that can be cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[bytes, deque[LateMask]] = OrderedDict()
+        """Tenants with waiting masks; the next in turn is first."""
+
+    def put(self, late: LateMask) -> None:
+        self._waiting.setdefault(late.tenant, deque()).append(late)
+
+    def take(self) -> LateMask | None:
+        """The next mask; None if none waits."""
+        if not self._waiting:
+            return None
+        tenant, masks = self._waiting.popitem(last=False)
+        late = masks.popleft()
+        if masks:
+            self._waiting[tenant] = masks
+        return late

@@ -1,0 +1,228 @@
+"""The SQLite database of a server's responses: one file that all workers open, or memory of one worker.
+
+Each worker has one connection, used by one thread, so that the disk never holds up the event loop. Only values are
+bound to statements; none is written into one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.frontend.transport.errors import ErrorKind, retry_later
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+logger = logging.getLogger("penstock.responses")
+
+T = TypeVar("T")
+
+SCHEMA_VERSION = 1
+"""A file of another version is not opened."""
+_LOCK_TIMEOUT_S = 2.0
+"""A call waits this long for other processes, and for the calls before it."""
+_LOCKED_FOR_S = 1.0
+"""After a wait in vain, calls do not wait for this long: a request may make several, and many requests may."""
+_WAL_BYTES = 4 << 20
+_WARNS_EVERY_S = 10.0
+_PRIMARY_CODE = 0xFF
+"""The part of an extended error code that names the kind of error."""
+_UNUSABLE = ("not a database", "malformed", "corrupt")
+
+_SCHEMA = """
+CREATE TABLE responses (
+    key INTEGER PRIMARY KEY,
+    tenant BLOB NOT NULL,
+    response_id TEXT NOT NULL,
+    used_s REAL NOT NULL,           -- last use, seconds since 1970
+    num_bytes INTEGER NOT NULL,     -- what is counted against the limits
+    owner TEXT,                     -- the process that generates it; NULL once it has ended
+    is_cancelled INTEGER NOT NULL,  -- its owner is to end it
+    is_background INTEGER NOT NULL,
+    keeps_events INTEGER NOT NULL,
+    body BLOB NOT NULL,             -- the response object, JSON
+    input_items BLOB NOT NULL,      -- the request's items, JSON
+    messages BLOB NOT NULL,         -- the conversation including the answer, JSON
+    UNIQUE (tenant, response_id)
+) STRICT;
+CREATE INDEX sizes ON responses (tenant, num_bytes);
+CREATE INDEX uses ON responses (used_s);
+CREATE INDEX owners ON responses (owner) WHERE owner IS NOT NULL;
+CREATE TABLE events (
+    response INTEGER NOT NULL REFERENCES responses (key) ON DELETE CASCADE,
+    first INTEGER NOT NULL,         -- number of the first event
+    data BLOB NOT NULL,             -- one or more whole events
+    PRIMARY KEY (response, first)
+) STRICT;
+"""
+
+
+class UnusableFileError(Exception):
+    """The file is no database, a damaged one, or one of another version. The message is one line."""
+
+
+class CorruptFileError(UnusableFileError):
+    """The file is damaged or no database."""
+
+
+class Database:
+    """One worker's connection. Without a path the database is in memory, and `run` does not wait."""
+
+    def __init__(self, path: Path | None, *, max_file_bytes: int) -> None:
+        """Raises UnusableFileError, OSError."""
+        self.is_shared = path is not None
+        self._connection = _open(path, max_file_bytes)
+        self._close_connection = weakref.finalize(self, self._connection.close)
+        self._thread = None if path is None else ThreadPoolExecutor(1, "responses")
+        self._warned_s = -_WARNS_EVERY_S
+        self._locked_until_s = 0.0
+
+    async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run work that changes nothing. Raises ApiError: 503."""
+        return await self._run(work, "DEFERRED")
+
+    async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run work in one transaction, which is undone if it raises. Raises ApiError: 503."""
+        return await self._run(work, "IMMEDIATE")
+
+    async def _run(self, work: Callable[[sqlite3.Connection], T], kind: str) -> T:
+        try:
+            deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+            if self._thread is None:
+                return self._transact(work, kind, deadline_s)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._transact, work, kind, deadline_s)
+        except sqlite3.Error as error:
+            self._warn(error)
+            message = "the store of responses cannot be used now; retry later, or send store=false"
+            raise retry_later(ErrorKind.UNAVAILABLE, message, 5) from None
+
+    async def scrub(self) -> None:
+        """Remove from the disk what the write-ahead log still has of deleted responses."""
+        if self._thread is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._truncate_log)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._close_connection()
+
+    def _transact(self, work: Callable[[sqlite3.Connection], T], kind: str, deadline_s: float) -> T:
+        with self._waiting_until(deadline_s), _transaction(self._connection, kind):
+            return work(self._connection)
+
+    @contextmanager
+    def _waiting_until(self, deadline_s: float) -> Iterator[None]:
+        """Let the connection wait for locks until this time; not at all for a while after it has waited in vain.
+
+        It still tries: another process that writes does not keep this one from reading.
+        """
+        now_s = time.monotonic()
+        timeout_s = max(0.0, deadline_s - now_s) if now_s >= self._locked_until_s else 0.0
+        self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * timeout_s)}").fetchall()
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if timeout_s and error.sqlite_errorcode & _PRIMARY_CODE == sqlite3.SQLITE_BUSY:
+                self._locked_until_s = time.monotonic() + _LOCKED_FOR_S
+            raise
+
+    def _truncate_log(self) -> None:
+        try:
+            with self._waiting_until(time.monotonic() + _LOCK_TIMEOUT_S):
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:
+            self._warn(error)
+
+    def _warn(self, error: sqlite3.Error) -> None:
+        now_s = time.monotonic()
+        if now_s - self._warned_s >= _WARNS_EVERY_S:
+            self._warned_s = now_s
+            logger.error("the store of responses cannot be used: %s", error)
+
+
+def check_file(path: Path, *, max_file_bytes: int) -> None:
+    """Create the database, or check all of an existing one. Raises UnusableFileError, OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.close(fd)
+    with closing(_open(path, max_file_bytes)) as connection:
+        try:
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.DatabaseError as error:
+            found = str(error)
+    if found != "ok":
+        raise CorruptFileError(f"{path} is damaged: {found}")
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # a full disk has ended it already
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _open(path: Path | None, max_file_bytes: int) -> sqlite3.Connection:
+    """Raises UnusableFileError, OSError."""
+    try:
+        connection = sqlite3.connect(
+            ":memory:" if path is None else path,
+            timeout=_LOCK_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+    except sqlite3.OperationalError as error:
+        raise OSError(f"{path}: {error}") from None
+    try:
+        _set_up(connection, path, max_file_bytes)
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        if any(word in str(error) for word in _UNUSABLE):
+            raise CorruptFileError(f"{path}: {error}") from None
+        raise OSError(f"{path}: {error}") from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set_up(connection: sqlite3.Connection, path: Path | None, max_file_bytes: int) -> None:
+    """Raises UnusableFileError, sqlite3.DatabaseError."""
+    (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    for setting in (
+        "foreign_keys = ON",
+        "secure_delete = ON",  # a deleted response is overwritten
+        "trusted_schema = OFF",
+        "synchronous = NORMAL",  # a power failure may lose the latest responses, never the file
+        f"max_page_count = {max_file_bytes // page_bytes}",
+        f"journal_size_limit = {_WAL_BYTES}",
+    ):
+        connection.execute(f"PRAGMA {setting}")
+    if path is not None:
+        (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise UnusableFileError(f"{path}: its file system cannot share a database between processes")
+    with _transaction(connection):
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            for statement in _SCHEMA.split(";\n"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        elif version != SCHEMA_VERSION:
+            raise UnusableFileError(
+                f"{path} has version {version} and this server reads version {SCHEMA_VERSION}; remove it, or choose "
+                "another --state-dir"
+            )

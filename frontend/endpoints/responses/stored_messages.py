@@ -1,0 +1,67 @@
+"""Writes the messages of a conversation as JSON, and reads them. They were checked before they were written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from msgspec import Struct
+
+from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NO_MESSAGES = b"[]"
+
+
+class _Message(Struct, array_like=True):
+    """A chat message without its type's bounds: a call that a model makes need not keep to them."""
+
+    role: str
+    content: str | None
+    name: str | None
+    tool_call_id: str | None
+    tool_calls: list[tuple[str, str, str]] | None
+    reasoning_content: str | None
+
+
+_decoder = msgspec.json.Decoder(list[_Message])
+
+
+def add_messages(data: bytes, messages: Iterable[ChatMessage]) -> bytes:
+    """Return the encoded conversation with these messages at its end."""
+    added = msgspec.json.encode([_stored(message) for message in messages])
+    if NO_MESSAGES in (data, added):
+        return data if added == NO_MESSAGES else added
+    return b"%b,%b" % (data[:-1], added[1:])
+
+
+def decode_messages(data: bytes) -> tuple[ChatMessage, ...]:
+    return tuple(map(_restored, _decoder.decode(data)))
+
+
+def _stored(message: ChatMessage) -> _Message:
+    if not isinstance(message.content, str | None):
+        raise TypeError("items become messages whose content is text")
+    calls = message.tool_calls
+    return _Message(
+        message.role,
+        message.content,
+        message.name,
+        message.tool_call_id,
+        None if calls is None else [(call.id, call.function.name, call.function.arguments) for call in calls],
+        message.reasoning_content,
+    )
+
+
+def _restored(message: _Message) -> ChatMessage:
+    calls = message.tool_calls
+    return ChatMessage(
+        cast("Any", message.role),
+        message.content,
+        message.name,
+        message.tool_call_id,
+        None if calls is None else [MessageToolCall(call, FunctionCall(name, text)) for call, name, text in calls],
+        message.reasoning_content,
+    )

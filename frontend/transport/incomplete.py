@@ -1,0 +1,147 @@
+"""What clients have begun to send and not completed: heads and bodies of requests, TLS handshakes.
+
+They have a bounded place of their own, in all and for each client address. When it is full, a newcomer displaces the
+oldest: one that is honest is complete long before.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Item = TypeVar("Item")
+
+MIN_AGE_S = 1.0
+"""Age before which nothing is displaced, so that a burst of honest clients displaces none of its own."""
+MAX_INCOMPLETE_BYTES = 256 << 20
+"""Bytes of bodies that a worker holds before they are complete."""
+_ADDRESS_PART = 4
+"""One address may have a quarter of the place."""
+_IPV6_NETWORK_BYTES = 8
+
+
+def network_of(host: str) -> bytes | None:
+    """Return the bytes of an IPv4 address, or of an IPv6 address's network of 64 bits; None if the text is neither.
+
+    One subscriber has a whole IPv6 network, so an address within it costs nothing.
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.packed[:_IPV6_NETWORK_BYTES] if address.ipv4_mapped is None else address.ipv4_mapped.packed
+    return address.packed
+
+
+def client_network(peer: Any) -> bytes:
+    """Return the network of a connection's peer name; empty for a Unix socket, whose clients are not told apart."""
+    return (network_of(str(peer[0])) or b"") if isinstance(peer, tuple) and peer else b""
+
+
+class Displaceable(Protocol):
+    """A request whose body is being read."""
+
+    def displace(self) -> None:
+        """Stop reading: another needs its place."""
+        ...
+
+
+class Incomplete(Generic[Item]):
+    """Items by client address, the oldest first. Times are seconds of the caller's clock."""
+
+    def __init__(self, limit: int, displace: Callable[[Item], None]) -> None:
+        """displace ends an item that has been removed here, for a newcomer."""
+        self._limit = limit
+        self._limit_of_address = max(1, limit // _ADDRESS_PART)
+        self._displace = displace
+        self._address_of: dict[Item, bytes] = {}
+        self._since_s: dict[bytes, dict[Item, float]] = {}
+        """By address, without empty ones."""
+
+    def __len__(self) -> int:
+        return len(self._address_of)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._address_of
+
+    def add(self, item: Item, address: bytes, now_s: float) -> None:
+        """Add an item; one that is there keeps its age. It displaces another if there are too many."""
+        if item in self._address_of:
+            return
+        self._address_of[item] = address
+        of_address = self._since_s.setdefault(address, {})
+        of_address[item] = now_s
+        if len(of_address) > self._limit_of_address:
+            self._displace_oldest(of_address, now_s, MIN_AGE_S)
+        elif len(self) > self._limit:
+            self.make_room(address, now_s)
+
+    def discard(self, item: Item) -> None:
+        address = self._address_of.pop(item, None)
+        if address is not None:
+            of_address = self._since_s[address]
+            del of_address[item]
+            if not of_address:
+                del self._since_s[address]
+
+    def make_room(self, address: bytes, now_s: float) -> bool:
+        """Displace the oldest item of the address that has most, for a newcomer with this address.
+
+        Return False if it is too young. That of another address is not if this has more than its share.
+        """
+        if not self._since_s:
+            return False
+        crowd = max(self._since_s.values(), key=len)
+        is_other = crowd is not self._since_s.get(address)
+        has_too_many = len(crowd) >= self._limit_of_address
+        return self._displace_oldest(crowd, now_s, 0.0 if is_other and has_too_many else MIN_AGE_S)
+
+    def displace_oldest(self, now_s: float) -> bool:
+        """Displace the oldest item, however young, of the address that has most. Return False if there is none."""
+        return bool(self._since_s) and self._displace_oldest(max(self._since_s.values(), key=len), now_s, 0.0)
+
+    def _displace_oldest(self, of_address: dict[Item, float], now_s: float, min_age_s: float) -> bool:
+        item, since_s = next(iter(of_address.items()))
+        if now_s - since_s < min_age_s:
+            return False
+        self.discard(item)
+        self._displace(item)
+        return True
+
+
+class IncompleteBodies:
+    """The requests of one worker whose bodies are being read. Their number is bounded, and so are their bytes."""
+
+    def __init__(self, limit: int, max_bytes: int = MAX_INCOMPLETE_BYTES) -> None:
+        self._requests = Incomplete[Displaceable](limit, self._end)
+        self._max_bytes = max_bytes
+        self._num_bytes: dict[Displaceable, int] = {}
+        self._total_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Displaceable) -> bool:
+        return request in self._requests
+
+    def add(self, request: Displaceable, address: bytes, now_s: float) -> None:
+        self._requests.add(request, address, now_s)
+
+    def hold(self, request: Displaceable, num_bytes: int, now_s: float) -> None:
+        """Note how much of a request's body is held. Beyond the limit of all together the oldest is displaced."""
+        self._total_bytes += num_bytes - self._num_bytes.get(request, 0)
+        self._num_bytes[request] = num_bytes
+        while self._total_bytes > self._max_bytes and self._requests.displace_oldest(now_s):
+            pass
+
+    def discard(self, request: Displaceable) -> None:
+        self._requests.discard(request)
+        self._total_bytes -= self._num_bytes.pop(request, 0)
+
+    def _end(self, request: Displaceable) -> None:
+        self.discard(request)
+        request.displace()

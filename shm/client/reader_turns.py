@@ -1,0 +1,78 @@
+"""Wakes the readers of streams in turns, so that many of them never hold the event loop for long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Protocol
+
+_LONG_TURN_S = 0.008
+_MIN_READERS = 4
+_FIRST_READERS = 32
+_MAX_READERS = 256
+
+
+class Waiting(Protocol):
+    """A stream whose reader waits."""
+
+    group: int
+
+    def resume_reader(self) -> None: ...
+
+
+class ReaderTurns:
+    """Readers that have something to read. In one turn of the event loop a limited number of them is woken.
+
+    The limit halves after a long turn and grows after a short one. Groups of streams, such as the choices of a request,
+    are served one stream each in rotation: a request with a hundred choices delays another as one stream does. While
+    few readers are ready, each is woken at once.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[int, deque[Waiting]] = {}  # by group; the first group is next
+        self._limit = _FIRST_READERS
+        self._num_woken = 0  # since the present turn began
+        self._turn: asyncio.Handle | None = None
+        self._turn_began_s = 0.0
+
+    def wake(self, stream: Waiting) -> None:
+        """Wake a reader that waits, now or in a later turn of the loop. Call once per wait."""
+        if self._ready or self._num_woken >= self._limit:
+            self.queue(stream)
+            return
+        self._num_woken += 1
+        stream.resume_reader()
+        self._begin()
+
+    def queue(self, stream: Waiting) -> None:
+        """Wake the reader in a later turn of the loop. Call once per wait."""
+        group = self._ready.get(stream.group)
+        if group is None:
+            group = self._ready[stream.group] = deque()
+        group.append(stream)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._turn is None:
+            self._turn_began_s = time.monotonic()
+            self._turn = asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        """Runs in every turn of the loop while readers are woken."""
+        now_s = time.monotonic()
+        if now_s - self._turn_began_s > _LONG_TURN_S:
+            self._limit = max(_MIN_READERS, self._limit // 2)
+        elif self._num_woken >= self._limit:
+            self._limit = min(_MAX_READERS, self._limit + max(1, self._limit // 4))
+        self._turn_began_s = now_s
+        self._num_woken = 0
+        while self._ready and self._num_woken < self._limit:
+            number = next(iter(self._ready))
+            group = self._ready.pop(number)
+            stream = group.popleft()
+            if group:
+                self._ready[number] = group  # behind the others
+            self._num_woken += 1
+            stream.resume_reader()
+        self._turn = asyncio.get_running_loop().call_soon(self._next_turn) if self._num_woken else None

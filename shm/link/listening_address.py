@@ -1,0 +1,145 @@
+"""Where the backend listens: a path in a private directory, a lock beside it, and a message socket without a name."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from penstock.shm.process.private_directory import Trust, UnsafeDirectory, open_directory, path_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MAX_PATH_BYTES = 107
+"""Of a unix socket's path."""
+MAX_NAME_BYTES = MAX_PATH_BYTES - len("/proc/self/fd/2147483647/..messages")
+"""Of the path's last part: sockets are bound and connected through the directory's fd, one of them with a suffix."""
+
+_BACKLOG = 128
+
+
+class CannotListen(Exception):
+    """The socket cannot be used. The message is one line for the operator."""
+
+
+class AddressInUse(CannotListen):
+    """Another live backend holds this socket."""
+
+
+@contextlib.contextmanager
+def private_umask() -> Iterator[None]:
+    """Files created inside are for this user only. The umask belongs to the whole process: keep it short."""
+    previous = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(previous)
+
+
+class ListeningAddress:
+    """A path that this process alone listens on, until `close` or its death.
+
+    All is done through the fd of the directory, which is checked with all those above it, and which nobody but this
+    user can change.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make the directory and lock the path. Raises CannotListen."""
+        num_bytes = len(os.fsencode(path))
+        if num_bytes > MAX_PATH_BYTES:
+            raise CannotListen(f"the socket path {path} has {num_bytes} bytes; the limit is {MAX_PATH_BYTES}")
+        num_bytes = len(os.fsencode(path.name))
+        if num_bytes > MAX_NAME_BYTES:
+            raise CannotListen(f"the socket's name {path.name} has {num_bytes} bytes; the limit is {MAX_NAME_BYTES}")
+        self._name = path.name
+        with ExitStack() as opened:
+            try:
+                self._directory_fd = open_directory(path.parent, Trust.PRIVATE)
+            except UnsafeDirectory as error:
+                raise CannotListen(str(error)) from None
+            except OSError as error:
+                raise CannotListen(f"cannot create or enter {path.parent}: {error.strerror}") from None
+            opened.callback(os.close, self._directory_fd)
+            self._check_name(path)
+            opened.callback(os.close, self._lock(path))
+            self._opened = opened.pop_all()
+
+    def _check_name(self, path: Path) -> None:
+        """Whatever lies at the path is a socket: it comes from an option, and will be removed."""
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False).st_mode
+            if not stat.S_ISSOCK(mode):
+                raise CannotListen(f"{path} exists and is not a socket")
+
+    def _lock(self, path: Path) -> int:
+        """Lock the file beside the path. Returns its fd, which holds the lock until it is closed."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = os.open(self._name + ".lock", flags, 0o600, dir_fd=self._directory_fd)
+        except OSError as error:
+            raise CannotListen(f"cannot create {path}.lock: {error.strerror}") from None
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CannotListen(f"{path}.lock exists and is not a file")
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+        except BlockingIOError:
+            holder = os.pread(fd, 20, 0).decode("ascii", "replace")
+            os.close(fd)
+            raise AddressInUse(f"another backend (pid {holder or 'unknown'}) serves {path}") from None
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def bind(self, listener: socket.socket) -> None:
+        """Bind the listener to the path. Raises OSError."""
+        self.unlink()  # we hold the lock, so an existing socket is a dead backend's
+        with private_umask():
+            listener.bind(path_in(self._directory_fd, self._name))
+
+    def unlink(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._name, dir_fd=self._directory_fd)
+
+    def unnamed_listener(self) -> tuple[socket.socket, int]:
+        """A stream socket that listens and has no name, and an fd (O_PATH) with which `connectable_path` reaches it.
+
+        Only who holds that fd, or receives it from a holder, can connect. The name goes before it listens, so there is
+        no moment at which another process could connect by it. The caller closes both. Raises OSError.
+        """
+        name = f".{self._name}.messages"
+        with ExitStack() as opened:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            opened.callback(listener.close)
+            with contextlib.suppress(FileNotFoundError):  # left by a backend that was killed in the lines below
+                os.unlink(name, dir_fd=self._directory_fd)
+            with private_umask():
+                listener.bind(path_in(self._directory_fd, name))
+            fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory_fd)
+            opened.callback(os.close, fd)
+            os.unlink(name, dir_fd=self._directory_fd)
+            listener.listen(_BACKLOG)
+            opened.pop_all()
+        return listener, fd
+
+    def close(self) -> None:
+        """Release the lock. Remove what `bind` made before, with `unlink`."""
+        self._opened.close()
+
+
+def connectable_path(socket_fd: int) -> str:
+    """A path that connects to the socket whose O_PATH fd this process holds. Valid until the fd is closed."""
+    return f"/proc/self/fd/{socket_fd}"
+
+
+def check_free(path: Path) -> None:
+    """Raises CannotListen if a backend serves this socket. Call it before long work, such as loading weights."""
+    ListeningAddress(path).close()

@@ -1,0 +1,76 @@
+"""Estimates of when a refused request may be sent again, from queues and measured rates."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_RETRY_AFTER_S = 60
+_SAMPLE_INTERVAL_S = 0.5
+_RATE_WINDOW_S = 10.0
+
+
+def bounded_retry_after_s(seconds: float) -> int:
+    """Round up to whole seconds from 1 to MAX_RETRY_AFTER_S."""
+    return min(MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))
+
+
+class DrainRate:
+    """How fast a count of finished things grew in the last ten seconds, as far as it was noted."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, int]] = deque()  # time, finished until then
+
+    def note(self, num_finished: int) -> None:
+        """Remember the count. Cheap: call with every event at hand. A count that falls starts anew."""
+        now_s = self._clock()
+        samples = self._samples
+        if samples and num_finished < samples[-1][1]:
+            samples.clear()
+        while samples and now_s - samples[0][0] > _RATE_WINDOW_S:
+            samples.popleft()
+        if not samples or now_s - samples[-1][0] >= _SAMPLE_INTERVAL_S:
+            samples.append((now_s, num_finished))
+
+    def retry_after_s(self, num_waiting: int, num_finished: int) -> int:
+        """Return the seconds in which num_waiting finish at the noted rate, 1 to MAX_RETRY_AFTER_S.
+
+        While none has finished that is as long as none has, at least; 1 while nothing is known.
+        """
+        self.note(num_finished)
+        then_s, finished_then = self._samples[0]
+        age_s, num_new = self._clock() - then_s, num_finished - finished_then
+        return bounded_retry_after_s(num_waiting * age_s / num_new if num_new else age_s)
+
+
+class Outage:
+    """How long something that is missing may still take to come, from how long it took the last time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """It is missing from now on."""
+        self._clock = clock
+        self._began_s: float | None = clock()
+        self._last_duration_s = 0.0
+
+    def begin(self) -> None:
+        if self._began_s is None:
+            self._began_s = self._clock()
+
+    def end(self) -> None:
+        if self._began_s is not None:
+            self._last_duration_s = self._clock() - self._began_s
+            self._began_s = None
+
+    @property
+    def retry_after_s(self) -> int:
+        """The rest of the last outage's duration, 1 to MAX_RETRY_AFTER_S; when that is over, as long again as this one
+        has lasted."""
+        age_s = 0.0 if self._began_s is None else self._clock() - self._began_s
+        rest_s = self._last_duration_s - age_s
+        return bounded_retry_after_s(rest_s if rest_s > 0 else age_s)

@@ -1,0 +1,45 @@
+"""Retry-After of every refusal: the backend's own estimate, or the client's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.shm.client import FailureCode, GenerationRequest, TokenBatch
+from penstock.shm.messages import Finish
+from tests.frontend.harness import ClientConnection, FakeBackend
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": "the cat", "max_tokens": 3}
+
+
+@pytest.mark.parametrize("model_is_known", [True, False])
+async def test_missing_backend_is_expected_back_when_it_says(
+    connect: Callable[..., ClientConnection], backend: FakeBackend, model_is_known: bool
+) -> None:
+    backend.ready, backend.retry_after_s = False, 17
+    if not model_is_known:
+        backend.model = None
+    connection = connect()
+    for answer in (await connection.post(COMPLETIONS, BODY), await connection.request("GET", "/ready")):
+        assert (answer.status, answer.headers["retry-after"]) == (503, "17")
+
+
+@pytest.mark.parametrize(
+    ("failure", "own_s", "status", "retry_after"),
+    [
+        (FailureCode.OVERLOADED, 9, 429, "9"),  # the queue of grammars
+        (FailureCode.OVERLOADED, 0, 429, "23"),
+        (FailureCode.UNAVAILABLE, 0, 503, "23"),
+    ],
+)
+async def test_refusal_by_the_backend_carries_a_time(
+    connection: ClientConnection, backend: FakeBackend, failure: FailureCode, own_s: int, status: int, retry_after: str
+) -> None:
+    def script(_: GenerationRequest) -> list[TokenBatch]:
+        return [TokenBatch([], Finish.REJECTED, failure, retry_after_s=own_s)]
+
+    backend.script, backend.retry_after_s = script, 23
+    answer = await connection.post(COMPLETIONS, BODY)
+    assert (answer.status, answer.headers["retry-after"]) == (status, retry_after)

@@ -1,0 +1,55 @@
+"""The short form of `penstock chaos`: a server behind both proxies, whose processes and clients die."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from penstock.shm.process.supervisor import module_argv
+from penstock.tools.chaos.census import is_running
+from penstock.tools.chaos.proxies import find_program
+from tests.system.processes import REPOSITORY, Command, descendants, running
+
+BEHIND = [name for name in ("haproxy", "nginx") if find_program(name)]
+
+
+@pytest.mark.skipif(len(BEHIND) < 2, reason=f"apt-get install haproxy nginx-light; installed: {BEHIND or 'neither'}")
+def test_nothing_is_lost_when_processes_and_clients_die_behind_haproxy_and_nginx(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    options = ("--minutes", "0.25", "--requests", "500", "--fault-every-s", "1.5", "--seed", "385", "--prompts", "18")
+    result = subprocess.run(
+        module_argv("penstock.tools.main", ("chaos", *options, "--behind", "both", "--report", str(report))),
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert report.is_file(), result.stderr
+    found = json.loads(report.read_bytes())
+    assert found["imbalances"] == {}, result.stdout + result.stderr
+    assert result.returncode == 0, result.stderr
+    ends = found["ends"]
+    assert sum(ends.values()) == found["requests"] == 500
+    assert ends["complete and right"] > 80
+    assert ends["dropped by us"] > 150
+    assert ends["failed"] == 0
+    assert found["faults"][0]["kind"] == "backend killed"
+    assert set(found["descriptors"]) >= {"supervisor", "backend", "frontend", "worker"}
+
+
+def test_chaos_that_is_terminated_stops_everything_that_it_started(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    chaos = Command("penstock.tools.main", "chaos", "--prompts", "9", "--keep-logs", str(logs))
+    with running(chaos):
+        chaos.wait_for("undisturbed answers")
+        started = descendants(chaos.process.pid)
+        assert len(started) >= 6
+        assert chaos.terminate() == 128 + signal.SIGTERM
+    assert [pid for pid in started if is_running(pid)] == []
+    assert [path.name for path in (logs / "run").rglob("*") if not path.is_dir()] == []

@@ -1,0 +1,184 @@
+"""What was admitted survives the backend: killed, stopped, hung or restarted, with more listeners than places."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+
+from tests.system.processes import Command, Frontend, descendants, running, start_backend, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+PACED = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass", "--kv-budget", "64MB")
+FEW_PLACES = (*PACED, "--max-running", "4", "--max-waiting", "8")
+
+
+@asynccontextmanager
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=1000)
+    async with httpx.AsyncClient(timeout=90.0, limits=limits, verify=False) as http:  # noqa: S501
+        yield http
+
+
+def body(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more
+
+
+async def listen(http: httpx.AsyncClient, url: str, request: dict[str, Any]) -> str:
+    """The text of one stream, which must end without an error."""
+    text = ""
+    async with http.stream("POST", f"{url}/v1/completions", json=request | {"stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return text
+            if line.startswith("data: "):
+                chunk = msgspec.json.decode(line[6:])
+                assert "error" not in chunk, chunk
+                text += chunk["choices"][0]["text"]
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def backends_of(serve: Command) -> list[int]:
+    pids = descendants(serve.process.pid)
+    return [pid for pid in pids if b"penstock.backend.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def metric(frontend: Frontend, name: str) -> int:
+    """0 without a backend."""
+    for line in frontend.get("/metrics").text.splitlines():
+        if line.startswith(f"{name} "):
+            return int(float(line.split()[1]))
+    return 0
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.to_thread(function, *arguments)
+
+
+async def test_listeners_of_one_sequence_come_back_as_one_and_none_is_lost(tmp_path: Path) -> None:
+    socket = tmp_path / "private" / "backend.sock"
+    backend = start_backend(socket, *FEW_PLACES)
+    frontends = [Frontend(socket), Frontend(socket)]
+    with running(*frontends):
+        for frontend in frontends:
+            await in_thread(frontend.wait_ready)
+        async with client() as http:
+            request = body([5, 6, 7], 1500)
+            listeners = [asyncio.create_task(listen(http, frontends[number % 2].url, request)) for number in range(60)]
+            await in_thread(wait_until, lambda: metric(frontends[0], "penstock_requests_coalesced_total") == 59, 20.0)
+            backend.kill()
+            backend.close()
+            backend = await in_thread(start_backend, socket, *FEW_PLACES)
+            with running(backend):
+                await in_thread(
+                    wait_until, lambda: metric(frontends[0], "penstock_requests_coalesced_total") == 59, 20.0
+                )
+                ready = await in_thread(frontends[1].ready)
+                assert ready["running"] + ready["waiting"] == 1
+                texts = await asyncio.gather(*listeners)
+                assert len(set(texts)) == 1
+                # A worker that stalls longer than its lease registers anew, while the other one's streams go on.
+                listeners = [
+                    asyncio.create_task(listen(http, frontends[number % 2].url, body([5, 6, 8], 4000)))
+                    for number in range(30)
+                ]
+                await in_thread(wait_until, lambda: (frontends[0].ready() or {}).get("running") == 1, 20.0)
+                (worker,) = descendants(frontends[1].process.pid)
+                os.kill(worker, signal.SIGSTOP)
+                await in_thread(backend.wait_for, "it took no output")
+                os.kill(worker, signal.SIGCONT)
+                assert len(set(await asyncio.gather(*listeners))) == 1
+
+
+async def test_structured_requests_are_not_refused_again(tmp_path: Path) -> None:
+    """They were admitted a few at a time. They come back all at once, more than grammars may wait to be compiled."""
+    socket = tmp_path / "private" / "backend.sock"
+    options = (*PACED, "--max-running", "2", "--max-waiting", "10")
+    backend = start_backend(socket, *options)
+    frontend = Frontend(socket)
+    with running(frontend):
+        await in_thread(frontend.wait_ready)
+        async with client() as http:
+
+            async def ask(number: int) -> int:
+                grammar = {"regex": f"[a-z ]{{{900 + number}}}"}
+                request = body([5, number], 100, structured_outputs=grammar)
+                return (await http.post(f"{frontend.url}/v1/completions", json=request)).status_code
+
+            asks = []
+            for number in range(12):
+                asks.append(asyncio.create_task(ask(number)))
+                places = number + 1
+
+                def is_in(places: int = places) -> bool:
+                    seen = frontend.ready() or {}
+                    return bool(seen.get("running", 0) + seen.get("waiting", 0) >= places)
+
+                await in_thread(wait_until, is_in, 20.0)
+            backend.kill()
+            backend.close()
+            backend = await in_thread(start_backend, socket, *options)
+            with running(backend):
+                assert await asyncio.gather(*asks) == [200] * 12
+
+
+async def test_no_request_fails_while_the_backend_restarts_or_the_frontend_starts(tmp_path: Path) -> None:
+    socket = tmp_path / "private" / "backend.sock"
+    frontend = Frontend(socket)
+    with running(frontend):
+        async with client() as http:
+            early = asyncio.create_task(listen(http, frontend.url, body([1, 2], 5)))
+            unstreamed = asyncio.create_task(http.post(f"{frontend.url}/v1/completions", json=body([1, 2], 5)))
+            await asyncio.sleep(0.3)
+            assert (await in_thread(frontend.get, "/ready")).status_code == 503
+            backend = await in_thread(start_backend, socket, *PACED)
+            assert len(await early) > 0
+            assert (await unstreamed).status_code == 200
+            is_over = asyncio.Event()
+
+            async def ask_again_and_again(number: int) -> list[int]:
+                statuses = []
+                while not is_over.is_set():
+                    answer = await http.post(f"{frontend.url}/v1/completions", json=body([number, 3], 20))
+                    statuses.append(answer.status_code)
+                return statuses
+
+            loops = [asyncio.create_task(ask_again_and_again(number)) for number in range(8)]
+            for _ in range(2):
+                await asyncio.sleep(0.5)
+                assert await in_thread(backend.terminate) == 0
+                backend.close()
+                backend = await in_thread(start_backend, socket, *PACED)
+            with running(backend):
+                await asyncio.sleep(0.5)
+                is_over.set()
+                statuses = [status for loop in await asyncio.gather(*loops) for status in loop]
+    assert len(statuses) > 24
+    assert set(statuses) == {200}
+
+
+async def test_hung_backend_is_replaced_and_its_streams_go_on(tmp_path: Path) -> None:
+    serve = Command("penstock.tools.main", "serve", *PACED, "--port", "0", "--hang-timeout-s", "3")
+    with running(serve):
+        url = (await in_thread(serve.wait_for, r"^Ready: (http://\S+)/v1$")).group(1)
+        async with client() as http:
+            requests = [body([number, 6], 200, seed=number) for number in range(4)]
+            alone = [await listen(http, url, request) for request in requests]
+            streams = [asyncio.create_task(listen(http, url, request)) for request in requests]
+            await asyncio.sleep(0.2)
+            (backend,) = await in_thread(backends_of, serve)
+            os.kill(backend, signal.SIGSTOP)
+            late = asyncio.create_task(listen(http, url, requests[0]))
+            assert await asyncio.gather(*streams) == alone
+            assert await late == alone[0]
+        await in_thread(serve.wait_for, r"backend has shown no progress for \d+ s; killing it")
+        await in_thread(serve.wait_for, "backend died by SIGKILL; restarting")

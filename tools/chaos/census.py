@@ -1,0 +1,198 @@
+"""The server's processes: their descriptors, memory and children, from /proc."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.tools.bench.harness.processes import process_use
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.tools.chaos.ledger import Ledger
+
+MAX_GROWTH_BYTES = 24 << 20
+"""What a process may grow after it is warm, whatever it has served: arenas of malloc, caches that fill."""
+MAX_GROWTH_BYTES_PER_10K = 8 << 20
+"""What it may grow besides for each 10,000 requests: 0.8 KB for each, which is less than any leaked request."""
+
+ELASTIC_ROLE = "grammar compiler"
+"""Its processes come and go with the work, and each costs the backend a descriptor."""
+
+_LISTENING = "0A"
+"""As /proc/net/tcp writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    role: str
+    pid: int
+    started_ticks: int
+    """With the pid it tells a process from a later one of the same number."""
+    descriptors: int
+    """Open file descriptors other than TCP connections."""
+    connections: int
+    """Open TCP connections."""
+    rss_bytes: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.pid, self.started_ticks
+
+
+def process_state(role: str, pid: int, tcp_inodes: frozenset[str]) -> ProcessState | None:
+    """None if it has ended."""
+    try:
+        started_ticks = int(_stat_fields(pid)[19])
+        links = [_target(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+        rss_bytes = process_use(pid).rss_bytes
+    except OSError:
+        return None
+    connections = sum(link.startswith("socket:[") and link[8:-1] in tcp_inodes for link in links)
+    return ProcessState(role, pid, started_ticks, len(links) - connections, connections, rss_bytes)
+
+
+def _target(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # closed meanwhile
+        return ""
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields after the command's name, which may contain anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def is_running(pid: int) -> bool:
+    """False for a zombie."""
+    try:
+        return _stat_fields(pid)[0] != "Z"
+    except OSError:
+        return False
+
+
+def connection_inodes() -> frozenset[str]:
+    """Inodes of all TCP connections of this machine that somebody still holds."""
+    inodes = set()
+    for name in ("tcp", "tcp6"):
+        path = Path("/proc/net", name)
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            fields = line.split()
+            if fields[3] != _LISTENING and fields[9] != "0":
+                inodes.add(fields[9])
+    return frozenset(inodes)
+
+
+def session_members(session: int) -> dict[int, str]:
+    """The state of each process of the session ("Z" is a zombie), by pid."""
+    members = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = _stat_fields(int(entry.name))
+            except OSError:
+                continue  # it ended while we looked
+            if int(fields[3]) == session:
+                members[int(entry.name)] = fields[0]
+    return members
+
+
+def take_census(roles: Mapping[str, Iterable[int]]) -> list[ProcessState]:
+    """The state of every process, by role."""
+    tcp_inodes = connection_inodes()
+    states = (process_state(role, pid, tcp_inodes) for role, pids in roles.items() for pid in pids)
+    return [state for state in states if state is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How the memory of one process changed after it was warm."""
+
+    role: str
+    pid: int
+    requests: int
+    from_bytes: int
+    to_bytes: int
+    bytes_per_10k: float
+    """The slope of a straight line through all that was measured."""
+
+    @property
+    def limit_bytes(self) -> int:
+        return MAX_GROWTH_BYTES + MAX_GROWTH_BYTES_PER_10K * self.requests // 10_000
+
+
+class Watch:
+    """Compares each census with the first: descriptors by role, memory by process."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
+        self._rss: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        self._roles: dict[tuple[int, int], str] = {}
+
+    def take_base(self, states: Iterable[ProcessState]) -> None:
+        """The server is warm and idle: these are the numbers to which it must come back."""
+        for state in states:
+            self._descriptors[state.role] = max(state.descriptors, self._descriptors.get(state.role, 0))
+            self._counts[state.role] += 1
+
+    def problems(self, states: Sequence[ProcessState]) -> list[tuple[str, str]]:
+        """What is not as it was: the kind of each imbalance, and who it is."""
+        found = []
+        counts = Counter(state.role for state in states)
+        more_compilers = counts[ELASTIC_ROLE] - self._counts[ELASTIC_ROLE]
+        for state in states:
+            base = self._descriptors.get(state.role)
+            allowed = None if base is None else base + (max(0, more_compilers) if state.role == "backend" else 0)
+            if allowed is not None and state.descriptors > allowed:
+                text = f"{state.role} {state.pid} has {state.descriptors}; its base is {allowed}"
+                found.append(("descriptors were leaked", text))
+        for role in sorted({*counts, *self._counts} - {ELASTIC_ROLE}):
+            if counts[role] != self._counts[role]:
+                text = f"{counts[role]} of {role} instead of {self._counts[role]}"
+                found.append(("processes are missing or left over", text))
+        return found
+
+    def note_memory(self, states: Iterable[ProcessState], num_requests: int) -> None:
+        """Remember how much memory each process has after so many requests."""
+        for state in states:
+            self._rss[state.key].append((num_requests, state.rss_bytes))
+            self._roles[state.key] = state.role
+
+    def growths(self) -> list[Growth]:
+        """Of each process that was measured more than once, from its first measurement to its last."""
+        found = []
+        for key, points in self._rss.items():
+            if len(points) > 1 and points[-1][0] > points[0][0]:
+                (first, from_bytes), (last, to_bytes) = points[0], points[-1]
+                slope = 10_000 * _slope(points)
+                found.append(Growth(self._roles[key], key[0], last - first, from_bytes, to_bytes, slope))
+        return found
+
+    def unmeasured_roles(self, growths: Iterable[Growth]) -> list[str]:
+        """Roles of which no process lived long enough to be measured twice."""
+        return sorted({*self._counts, *self._roles.values()} - {growth.role for growth in growths})
+
+
+def check_memory(ledger: Ledger, growths: Iterable[Growth]) -> None:
+    for growth in growths:
+        grown = growth.to_bytes - growth.from_bytes
+        if grown > growth.limit_bytes:
+            ledger.imbalance(
+                "a process grew beyond its bound",
+                f"{growth.role} {growth.pid}: {grown:,} bytes in {growth.requests:,} requests; "
+                f"at most {growth.limit_bytes:,}",
+            )
+
+
+def _slope(points: list[tuple[int, int]]) -> float:
+    """Bytes for each request, by least squares."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0

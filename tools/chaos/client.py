@@ -1,0 +1,235 @@
+"""Sends one request, misbehaves as planned, and says what was seen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec import Struct
+
+from penstock.tools.bench.load_generator.http_client import (
+    ClientConnection,
+    ConnectionBroken,
+    HttpClient,
+    HttpReply,
+    HungUp,
+)
+from penstock.tools.chaos.ledger import Answer, ChoiceAnswer, Ending
+from penstock.tools.chaos.plan import Act, Hangup, Recipe, Stage
+
+
+class _Message(Struct):
+    content: str | None = None
+
+
+class _Choice(Struct):
+    index: int = 0
+    text: str = ""
+    message: _Message | None = None
+    delta: _Message | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+    def new_text(self) -> str:
+        said = self.message or self.delta
+        return self.text or (said.content or "" if said is not None else "")
+
+
+class _Usage(Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _ErrorObject(Struct):
+    message: str = ""
+    code: str | None = None
+
+
+class _Body(Struct):
+    """A chunk, a whole answer or an error: what this client reads of them."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _ErrorObject | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+class _Partial:
+    """A choice of which more may come."""
+
+    __slots__ = ("finish_reason", "texts", "token_ids")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.finish_reason = ""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What has arrived of one answer."""
+
+    choices: dict[int, _Partial] = field(default_factory=dict)
+    usage: _Usage | None = None
+    fault: str = ""
+    num_events: int = 0
+    is_done: bool = False
+
+    def take(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.is_done = True
+            return
+        try:
+            body = _decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            self.fault = self.fault or f"not an answer: {error}"
+            return
+        if body.error is not None:
+            self.fault = self.fault or f"error event {body.error.code}: {body.error.message[:200]}"
+        self.usage = body.usage or self.usage
+        self.num_events += 1
+        for choice in body.choices:
+            partial = self.choices.setdefault(choice.index, _Partial())
+            partial.texts.append(choice.new_text())
+            partial.token_ids += choice.token_ids or ()
+            if choice.finish_reason is not None:
+                partial.finish_reason = choice.finish_reason
+
+    def answer(self, num_choices: int) -> Answer:
+        """Choices of which nothing came are empty."""
+        partials = [self.choices.get(index) or _Partial() for index in range(num_choices)]
+        usage = self.usage or _Usage()
+        return Answer(
+            tuple(ChoiceAnswer("".join(each.texts), tuple(each.token_ids), each.finish_reason) for each in partials),
+            usage.prompt_tokens,
+            usage.completion_tokens,
+        )
+
+
+@dataclass(slots=True)
+class ChaosClient:
+    """Clients of all tenants at one entrance, which share its connections."""
+
+    http: HttpClient
+
+    async def ask(self, recipe: Recipe, api_key: str | None = None, *, is_stream: bool = False) -> Answer:
+        """The whole answer of an undisturbed request. Raises ConnectionBroken; ValueError for any other answer."""
+        seen = _Seen()
+        connection = await self.http.connect()
+        request = self._encode(recipe, api_key, is_stream=is_stream)
+        reply = await connection.exchange(request, lambda _at_s, data: seen.take(data))
+        self.http.give_back(connection)
+        if reply.status != 200:
+            raise ValueError(f"{recipe.name}: status {reply.status}: {reply.body[:300].decode(errors='replace')}")
+        if not is_stream:
+            seen.take(reply.body)
+        if seen.fault:
+            raise ValueError(f"{recipe.name}: {seen.fault}")
+        return seen.answer(recipe.choices)
+
+    def _encode(self, recipe: Recipe, api_key: str | None, *, is_stream: bool, may_join: bool = True) -> bytes:
+        body = recipe.body | ({"stream": True, "stream_options": {"include_usage": True}} if is_stream else {})
+        headers = {} if may_join else {"X-Penstock-Coalesce": "off"}
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        return self.http.encode_post(recipe.path, msgspec.json.encode(body), headers)
+
+    async def perform(self, act: Act) -> Ending:
+        """Send one request as planned, until its end or ours. Faults of the server are in the ending."""
+        recipe = act.recipe
+        if act.cache_salt is not None:
+            recipe = replace(recipe, body=recipe.body | {"cache_salt": act.cache_salt})
+        request = self._encode(recipe, act.tenant.api_key, is_stream=act.is_stream, may_join=act.may_join)
+        started_s = time.monotonic()
+        seen, reply, is_dropped, is_broken = _Seen(), HttpReply(), False, False
+        try:
+            connection = await self.http.connect()
+            if act.hangup is not None and act.hangup.stage in _PARTS:
+                await _send_part(connection, request, act.hangup)
+                is_dropped = True
+            else:
+                reply = await _exchange(connection, request, act, seen)
+                self.http.give_back(connection)
+        except HungUp:
+            is_dropped = True
+        except ConnectionBroken as error:
+            is_broken, seen.fault = True, seen.fault or str(error)
+        code = ""
+        if reply.status == 200 and not seen.num_events and not is_dropped:
+            seen.take(reply.body)
+        elif reply.status not in (0, 200):
+            code = _error_code(reply.body)
+            if not code:  # a proxy speaks: no answer of ours is without a code
+                is_broken, seen.fault = True, f"status {reply.status}: {reply.body[:100]!r}"
+        if act.is_stream and reply.status == 200 and not seen.is_done:
+            seen.fault = seen.fault or "the stream ended without [DONE]"
+        return Ending(
+            index=act.index,
+            started_s=started_s,
+            ended_s=time.monotonic(),
+            is_dropped=is_dropped,
+            answer=seen.answer(act.recipe.choices) if reply.status in (0, 200) else None,
+            status=reply.status,
+            code=code,
+            has_retry_after=reply.headers.get("retry-after", "").isdecimal(),
+            fault="" if is_dropped else seen.fault,
+            is_broken=is_broken,
+        )
+
+
+_PARTS = (Stage.CONNECTED, Stage.IN_HEAD, Stage.IN_BODY)
+
+
+async def _send_part(connection: ClientConnection, request: bytes, hangup: Hangup) -> None:
+    """Send a part of a request, wait, and go."""
+    head_bytes = request.index(b"\r\n\r\n") + 4
+    end = {Stage.CONNECTED: 0, Stage.IN_HEAD: head_bytes // 2}.get(hangup.stage, (head_bytes + len(request)) // 2)
+    connection.send(request[:end])
+    await asyncio.sleep(hangup.delay_s)
+    connection.close()
+
+
+async def _exchange(connection: ClientConnection, request: bytes, act: Act, seen: _Seen) -> HttpReply:
+    """Raises HungUp, ConnectionBroken."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+
+    def hang_up_if_due() -> None:
+        """Hang up after the delay, or at the next event if that comes first."""
+        nonlocal timer
+        if act.hangup is None or seen.num_events < act.hangup.after_events:
+            return
+        if timer is None:
+            timer = loop.call_later(act.hangup.delay_s, connection.hang_up)
+        else:
+            connection.hang_up()
+
+    def on_event(_at_s: float, data: bytes) -> None:
+        seen.take(data)
+        if seen.num_events == 1 and act.pause_s:
+            connection.pause_reading(act.pause_s)
+        if not seen.is_done:
+            hang_up_if_due()
+
+    hang_up_if_due()
+    try:
+        return await connection.exchange(request, on_event)
+    except asyncio.CancelledError:
+        connection.close()
+        raise
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+def _error_code(body: bytes) -> str:
+    """Return the code of an error object; empty if the body is none."""
+    try:
+        error = _decoder.decode(body).error
+    except msgspec.MsgspecError:
+        return ""
+    return (error.code or "") if error is not None else ""

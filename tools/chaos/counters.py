@@ -1,0 +1,205 @@
+"""The server's own numbers, from /metrics and /ready, and the clients' numbers that they must agree with."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.tools.bench.load_generator.http_client import ConnectionBroken
+from penstock.tools.chaos.errors import ChaosError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.tools.bench.load_generator.http_client import HttpClient
+    from penstock.tools.chaos.ledger import Answer, Ledger
+
+_SAMPLE = re.compile(r"^(penstock_\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
+_IS_ZERO_WHEN_IDLE = (
+    "penstock_sequences_running",
+    "penstock_sequences_waiting",
+    'penstock_kv_pages{state="used"}',
+    "penstock_streams_open",
+)
+_ENDED = tuple(
+    f'penstock_requests_total{{outcome="{name}"}}' for name in ("finished", "cancelled", "failed", "expired")
+)
+_FINISHED = 'penstock_requests_total{outcome="finished"}'
+_POLL_S = 0.1
+_TOTALS_S = 0.6
+"""The totals of all frontends are updated four times a second."""
+
+Samples = dict[str, float]
+
+
+def parse_metrics(text: str) -> Samples:
+    """Samples by name with labels, as in the text."""
+    return {name + (labels or ""): float(value) for name, labels, value in _SAMPLE.findall(text)}
+
+
+async def read_metrics(http: HttpClient) -> Samples | None:
+    """None while the server or its backend does not answer."""
+    try:
+        reply = await http.get("/metrics")
+    except ConnectionBroken:
+        return None
+    samples = parse_metrics(reply.body.decode(errors="replace")) if reply.status == 200 else {}
+    return samples if samples.get("penstock_backend_up") == 1 else None
+
+
+async def is_ready(http: HttpClient) -> bool:
+    try:
+        return (await http.get("/ready")).status == 200
+    except ConnectionBroken:
+        return False
+
+
+async def wait_ready(http: HttpClient, timeout_s: float) -> None:
+    """Raises ChaosError."""
+    deadline_s = time.monotonic() + timeout_s
+    while not await is_ready(http):
+        if time.monotonic() > deadline_s:
+            raise ChaosError(f"/ready was not green for {timeout_s:g} s")
+        await asyncio.sleep(_POLL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleServer:
+    """The last samples of a server that has become idle, or was waited for in vain."""
+
+    samples: Samples
+    waited_s: float
+    num_reads: int
+    """Times that /metrics was read."""
+
+
+async def wait_idle(http: HttpClient, timeout_s: float) -> IdleServer:
+    """Wait until nothing runs, waits or holds a page and the books of the backend balance.
+
+    After the time-out the samples are what they are. Raises ChaosError if nobody answers.
+    """
+    started_s, num_reads = time.monotonic(), 0
+    latest: Samples | None = None
+    while True:
+        samples = await read_metrics(http)
+        num_reads += samples is not None
+        latest = samples or latest
+        waited_s = time.monotonic() - started_s
+        if latest is not None and (waited_s > timeout_s or (samples is not None and not _unbalanced(samples))):
+            return IdleServer(latest, waited_s, num_reads)
+        if waited_s > timeout_s:
+            raise ChaosError(f"/metrics of a connected backend was not to be had for {timeout_s:g} s")
+        await asyncio.sleep(_POLL_S)
+
+
+async def wait_totals(http: HttpClient, timeout_s: float) -> IdleServer:
+    """Wait as `wait_idle` does, and until the totals count every answer before the last reading, and not that one.
+
+    Raises ChaosError.
+    """
+    num_reads = (await wait_idle(http, timeout_s)).num_reads
+    while True:
+        await asyncio.sleep(_TOTALS_S)
+        idle = await wait_idle(http, timeout_s)
+        num_reads += idle.num_reads
+        if idle.num_reads == 1 or idle.waited_s > timeout_s:
+            return replace(idle, num_reads=num_reads)
+
+
+def _unbalanced(samples: Samples) -> dict[str, tuple[float, float]]:
+    """Return each number of an idle server that is not what it must be, with what it must be."""
+    wrong = {name: (samples.get(name, -1.0), 0.0) for name in _IS_ZERO_WHEN_IDLE if samples.get(name) != 0}
+    accepted, ended = (
+        samples.get("penstock_requests_accepted_total", -1.0),
+        sum(samples.get(name, 0) for name in _ENDED),
+    )
+    if accepted != ended:
+        wrong["penstock_requests_accepted_total against its outcomes"] = (accepted, ended)
+    return wrong
+
+
+def check_idle(ledger: Ledger, samples: Samples, when: str) -> None:
+    for name, (got, want) in _unbalanced(samples).items():
+        ledger.imbalance(f"an idle server has {name}", f"{when}: {got:g} instead of {want:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class CountedRound:
+    """What undisturbed clients received, which the server must have counted: no more and no less."""
+
+    requests: int
+    streams: int
+    """One for each choice."""
+    tokens: int
+    reads: int
+    """Of /metrics: answers too, the one that the samples before come from included, and the last one not."""
+    most_checks: int | None
+    """Health checks of proxies that may have been answered. None: others may have asked, as often as they like."""
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], reads: int, most_checks: int | None) -> CountedRound:
+        choices, tokens = 0, 0
+        for answer in answers:
+            choices, tokens = choices + len(answer.choices), tokens + answer.received_tokens
+        return cls(len(answers), choices, tokens, reads, most_checks)
+
+
+@dataclass(frozen=True, slots=True)
+class StormTotals:
+    """Where clients and server stood at one moment when all were idle."""
+
+    samples: Samples
+    choices: int
+    complete_choices: int
+    tokens: int
+
+    @classmethod
+    def of(cls, samples: Samples, ledger: Ledger) -> StormTotals:
+        return cls(samples, ledger.num_choices, ledger.num_complete_choices, ledger.tokens_received)
+
+
+def check_storm(ledger: Ledger, before: StormTotals, after: StormTotals, when: str) -> None:
+    """Check the counters of a round in which no process died.
+
+    Clients that hang up do not know how far their requests came, so these are bounds and not equations.
+    """
+
+    def grew(name: str) -> float:
+        return after.samples.get(name, 0.0) - before.samples.get(name, 0.0)
+
+    accepted, finished = grew("penstock_requests_accepted_total"), grew(_FINISHED)
+    tokens = grew("penstock_tokens_streamed_total")
+    complete, sent = after.complete_choices - before.complete_choices, after.choices - before.choices
+    for name, less, more in (
+        ("finished requests are fewer than complete answers", complete, finished),
+        ("accepted requests are fewer than finished ones", finished, accepted),
+        ("accepted requests are more than were sent", accepted, sent),
+        ("streamed tokens are fewer than arrived", after.tokens - before.tokens, tokens),
+    ):
+        if less > more:
+            ledger.imbalance(name, f"{when}: {less:g} and {more:g}")
+
+
+def check_counted(ledger: Ledger, before: Samples, after: Samples, counted: CountedRound) -> None:
+    """Compare the growth of the counters with what the clients received."""
+
+    def grew(*names: str) -> float:
+        return sum(after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+
+    ledger.expect(
+        "undisturbed requests that the backend accepted", grew("penstock_requests_accepted_total"), counted.streams
+    )
+    ledger.expect("undisturbed requests that the backend finished", grew(_FINISHED), counted.streams)
+    ended = [f'penstock_streams_total{{outcome="{name}"}}' for name in ("stop", "length")]
+    ledger.expect("undisturbed streams that frontends finished", grew(*ended), counted.streams)
+    ledger.expect("tokens of undisturbed streams", grew("penstock_tokens_streamed_total"), counted.tokens)
+    answered = grew('penstock_http_responses_total{status="200"}')
+    least = counted.requests + counted.reads
+    most = math.inf if counted.most_checks is None else least + counted.most_checks
+    if not least <= answered <= most:
+        wanted = f"{least}" if most == least else f"{least} to {most:g}"
+        ledger.imbalance("answers of status 200", f"{answered:g} instead of {wanted}")

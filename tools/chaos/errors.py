@@ -1,0 +1,7 @@
+"""What the command says when it cannot run."""
+
+COMMAND = "penstock chaos"
+
+
+class ChaosError(Exception):
+    """The run cannot start or go on. The message is one line for the operator."""

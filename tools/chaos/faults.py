@@ -1,0 +1,145 @@
+"""Kills, stops, terminates and reloads the server's processes, one after the other, as the plan says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from penstock.tools.bench.load_generator.http_client import HttpClient
+from penstock.tools.chaos.census import connection_inodes, is_running, process_state
+from penstock.tools.chaos.counters import wait_ready
+from penstock.tools.chaos.ledger import DoneFault
+from penstock.tools.chaos.plan import Fault, FaultKind
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from penstock.tools.chaos.ledger import Ledger
+    from penstock.tools.chaos.server import Server
+
+_RECOVERY_TIMEOUT_S = 90.0
+_EXIT_MARGIN_S = 30.0
+_SIGNALS = {
+    FaultKind.KILL_BACKEND: ("backend", signal.SIGKILL),
+    FaultKind.TERMINATE_BACKEND: ("backend", signal.SIGTERM),
+    FaultKind.STOP_BACKEND: ("backend", signal.SIGSTOP),
+    FaultKind.HANG_BACKEND: ("backend", signal.SIGSTOP),
+    FaultKind.KILL_WORKER: ("worker", signal.SIGKILL),
+    FaultKind.TERMINATE_WORKER: ("worker", signal.SIGTERM),
+    FaultKind.STOP_WORKER: ("worker", signal.SIGSTOP),
+}
+
+
+_READY_IS_STALE = frozenset(
+    {FaultKind.KILL_BACKEND, FaultKind.TERMINATE_BACKEND, FaultKind.HANG_BACKEND, FaultKind.KILL_WORKER}
+)
+_LONGEST_HANG_S = 10.0
+_STALE_S = 2.2
+"""/ready may be green for 2 s after a backend's last turn, and when another worker answers."""
+
+
+class FaultInjector:
+    """Runs the faults of a round. The next one waits until the server has got over the last."""
+
+    def __init__(self, server: Server, ledger: Ledger) -> None:
+        self.done: list[DoneFault] = []
+        hang_timeout_s = server.options.hang_timeout_s
+        is_patient = not 0 < hang_timeout_s <= _LONGEST_HANG_S
+        self.left_out = frozenset({FaultKind.HANG_BACKEND} if is_patient else ())
+        """More requests would come during a longer hang than may wait."""
+        self._server = server
+        self._ledger = ledger
+        self._frontends = (HttpClient(server.url_a), HttpClient(server.url_b))
+
+    async def run(self, faults: Sequence[Fault], lasts_s: float, before_each: Callable[[], Awaitable[None]]) -> None:
+        """Faults that would come later than lasts_s after now are left out, because the last ones took their time.
+
+        Raises ChaosError if the server does not recover.
+        """
+        started_s = time.monotonic()
+        for fault in faults:
+            await asyncio.sleep(max(0.0, started_s + fault.at_s - time.monotonic()))
+            if time.monotonic() > started_s + lasts_s:
+                return
+            await before_each()
+            injected_s = time.monotonic()
+            await self._inject(fault)
+            if fault.kind in _READY_IS_STALE:
+                await asyncio.sleep(_STALE_S)
+            await self.recovered()
+            self.done.append(DoneFault(fault.kind.value, injected_s, time.monotonic() - injected_s))
+
+    async def recovered(self) -> None:
+        """Return when both frontends are ready. Raises ChaosError."""
+        self._server.check_alive()
+        for frontend in self._frontends:
+            await wait_ready(frontend, _RECOVERY_TIMEOUT_S)
+
+    async def _inject(self, fault: Fault) -> None:
+        match fault.kind:
+            case FaultKind.RELOAD:
+                self._server.reload_keys()
+            case FaultKind.RESTART_FRONTEND_A:
+                if (pid := self._server.frontend_a_pid()) is not None:
+                    os.kill(pid, signal.SIGTERM)
+                    await self._wait_ended(pid)
+            case FaultKind.RESTART_FRONTEND_B:
+                await self._restart_frontend_b()
+            case _:
+                await self._signal(fault)
+
+    async def _signal(self, fault: Fault) -> None:
+        role, number = _SIGNALS[fault.kind]
+        pids = sorted(self._server.roles().get(role, ()))
+        if not pids:
+            return
+        pid = pids[fault.pick % len(pids)]
+        if fault.kind is FaultKind.KILL_WORKER:
+            await self._kill_worker(pid)
+            return
+        os.kill(pid, number)
+        if number == signal.SIGTERM or fault.kind is FaultKind.HANG_BACKEND:
+            await self._wait_ended(pid)
+        elif number == signal.SIGSTOP:
+            try:
+                await asyncio.sleep(fault.lasts_s)
+            finally:
+                with suppress(ProcessLookupError):  # the supervisor has replaced it: --hang-timeout-s is shorter
+                    os.kill(pid, signal.SIGCONT)
+
+    async def _kill_worker(self, pid: int) -> None:
+        """Count its connections while it is stopped: so it accepts none between the count and its end."""
+        os.kill(pid, signal.SIGSTOP)
+        state = process_state("worker", pid, connection_inodes())
+        kill = self._ledger.note_kill(time.monotonic(), 0 if state is None else state.connections)
+        os.kill(pid, signal.SIGKILL)
+        await self._wait_ended(pid, every_s=0.01)
+        kill.gone_s = time.monotonic()
+
+    async def _wait_ended(self, pid: int, every_s: float = 0.1) -> None:
+        """Wait until a process is gone that drains or hangs: a second SIGTERM would end its streams, as it should."""
+        timeout_s = self._server.options.drain_timeout_s + _EXIT_MARGIN_S
+        deadline_s = time.monotonic() + timeout_s
+        while is_running(pid):
+            if time.monotonic() > deadline_s:
+                self._ledger.imbalance("a process has not ended", f"process {pid} in {timeout_s:g} s")
+                return
+            await asyncio.sleep(every_s)
+
+    async def _restart_frontend_b(self) -> None:
+        """As a rolling restart does: it drains and ends, then the next one takes its port."""
+        child = self._server.frontend_b
+        if child is None:
+            return
+        child.process.terminate()
+        await self._wait_ended(child.pid)
+        self._ledger.expect("exit status of a drained frontend", child.process.poll(), 0)
+        self._server.start_frontend_b()
+
+    def close(self) -> None:
+        for frontend in self._frontends:
+            frontend.close()

@@ -1,0 +1,134 @@
+"""HAProxy and nginx, with the configurations of docs/operations."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import penstock
+from penstock.tools.bench.harness.processes import stop_with_parent
+from penstock.tools.chaos.errors import ChaosError
+
+SHIPPED = Path(penstock.__file__).parents[1] / "docs" / "operations"
+"""Of a checkout; a wheel has no docs."""
+_SYSTEM_FOLDERS = ":/usr/sbin:/usr/local/sbin"
+"""Debian has proxies where the PATH of a user does not look."""
+_STOP_TIMEOUT_S = 10.0
+_CHECKS_EVERY_S = {"haproxy": (1.0, 1.0, 2.0, 2.0), "nginx": ()}
+"""Periods of the health checks in the shipped configurations: of /ready and of /health, on both frontends."""
+_CHECK_MARGIN_S = 1.0
+"""Totals lag, and a proxy spreads its checks."""
+
+
+_VARIABLE = re.compile(r"\$\{(PENSTOCK_[A-Z_]+)\}")
+"""nginx has variables of its own, which stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a proxy listens, and the frontends behind it, as HOST:PORT."""
+
+    listen: str
+    frontend_a: str
+    frontend_b: str
+
+    def variables(self) -> dict[str, str]:
+        return {
+            "PENSTOCK_LISTEN": self.listen,
+            "PENSTOCK_FRONTEND_A": self.frontend_a,
+            "PENSTOCK_FRONTEND_B": self.frontend_b,
+        }
+
+
+def free_port() -> int:
+    """A port of loopback that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def find_program(name: str) -> str | None:
+    return shutil.which(name, path=os.environ.get("PATH", "") + _SYSTEM_FOLDERS)
+
+
+class Proxy:
+    """A running proxy. It ends with this process, or with `stop`."""
+
+    def __init__(self, name: str, addresses: Addresses, directory: Path, configurations: Path = SHIPPED) -> None:
+        """directory is its own, for its log and its temporary files. Raises ChaosError."""
+        self.name, self.url = name, f"http://{addresses.listen}"
+        program = find_program(name)
+        if program is None:
+            raise ChaosError(f"{name} is not installed; on Debian: apt-get install haproxy nginx-light")
+        directory.mkdir()
+        self._log = directory / "log"
+        check, run, environment = _COMMANDS[name](program, addresses, directory, configurations)
+        checked = subprocess.run(check, env=environment, capture_output=True, text=True, check=False)
+        if checked.returncode != 0:
+            raise ChaosError(f"{name} refuses its configuration: {(checked.stderr or checked.stdout).strip()[-500:]}")
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                run,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=stop_with_parent,
+            )
+
+    def check_alive(self) -> None:
+        """Raises ChaosError with the end of its log if it has ended."""
+        if self.process.poll() is not None:
+            raise ChaosError(f"{self.name} ended with status {self.process.returncode}: {self.log()[-500:]}")
+
+    def most_checks(self, lasts_s: float) -> int:
+        """Return how many health checks it sends in this time at the most, while all are answered."""
+        return sum(int((lasts_s + _CHECK_MARGIN_S) / every_s) + 1 for every_s in _CHECKS_EVERY_S[self.name])
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """It does not wait for its connections."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+_Command = tuple[list[str], list[str], dict[str, str]]
+"""How to check the configuration, how to run it in the foreground, and the environment of both."""
+
+
+def _haproxy(program: str, addresses: Addresses, _directory: Path, configurations: Path) -> _Command:
+    path = _existing(configurations / "haproxy.cfg")
+    return [program, "-c", "-f", path], [program, "-db", "-f", path], addresses.variables()
+
+
+def _nginx(program: str, addresses: Addresses, directory: Path, configurations: Path) -> _Command:
+    template = Path(_existing(configurations / "nginx.conf")).read_text(encoding="utf-8")
+    path = directory / "nginx.conf"
+    variables = addresses.variables() | {"PENSTOCK_NGINX_TEMP": str(directory)}
+    path.write_text(_VARIABLE.sub(lambda found: variables[found[1]], template), encoding="utf-8")
+    common = [program, "-e", "stderr", "-p", str(directory), "-c", str(path)]
+    foreground = ["-g", f"daemon off; pid {directory}/pid;"]
+    return [*common, "-t", *foreground], [*common, *foreground], {}
+
+
+_COMMANDS = {"haproxy": _haproxy, "nginx": _nginx}
+
+
+def _existing(path: Path) -> str:
+    if not path.is_file():
+        raise ChaosError(f"{path} is missing; --proxy-configurations names the folder of haproxy.cfg and nginx.conf")
+    return str(path)

@@ -1,0 +1,272 @@
+"""What is attacked: `penstock serve`, a second frontend on its backend, and the proxies before both."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from penstock.frontend.options import FrontendOptions
+from penstock.shm.process.options import make_app, to_argv
+from penstock.shm.process.supervisor import module_argv
+from penstock.tools.bench.harness.processes import stop_with_parent
+from penstock.tools.chaos.census import ELASTIC_ROLE, session_members
+from penstock.tools.chaos.errors import COMMAND, ChaosError
+from penstock.tools.chaos.plan import Tenant
+from penstock.tools.chaos.proxies import SHIPPED, Addresses, Proxy, free_port
+from penstock.tools.serve import ServeOptions, select_options
+
+_MODULES = {
+    "penstock.tools.main": "supervisor",
+    "penstock.backend.main": "backend",
+    "penstock.frontend.main": "frontend",
+    "penstock.frontend.worker": "worker",
+    "penstock.backend.structured_output.compile_child": ELASTIC_ROLE,
+}
+_DECIDED = ("host", "port", "socket", "uds", "listen_fd", "api_key", "api_key_file", "ssl_certfile", "ssl_keyfile")
+_STOP_TIMEOUT_S = 60.0
+_IN_FLIGHT_OF_LIMITED = 12
+
+
+def parse_serve_options(text: str) -> ServeOptions:
+    """Read the options of `penstock serve` from one line. A wrong one ends the process with one line.
+
+    Raises ChaosError for an option that the run decides.
+    """
+    parsed: list[ServeOptions] = []
+    app = make_app(f"{COMMAND} --start", "")
+
+    @app.default
+    def _take(*, options: ServeOptions = ServeOptions()) -> None:  # noqa: B008 - frozen
+        parsed.append(options)
+
+    app(shlex.split(text), result_action="return_value")
+    if not parsed:
+        raise ChaosError(f'--start "{text}" has no options to start with')
+    default = ServeOptions()
+    for name in _DECIDED:
+        if getattr(parsed[0], name) != getattr(default, name):
+            raise ChaosError(f"--start has --{name.replace('_', '-')}, which {COMMAND} decides itself; leave it out")
+    return parsed[0]
+
+
+class Child:
+    """A process in a session of its own, so that all of its descendants can be found."""
+
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._log = log
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                module_argv(module, arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=stop_with_parent,
+            )
+        self.pid = self.process.pid
+
+    def check_alive(self) -> None:
+        """Raises ChaosError with the end of the log if it has ended."""
+        if self.process.poll() is not None:
+            raise ChaosError(f"status {self.process.returncode} of {self.process.args!r}: {self.log()[-1500:]}")
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def terminate(self) -> int:
+        """Return the exit status; that of SIGKILL if SIGTERM was not enough. Nothing of its session is left."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait()
+
+    def kill_session(self) -> list[int]:
+        """Kill whatever is left of it, and return that."""
+        left = [pid for pid in session_members(self.pid) if pid != self.pid]
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return left
+
+
+class Server:
+    """`penstock serve` (frontend A), `frontend` (B) on the same backend, and proxies, all on loopback."""
+
+    def __init__(self, options: ServeOptions, behind: Sequence[str], directory: Path, configurations: Path) -> None:
+        """directory is this run's own. Raises ChaosError."""
+        self.options = options
+        self.directory = directory
+        self.runtime = directory / "run"
+        self.runtime.mkdir(mode=0o700)
+        self._keys = directory / "keys"
+        self.tenants = [
+            Tenant("alice", secrets.token_hex(16)),
+            Tenant("bob", secrets.token_hex(16)),
+            Tenant("carol", secrets.token_hex(16), is_limited=True),
+        ]
+        self._has_spare_key = False
+        self._write_keys()
+        self._environment = os.environ | {"XDG_RUNTIME_DIR": str(self.runtime)}
+        port_a, self._port_b = free_port(), free_port()
+        self.url_a, self.url_b = f"http://127.0.0.1:{port_a}", f"http://127.0.0.1:{self._port_b}"
+        common = dataclasses.replace(options, api_key_file=self._keys, state_dir=str(directory / "state"))
+        argv = to_argv(dataclasses.replace(common, port=port_a))
+        place = argv.index("--socket")
+        del argv[place : place + 2]  # `serve` takes a path of its own, and removes it at its end
+        self.serve = Child("penstock.tools.main", ["serve", *argv], self._environment, directory / "serve.log")
+        self._socket = self.runtime / "penstock" / f"serve-{self.serve.pid}.sock"
+        self._argv_b = to_argv(
+            select_options(dataclasses.replace(common, port=self._port_b, socket=self._socket), FrontendOptions)
+        )
+        self.frontend_b: Child | None = None
+        self.proxies: list[Proxy] = []
+        self._behind, self._configurations = behind, configurations
+
+    def start_frontend_b(self) -> None:
+        """Start it as the first or as the next one; it takes the same port."""
+        log = self.directory / "frontend.log"
+        self.frontend_b = Child("penstock.frontend.main", self._argv_b, self._environment, log)
+
+    def start_proxies(self) -> None:
+        """Raises ChaosError."""
+        for name in self._behind:
+            addresses = Addresses(
+                f"127.0.0.1:{free_port()}", self.url_a.removeprefix("http://"), self.url_b.removeprefix("http://")
+            )
+            self.proxies.append(Proxy(name, addresses, self.directory / name, self._configurations))
+
+    @property
+    def entrances(self) -> list[str]:
+        """Where clients connect: the proxies, or else frontend A, whose socket outlives each of its processes."""
+        return [proxy.url for proxy in self.proxies] or [self.url_a]
+
+    def most_checks(self, lasts_s: float) -> int:
+        """Return how many health checks of proxies may be answered in this time, if all are."""
+        return sum(proxy.most_checks(lasts_s) for proxy in self.proxies)
+
+    def check_alive(self) -> None:
+        """Raises ChaosError if what never should has ended: the supervisor or a proxy."""
+        self.serve.check_alive()
+        for proxy in self.proxies:
+            proxy.check_alive()
+
+    def roles(self) -> dict[str, list[int]]:
+        """The pids of all our processes but zombies and proxies, by role. The children of a role have one too."""
+        found: dict[str, list[int]] = {}
+        for child in (self.serve, self.frontend_b):
+            for pid, state in session_members(child.pid).items() if child is not None else ():
+                if state != "Z":
+                    found.setdefault(_role(pid), []).append(pid)
+        return found
+
+    def zombies(self) -> list[int]:
+        return [
+            pid
+            for child in (self.serve, self.frontend_b)
+            if child is not None
+            for pid, state in session_members(child.pid).items()
+            if state == "Z"
+        ]
+
+    def frontend_a_pid(self) -> int | None:
+        """The frontend of `serve`; None while it is being restarted."""
+        return next((pid for pid in session_members(self.serve.pid) if _role(pid) == "frontend"), None)
+
+    def reload_keys(self) -> None:
+        """Add a key or take it away again, and send SIGHUP to both frontends."""
+        self._has_spare_key = not self._has_spare_key
+        self._write_keys()
+        for child in (self.serve, self.frontend_b):
+            if child is not None:
+                child.process.send_signal(signal.SIGHUP)
+
+    def _write_keys(self) -> None:
+        lines = [
+            f"{tenant.api_key} name={tenant.name}"
+            + (f" requests_in_flight={_IN_FLIGHT_OF_LIMITED}" if tenant.is_limited else "")
+            for tenant in self.tenants
+        ]
+        if self._has_spare_key:
+            lines.append(f"{secrets.token_hex(16)} name=spare requests_in_flight=1")
+        draft = self._keys.with_suffix(".new")
+        draft.write_text("\n".join(lines) + "\n")
+        draft.chmod(0o600)
+        draft.replace(self._keys)
+
+    def stop(self) -> list[str]:
+        """Stop everything, and say what did not end as it should."""
+        faults = []
+        for proxy in self.proxies:
+            proxy.stop()
+        for name, child in (("frontend B", self.frontend_b), ("penstock serve", self.serve)):
+            if child is None:
+                continue
+            status = child.terminate()
+            if status != 0:
+                faults.append(f"{name} ended with status {status}: {child.log()[-300:]}")
+            if left := child.kill_session():
+                faults.append(f"{name} left processes behind: {left}")
+        if files := [str(path.relative_to(self.runtime)) for path in self.runtime.rglob("*") if not path.is_dir()]:
+            faults.append(f"files are left behind: {', '.join(sorted(files))}")
+        return faults
+
+    def tracebacks(self) -> Iterator[str]:
+        """The first lines of errors that our processes did not expect, from their logs."""
+        for child in (self.serve, self.frontend_b):
+            if child is not None and (place := (log := child.log()).find("Traceback (most")) >= 0:
+                yield log[max(0, place - 200) : place + 1500]
+
+
+def _role(pid: int) -> str:
+    """A child that a process forked has its parent's command line: it is "child of" that role."""
+    module = _module(pid)
+    role = _MODULES.get(module, "other")
+    parent = _parent(pid)
+    is_forked = parent != os.getpid() and module and _module(parent) == module
+    return f"child of {role}" if is_forked else role
+
+
+def _module(pid: int) -> str:
+    try:
+        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return argv[argv.index(b"-m") + 1].decode() if b"-m" in argv[:-1] else ""
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+@contextmanager
+def started(
+    options: ServeOptions, behind: Sequence[str], configurations: Path = SHIPPED, keep_in: Path | None = None
+) -> Iterator[Server]:
+    """A server whose processes have been started; the caller waits until they are ready. At exit all of it is gone.
+
+    Its files are in keep_in and stay, or in a temporary folder. Raises ChaosError.
+    """
+    with ExitStack() as stack:
+        if keep_in is not None:
+            directory = keep_in.resolve()
+            directory.mkdir(parents=True)
+        else:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-chaos-")))
+        server = Server(options, behind, directory, configurations)
+        stack.callback(server.stop)
+        yield server
