@@ -80,7 +80,7 @@ def serve(options: FrontendOptions) -> int:
         worker=0,
         num_workers=options.workers,
         listen_fd=listening.fileno(),
-        accept_fd=AcceptTable.create_fd(options.workers) if options.workers > 1 else None,
+        accept_fd=AcceptTable.create_fd(options.workers),
         socket_path=str(options.socket),
         access=access,
         tls=tls,
@@ -115,11 +115,10 @@ def serve(options: FrontendOptions) -> int:
 
 
 def _worker(settings: WorkerSettings, number: int, options: FrontendOptions) -> ChildSpec:
-    fds = (settings.listen_fd, settings.access.usage_fd, settings.accept_fd)
     return ChildSpec(
         f"worker {number}",
         module_argv("penstock.frontend.worker"),
-        pass_fds=tuple(fd for fd in fds if fd is not None),
+        pass_fds=(settings.listen_fd, settings.access.usage_fd, settings.accept_fd),
         env=_environment(msgspec.structs.replace(settings, worker=number)),
         reloads=reloads(options),
     )

@@ -61,8 +61,8 @@ class WorkerSettings(Struct, frozen=True):
     """This worker's number, from 0; num_workers share the socket and the usage table."""
     num_workers: int
     listen_fd: int
-    accept_fd: int | None
-    """Table in which workers share new connections; None if there is one worker."""
+    accept_fd: int
+    """Table in which workers share new connections."""
     socket_path: str
     access: AccessSettings
     tls: TlsFiles | None

@@ -40,9 +40,7 @@ async def serve(settings: WorkerSettings) -> None:
     """Serve until a signal, then drain and return."""
     listening = socket.socket(fileno=settings.listen_fd)
     max_connections = raise_fd_limit()
-    accept_table = None
-    if settings.accept_fd is not None:
-        accept_table = AcceptTable.attach(settings.accept_fd, settings.num_workers, settings.worker)
+    accept_table = AcceptTable.attach(settings.accept_fd, settings.num_workers, settings.worker)
     backend = BackendClient(
         Path(settings.socket_path),
         resume_timeout_s=settings.resume_timeout_s,

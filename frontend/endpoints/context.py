@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from penstock.frontend.schemas.body_structure import SMALL_BODY_BYTES, check_structure
 from penstock.frontend.schemas.ignored_fields import IGNORED_HEADER, IgnoredFields
-from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten, shutting_down
+from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten
 from penstock.frontend.transport.sse import EventStream
 
 if TYPE_CHECKING:
@@ -76,8 +76,6 @@ class EndpointContext:
         return data
 
     def _check_capacity(self, exchange: Exchange) -> None:
-        if self.exchanges.is_draining:
-            raise shutting_down()
         self._check_open_requests(exchange)
         if self.models.settled.is_set():
             self.model_now()

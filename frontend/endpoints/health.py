@@ -25,7 +25,7 @@ async def health(exchange: Exchange, _context: EndpointContext) -> None:
 
 async def ready(exchange: Exchange, context: EndpointContext) -> None:
     """GET /ready: a request could be answered now. Raises ApiError."""
-    if context.exchanges.is_stopping:
+    if context.exchanges.is_draining:
         raise shutting_down()
     if not context.backend.ready:
         message = "the backend is not connected or makes no progress; retry later"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.exchange import Exchange
 
 _SWEEP_INTERVAL_S = 1.0
-_DRAINED_BODY_TIMEOUT_S = 1.0
-"""How long a body may still take to arrive once the server drains."""
+_LAST_BODY_TIMEOUT_S = 5.0
+"""How long a body may still take to arrive while the server drains."""
 
 
 class OpenExchanges:
@@ -24,9 +24,7 @@ class OpenExchanges:
 
     def __init__(self, *, max_open: int, keep_alive_interval_s: float, client_timeout_s: float) -> None:
         """max_open requests whose bodies have arrived, of one tenant alone, and as many whose bodies have not."""
-        self.is_stopping = False
-        """Whether new requests are to go elsewhere, though those that arrive are answered."""
-        self.is_draining = False
+        self._draining_since_s: float | None = None
         self.incomplete = IncompleteBodies(max_open)
         self.places = TenantPlaces(max_open)
         """Taken by requests whose bodies have arrived: nobody can take others' places by sending slowly."""
@@ -41,6 +39,11 @@ class OpenExchanges:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are to go to other servers. Those that arrive all the same are answered."""
+        return self._draining_since_s is not None
 
     def add(self, exchange: Exchange) -> None:
         self._open.add(exchange)
@@ -68,9 +71,14 @@ class OpenExchanges:
             self.sweep(time.monotonic())
 
     def sweep(self, now_s: float) -> None:
-        """Drop clients that do not read; let silent event streams write a comment."""
+        """Drop clients that do not read; let silent event streams write a comment; while the server drains, end
+        requests whose bodies take long."""
         for exchange in list(self._open):
-            if exchange.sending_since_s:
+            if exchange in self.incomplete:
+                since_s = self._draining_since_s
+                if since_s is not None and now_s - max(since_s, exchange.received_s) >= _LAST_BODY_TIMEOUT_S:
+                    exchange.abort(shutting_down())
+            elif exchange.sending_since_s:
                 if now_s - exchange.sending_since_s >= self._client_timeout_s:
                     exchange.drop()
             elif exchange.idle_action and now_s - exchange.last_sent_s >= self._keep_alive_interval_s:
@@ -79,14 +87,8 @@ class OpenExchanges:
                 task.add_done_callback(self._idle_actions.discard)
 
     def start_draining(self) -> None:
-        """From now on new requests are refused and bodies must arrive soon; requests that run continue."""
-        self.is_stopping = self.is_draining = True
-        asyncio.get_running_loop().call_later(_DRAINED_BODY_TIMEOUT_S, self._end_unread)
-
-    def _end_unread(self) -> None:
-        for exchange in list(self._open):
-            if exchange in self.incomplete:
-                exchange.abort(shutting_down())
+        """From now on bodies must arrive soon. Requests continue, and those that arrive run."""
+        self._draining_since_s = time.monotonic()
 
     def end_all(self) -> None:
         """End every open request with an error that says the server is shutting down."""

@@ -46,6 +46,11 @@ class AcceptTable:
         return fd
 
     @classmethod
+    def alone(cls) -> AcceptTable:
+        """Return a table for the only worker of a socket."""
+        return cls(mmap.mmap(-1, 8 * _ROW_WORDS), 1, 0)
+
+    @classmethod
     def attach(cls, fd: int, num_workers: int, worker: int) -> AcceptTable:
         """Raises RegionError."""
         return cls(region.attach(fd, 8 * _ROW_WORDS * num_workers, writable=True), num_workers, worker)
@@ -59,6 +64,11 @@ class AcceptTable:
         """Show the others that this worker takes no more."""
         self._is_open = False
         self._words[self._own + _CONNECTIONS] = 0
+
+    @property
+    def has_others(self) -> bool:
+        """Whether another worker takes connections."""
+        return any(self._words[row + _CONNECTIONS] for row in self._others)
 
     def set_connections(self, num_connections: int) -> None:
         self._num_connections = num_connections

@@ -1,4 +1,4 @@
-"""Accepts connections from a socket that several workers share, in turns that `accept_table` decides."""
+"""Accepts connections from the listening socket that workers share, in turns that `accept_table` decides."""
 
 from __future__ import annotations
 
@@ -51,10 +51,13 @@ class SharedAcceptor:
         self._loop.add_reader(self._listening, self._look)
 
     def close(self) -> None:
-        """Accept nothing more. What waits in the socket stays for other workers."""
+        """Accept nothing more. What waits in the socket stays for other workers; the last one takes it, because the
+        kernel resets what waits in a socket that is closed."""
         if not self._is_closed:
             self._is_closed = True
             self._table.close()
+            while not self._table.has_others and self._accept():
+                pass
             self._loop.remove_reader(self._listening)
             if self._timer is not None:
                 self._timer.cancel()

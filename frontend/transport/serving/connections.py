@@ -37,6 +37,10 @@ class Closable(Protocol):
         """Close the connection, which is idle or incomplete."""
         ...
 
+    def shutdown(self) -> None:
+        """Close the connection, which is idle, without haste: nobody needs its place."""
+        ...
+
 
 def raise_fd_limit() -> int:
     """Raise this process's limit of file descriptors to its maximum; return how many connections that allows."""
@@ -64,6 +68,10 @@ class Connections:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def num_incomplete(self) -> int:
+        return len(self._incomplete)
 
     def add(self, connection: Closable, address: bytes, now_s: float) -> bool:
         """Count a new, incomplete connection until it is removed. Return False when it has to be refused: the limit is
@@ -97,6 +105,12 @@ class Connections:
     def set_busy(self, connection: Closable) -> None:
         self._idle_since_s.pop(connection, None)
         self._incomplete.discard(connection)
+
+    def close_idle(self) -> None:
+        idle = list(self._idle_since_s)
+        self._idle_since_s.clear()
+        for connection in idle:
+            connection.shutdown()
 
     def _note_change(self) -> None:
         if self._on_change is not None:

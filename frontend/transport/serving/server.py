@@ -5,45 +5,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
-import sys
+import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
+from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.acceptor import SharedAcceptor
 from penstock.frontend.transport.serving.connections import MAX_CONNECTIONS, Connections
 from penstock.frontend.transport.serving.http_limits import LimitedProtocol
 from penstock.frontend.transport.serving.tls_handshakes import TlsHandshake
 
 if TYPE_CHECKING:
+    import socket
     import ssl
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.frontend.transport.asgi import AsgiApp
     from penstock.frontend.transport.open_exchanges import OpenExchanges
-    from penstock.frontend.transport.serving.accept_table import AcceptTable
 
 KEEP_ALIVE_TIMEOUT_S = 75
 """Longer than load balancers keep connections (60 s is common), so that they never use one that was just closed."""
-_LAST_REQUESTS_S = 0.5
-"""How long a server that stops still answers requests that arrive on open connections: they were on their way."""
+_IDLE_CLOSE_DELAY_S = 0.5
+"""How long a server that stops keeps idle connections open, for requests that are on their way."""
+_LAST_HEADS_TIMEOUT_S = 5.0
+"""How long it waits for the request of a connection that has sent none yet, or a part of its head."""
+_POLL_INTERVAL_S = 0.02
 _LAST_ERRORS_TIMEOUT_S = 2.0
 """How long the errors that end requests may take to be sent."""
 _FORCED_CLOSE_TIMEOUT_S = 1.0
-_KEEP_SOCKET_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
-"""A worker that ends leaves the Unix socket's file in place: other workers listen there too."""
 
 
 class _Server(uvicorn.Server):
-    accept_table: AcceptTable | None = None
-    """Shared with the other workers of the socket; None if there are none."""
+    def __init__(self, config: uvicorn.Config, accept_table: AcceptTable) -> None:
+        super().__init__(config)
+        self._accept_table = accept_table
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """Replaces uvicorn's method, which cannot take a Unix socket that listens already."""
+        """Replaces uvicorn's method, whose servers cannot share a socket fairly."""
         await self.lifespan.startup()
-        loop, config = asyncio.get_running_loop(), self.config
+        config = self.config
 
         def new_connection() -> asyncio.Protocol:
             return config.http_protocol_class(  # type: ignore[call-arg]
@@ -52,28 +54,18 @@ class _Server(uvicorn.Server):
 
         self.servers = []
         for listening in sockets or ():
-            if self.accept_table is not None:
-                acceptor = SharedAcceptor(listening, self.accept_table, new_connection)
-                acceptor.start()
-                self.servers.append(acceptor)  # type: ignore[arg-type] # as far as uvicorn uses it
-                continue
-            is_unix = listening.family == socket.AF_UNIX
-            create: Callable[..., Awaitable[asyncio.Server]] = (
-                partial(loop.create_unix_server, **_KEEP_SOCKET_FILE) if is_unix else loop.create_server
-            )
-            self.servers.append(
-                await create(
-                    new_connection,
-                    sock=listening,
-                    backlog=config.backlog,
-                )
-            )
+            acceptor = SharedAcceptor(listening, self._accept_table, new_connection)
+            acceptor.start()
+            self.servers.append(acceptor)  # type: ignore[arg-type] # as far as uvicorn uses it
         self.started = True
 
-    def stop_accepting(self, listening: socket.socket) -> None:
+    async def stop_accepting(self, listening: socket.socket) -> None:
+        """Returns when all connections that were accepted have begun."""
         for server in self.servers:
             server.close()
         listening.close()
+        for server in self.servers:
+            await server.wait_closed()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -115,14 +107,14 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         accept_table: AcceptTable | None = None,
     ) -> None:
-        """accept_table is shared with the other workers of the socket."""
+        """accept_table is shared with the other workers of the socket; None if there are none."""
+        if accept_table is None:
+            accept_table = AcceptTable.alone()
         self._exchanges = exchanges
         self._listening = listening
         self._drain_timeout_s = drain_timeout_s
-        on_change = None if accept_table is None else accept_table.set_connections
-        self._connections = Connections(max_connections, on_change)
-        self._server = _Server(server_config(app, self._connections, tls=tls))
-        self._server.accept_table = accept_table
+        self._connections = Connections(max_connections, accept_table.set_connections)
+        self._server = _Server(server_config(app, self._connections, tls=tls), accept_table)
         self._stop = asyncio.Event()
         self._skip_drain = asyncio.Event()
 
@@ -146,23 +138,16 @@ class HttpServer:
             self._skip_drain.set()
         self._stop.set()
 
-    async def _answer_last_requests(self) -> None:
-        """Accept no more, and answer what is on its way on open connections: another worker cannot."""
-        self._exchanges.is_stopping = True
-        self._connections.end_after_next_answer = True
-        self._server.stop_accepting(self._listening)
-        for _ in range(round(_LAST_REQUESTS_S / 0.02)):
-            if not len(self._connections) or self._skip_drain.is_set():
-                break
-            await asyncio.sleep(0.02)
-
     async def _drain(self) -> None:
         await self._stop.wait()
-        await self._answer_last_requests()
+        deadline_s = time.monotonic() + self._drain_timeout_s
         self._exchanges.start_draining()
+        self._connections.end_after_next_answer = True
+        await self._server.stop_accepting(self._listening)
+        await self._answer_last_requests(deadline_s)
         self._server.should_exit = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._skip_drain.wait(), self._drain_timeout_s)
+            await asyncio.wait_for(self._skip_drain.wait(), max(0.0, deadline_s - time.monotonic()))
         self._exchanges.end_all()
         # Time to send the errors; then abort connections whose clients do not read.
         for _ in range(round(_LAST_ERRORS_TIMEOUT_S / 0.05)):
@@ -173,3 +158,20 @@ class HttpServer:
         await asyncio.sleep(_FORCED_CLOSE_TIMEOUT_S)
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
+
+    async def _answer_last_requests(self, deadline_s: float) -> None:
+        """Answer what is on its way on open connections: no other worker can.
+
+        A connection without a request is kept for longer than one that has had an answer: a client sends its first
+        request as soon as it is connected, but it may be slow, and an idle one may never send another.
+        """
+        began_s = time.monotonic()
+        while len(self._connections) and not self._skip_drain.is_set():
+            waited_s = time.monotonic() - began_s
+            if waited_s >= _IDLE_CLOSE_DELAY_S:
+                self._connections.close_idle()
+                if waited_s >= _LAST_HEADS_TIMEOUT_S or not self._connections.num_incomplete:
+                    return
+            if time.monotonic() >= deadline_s:
+                return
+            await asyncio.sleep(_POLL_INTERVAL_S)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.shm.messages import Finish
-from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent, token_ids
+from tests.frontend.harness import ClientConnection, FakeBackend, request_bytes, silent, token_ids
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -241,40 +241,6 @@ async def test_body_that_never_arrives_is_a_408(
     connection.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50\r\n\r\n{")
     response = await connection.response()
     assert (response.status, response.error["code"]) == (408, "request_timeout")
-    assert not backend.streams
-
-
-async def test_draining_refuses_new_requests_and_lets_others_finish(backend: FakeBackend) -> None:
-    app = make_app(backend)
-    running, other = ClientConnection(app), ClientConnection(app)
-    backend.script = silent
-    running.send(request_bytes("POST", CHAT, {**BODY, "stream": True}))
-    await backend.submitted.wait()
-    app.exchanges.start_draining()
-    for method, path, body in (("GET", "/ready", None), ("POST", CHAT, BODY)):
-        refused = await other.request(method, path, body)
-        assert (refused.status, refused.error["code"]) == (503, "shutting_down")
-        assert "retry-after" in refused.headers
-    assert (await other.request("GET", "/health")).status == 200
-    backend.streams[0].push(*token_ids("the"), finish=Finish.LENGTH)
-    assert (await running.response()).events()[-1] == "[DONE]"
-    for connection in (running, other):
-        await connection.end()
-
-
-@pytest.mark.parametrize("num_bytes", [50, 1 << 20])
-async def test_draining_does_not_wait_for_a_body_that_does_not_arrive(
-    connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, num_bytes: int
-) -> None:
-    monkeypatch.setattr("penstock.frontend.transport.open_exchanges._DRAINED_BODY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("penstock.frontend.transport.exchange._LAST_DISCARD_TIMEOUT_S", 0.01)
-    connection.send(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n{" % num_bytes)
-    await asyncio.sleep(0)
-    connection.protocol.app.exchanges.start_draining()
-    response = await connection.response()
-    assert (response.status, response.error["code"]) == (503, "shutting_down")
-    assert "retry-after" in response.headers
-    await connection.idle()
     assert not backend.streams
 
 
