@@ -10,11 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from tests.system.processes import Command, Frontend, running, start_backend
+from tests.users import NOBODY, needs_root
 
-NOBODY = 65534
 BECOME_ANOTHER = f"""
 import os, socket, sys
 os.setgroups([])
@@ -43,7 +41,7 @@ for listener in listeners:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@needs_root
 def test_no_command_meets_another_users_sockets() -> None:
     """He makes the directory before us, with a link to the genuine socket and message sockets of his own beside it."""
     with tempfile.TemporaryDirectory(prefix="ps-") as ours, tempfile.TemporaryDirectory(prefix="ps-") as theirs:
@@ -72,7 +70,7 @@ def test_no_command_meets_another_users_sockets() -> None:
         assert attacker.communicate()[0] == ""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@needs_root
 def test_running_server_leaves_nothing_for_other_users(tmp_path: Path) -> None:
     """Every socket, file and directory that the commands make is closed to others, and messages have no name at all."""
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:

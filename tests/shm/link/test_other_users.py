@@ -26,9 +26,7 @@ from penstock.shm.messages import PROTOCOL_VERSION, Hello, Refusal, Welcome, Wir
 from penstock.shm.process.private_directory import UnsafeDirectory
 from penstock.shm.process.socket_path import default_socket_path
 from tests.shm.scripted_backend import ScriptedBackend, model_card
-
-NOBODY = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+from tests.users import NOBODY, needs_root
 
 
 @contextmanager

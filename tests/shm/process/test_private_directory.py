@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory, opened_directory, path_in
-
-NOBODY = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+from tests.users import NOBODY, needs_root
 
 
 @pytest.fixture
