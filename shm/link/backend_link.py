@@ -105,7 +105,11 @@ class BackendLink:
         self._rendezvous = Rendezvous(
             socket_path, max_connections=max_frontends, handshake_timeout_s=HANDSHAKE_TIMEOUT_S
         )
-        listener, self._message_socket_fd = self._rendezvous.address.unnamed_listener()
+        try:
+            listener, self._message_socket_fd = self._rendezvous.address.unnamed_listener()
+        except BaseException:
+            self._rendezvous.close()
+            raise
         self._table = FrontendTable(
             self._rendezvous, self._message_socket_fd, card, board, self.ledger, credit=credit, exporter=exporter
         )

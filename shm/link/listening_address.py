@@ -1,4 +1,4 @@
-"""Where the backend listens: a path in a private directory, a lock beside it, and a message socket without a name."""
+"""The backend's address: a socket in a private directory, a lock file beside it, and a message socket without name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_PATH_BYTES = 107
-"""Of a unix socket's path."""
+"""Linux's limit for the path of a Unix socket."""
 MAX_NAME_BYTES = MAX_PATH_BYTES - len("/proc/self/fd/2147483647/..messages")
-"""Of the path's last part: sockets are bound and connected through the directory's fd, one of them with a suffix."""
+"""Limit of the path's last part: sockets are bound and connected through the directory's fd, one with a suffix."""
 
 _BACKLOG = 128
 
@@ -45,8 +45,8 @@ def private_umask() -> Iterator[None]:
 class ListeningAddress:
     """A path that this process alone listens on, until `close` or its death.
 
-    All is done through the fd of the directory, which is checked with all those above it, and which nobody but this
-    user can change.
+    Every access goes through an fd of the path's directory. That directory and all above it have been checked: only
+    this user and root can change them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,6 +58,7 @@ class ListeningAddress:
         if num_bytes > MAX_NAME_BYTES:
             raise CannotListen(f"the socket's name {path.name} has {num_bytes} bytes; the limit is {MAX_NAME_BYTES}")
         self._name = path.name
+        self._directory = path.parent
         with ExitStack() as opened:
             try:
                 self._directory_fd = open_directory(path.parent, Trust.PRIVATE)
@@ -71,67 +72,84 @@ class ListeningAddress:
             self._opened = opened.pop_all()
 
     def _check_name(self, path: Path) -> None:
-        """Whatever lies at the path is a socket: it comes from an option, and will be removed."""
-        with contextlib.suppress(FileNotFoundError):
+        """Raises CannotListen for anything but a socket: the path comes from an option, and `bind` removes what lies
+        there."""
+        try:
             mode = os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False).st_mode
-            if not stat.S_ISSOCK(mode):
-                raise CannotListen(f"{path} exists and is not a socket")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise CannotListen(f"cannot look at {path}: {error.strerror}") from None
+        if not stat.S_ISSOCK(mode):
+            raise CannotListen(f"{path} exists and is not a socket")
 
     def _lock(self, path: Path) -> int:
         """Lock the file beside the path. Returns its fd, which holds the lock until it is closed."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            fd = os.open(self._name + ".lock", flags, 0o600, dir_fd=self._directory_fd)
-        except OSError as error:
-            raise CannotListen(f"cannot create {path}.lock: {error.strerror}") from None
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise CannotListen(f"{path}.lock exists and is not a file")
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, str(os.getpid()).encode(), 0)
-        except BlockingIOError:
-            holder = os.pread(fd, 20, 0).decode("ascii", "replace")
-            os.close(fd)
-            raise AddressInUse(f"another backend (pid {holder or 'unknown'}) serves {path}") from None
-        except BaseException:
-            os.close(fd)
-            raise
+        with ExitStack() as opened:
+            try:
+                fd = os.open(self._name + ".lock", flags, 0o600, dir_fd=self._directory_fd)
+                opened.callback(os.close, fd)
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise CannotListen(f"{path}.lock exists and is not a file")
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, str(os.getpid()).encode(), 0)
+            except BlockingIOError:  # of flock; the others do not block
+                holder = os.pread(fd, 20, 0).decode("ascii", "replace")
+                raise AddressInUse(f"another backend (pid {holder or 'unknown'}) serves {path}") from None
+            except OSError as error:
+                raise CannotListen(f"cannot create or lock {path}.lock: {error.strerror}") from None
+            opened.pop_all()
         return fd
 
     def bind(self, listener: socket.socket) -> None:
-        """Bind the listener to the path. Raises OSError."""
-        self.unlink()  # we hold the lock, so an existing socket is a dead backend's
-        with private_umask():
-            listener.bind(path_in(self._directory_fd, self._name))
+        """Bind the listener to the path. Raises CannotListen."""
+        try:
+            self.unlink()  # this process holds the lock, so an existing socket is a dead backend's
+            self._bind(listener, self._name)
+        except OSError as error:
+            raise self._cannot_make_socket(error) from None
 
     def unlink(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._name, dir_fd=self._directory_fd)
+        """Remove the socket, if there is one. Raises OSError."""
+        self._unlink(self._name)
 
     def unnamed_listener(self) -> tuple[socket.socket, int]:
-        """A stream socket that listens and has no name, and an fd (O_PATH) with which `connectable_path` reaches it.
+        """Return a stream socket that listens and has no name, and an fd (O_PATH) for `connectable_path`.
 
-        Only who holds that fd, or receives it from a holder, can connect. The name goes before it listens, so there is
-        no moment at which another process could connect by it. The caller closes both. Raises OSError.
+        Only a process that has that fd can connect. The name is removed before the socket listens, so no other process
+        can connect by it at any moment. The caller closes both. Raises CannotListen.
         """
         name = f".{self._name}.messages"
-        with ExitStack() as opened:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            opened.callback(listener.close)
-            with contextlib.suppress(FileNotFoundError):  # left by a backend that was killed in the lines below
-                os.unlink(name, dir_fd=self._directory_fd)
-            with private_umask():
-                listener.bind(path_in(self._directory_fd, name))
-            fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory_fd)
-            opened.callback(os.close, fd)
-            os.unlink(name, dir_fd=self._directory_fd)
-            listener.listen(_BACKLOG)
-            opened.pop_all()
+        try:
+            with ExitStack() as opened:
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                opened.callback(listener.close)
+                self._unlink(name)  # a backend that was killed in the lines below has left it
+                self._bind(listener, name)
+                fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory_fd)
+                opened.callback(os.close, fd)
+                self._unlink(name)
+                listener.listen(_BACKLOG)
+                opened.pop_all()
+        except OSError as error:
+            raise self._cannot_make_socket(error) from None
         return listener, fd
 
+    def _bind(self, listener: socket.socket, name: str) -> None:
+        with private_umask():
+            listener.bind(path_in(self._directory_fd, name))
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # then there is nothing to remove
+            os.unlink(name, dir_fd=self._directory_fd)
+
+    def _cannot_make_socket(self, error: OSError) -> CannotListen:
+        return CannotListen(f"cannot make a socket in {self._directory}: {error.strerror}")
+
     def close(self) -> None:
-        """Release the lock. Remove what `bind` made before, with `unlink`."""
+        """Release the lock. Call `unlink` before, if `bind` made a socket."""
         self._opened.close()
 
 

@@ -1,10 +1,10 @@
 """Directories that other users cannot change: for sockets, state and compiled code.
 
-Whoever can write one directory of a path can replace everything below it. So every directory is checked from the root
-down, as sshd does (StrictModes): it belongs to root or to us, and others cannot write it, unless it is sticky as /tmp
-is. Symbolic links are followed one at a time, and each target is checked in the same way. Each step begins at the fd
-of a directory that has been checked, so nothing can be swapped between the check and the use. An access control list
-shows in the group's bits.
+A user who can write one directory of a path can replace everything below it. So every directory is checked from the
+root down, as sshd does (StrictModes): its owner is root or this user, and others cannot write it unless it is sticky,
+as /tmp is. Symbolic links are followed one at a time, and each target is checked in the same way. Each step begins at
+the fd of a checked directory, so nothing can be swapped between the check and the use. Rights that an access control
+list grants show in the mode bits of the group.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ class UnsafeDirectory(Exception):
 
 
 class Trust(enum.Enum):
-    """What a directory is for: mode bits that it may not have, and that nothing above it may have."""
+    """The use of a directory. The value: mode bits that it may not have, and bits that those above it may not have."""
 
     PRIVATE = 0o077, 0o022
-    """Ours alone: sockets of the backend, state. Made with mode 700."""
+    """Only this user may enter: sockets of the backend, state. Created with mode 700."""
     READABLE = 0o022, 0o022
-    """Ours or root's, and others may read: compiled code. Made with mode 700."""
+    """This user or root owns it, and others may read: compiled code. Created with mode 700."""
     SHARED = 0o002, 0o002
-    """The place of a socket for other users. Its group is trusted. Never made."""
+    """Contains a socket for other users. Its group is trusted. Never created."""
 
 
 def open_directory(path: Path, trust: Trust, *, create: bool = True) -> int:
-    """Check and open a directory, and make what is missing of it. The caller closes the fd (O_PATH).
+    """Check and open a directory; create it, and those above it, where they are missing. The caller closes the fd
+    (O_PATH).
 
     Use it as dir_fd, or as `path_in(fd, name)` where only a path will do.
 
-    Raises UnsafeDirectory, and OSError if it cannot be entered or made, is not a directory, or (without create) is
-    missing.
+    Raises UnsafeDirectory. Raises OSError if it cannot be entered or created, is not a directory, or is missing and may
+    not be created.
     """
     may_create = create and trust is not Trust.SHARED
     pending = list(reversed(path.absolute().parts[1:]))
@@ -66,9 +67,11 @@ def open_directory(path: Path, trust: Trust, *, create: bool = True) -> int:
                 pending += [part for part in reversed(target.split("/")) if part]
                 name = above
                 if target.startswith("/"):
+                    root = _open_root()  # may fail, so fd stays open until then
                     os.close(fd)
-                    fd, name = _open_root(), "/"
-                pending = pending or ["."]  # the link led to a directory that was checked as one above others
+                    fd, name = root, "/"
+                # The link leads to a directory that was checked as one above others; check it as the last one too.
+                pending = pending or ["."]
                 continue
             os.close(fd)
             fd = found
@@ -90,12 +93,13 @@ def opened_directory(path: Path, trust: Trust, *, create: bool = True) -> Iterat
 
 
 def check_directory(path: Path, trust: Trust, *, create: bool = True) -> None:
-    """As `open_directory`. Afterwards the path can be used as well: nobody but root and us can change it."""
+    """Like `open_directory`, without the fd. Afterwards the path is safe to use: only root and this user can change
+    it."""
     os.close(open_directory(path, trust, create=create))
 
 
 def path_in(directory_fd: int, name: str) -> str:
-    """A path of the file in an open directory, for calls that take no dir_fd, such as bind and connect. It is short."""
+    """A short path of a file in an open directory, for calls that take no dir_fd, such as bind and connect."""
     return f"/proc/self/fd/{directory_fd}/{name}"
 
 
@@ -119,7 +123,7 @@ def _open_part(name: str, directory_fd: int, may_create: bool) -> int:
     except FileNotFoundError:
         if not may_create:
             raise
-    with suppress(FileExistsError):  # somebody made it just now; it is checked like any other
+    with suppress(FileExistsError):  # another process has just made it; the caller checks it like any other
         os.mkdir(name, 0o700, dir_fd=directory_fd)
     return os.open(name, flags, dir_fd=directory_fd)
 
@@ -157,5 +161,5 @@ def _check_owner(status: os.stat_result, what: str, path: Path, *, may_be_root: 
 def _user(uid: int) -> str:
     try:
         return f"{uid} ({pwd.getpwuid(uid).pw_name})"
-    except KeyError:
+    except KeyError:  # this user has no name
         return str(uid)

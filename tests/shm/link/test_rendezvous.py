@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.join import Invitation, Refused, join
 from penstock.shm.link.listening_address import MAX_NAME_BYTES, AddressInUse, CannotListen, ListeningAddress
 from penstock.shm.link.rendezvous import Rendezvous
+from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import PROTOCOL_VERSION, Cancel, Hello, Refusal, Welcome, decode_welcome, encode
 from tests.shm.scripted_backend import BackendProcess, ScriptedBackend, model_card
 
@@ -212,6 +214,22 @@ def test_directory_that_cannot_be_created_is_named(socket_path: Path) -> None:
     socket_path.write_text("a file")
     with pytest.raises(CannotListen, match=f"^cannot create or enter {socket_path}: "):
         Rendezvous(socket_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [(".b.sock.messages", "cannot make a socket in"), ("b.sock.lock", "cannot create or lock")]
+)
+def test_backend_that_cannot_make_its_sockets_or_lock_says_so_in_one_line(
+    socket_path: Path, name: str, expected: str
+) -> None:
+    socket_path.with_name(name).mkdir()
+    board = BackendBoard.create()
+    with pytest.raises(CannotListen, match=f"^{expected} .*: Is a directory$"):
+        BackendLink(socket_path, model_card(), board)
+    assert not socket_path.exists()
+    socket_path.with_name(name).rmdir()
+    BackendLink(socket_path, model_card(), board).close()
+    board.close()
 
 
 def test_path_too_long_for_a_socket_is_refused(socket_path: Path) -> None:
