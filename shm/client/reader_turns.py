@@ -1,11 +1,14 @@
-"""Wakes the readers of streams in turns, so that many of them never hold the event loop for long."""
+"""Wakes the readers of streams a few at a time, so that many of them never hold the event loop for long."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _LONG_TURN_S = 0.008
 _MIN_READERS = 4
@@ -22,14 +25,15 @@ class Waiting(Protocol):
 
 
 class ReaderTurns:
-    """Readers that have something to read. In one turn of the event loop a limited number of them is woken.
+    """Wakes a limited number of readers in each turn of the event loop.
 
     The limit halves after a long turn and grows after a short one. Groups of streams, such as the choices of a request,
-    are served one stream each in rotation: a request with a hundred choices delays another as one stream does. While
-    few readers are ready, each is woken at once.
+    take turns, one stream at a time: a request with a hundred choices delays another no more than one stream would.
+    While few readers are ready, each is woken at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._ready: dict[int, deque[Waiting]] = {}  # by group; the first group is next
         self._limit = _FIRST_READERS
         self._num_woken = 0  # since the present turn began
@@ -55,12 +59,12 @@ class ReaderTurns:
 
     def _begin(self) -> None:
         if self._turn is None:
-            self._turn_began_s = time.monotonic()
+            self._turn_began_s = self._clock()
             self._turn = asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
-        """Runs in every turn of the loop while readers are woken."""
-        now_s = time.monotonic()
+        """Wake the next readers. Runs in every turn of the loop until a turn wakes none."""
+        now_s = self._clock()
         if now_s - self._turn_began_s > _LONG_TURN_S:
             self._limit = max(_MIN_READERS, self._limit // 2)
         elif self._num_woken >= self._limit:
