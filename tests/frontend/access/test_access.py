@@ -21,27 +21,8 @@ from penstock.frontend.access.api_keys import (
     named_keys,
     read_key_file,
 )
+from tests.frontend.access.keys import BODY, COMPLETIONS, bearer, limited
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app
-
-COMPLETIONS = "/v1/completions"
-BODY = {"prompt": "the cat", "max_tokens": 3}
-
-
-def limited(name: str = "a", **limits: int) -> ApiKey:
-    return ApiKey(f"secret-{name}".encode(), name, KeyLimits(**limits))
-
-
-def bearer(key: str) -> list[tuple[str, str]]:
-    return [("authorization", f"Bearer {key}")]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 6000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
 
 # The file
 

@@ -11,13 +11,11 @@ from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import ApiKey
 from penstock.frontend.access.payer import address_payer
 from penstock.frontend.transport.exchange import Exchange
+from tests.frontend.access.keys import BODY, COMPLETIONS
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, says
 
 if TYPE_CHECKING:
     from penstock.frontend.settings import TenantBy
-
-COMPLETIONS = "/v1/completions"
-BODY = {"prompt": "the cat", "max_tokens": 3}
 
 
 def payer_of(tenant_by: TenantBy, client: str | None, forwarded: str | None = None) -> bytes:

@@ -10,23 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.frontend.access.admission import Admission
-from penstock.frontend.access.api_keys import MAX_LIMITED_KEYS, ApiKey, KeyLimits
+from penstock.frontend.access.api_keys import MAX_LIMITED_KEYS, ApiKey
 from penstock.frontend.access.rate_limits import Account, RateLimiter
 from penstock.frontend.access.usage_table import UsageTable
 from penstock.frontend.transport.errors import ApiError
 from penstock.shm.messages import Finish
+from tests.frontend.access.keys import BODY, COMPLETIONS, bearer, limited
 from tests.frontend.harness import ClientConnection, FakeBackend, Response, make_app, request_bytes, says, silent
-
-COMPLETIONS = "/v1/completions"
-BODY = {"prompt": "the cat", "max_tokens": 3}
-
-
-def limited(name: str = "a", **limits: int) -> ApiKey:
-    return ApiKey(f"secret-{name}".encode(), name, KeyLimits(**limits))
-
-
-def bearer(key: str) -> list[tuple[str, str]]:
-    return [("authorization", f"Bearer {key}")]
 
 
 class Clock:
