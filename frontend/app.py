@@ -27,6 +27,7 @@ from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 from penstock.frontend.transport.exchange import Exchange
 from penstock.frontend.transport.open_exchanges import OpenExchanges
+from penstock.shm.process.tenant_places import TenantPlaces
 
 if TYPE_CHECKING:
     from penstock.frontend.generation.served_model import ModelKeeper
@@ -86,7 +87,10 @@ class App:
         )
         self._admission = admission or Admission()
         ignored_fields = IgnoredFields(refuses=limits.refuses_unknown_fields)
-        self.context = EndpointContext(backend, models, self._admission, limits, self.exchanges, ignored_fields)
+        places_to_wait = TenantPlaces(limits.max_held_requests)
+        self.context = EndpointContext(
+            backend, models, self._admission, limits, self.exchanges, ignored_fields, places_to_wait
+        )
         database = open_database(limits.response_database, limits.max_response_file_bytes)
         self.store = ResponseStore(
             database,

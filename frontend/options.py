@@ -131,8 +131,8 @@ class FrontendOptions:
     """Seconds that a new request waits while no backend is ready, before it gets 503."""
 
     max_held_requests: Positive = 256
-    """New requests (each choice of each prompt counts) that wait in one worker while no backend is ready; further ones
-    get 503."""
+    """New requests of a tenant (each choice of each prompt counts) that wait in one worker while no backend is ready;
+    further ones get 503. If one tenant has taken so many, others still find places, in all as many again."""
 
     keep_alive_interval_s: Seconds = 10.0
     """Seconds of silence after which a stream sends a comment, so that proxies keep it open."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.exchange import Exchange
     from penstock.frontend.transport.open_exchanges import OpenExchanges
     from penstock.shm.client import BackendClient
+    from penstock.shm.process.tenant_places import TenantPlaces
 
 Body = TypeVar("Body", bound=Struct)
 Params = ParamSpec("Params")
@@ -41,6 +42,8 @@ class EndpointContext:
     limits: WorkerLimits
     exchanges: OpenExchanges
     ignored_fields: IgnoredFields
+    places_to_wait: TenantPlaces
+    """Taken by requests that wait for the first model."""
 
     async def receive_body(self, exchange: Exchange, decode: Callable[[bytes], Body]) -> tuple[Body, ServedModel, int]:
         """Admit the request; return its body, the model and the body's size in bytes. Report fields that are ignored.
@@ -48,11 +51,8 @@ class EndpointContext:
         Raises ApiError, ClientGoneError.
         """
         data = await self._receive_data(exchange)
-        if len(data) <= SMALL_BODY_BYTES:
-            body = decode(data)
-        else:
-            async with exchange.cancelled_on_disconnect():
-                body = await asyncio.to_thread(decode, data)
+        async with exchange.cancelled_on_disconnect():
+            body = await run_sized(len(data), decode, data)
         ignored = await self.ignored_fields.check(data, type(body), exchange.key_name)
         if ignored is not None:
             exchange.more_headers = (*exchange.more_headers, (IGNORED_HEADER, ignored))
@@ -65,7 +65,7 @@ class EndpointContext:
         return data, await self.model_soon(exchange)
 
     async def _receive_data(self, exchange: Exchange) -> bytes:
-        """Checks that need no body come before the body is read. Raises ApiError, ClientGoneError."""
+        """Admit the request, then read its body. Raises ApiError, ClientGoneError."""
         self._check_capacity(exchange)
         _check_content_type(exchange)
         self.admission.admit(exchange)
@@ -87,17 +87,16 @@ class EndpointContext:
             raise retry_later(ErrorKind.OVERLOADED, message, self.exchanges.retry_after_s())
 
     async def model_soon(self, exchange: Exchange, *, is_streaming: bool = False) -> ServedModel:
-        """Return the model. In a worker that has just started, wait for its backend, as a new request does later while
-        no backend is ready. A client that asks for a stream receives keep-alive comments. Raises ApiError."""
-        models = self.models
-        if models.current is None and models.num_waiting < self.limits.max_held_requests:
-            models.num_waiting += 1
+        """Return the model. A worker that has just started waits for its backend first, as the client does later while
+        no backend is ready; a stream sends keep-alive comments meanwhile. Raises ApiError, ClientGoneError."""
+        if self.models.current is None and self.places_to_wait.has(exchange.payer):
+            self.places_to_wait.take(exchange.payer)
             if is_streaming:
                 EventStream(exchange, lambda: ())
             try:
-                await exchange.wait_for(models.settled, self.limits.hold_timeout_s)
+                await exchange.wait_for(self.models.settled, self.limits.hold_timeout_s)
             finally:
-                models.num_waiting -= 1
+                self.places_to_wait.release(exchange.payer)
                 exchange.idle_action = None
         return self.model_now()
 
@@ -113,7 +112,7 @@ class EndpointContext:
 async def run_sized(
     num_bytes: int, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
 ) -> Result:
-    """Call a function that works on that much of a request; in a thread if it is much, so that the loop runs on."""
+    """Call the function with its arguments; in a thread if num_bytes, the size of its input, would hold the loop."""
     if num_bytes <= SMALL_BODY_BYTES:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)

@@ -23,7 +23,7 @@ logger = logging.getLogger("penstock.model")
 _POLL_S = 0.02
 _RELOAD_POLL_S = 1.0
 _EXPECTED_START_S = 2.0
-"""A backend that comes later is worth a line in the log."""
+"""A line is logged if no backend has come by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,6 @@ class ModelKeeper:
         """None until tokenizer and template are loaded."""
         self.settled = asyncio.Event()
         """Unset while `current` may change soon: a model is loading, or no backend has been found since the start."""
-        self.num_waiting = 0
-        """Requests that wait for `settled`."""
 
     async def watch(self) -> None:
         """Watch the backend's card. Runs until cancelled."""

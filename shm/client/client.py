@@ -63,7 +63,8 @@ class BackendClient:
         """resume_timeout_s is how long open streams wait for the next backend before they fail. The default is enough
         to load 70 GB at 0.2 GB/s.
 
-        While no backend is ready, `submit` holds up to max_held new streams, each for at most hold_timeout_s.
+        While no backend is ready, `submit` holds up to max_held new streams, each for at most hold_timeout_s. When one
+        tenant has taken them all, others still find places, in all as many again.
 
         buffers asks the backend for shared buffers (`take_buffer`). Buffers on a GPU need open_device, which is
         `cuda_driver.open_device`. If both kinds are accepted and the GPU's cannot be opened here, the client uses
@@ -207,7 +208,7 @@ class BackendClient:
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Send the request, or queue it while the link is full or no backend is ready. Returns at once.
 
-        Raises BackendUnavailable when not `ready` and it cannot be held: max_held streams are, or it uses shared
+        Raises BackendUnavailable when not `ready` and it cannot be held: its tenant may hold no more, or it uses shared
         buffers. Raises Overloaded when the backend's board shows a full wait queue. A request that may share another's
         sequence is sent even then, and so is one of a tenant with few open streams here; the backend decides.
 
@@ -238,7 +239,7 @@ class BackendClient:
         """Whether the request can be sent now; otherwise it is to be held. Raises BackendUnavailable and Overloaded."""
         session = self._connection.live_session
         if session is None or not self.ready:
-            if not may_hold or self._held.is_full:
+            if not may_hold or not self._held.has_place(request.tenant):
                 raise BackendUnavailable(f"no backend is ready at {self._socket_path}")
             return False
         board = session.backend_board

@@ -1,4 +1,4 @@
-"""New requests wait here while no backend is ready: a bounded number of them, each for a bounded time."""
+"""Holds new requests while no backend is ready: a bounded number, shared fairly among tenants, for a bounded time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from penstock.shm.messages import FailureCode, Finish
+from penstock.shm.process.tenant_places import TenantPlaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,9 +21,10 @@ _POLL_S = 0.05
 
 
 class HeldStreams:
-    """Streams that no backend has received, oldest first. A stream that ends here is dropped at its turn.
+    """Streams that no backend has received, oldest first.
 
-    While it holds any, it looks every 0.05 s whether the backend is ready: the heartbeat is in shared memory.
+    While it holds any, it looks every 0.05 s whether the backend is ready, because the heartbeat is in shared memory.
+    It drops streams that have ended when it looks, and when their places are needed.
     """
 
     def __init__(
@@ -35,10 +37,11 @@ class HeldStreams:
         is_ready: Callable[[], bool],
         send: Callable[[], None],
     ) -> None:
-        """limit counts streams; 0 holds none. After timeout_s a stream fails. send empties the outbox."""
+        """A single tenant may have limit streams here, all tenants together twice as many: see `tenant_places`. 0 holds
+        none. After timeout_s a stream fails. send empties the outbox."""
         self._streams = streams
         self._outbox = outbox
-        self._limit = limit
+        self._places = TenantPlaces(limit)
         self._timeout_s = timeout_s
         self._is_ready = is_ready
         self._send = send
@@ -47,29 +50,31 @@ class HeldStreams:
 
     @property
     def is_enabled(self) -> bool:
-        return self._limit > 0
+        return self._places.limit > 0
 
-    @property
-    def is_full(self) -> bool:
-        if len(self._held) >= self._limit:
+    def has_place(self, tenant: bytes) -> bool:
+        """Whether a new stream of this tenant may be held."""
+        if not self._places.has(tenant):
             self._drop_ended()
-        return len(self._held) >= self._limit
+        return self._places.has(tenant)
 
     def streams(self) -> set[TokenStream]:
         """The streams that it holds, and some that have ended."""
         return {stream for _, stream in self._held}
 
     def hold(self, stream: TokenStream) -> None:
-        """Hold the stream until a backend is ready. Streams that a backend has refused because it ends may exceed the
-        limit."""
+        """Hold the stream until a backend is ready. A new one needs a place; one that a backend has refused because it
+        ends does not."""
         stream.is_queued = True
+        self._places.take(stream.submit.tenant)
         self._held.append((time.monotonic() + self._timeout_s, stream))
         if self._poll is None:
             self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._look)
 
     def clear(self) -> None:
-        """Another part submits the open streams, or ends them."""
-        self._held.clear()
+        """Call when another part submits the open streams, or has ended them."""
+        while self._held:
+            self._take_oldest()
         if self._poll is not None:
             self._poll.cancel()
             self._poll = None
@@ -81,7 +86,7 @@ class HeldStreams:
             return
         now_s = time.monotonic()
         while self._held and self._held[0][0] <= now_s:
-            _, stream = self._held.popleft()
+            stream = self._take_oldest()
             if stream.finish is Finish.NONE:
                 self._streams.fail(stream, FailureCode.UNAVAILABLE)
         self._drop_ended()
@@ -89,12 +94,24 @@ class HeldStreams:
             self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._look)
 
     def _release(self) -> None:
-        for _, stream in self._held:
+        while self._held:
+            stream = self._take_oldest()
             if stream.finish is Finish.NONE:
                 stream.mark_admitted()
                 self._outbox.submit(stream)
-        self._held.clear()
         self._send()
 
+    def _take_oldest(self) -> TokenStream:
+        _, stream = self._held.popleft()
+        self._places.release(stream.submit.tenant)
+        return stream
+
     def _drop_ended(self) -> None:
-        self._held = deque(entry for entry in self._held if entry[1].finish is Finish.NONE)
+        kept: deque[tuple[float, TokenStream]] = deque()
+        for entry in self._held:
+            stream = entry[1]
+            if stream.finish is Finish.NONE:
+                kept.append(entry)
+            else:
+                self._places.release(stream.submit.tenant)
+        self._held = kept

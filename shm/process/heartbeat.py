@@ -1,4 +1,4 @@
-"""A sign of life in shared memory, from a process to its supervisor: no protocol, and a hung process cannot fake it."""
+"""A sign of life in shared memory, from a process to its supervisor. A hung process cannot give one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _BYTES = 8
 
 
 class Heartbeat:
-    """One word: the CLOCK_MONOTONIC nanoseconds of the last beat. The child writes it; the supervisor only clears it
-    before it starts a child. 0 is a child that starts, of which no beat is expected."""
+    """One word: the CLOCK_MONOTONIC nanoseconds of the last beat. The child writes it. The supervisor clears it before
+    it starts a child: at 0 the child is starting, and no beat is expected."""
 
     def __init__(self, fd: int) -> None:
-        """Takes the fd over. Raises OSError and ValueError for one that is not of `create`."""
+        """Takes the fd over. Raises OSError and ValueError for an fd that did not come from `create`."""
         self._mapping = mmap.mmap(fd, _BYTES)
         self._word = memoryview(self._mapping).cast("Q")
         self.fd = fd
 
     @classmethod
     def create(cls) -> Heartbeat:
-        """In the supervisor. The fd is inherited by children that name it in pass_fds."""
+        """For the supervisor. Children whose pass_fds contain the fd inherit it."""
         fd = os.memfd_create("penstock-heartbeat", os.MFD_CLOEXEC)
         os.ftruncate(fd, _BYTES)
         return cls(fd)
@@ -46,7 +46,7 @@ class Heartbeat:
 class HangWatch:
     """Adds up how long a heartbeat is silent while the watching process itself runs.
 
-    A suspended machine, or a watcher that is stopped together with what it watches, adds at most longest_step_s.
+    If the machine was suspended, or the watcher was stopped too, that adds at most longest_step_s.
     """
 
     def __init__(self, heartbeat: Heartbeat, timeout_s: float, longest_step_s: float) -> None:
@@ -58,7 +58,7 @@ class HangWatch:
         self.silent_s = 0.0
 
     def restart(self) -> None:
-        """Another child starts."""
+        """Call before a child starts."""
         self._heartbeat.clear()
         self.silent_s = 0.0
 

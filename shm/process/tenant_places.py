@@ -8,15 +8,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HARD_BOUND = 2
-"""At most this many times the limit is taken, whoever asks."""
+"""All tenants together take at most this many times the limit."""
 
 
 def has_place(num_taken: int, limit: int, num_own: int, share: float) -> bool:
-    """Whether a tenant may take one more place, when num_taken are taken, num_own of them its own.
+    """Whether a tenant may take one more place. num_taken are taken, num_own of them by this tenant.
 
-    share is its part of the `limit` places, from 0 to 1. While some are free, anyone may. Then only a tenant that has
-    less than its part, and less than is left up to the hard bound: so something is left for the tenants that come
-    after it (the dynamic threshold of Choudhury and Hahne, 1998).
+    share is the tenant's part of the `limit` places, from 0 to 1. While fewer than limit are taken, any tenant may.
+    Beyond the limit, a tenant may that has less than its share, and less than is left up to the hard bound: so places
+    remain for the tenants that come after it (the dynamic threshold of Choudhury and Hahne, 1998).
     """
     if num_taken < limit:
         return True
@@ -27,7 +27,7 @@ def has_place(num_taken: int, limit: int, num_own: int, share: float) -> bool:
 def is_over_share(num_of: Mapping[bytes, int], tenant: bytes, limit: int, num: int = 1) -> bool:
     """Whether the tenant may not take num more places. Tenants have equal shares.
 
-    num_of are the places of each tenant that has some. One that asks for more than limit is always over its share.
+    num_of counts the places of each tenant that has some. A tenant that asks for more than limit is over its share.
     """
     num_tenants = len(num_of) + (tenant not in num_of)
     num_more = num - 1
@@ -35,21 +35,21 @@ def is_over_share(num_of: Mapping[bytes, int], tenant: bytes, limit: int, num: i
 
 
 class TenantPlaces:
-    """Places that tenants take and give back."""
+    """Counts the places that tenants have taken."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        """What one tenant alone may take."""
+        """Places that a single tenant may take."""
         self.num_taken = 0
         self._num_of: dict[bytes, int] = {}
-        """By tenant, without zeros."""
+        """Places of each tenant that has some."""
 
     def has(self, tenant: bytes, num: int = 1) -> bool:
-        """Whether the tenant may take so many more."""
+        """Whether the tenant may take num more places."""
         return self.num_taken + num <= self.limit or not is_over_share(self._num_of, tenant, self.limit, num)
 
     def take(self, tenant: bytes, num: int = 1) -> None:
-        """Take places, whether or not there are some."""
+        """Take places, even beyond the limit; `has` tells whether the tenant should."""
         self.num_taken += num
         self._num_of[tenant] = self._num_of.get(tenant, 0) + num
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from penstock.frontend.app import App
 from penstock.frontend.generation import served_model as model_module
 from penstock.frontend.generation.served_model import ModelKeeper
 from penstock.frontend.settings import ParserNames
+from tests.frontend.access.keys import bearer
 from tests.frontend.harness import (
     ClientConnection,
     FakeBackend,
@@ -59,9 +61,11 @@ def load(keeper: ModelKeeper) -> None:
     keeper.settled.set()
 
 
-async def waiting(connection: ClientConnection, method: str = "POST", path: str = CHAT) -> None:
+async def waiting(
+    connection: ClientConnection, method: str = "POST", path: str = CHAT, headers: Sequence[tuple[str, str]] = ()
+) -> None:
     """Send a request that is now waiting for the model."""
-    connection.send(request_bytes(method, path, BODY if method == "POST" else None))
+    connection.send(request_bytes(method, path, BODY if method == "POST" else None, headers))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not connection.transport.output
@@ -104,8 +108,22 @@ async def test_only_so_many_requests_wait_for_a_model(backend: FakeBackend, keep
     assert (await second.post(CHAT, BODY)).status == 503
     load(keeper)
     assert (await first.response()).status == 200
-    assert keeper.num_waiting == 0
+    assert app.context.places_to_wait.num_taken == 0
     for connection in (first, second):
+        await connection.end()
+
+
+async def test_tenant_whose_requests_wait_for_a_model_leaves_places_to_others(
+    backend: FakeBackend, keeper: ModelKeeper
+) -> None:
+    app = make_app(backend, keeper=keeper, max_held_requests=1, api_keys=("many", "other"))
+    first, second, other = (ClientConnection(app) for _ in range(3))
+    await waiting(first, headers=bearer("many"))
+    assert (await second.request("POST", CHAT, BODY, bearer("many"))).status == 503
+    await waiting(other, headers=bearer("other"))
+    load(keeper)
+    assert (await first.response()).status == (await other.response()).status == 200
+    for connection in (first, second, other):
         await connection.end()
 
 
@@ -184,13 +202,19 @@ async def watching(keeper: ModelKeeper) -> AsyncIterator[None]:
 
 
 async def test_requests_wait_until_a_late_backend_has_come_and_its_model_is_loaded(
-    backend: FakeBackend, keeper: ModelKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: FakeBackend,
+    keeper: ModelKeeper,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(model_module, "_EXPECTED_START_S", 0.01)
+    monkeypatch.setattr(model_module, "_EXPECTED_START_S", 0.0)
+    caplog.set_level(logging.INFO)
     backend.model = None
     save_model_files(tmp_path)
     async with asyncio.timeout(10), watching(keeper):
-        await asyncio.sleep(0.1)
+        while "no backend yet" not in caplog.text:  # noqa: ASYNC110 - it is logged in a turn of the loop
+            await asyncio.sleep(0)
         assert not keeper.settled.is_set()
         backend.model = model_card(model_dir=str(tmp_path))
         await keeper.settled.wait()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,19 @@ async def connected_and_lost(socket_path: Path, **options: Any) -> AsyncIterator
         client.ledger.check()
 
 
+async def looks(client: BackendClient, count: int) -> None:
+    """Wait until the client has looked this often whether it may send what it holds."""
+    is_ready, num_looks = client._held._is_ready, 0
+
+    def is_ready_now() -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return is_ready()
+
+    client._held._is_ready = is_ready_now
+    await until(lambda: num_looks >= count)
+
+
 async def test_requests_wait_for_the_first_backend_and_keep_their_order(socket_path: Path) -> None:
     client = BackendClient(socket_path, max_held=3)
     await client.start()
@@ -54,6 +67,28 @@ async def test_requests_wait_for_the_first_backend_and_keep_their_order(socket_p
             prompt = stream.tokens[:1].tolist()
             assert await tokens_of(stream) == expected_tokens(prompt, 5)
         assert client.submit(request([1], 1)).submit.admitted_ns == 0
+    await client.close()
+    client.ledger.check()
+
+
+async def test_tenant_that_holds_many_requests_leaves_places_to_others(socket_path: Path) -> None:
+    client = BackendClient(socket_path, max_held=4)
+    await client.start()
+
+    def submit(tenant: bytes) -> TokenStream:
+        return client.submit(replace(request([1], 5), tenant=tenant))
+
+    held = [submit(b"many") for _ in range(4)]
+    held += [submit(tenant) for tenant in (b"few", b"few", b"other")]
+    with pytest.raises(BackendUnavailable):
+        submit(b"many")
+    with ScriptedBackend(socket_path):
+        for stream in held:
+            assert await tokens_of(stream) == expected_tokens([1], 5)
+    await until(lambda: not client.ready)
+    held = [submit(b"many") for _ in range(4)]  # those that were sent have given their places back
+    held[0].cancel()
+    held.append(submit(b"many"))
     await client.close()
     client.ledger.check()
 
@@ -84,7 +119,8 @@ async def test_requests_wait_while_the_backend_hangs_and_go_when_it_continues(so
             backend.engine.board.heartbeat_ns = 1
             await until(lambda: not client.ready)
             held = client.submit(request([4], 5))
-            await asyncio.sleep(0.1)
+            await looks(client, 2)
+            assert held.is_queued
             assert not backend.engine.running
             backend.engine.board.beat = beat  # type: ignore[method-assign]
             assert await tokens_of(held) == expected_tokens([4], 5)
