@@ -34,7 +34,10 @@ bool enabled = false;
 uint32_t launch = 0;
 Memory memory;
 const Region* last_region;
-std::unordered_map<uintptr_t, std::unique_ptr<ShadowPage>> pages;
+std::unordered_map<uintptr_t, ShadowPage*> pages;  // of this launch
+// All pages ever needed at once; the first pages.size() are in use. A record tells whether it is of this launch, so a
+// page needs no clearing before it serves another address.
+std::vector<std::unique_ptr<ShadowPage>> kept_pages;
 uintptr_t last_page_number;
 ShadowPage* last_page;
 std::vector<std::vector<Record>> read_lists;
@@ -74,11 +77,14 @@ uint32_t site_of(const void* address) { return uint32_t(number(address) - 1 - nu
 
 Cell* cells_of_page(uintptr_t page_number) {
     if (page_number == last_page_number && last_page) return last_page->cells;
-    std::unique_ptr<ShadowPage>& page = pages[page_number];
-    if (!page) page = std::make_unique<ShadowPage>();
+    ShadowPage*& page = pages[page_number];
+    if (!page) {
+        if (pages.size() > kept_pages.size()) kept_pages.push_back(std::make_unique<ShadowPage>());
+        page = kept_pages[pages.size() - 1].get();
+    }
     last_page_number = page_number;
-    last_page = page.get();
-    return last_page->cells;
+    last_page = page;
+    return page->cells;
 }
 
 class Check {
@@ -174,6 +180,8 @@ void begin_checked_launch(const Memory& its_memory, bool checked) {
     if (!enabled) return;
     ++launch;
     num_read_lists = 0;
+    pages.clear();
+    last_page = nullptr;
     begin_ordered_launch();
 }
 

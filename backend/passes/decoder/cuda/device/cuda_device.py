@@ -59,6 +59,7 @@ class CudaDevice:
         properties = torch.cuda.get_device_properties(index)
         self.num_sms: int = properties.multi_processor_count
         self.shared_bytes_per_sm: int = properties.shared_memory_per_multiprocessor
+        self.link_probe_bytes = 64 << 20
 
     @property
     def last_launch(self) -> str:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from penstock.backend.passes.decoder.cuda.device.device import Device
 
-_PROBE_BYTES = 64 << 20
 _REPEATS = 3
 
 
@@ -32,8 +31,10 @@ class LinkSpeed:
         return f"{self.to_device / 1e9:.1f} GB/s to the GPU, {self.to_host / 1e9:.1f} GB/s back"
 
 
-def measure_link(device: Device, num_bytes: int = _PROBE_BYTES) -> LinkSpeed:
-    """Return the best of a few copies in each direction. Takes about 20 ms."""
+def measure_link(device: Device, num_bytes: int | None = None) -> LinkSpeed:
+    """Return the best of a few copies in each direction, of device.link_probe_bytes if num_bytes is None. Takes about
+    20 ms."""
+    num_bytes = device.link_probe_bytes if num_bytes is None else num_bytes
     pinned = device.pinned(num_bytes, torch.uint8)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
     speed = LinkSpeed(_best_speed(device, pinned, on_device), _best_speed(device, on_device, pinned))
