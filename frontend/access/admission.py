@@ -36,7 +36,7 @@ class Admission:
         """allowed_hosts and tenant_by matter while there are no keys. All workers count in usage; without one, this
         worker counts alone. Raises ValueError for duplicate or too many keys."""
         self._keyring = Keyring(keys)
-        self._rate_limiter = RateLimiter(usage or UsageTable.private(), self._keyring.limited, clock)
+        self._rate_limiter = RateLimiter(usage or UsageTable.alone(), self._keyring.limited, clock)
         self._hosts = AllowedHosts(allowed_hosts)
         self._tenant_by = tenant_by
         self.cors = Cors(cors_origins)

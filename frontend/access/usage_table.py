@@ -1,39 +1,39 @@
-"""What API keys have used in the last minute and hold now, in memory that all workers of a `frontend` command share.
+"""What API keys used in the last two minutes and hold now, in memory that all workers of a `frontend` command share.
 
-The table has a row for each worker and key. Only that worker writes the row; to learn what a key has used, a worker
-adds up all rows of the key.
+The table has a row for each worker and key. Only that worker writes the row. The rows of a key add up to what it has
+used.
 """
 
 from __future__ import annotations
 
-import mmap
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.frontend.access.api_keys import MAX_LIMITED_KEYS
-from penstock.shm.memory import region
+from penstock.shm.memory.worker_table import WorkerTable
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Iterable, Iterator
 
 WINDOW_S = 60
 _ROW_WORDS = 16
 _NUM_ROWS = 4 * MAX_LIMITED_KEYS
 MAX_ROWS = 3 * MAX_LIMITED_KEYS
-"""Rows that a worker may use: one in four stays free, so that searches are short and end."""
-_REGION_WORDS = _ROW_WORDS * _NUM_ROWS
+"""Rows that a worker may use. One in four stays free, so that a search is short and ends."""
 
 
 class UsageRow(NamedTuple):
-    """One worker's counts for one key. minute counts from CLOCK_MONOTONIC's zero; *_before are of the minute before."""
+    """One worker's counts for one key. minute is a number since CLOCK_MONOTONIC's zero; *_before are the counts of the
+    minute before."""
 
     key_id: int
     in_flight: int = 0
-    """Sequences of requests that have not ended; at least one a request."""
+    """Sequences of the requests that have not ended, at least one for each request."""
     reserved: int = 0
     """Tokens that requests in flight may use."""
     released: int = 0
-    """Sequences that were in flight and have ended, since the worker began."""
+    """Sequences that have ended since the worker started."""
     minute: int = 0
     requests: int = 0
     tokens: int = 0
@@ -47,11 +47,11 @@ class UsageRow(NamedTuple):
 
     @property
     def has_uses(self) -> bool:
-        """Whether something of this minute or the one before counts here."""
+        """Whether this minute or the one before has requests or tokens."""
         return bool(self.requests or self.tokens or self.requests_before or self.tokens_before)
 
     def at(self, minute: int) -> UsageRow:
-        """Return the row as it counts in a later minute."""
+        """Return the row as it reads in this or a later minute."""
         if minute == self.minute:
             return self
         is_next = minute == self.minute + 1
@@ -59,48 +59,33 @@ class UsageRow(NamedTuple):
         return UsageRow(self.key_id, self.in_flight, self.reserved, self.released, minute, 0, 0, *before)
 
 
-class UsageTable:
-    """The rows of all workers. This worker writes only its own, `MAX_ROWS` at most."""
+class UsageTable(WorkerTable):
+    """The rows of all workers. This worker writes at most `MAX_ROWS`, all its own."""
 
-    def __init__(self, mapping: mmap.mmap, num_workers: int = 1, worker: int = 0) -> None:
+    label = "penstock-usage"
+    words_per_worker = _ROW_WORDS * _NUM_ROWS
+
+    def __init__(self, mapping: mmap.mmap, num_workers: int, worker: int) -> None:
         """Clears the rows of an earlier worker with the same number."""
-        self._words = memoryview(mapping).cast("Q")
-        self._num_workers = num_workers
-        self._start = worker * _REGION_WORDS
+        super().__init__(mapping, num_workers, worker)
         self.replace(())
-
-    @staticmethod
-    def create_fd(num_workers: int) -> int:
-        """Return the fd of a table for so many workers. The caller owns it."""
-        fd = region.create("penstock-usage", 8 * _REGION_WORDS * num_workers)
-        region.seal(fd)
-        return fd
-
-    @classmethod
-    def attach(cls, fd: int, num_workers: int, worker: int) -> UsageTable:
-        """Raises RegionError."""
-        return cls(region.attach(fd, 8 * _REGION_WORDS * num_workers, writable=True), num_workers, worker)
-
-    @classmethod
-    def private(cls) -> UsageTable:
-        return cls(mmap.mmap(-1, 8 * _REGION_WORDS))
 
     def replace(self, rows: Iterable[UsageRow]) -> None:
         """Replace all rows of this worker at once, so that other workers never see the kept ones missing."""
-        fresh = memoryview(array("Q", bytes(8 * _REGION_WORDS)))
+        fresh = memoryview(array("Q", [0]) * self.words_per_worker)
         for row in rows:
             _write(fresh, _row_offset(fresh, 0, row.key_id), row)
-        self._words[self._start : self._start + _REGION_WORDS] = fresh
+        self.words[self.own_start : self.own_start + self.words_per_worker] = fresh
 
     def store(self, row: UsageRow) -> None:
-        _write(self._words, _row_offset(self._words, self._start, row.key_id), row)
+        _write(self.words, _row_offset(self.words, self.own_start, row.key_id), row)
 
     def rows(self, key_id: int) -> Iterator[UsageRow]:
         """Yield every worker's row of this key."""
-        for start in range(0, self._num_workers * _REGION_WORDS, _REGION_WORDS):
-            offset = _row_offset(self._words, start, key_id)
-            if self._words[offset]:
-                yield UsageRow(*self._words[offset : offset + len(UsageRow._fields)])
+        for start in self.starts:
+            offset = _row_offset(self.words, start, key_id)
+            if self.words[offset]:
+                yield UsageRow(*self.words[offset : offset + len(UsageRow._fields)])
 
 
 def _write(words: memoryview[int], offset: int, row: UsageRow) -> None:

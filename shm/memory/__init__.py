@@ -1,6 +1,6 @@
-"""Shared memory without names: memfds that the backend creates and hands over in the handshake.
+"""Shared memory without names: memfds that one process creates and hands over to others.
 
-`region.py` makes and maps them; `arena.py` carries prompts that are too long for a message, `board.py` counters.
-`ledger.py` is private memory: it records who must give back what. The package may import `messages`. Start with
-`board`.
+`region.py` makes and maps them. The backend hands over `arena.py`, which carries prompts that are too long for a
+message, and `board.py`, which has counters; a command gives its workers a `worker_table.py`. `ledger.py` is private
+memory: it records who must give back what. The package may import `messages`. Start with `board`.
 """

@@ -47,7 +47,7 @@ class AccountMachine(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 6000.0
         self.fd = UsageTable.create_fd(_NUM_WORKERS)
-        self.reader = UsageTable.attach(self.fd, _NUM_WORKERS + 0, 0)
+        self.reader = UsageTable.attach(self.fd, _NUM_WORKERS, 0)
         self.workers = [
             self._start(number, dict.fromkeys(_NAMES, KeyLimits(requests_in_flight=4)))
             for number in range(_NUM_WORKERS)

@@ -309,7 +309,7 @@ def test_workers_count_together_and_a_restarted_one_starts_from_zero() -> None:
 def test_new_limits_apply_at_once_and_usage_stays() -> None:
     clock = Clock()
     old, other = limited(requests_per_minute=5), limited("b", requests_per_minute=5)
-    limiter = RateLimiter(UsageTable.private(), [old, other], clock)
+    limiter = RateLimiter(UsageTable.alone(), [old, other], clock)
     account = limiter.account(old.salt)
     assert account is not None
     claim = account.admit()
@@ -328,7 +328,7 @@ def test_no_minute_exceeds_twice_the_limit_and_retry_after_is_right(
     limit: int, steps: list[tuple[float, bool]]
 ) -> None:
     clock = Clock()
-    account = Account(limited(requests_per_minute=limit), UsageTable.private(), clock)
+    account = Account(limited(requests_per_minute=limit), UsageTable.alone(), clock)
     admitted: list[float] = []
     for pause_s, obeys in steps:
         clock.now_s += pause_s
@@ -348,7 +348,7 @@ def test_no_minute_exceeds_twice_the_limit_and_retry_after_is_right(
 
 
 def test_maximum_number_of_keys_are_counted_separately() -> None:
-    table, clock = UsageTable.private(), Clock()
+    table, clock = UsageTable.alone(), Clock()
     keys = [limited(str(number), requests_per_minute=MAX_LIMITED_KEYS) for number in range(MAX_LIMITED_KEYS)]
     limiter = RateLimiter(table, keys, clock)
     for number, key in enumerate(keys):
