@@ -14,10 +14,10 @@ from penstock.tools.chaos.census import is_running
 from penstock.tools.chaos.proxies import find_program
 from tests.system.processes import REPOSITORY, Command, descendants, running
 
-BEHIND = [name for name in ("haproxy", "nginx") if find_program(name)]
+MISSING = [name for name in ("haproxy", "nginx") if find_program(name) is None]
 
 
-@pytest.mark.skipif(len(BEHIND) < 2, reason=f"apt-get install haproxy nginx-light; installed: {BEHIND or 'neither'}")
+@pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: apt-get install haproxy nginx-light")
 def test_nothing_is_lost_when_processes_and_clients_die_behind_haproxy_and_nginx(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     options = ("--minutes", "0.25", "--requests", "500", "--fault-every-s", "1.5", "--seed", "385", "--prompts", "18")

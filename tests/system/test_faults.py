@@ -9,19 +9,17 @@ import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
-import msgspec
 import pytest
 
 from penstock.shm.process.supervisor import module_argv
+from tests.system.completions import PACED, body, client, metric, read_stream
 from tests.system.processes import REPOSITORY, Frontend, descendants, running, start_backend, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-PACED = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass", "--kv-budget", "64MB")
 
 
 class Pair:
@@ -59,36 +57,6 @@ def pair(lasting_pair: Pair) -> Iterator[Pair]:
         frontend.wait_idle()
 
 
-def body(prompt: list[int], max_tokens: int, *, stream: bool = True) -> dict[str, Any]:
-    return {
-        "model": "penstock-demo",
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": stream,
-    }
-
-
-async def read_stream(client: httpx.AsyncClient, url: str, prompt: list[int], max_tokens: int) -> str:
-    """The text of one stream, which must end without an error."""
-    text = ""
-    async with client.stream("POST", f"{url}/v1/completions", json=body(prompt, max_tokens)) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                return text
-            if line.startswith("data: "):
-                chunk = msgspec.json.decode(line[6:])
-                assert "error" not in chunk, chunk
-                text += chunk["choices"][0]["text"]
-    raise AssertionError("the stream ended without [DONE]")
-
-
-def client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=60.0, limits=httpx.Limits(max_connections=1000), verify=False)  # noqa: S501
-
-
 async def test_requests_dropped_at_random_moments_leave_nothing_behind(pair: Pair) -> None:
     rng = random.Random(0)
     url = pair.frontends[0].url
@@ -98,7 +66,7 @@ async def test_requests_dropped_at_random_moments_leave_nothing_behind(pair: Pai
         prompt = [number % 50 + 1] * (1 + number % 90)
         async with gate:
             if number % 2:
-                return await read_stream(http, url, prompt, 8 + number % 50)
+                return await read_stream(http, url, body(prompt, 8 + number % 50))
             is_streaming = number % 4 == 0
             request = http.post(f"{url}/v1/completions", json=body(prompt, 400, stream=is_streaming))
             try:
@@ -112,7 +80,7 @@ async def test_requests_dropped_at_random_moments_leave_nothing_behind(pair: Pai
         texts = await asyncio.gather(*(one(http, number, gate) for number in range(500)))
         for number in (1, 77, 255, 499):
             prompt = [number % 50 + 1] * (1 + number % 90)
-            kept_alone[number] = await read_stream(http, pair.frontends[1].url, prompt, 8 + number % 50)
+            kept_alone[number] = await read_stream(http, pair.frontends[1].url, body(prompt, 8 + number % 50))
     assert sum(text is not None for text in texts) == 250
     assert {number: texts[number] for number in kept_alone} == kept_alone
 
@@ -122,9 +90,9 @@ async def test_killed_frontend_ends_only_its_own_streams(pair: Pair) -> None:
     (worker,) = descendants(doomed.process.pid)
     async with client() as http:
         # Long enough that all are still running when the test looks at them.
-        alone = await asyncio.gather(*(read_stream(http, other.url, [number, 5], 1000) for number in range(8)))
-        lost = [asyncio.create_task(read_stream(http, doomed.url, [9, number], 3000)) for number in range(16)]
-        kept = [asyncio.create_task(read_stream(http, other.url, [number, 5], 1000)) for number in range(8)]
+        alone = await asyncio.gather(*(read_stream(http, other.url, body([number, 5], 1000)) for number in range(8)))
+        lost = [asyncio.create_task(read_stream(http, doomed.url, body([9, number], 3000))) for number in range(16)]
+        kept = [asyncio.create_task(read_stream(http, other.url, body([number, 5], 1000))) for number in range(8)]
         wait_ready = asyncio.to_thread(wait_until, lambda: (other.ready() or {}).get("running", 0) >= 24, 10.0)
         await wait_ready
         os.kill(worker, signal.SIGKILL)
@@ -136,8 +104,8 @@ async def test_killed_frontend_ends_only_its_own_streams(pair: Pair) -> None:
 async def test_streams_resume_after_the_backend_is_killed(pair: Pair) -> None:
     frontend = pair.frontends[0]
     async with client() as http:
-        alone = [await read_stream(http, frontend.url, [number, 6], 150) for number in range(4)]
-        streams = [asyncio.create_task(read_stream(http, frontend.url, [number, 6], 150)) for number in range(4)]
+        alone = [await read_stream(http, frontend.url, body([number, 6], 150)) for number in range(4)]
+        streams = [asyncio.create_task(read_stream(http, frontend.url, body([number, 6], 150))) for number in range(4)]
         await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 4, 10.0)
         await asyncio.to_thread(pair.restart_backend)
         assert await asyncio.gather(*streams) == alone
@@ -149,8 +117,8 @@ async def test_stopped_backend_turns_ready_red_and_back(pair: Pair) -> None:
     await asyncio.to_thread(wait_until, lambda: frontend.ready() is None, 10.0)
     async with client() as http:
         assert (await http.get(f"{frontend.url}/health")).status_code == 200
-        held = asyncio.create_task(http.post(f"{frontend.url}/v1/completions", json=body([1], 4, stream=False)))
-        await asyncio.sleep(0.2)
+        held = asyncio.create_task(http.post(f"{frontend.url}/v1/completions", json=body([1], 4)))
+        await asyncio.to_thread(wait_until, lambda: metric(frontend, "penstock_worker_streams_open") == 1, 10.0)
         assert not held.done()
         pair.backend.process.send_signal(signal.SIGCONT)
         assert (await held).status_code == 200
@@ -161,7 +129,7 @@ async def test_terminated_frontend_finishes_its_streams_first(pair: Pair) -> Non
     with running(frontend):
         await asyncio.to_thread(frontend.wait_ready)
         async with client() as http:
-            stream = asyncio.create_task(read_stream(http, frontend.url, [3, 3], 200))
+            stream = asyncio.create_task(read_stream(http, frontend.url, body([3, 3], 200)))
             await asyncio.to_thread(wait_until, lambda: (pair.frontends[1].ready() or {}).get("running", 0) == 1, 10.0)
             frontend.process.terminate()
             assert len(await stream) > 0
@@ -175,11 +143,11 @@ async def test_queued_requests_wait_and_a_disconnected_one_is_removed(tmp_path: 
     with running(frontend, backend):
         await asyncio.to_thread(frontend.wait_ready)
         async with client() as http:
-            first = asyncio.create_task(read_stream(http, frontend.url, [1], 300))
+            first = asyncio.create_task(read_stream(http, frontend.url, body([1], 300)))
             await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 1, 10.0)
-            queued = [asyncio.create_task(read_stream(http, frontend.url, [2, number], 5)) for number in range(2)]
+            queued = [asyncio.create_task(read_stream(http, frontend.url, body([2, number], 5))) for number in range(2)]
             await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("waiting", 0) == 2, 10.0)
-            refused = await http.post(f"{frontend.url}/v1/completions", json=body([3], 5, stream=False))
+            refused = await http.post(f"{frontend.url}/v1/completions", json=body([3], 5))
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["message"]
@@ -255,7 +223,7 @@ async def test_backend_that_cannot_serve_any_more_exits_with_status_1(name: str,
             for number in range(20):
                 if backend.process.poll() is not None:
                     break
-                request = http.post(f"{frontend.url}/v1/completions", json=body([number], 4, stream=False))
+                request = http.post(f"{frontend.url}/v1/completions", json=body([number], 4))
                 asking = asyncio.create_task(request)
                 ended = asyncio.create_task(asyncio.to_thread(backend.process.wait))
                 await asyncio.wait({asking, ended}, return_when=asyncio.FIRST_COMPLETED)

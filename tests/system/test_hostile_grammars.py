@@ -14,12 +14,12 @@ from typing import Any
 
 import httpx
 
+from tests.system.completions import PACED
 from tests.system.processes import Command, Frontend, descendants, running, start_backend, wait_until
 
 KEYS = ("--api-key", "hostile", "--api-key", "other")
 LIMIT_REACHED = re.compile(r"takes (longer than the limit of 3 s|more memory than the limit of 256 MiB)")
 """A fast CPU fills 256 MiB in less than 3 s."""
-BACKEND = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass", "--kv-budget", "64MB")
 
 
 def hostile_schema(letters: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def is_gone(pid: int) -> bool:
 
 def test_hostile_grammar_costs_nobody_but_its_own_request(tmp_path: Path) -> None:
     socket = tmp_path / "private" / "backend.sock"
-    backend = start_backend(socket, *BACKEND, "--grammar-timeout-s", "3")
+    backend = start_backend(socket, *PACED, "--grammar-timeout-s", "3")
     frontend = Frontend(socket, *KEYS)
     with running(frontend, backend), ThreadPoolExecutor(2) as client:
         frontend.wait_ready()
@@ -97,7 +97,7 @@ def test_hostile_grammar_costs_nobody_but_its_own_request(tmp_path: Path) -> Non
         assert all(map(is_gone, children))
         assert "Traceback" not in backend.output
 
-        second = start_backend(socket, *BACKEND, "--grammar-timeout-s", "60")
+        second = start_backend(socket, *PACED, "--grammar-timeout-s", "60")
         with running(frontend, second):
             frontend.wait_ready()
             client.submit(ask, frontend, "hostile", {"json": hostile_schema(string.ascii_letters[2:32])})

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.system.completions import PACED
 from tests.system.processes import Frontend, running, start_backend, wait_until
-from tests.system.test_faults import PACED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,59 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import msgspec
 
+from tests.system.completions import PACED, body, client, metric, read_stream
 from tests.system.processes import Command, Frontend, descendants, running, start_backend, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
-PACED = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass", "--kv-budget", "64MB")
 FEW_PLACES = (*PACED, "--max-running", "4", "--max-waiting", "8")
 
 
-@asynccontextmanager
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_connections=1000)
-    async with httpx.AsyncClient(timeout=90.0, limits=limits, verify=False) as http:  # noqa: S501
-        yield http
-
-
-def body(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True} | more
-
-
-async def listen(http: httpx.AsyncClient, url: str, request: dict[str, Any]) -> str:
-    """The text of one stream, which must end without an error."""
-    text = ""
-    async with http.stream("POST", f"{url}/v1/completions", json=request | {"stream": True}) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                return text
-            if line.startswith("data: "):
-                chunk = msgspec.json.decode(line[6:])
-                assert "error" not in chunk, chunk
-                text += chunk["choices"][0]["text"]
-    raise AssertionError("the stream ended without [DONE]")
+def running_at(url: str) -> int:
+    running: int = httpx.get(f"{url}/ready", verify=False).json().get("running", 0)  # noqa: S501
+    return running
 
 
 def backends_of(serve: Command) -> list[int]:
     pids = descendants(serve.process.pid)
     return [pid for pid in pids if b"penstock.backend.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def metric(frontend: Frontend, name: str) -> int:
-    """0 without a backend."""
-    for line in frontend.get("/metrics").text.splitlines():
-        if line.startswith(f"{name} "):
-            return int(float(line.split()[1]))
-    return 0
 
 
 async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -73,7 +42,8 @@ async def test_listeners_of_one_sequence_come_back_as_one_and_none_is_lost(tmp_p
             await in_thread(frontend.wait_ready)
         async with client() as http:
             request = body([5, 6, 7], 1500)
-            listeners = [asyncio.create_task(listen(http, frontends[number % 2].url, request)) for number in range(60)]
+            urls = [frontends[number % 2].url for number in range(60)]
+            listeners = [asyncio.create_task(read_stream(http, url, request)) for url in urls]
             await in_thread(wait_until, lambda: metric(frontends[0], "penstock_requests_coalesced_total") == 59, 20.0)
             backend.kill()
             backend.close()
@@ -88,7 +58,7 @@ async def test_listeners_of_one_sequence_come_back_as_one_and_none_is_lost(tmp_p
                 assert len(set(texts)) == 1
                 # A worker that stalls longer than its lease registers anew, while the other one's streams go on.
                 listeners = [
-                    asyncio.create_task(listen(http, frontends[number % 2].url, body([5, 6, 8], 4000)))
+                    asyncio.create_task(read_stream(http, frontends[number % 2].url, body([5, 6, 8], 4000)))
                     for number in range(30)
                 ]
                 await in_thread(wait_until, lambda: (frontends[0].ready() or {}).get("running") == 1, 20.0)
@@ -133,36 +103,39 @@ async def test_structured_requests_are_not_refused_again(tmp_path: Path) -> None
 
 async def test_no_request_fails_while_the_backend_restarts_or_the_frontend_starts(tmp_path: Path) -> None:
     socket = tmp_path / "private" / "backend.sock"
-    frontend = Frontend(socket)
+    frontend = Frontend(socket, "--keep-alive-interval-s", "1")
     with running(frontend):
         async with client() as http:
-            early = asyncio.create_task(listen(http, frontend.url, body([1, 2], 5)))
+            is_kept_alive = asyncio.Event()
+            early = asyncio.create_task(read_stream(http, frontend.url, body([1, 2], 5), is_kept_alive))
             unstreamed = asyncio.create_task(http.post(f"{frontend.url}/v1/completions", json=body([1, 2], 5)))
-            await asyncio.sleep(0.3)
+            await asyncio.wait_for(is_kept_alive.wait(), 20.0)
             assert (await in_thread(frontend.get, "/ready")).status_code == 503
             backend = await in_thread(start_backend, socket, *PACED)
             assert len(await early) > 0
             assert (await unstreamed).status_code == 200
             is_over = asyncio.Event()
+            statuses: list[int] = []
 
-            async def ask_again_and_again(number: int) -> list[int]:
-                statuses = []
+            async def ask_again_and_again(number: int) -> None:
                 while not is_over.is_set():
                     answer = await http.post(f"{frontend.url}/v1/completions", json=body([number, 3], 20))
                     statuses.append(answer.status_code)
-                return statuses
+
+            async def wait_answers(count: int) -> None:
+                wanted = len(statuses) + count
+                await in_thread(wait_until, lambda: len(statuses) >= wanted, 20.0)
 
             loops = [asyncio.create_task(ask_again_and_again(number)) for number in range(8)]
             for _ in range(2):
-                await asyncio.sleep(0.5)
+                await wait_answers(16)
                 assert await in_thread(backend.terminate) == 0
                 backend.close()
                 backend = await in_thread(start_backend, socket, *PACED)
             with running(backend):
-                await asyncio.sleep(0.5)
+                await wait_answers(16)
                 is_over.set()
-                statuses = [status for loop in await asyncio.gather(*loops) for status in loop]
-    assert len(statuses) > 24
+                await asyncio.gather(*loops)
     assert set(statuses) == {200}
 
 
@@ -172,12 +145,12 @@ async def test_hung_backend_is_replaced_and_its_streams_go_on(tmp_path: Path) ->
         url = (await in_thread(serve.wait_for, r"^Ready: (http://\S+)/v1$")).group(1)
         async with client() as http:
             requests = [body([number, 6], 200, seed=number) for number in range(4)]
-            alone = [await listen(http, url, request) for request in requests]
-            streams = [asyncio.create_task(listen(http, url, request)) for request in requests]
-            await asyncio.sleep(0.2)
+            alone = [await read_stream(http, url, request) for request in requests]
+            streams = [asyncio.create_task(read_stream(http, url, request)) for request in requests]
+            await in_thread(wait_until, lambda: running_at(url) == 4, 10.0)
             (backend,) = await in_thread(backends_of, serve)
             os.kill(backend, signal.SIGSTOP)
-            late = asyncio.create_task(listen(http, url, requests[0]))
+            late = asyncio.create_task(read_stream(http, url, requests[0]))
             assert await asyncio.gather(*streams) == alone
             assert await late == alone[0]
         await in_thread(serve.wait_for, r"backend has shown no progress for \d+ s; killing it")

@@ -9,13 +9,13 @@ import httpx
 import pytest
 
 from penstock.shm.client import BackendClient
+from tests.system.completions import PACED
 from tests.system.processes import Frontend, running, start_backend, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-PACED = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass", "--kv-budget", "64MB")
 MAX_WAITING = 256
 SMALL = ("--max-running", "16", "--max-batch-tokens", "64", "--max-waiting", str(MAX_WAITING))
 FLOOD, HUGE_PROMPT = 400, 30_000
