@@ -131,27 +131,33 @@ class CompilePool:
             threading.stack_size(previous)
 
     def _run(self, place: int) -> None:
-        while True:
-            with self._work:
-                while not self._is_closed and (turn := self._turns.take()) is None:
-                    self._work.wait()
-                if self._is_closed or turn is None:
-                    break
-            tenant, future, grammar = turn
-            try:
-                compiled = self._compile(place, grammar)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever reads the future
-                if not self._is_closed:
-                    future.set_exception(error)
-            else:
-                future.set_result(compiled)
-            with self._work:
-                self._turns.end(tenant)
-                self._work.notify()
+        while self._run_next(place):
+            pass
         with self._work:
             child = self._children.pop(place, None)
         if child is not None:
             child.close()
+
+    def _run_next(self, place: int) -> bool:
+        """Wait for a grammar and compile it; return False when the pool is closed. The thread keeps nothing of it: its
+        memory is the caller's."""
+        with self._work:
+            while not self._is_closed and (turn := self._turns.take()) is None:
+                self._work.wait()
+            if self._is_closed or turn is None:
+                return False
+        tenant, future, grammar = turn
+        try:
+            compiled = self._compile(place, grammar)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait for the future get it, logged
+            if not self._is_closed:
+                future.set_exception(error)
+        else:
+            future.set_result(compiled)
+        with self._work:
+            self._turns.end(tenant)
+            self._work.notify()
+        return True
 
     def _compile(self, place: int, grammar: Grammar) -> CompiledGrammar:
         """Raises BadGrammar, TokenizerUnusable, CompilerFailed."""

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.structured_output.grammar_costs import Growth, Pace, error_of, one_line
+from penstock.backend.structured_output.grammar_costs import (
+    GrammarMemoryFull,
+    Growth,
+    Pace,
+    StreamGrowth,
+    error_of,
+    one_line,
+)
 from penstock.backend.structured_output.token_bits import bits_of, bits_of_all, clear_bit, set_bit
 
 if TYPE_CHECKING:
@@ -59,8 +66,8 @@ class SequenceConstraints:
         """Forced ids sampled so far."""
         self._matcher = grammar.matcher if grammar is not None else None
         self._pace = grammar.pace if grammar is not None else Pace()
-        self._growth = grammar.growth if grammar is not None else Growth()
-        self._failure: ConstraintFailed | None = None
+        self._growth = StreamGrowth(grammar.growth if grammar is not None else Growth(), tenant)
+        self._failure = ""
         """Raised where the next mask is due. The token at which the grammar met a limit is still delivered."""
         allowed = requested.allowed_token_ids
         self._allowed = bits_of(allowed, vocab_size) if allowed else bits_of_all(vocab_size)
@@ -106,14 +113,14 @@ class SequenceConstraints:
         if self._grammar_start is None:
             if self._ends_with(self._requested.grammar_after):
                 self._grammar_start = len(self._tokens)
-        elif self._matcher is not None and self._failure is None:
+        elif self._matcher is not None and not self._failure:
             # Another consume may work in another thread, whose CPU time cannot be asked for.
             clock = time.thread_time_ns if consume is None else time.perf_counter_ns
             began_ns = clock()
             took = self._matcher.consume_token(token_id) if consume is None else consume(self._matcher, token_id)
             self._pace.note(clock() - began_ns)
             if not took:
-                self._failure = self._fail(self._matcher)
+                self._failure = self._note_failure(error_of(self._matcher))
 
     def rewind(self, num_tokens: int) -> None:
         """Drop all but the first num_tokens tokens taken. Does nothing when no more than that were taken."""
@@ -133,8 +140,8 @@ class SequenceConstraints:
 
         min_tokens and bad_words are ignored where they would leave no token; the other constraints are not.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self._failure:
+            raise ConstraintFailed(self._failure)
         if (forced := self._forced_token()) is not None:
             mask[:] = 0
             set_bit(mask, forced)
@@ -158,13 +165,16 @@ class SequenceConstraints:
         spent_ns = time.thread_time_ns() - began_ns
         self._pace.note(spent_ns)
         if matcher.is_error():
-            raise self._fail(matcher)
-        self._growth.note(spent_ns, matcher)
+            raise ConstraintFailed(self._note_failure(error_of(matcher)))
+        try:
+            self._growth.note(spent_ns, matcher)
+        except GrammarMemoryFull as error:
+            raise ConstraintFailed(self._note_failure(str(error))) from None
         return mask
 
-    def _fail(self, matcher: LLMatcher) -> ConstraintFailed:
-        self._growth.is_spent = True
-        return ConstraintFailed(one_line(f"the grammar cannot continue: {error_of(matcher)}"))
+    def _note_failure(self, reason: str) -> str:
+        self._growth.note_failure()
+        return one_line(f"the grammar cannot continue: {reason}")
 
     def _forced_token(self) -> int | None:
         """The next forced id, or the next token of thinking_end once the reasoning budget is spent."""
@@ -203,5 +213,6 @@ class LateMask:
         """Tokens that the constraints take in first."""
         self.num_tokens = num_tokens
         self.mask: TokenBits | None = None
-        self.failure: ConstraintFailed | None = None
+        self.failure = ""
+        """Not the exception: its traceback would keep the constraints alive, and with them their matcher."""
         self.is_done = False

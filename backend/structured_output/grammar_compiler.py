@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from penstock.backend.structured_output.compile_pool import CompilerFailed
+from penstock.backend.structured_output.grammar_costs import GrammarMemory, GrammarMemoryFull
 from penstock.backend.structured_output.grammars import BadGrammar
 from penstock.shm.process.tenant_places import is_over_share
 
@@ -50,8 +51,10 @@ class _Pending:
 class GrammarCompiler:
     """The pool and a cache of its results. Owned by the main thread, the only one that calls it."""
 
-    def __init__(self, pool: ICompilePool) -> None:
+    def __init__(self, pool: ICompilePool, memory: GrammarMemory | None = None) -> None:
+        """memory bounds compiled grammars that are cached or in use; default: a new one with the default limit."""
         self._pool = pool
+        self._memory = memory or GrammarMemory()
         self._pending: dict[Grammar, _Pending] = {}
         self._num_pending: Counter[bytes] = Counter()
         """Pending grammars of each tenant."""
@@ -87,10 +90,10 @@ class GrammarCompiler:
             self._num_pending[tenant] += 1
         return pending.future
 
-    def take_result(self, grammar: Grammar, future: Future[CompiledGrammar]) -> CompiledGrammar:
+    def take_result(self, grammar: Grammar, future: Future[CompiledGrammar], tenant: bytes = b"") -> CompiledGrammar:
         """A copy at its beginning, for the caller, from a future of `compile` that is done. The result is cached.
 
-        Raises BadGrammar; CompilerFailed, which is not cached.
+        Raises BadGrammar; CompilerFailed and GrammarMemoryFull, which are not cached.
         """
         self._forget_pending(grammar, future)
         error = future.exception(timeout=0)
@@ -104,6 +107,7 @@ class GrammarCompiler:
             outcome = BadGrammar("this grammar cannot be compiled for this model's tokenizer")
         else:
             outcome = future.result(timeout=0)
+            outcome.growth.charge(_num_bytes(grammar, outcome), self._memory, tenant)
         if grammar not in self._settled:
             self._cache(grammar, outcome)
         return _copy_of(outcome)
@@ -114,12 +118,13 @@ class GrammarCompiler:
         if pending is not None and self._pool.cancel(pending.future):
             self._forget_pending(grammar, pending.future)
 
-    def settle_abandoned(self, grammar: Grammar, future: Future[CompiledGrammar]) -> None:
+    def settle_abandoned(self, grammar: Grammar, future: Future[CompiledGrammar], tenant: bytes) -> None:
         """A request that was cancelled has waited for this future, which is done. Its result counts in the cache."""
         pending = self._pending.get(grammar)
         if pending is not None and pending.future is future:
-            with suppress(BadGrammar, CompilerFailed):  # other requests that wait for it take it themselves
-                self.take_result(grammar, future)
+            # Other requests that wait for it take it themselves.
+            with suppress(BadGrammar, CompilerFailed, GrammarMemoryFull):
+                self.take_result(grammar, future, tenant)
 
     def _forget_pending(self, grammar: Grammar, future: Future[CompiledGrammar]) -> None:
         """Does nothing when the grammar is being compiled anew."""

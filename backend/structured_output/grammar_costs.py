@@ -1,4 +1,4 @@
-"""What a grammar costs in use: the time of its masks, and the memory of the states that its lexer keeps.
+"""What grammars cost in use: the time of their masks, and the memory of their lexers and of each stream's parser.
 
 Imports llguidance for type checking only, so the steps of requests without grammars do not need it.
 """
@@ -6,7 +6,12 @@ Imports llguidance for type checking only, so the steps of requests without gram
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.shm.process.tenant_places import TenantPlaces
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -16,11 +21,19 @@ _SLOW_NS = 2_000_000
 _NUM_UNTIL_QUICK = 16
 """Quick masks and tokens after a slow one until masks are filled within steps again."""
 _READ_AFTER_NS = 5_000_000
-"""The lexer's work is read again after masks and tokens that took so long together. Reading takes 0.04 to 0.4 ms."""
+"""Memory is measured again after masks that took so long together. That takes 0.04 to 0.4 ms, and more for a stream
+whose parser is large."""
+_NUM_READING_TIMES = 16
+"""It is measured at the earliest after masks that took this many times as long as the last measurement."""
 _BYTES_PER_LEXER_COST = 32
 """Memory of new states per unit of the lexer's work. Measured: 7 to 26, and 67 where it is little (0.5 MB)."""
 _NS_PER_BYTE = 4
 """Masks take at least so long per byte of new states."""
+_COPIED_BYTES_PER_NS = 4
+"""A parser of this many bytes takes a nanosecond to copy. Measured: 2.0 to 4.2."""
+_MAX_TOTAL_BYTES = 1 << 30
+_MAX_PARSER_BYTES = 64 << 20
+"""Memory that one stream's parser may take. It is copied to be measured, which holds the GIL for at most 30 ms."""
 _LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 _TOO_MANY_TOKENS = 1 << 30
 MAX_ERROR_CHARACTERS = 300
@@ -48,44 +61,168 @@ class Pace:
             self._num_until_quick -= 1
 
 
+class GrammarMemoryFull(Exception):
+    """The text names the limit."""
+
+
+class GrammarMemory:
+    """The memory of all grammars that are cached or in use, by tenant. Safe for threads.
+
+    Together they take up to limit_bytes. Beyond that only tenants with less than their share get more, up to twice as
+    much in all: see `tenant_places`.
+    """
+
+    def __init__(self, limit_bytes: int = _MAX_TOTAL_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self._places = TenantPlaces(limit_bytes)
+        self._lock = threading.Lock()
+        """Guards _places."""
+        self._given_back: deque[Counter[bytes]] = deque()
+        """Released later: the garbage collector may run `give_back` in a thread that has the lock."""
+
+    @property
+    def num_bytes(self) -> int:
+        with self._lock:
+            self._release_given_back()
+            return self._places.num_taken
+
+    def resize(self, held: Counter[bytes], num_bytes: int, tenant: bytes) -> None:
+        """Change what is held, by tenant, to num_bytes in all. The difference is the tenant's.
+
+        Raises GrammarMemoryFull, and then nothing has changed.
+        """
+        with self._lock:
+            self._release_given_back()
+            num_more = num_bytes - held.total()
+            if num_more > 0:
+                if not self._places.has(tenant, num_more):
+                    raise GrammarMemoryFull(
+                        f"all grammars in use together take more memory than the limit of {self.limit_bytes >> 20} MiB"
+                    )
+                self._places.take(tenant, num_more)
+            elif num_less := min(-num_more, held[tenant]):
+                self._places.release(tenant, num_less)
+            held[tenant] += max(num_more, -held[tenant])
+
+    def give_back(self, held: Counter[bytes]) -> None:
+        self._given_back.append(held)
+
+    def _release_given_back(self) -> None:
+        while self._given_back:
+            for tenant, num_bytes in self._given_back.popleft().items():
+                if num_bytes:
+                    self._places.release(tenant, num_bytes)
+
+
+_UNLIMITED = GrammarMemory(1 << 62)
+
+
+class _Holding:
+    """A part of a `GrammarMemory`, given back when its owner is gone."""
+
+    def __init__(self, memory: GrammarMemory) -> None:
+        self._memory = memory
+        self._held: Counter[bytes] = Counter()
+
+    def resize(self, num_bytes: int, tenant: bytes) -> None:
+        """See `GrammarMemory.resize`."""
+        self._memory.resize(self._held, num_bytes, tenant)
+
+    def __del__(self) -> None:
+        self._memory.give_back(self._held)
+
+
 class Growth:
     """How much memory a grammar has taken in use: its lexer keeps the states that masks and tokens needed. All copies
     share the lexer, its states and their limit.
 
-    An estimate: the lexer's work as of the last reading, and since then as much as the time may have made. Threads may
-    write at the same time: a note that is lost delays the next reading.
+    An estimate: the lexer's work as of the last measurement, and since then as much as the time may have made. Threads
+    may write at the same time: a note that is lost delays the next measurement.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._read_bytes = 0
+        """Without the compiled grammar."""
         self.is_spent = False
         """A copy has failed. If that was for the number of states, every other copy fails soon."""
+        self.memory = _UNLIMITED
+        """Counts it after `charge`."""
+        self._holding = _Holding(self.memory)
+        self._compiled_bytes = 0
+        self._read_bytes = 0
         self._first_cost = 0
         self._unread_ns = 0
 
     def start(self, matcher: LLMatcher) -> None:
         """The grammar has been compiled, and its first mask filled: what it has taken until now does not count."""
-        self._first_cost = _lexer_cost(matcher)
+        self._first_cost = _measure(matcher).lexer_cost
+
+    def charge(self, compiled_bytes: int, memory: GrammarMemory, tenant: bytes) -> None:
+        """Count the grammar in the memory from now on; the tenant pays for it as compiled. Raises GrammarMemoryFull."""
+        if self.memory is not memory:
+            holding = _Holding(memory)
+            holding.resize(compiled_bytes, tenant)
+            self.memory, self._holding, self._compiled_bytes = memory, holding, compiled_bytes
+
+    def note(self, spent_ns: int) -> int:
+        """Note the time of a mask. Return the time of masks since the last measurement."""
+        self._unread_ns = unread_ns = self._unread_ns + spent_ns
+        self.num_bytes = self._read_bytes + unread_ns // _NS_PER_BYTE
+        return unread_ns
+
+    def note_cost(self, lexer_cost: int, tenant: bytes) -> None:
+        """Note the lexer's work; the tenant pays for what is new. No mask adds to it whose states are known: time alone
+        would charge a schema that many requests use. Raises GrammarMemoryFull."""
+        self._unread_ns = 0
+        self._read_bytes = max(self._read_bytes, (lexer_cost - self._first_cost) * _BYTES_PER_LEXER_COST)
+        self.num_bytes = self._read_bytes
+        self._holding.resize(self._compiled_bytes + self._read_bytes, tenant)
+
+
+class StreamGrowth:
+    """The memory that one stream's use of a grammar takes: its own parser, and what it adds to the lexer."""
+
+    def __init__(self, grammar: Growth, tenant: bytes) -> None:
+        self._grammar = grammar
+        self._tenant = tenant
+        self._holding = _Holding(grammar.memory)
+        self._unread_ns = 0
+        self._read_after_ns = _READ_AFTER_NS
+
+    def note_failure(self) -> None:
+        self._grammar.is_spent = True
 
     def note(self, spent_ns: int, matcher: LLMatcher) -> None:
-        """Note the time of a mask that this copy has filled. Now and then this reads the lexer's work, which no mask
-        adds to whose states are known: time alone would charge a schema that many requests use."""
+        """Note the time of a mask that the stream's matcher has filled. Raises GrammarMemoryFull."""
         self._unread_ns += spent_ns
-        if self._unread_ns >= _READ_AFTER_NS:
-            self._unread_ns = 0
-            cost = _lexer_cost(matcher) - self._first_cost
-            self._read_bytes = max(self._read_bytes, cost * _BYTES_PER_LEXER_COST)
-        self.num_bytes = self._read_bytes + self._unread_ns // _NS_PER_BYTE
+        if max(self._unread_ns, self._grammar.note(spent_ns)) < self._read_after_ns:
+            return
+        began_ns = time.thread_time_ns()
+        found = _measure(matcher)
+        self._unread_ns = 0
+        self._read_after_ns = max(_READ_AFTER_NS, _NUM_READING_TIMES * (time.thread_time_ns() - began_ns))
+        if found.parser_bytes > _MAX_PARSER_BYTES:
+            raise GrammarMemoryFull(f"its parser takes more memory than the limit of {_MAX_PARSER_BYTES >> 20} MiB")
+        self._grammar.note_cost(found.lexer_cost, self._tenant)
+        self._holding.resize(found.parser_bytes, self._tenant)
 
 
-def _lexer_cost(matcher: LLMatcher) -> int:
-    """The work of the lexer that the matcher shares with its copies, until the last mask for which it had to work here.
-    llguidance tells it in the text of an error only."""
+class _Measured(NamedTuple):
+    lexer_cost: int
+    """The work of the lexer that the matcher shares with its copies, until the last mask for which it had to work
+    here."""
+    parser_bytes: int
+    """Memory of the matcher itself, estimated from the time that a copy takes."""
+
+
+def _measure(matcher: LLMatcher) -> _Measured:
+    """llguidance tells the lexer's work in the text of an error only, and the parser's memory not at all."""
+    began_ns = time.thread_time_ns()
     spare = matcher.deep_copy()
+    parser_bytes = (time.thread_time_ns() - began_ns) * _COPIED_BYTES_PER_NS
     spare.rollback(_TOO_MANY_TOKENS)
     found = _LEXER_COST.search(spare.get_error())
-    return int(found[1]) if found is not None else 0
+    return _Measured(int(found[1]) if found is not None else 0, parser_bytes)
 
 
 def error_of(matcher: LLMatcher) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.structured_output.compile_pool import CompilerFailed
 from penstock.backend.structured_output.grammar_compiler import MAX_PENDING, TooManyGrammars
+from penstock.backend.structured_output.grammar_costs import GrammarMemoryFull
 from penstock.backend.structured_output.grammars import BadGrammar
 from penstock.shm.messages import Failure, FailureCode
 from penstock.shm.process.retry_times import DrainRate
@@ -93,10 +94,10 @@ class GrammarQueue:
         future.add_done_callback(lambda _: self._note_done(waiting))
         return None
 
-    def _overload(self, request_id: int, limit: int) -> Failure:
+    def _overload(self, request_id: int, limit: int = 0, text: str = "") -> Failure:
         """The refusal, with the time in which all that wait here are settled at the recent rate."""
         retry_after_s = self._settle_rate.retry_after_s(len(self._waiting), self._num_settled)
-        return Failure(request_id, FailureCode.OVERLOADED, limit, retry_after_s=retry_after_s)
+        return Failure(request_id, FailureCode.OVERLOADED, limit, text=text, retry_after_s=retry_after_s)
 
     def _note_done(self, waiting: WaitingSubmission) -> None:
         self._done.append(waiting)
@@ -111,19 +112,24 @@ class GrammarQueue:
             if self._compiler is None:
                 continue
             if self.find(submission.frontend, submission.request_id) is not waiting:
-                self._compiler.settle_abandoned(waiting.grammar, waiting.future)
+                self._compiler.settle_abandoned(waiting.grammar, waiting.future, submission.submit.tenant)
                 continue
             self._pop(submission.frontend, submission.request_id)
             self._num_settled += 1
             self._settle_rate.note(self._num_settled)
-            try:
-                outcomes.append((waiting, self._compiler.take_result(waiting.grammar, waiting.future)))
-            except BadGrammar as error:
-                failure = Failure(submission.request_id, FailureCode.BAD_GRAMMAR, text=str(error))
-                outcomes.append((waiting, failure))
-            except CompilerFailed:
-                outcomes.append((waiting, Failure(submission.request_id, FailureCode.INTERNAL)))
+            outcomes.append((waiting, self._outcome_of(self._compiler, waiting)))
         return outcomes
+
+    def _outcome_of(self, compiler: GrammarCompiler, waiting: WaitingSubmission) -> CompiledGrammar | Failure:
+        submit = waiting.submission.submit
+        try:
+            return compiler.take_result(waiting.grammar, waiting.future, submit.tenant)
+        except BadGrammar as error:
+            return Failure(submit.request_id, FailureCode.BAD_GRAMMAR, text=str(error))
+        except GrammarMemoryFull as error:
+            return self._overload(submit.request_id, text=str(error))
+        except CompilerFailed:
+            return Failure(submit.request_id, FailureCode.INTERNAL)
 
     def take_all(self) -> list[Submission]:
         """Remove and return all submissions. Their grammars are not compiled unless that has begun."""

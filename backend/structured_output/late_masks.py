@@ -105,10 +105,10 @@ class LateMasks:
             constraints.fill_mask(mask)
             late.mask = mask
         except ConstraintFailed as error:
-            late.failure = error
-        except Exception as error:  # fails its row, as a bug of ours would in the step
+            late.failure = str(error)
+        except Exception as error:  # whatever it is fails this row alone: without the thread all late rows would wait
             logger.exception("a late mask could not be filled; its request fails")
-            late.failure = ConstraintFailed(f"an internal error: {type(error).__name__}")
+            late.failure = f"an internal error: {type(error).__name__}"
         late.is_done = True
         self._wake()
         return True

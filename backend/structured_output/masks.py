@@ -61,4 +61,4 @@ def _fill(mask: TokenBits, num_generated: int, constraints: SequenceConstraints)
     elif late.mask is not None:
         mask[:] = late.mask
     else:
-        raise late.failure or ConstraintFailed("an internal error")
+        raise ConstraintFailed(late.failure)

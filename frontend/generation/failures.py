@@ -34,6 +34,8 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
     if batch.finish is Finish.EXPIRED:
         return ApiError(ErrorKind.EXPIRED, f"the request's time limit has passed, after {num_tokens} tokens")
     match batch.failure:
+        case FailureCode.OVERLOADED if batch.failure_text:
+            return retry_later(ErrorKind.OVERLOADED, batch.failure_text, batch.retry_after_s or retry_after_s)
         case FailureCode.OVERLOADED:
             return overloaded(batch.retry_after_s or retry_after_s, batch.failure_limit)
         case FailureCode.CONTEXT_TOO_LONG:

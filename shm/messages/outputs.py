@@ -52,7 +52,7 @@ class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     code: Annotated[int, Meta(ge=0, le=255)]
     limit: I31 = 0
     text: Annotated[str, Meta(max_length=512)] = ""
-    """The fault of a grammar."""
+    """The fault of a grammar; with OVERLOADED, what is full if not the places of waiting requests."""
     retry_after_s: Annotated[int, Meta(ge=0, le=3600)] = 0
     """With OVERLOADED: when there may be a place; 0 if the frontend knows better."""
 

@@ -279,7 +279,8 @@ def test_grammar_that_is_used_again_and_again_stays_cached(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks whose states are known take time but no memory."""
-    monkeypatch.setattr("penstock.backend.structured_output.grammar_costs._READ_AFTER_NS", 0)
+    for name in ("_READ_AFTER_NS", "_NUM_READING_TIMES"):
+        monkeypatch.setattr(f"penstock.backend.structured_output.grammar_costs.{name}", 0)
     grammar = Grammar("json_schema", json.dumps(PERSON))
     growths = []
     for _ in range(3):
