@@ -208,7 +208,7 @@ def _engine_limits(options: BackendOptions, card: ModelCard) -> EngineLimits:
         card.max_context_tokens,
         options.max_waiting,
         max_open=max_open,
-        # What a backend had open, and as much again of what frontends held while there was none.
+        # Requests that were open in the backend before, and as many that frontends held while there was no backend.
         max_open_resumed=2 * HARD_BOUND * max_open,
         priority_step_s=options.priority_step_s,
     )

@@ -1,7 +1,7 @@
-"""Finds the sequence in flight that an equal request can share.
+"""Finds the open sequence that an equal request can share.
 
-A request that an earlier backend had begun comes back with the tokens that its stream has received. They are its
-frontend's claim: only that frontend's streams may receive them from here.
+A request that an earlier backend had begun comes back with the tokens that its stream has received. This backend cannot
+check these tokens: the frontend claims them. So only that frontend's streams may receive them from here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_OFFERS = 8
 
 @dataclass(frozen=True, slots=True)
 class ShareKey:
-    """All that decides the tokens: requests with equal keys get equal tokens. The salt keeps tenants apart."""
+    """Everything that the tokens depend on: requests with equal keys get equal tokens. The salt keeps tenants apart."""
 
     salt: bytes
     prompt: bytes
@@ -62,11 +62,11 @@ class ShareKey:
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """What a request brings when it looks for a sequence to join."""
+    """The tokens of a request that could join a sequence, and the frontend that sent them."""
 
     frontend: int
     tokens: bytes
-    """Packed int32: the prompt, and what its stream has received as its frontend says."""
+    """Packed int32: the prompt, then the tokens that the stream has received according to the frontend."""
     num_prompt_tokens: int
 
     @property
@@ -74,24 +74,24 @@ class Presented:
         return len(self.tokens) // 4
 
     def agrees_with(self, tokens: array[int]) -> bool:
-        """The generated tokens do not contradict each other, as far as both go. The prompts are equal."""
+        """Whether the generated tokens are equal up to the end of the shorter ones. The prompts are equal."""
         first, end = self.num_prompt_tokens, min(self.num_tokens, len(tokens))
         return self.tokens[4 * first : 4 * end] == tokens[first:end].tobytes()
 
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """A sequence that can be joined. The backend did not compute its first num_claimed tokens: frontends brought them
-    with the requests of which it consists."""
+    """A sequence that can be joined. Its first num_claimed tokens came with its requests; this backend did not compute
+    them."""
 
     sequence: Sequence
     num_claimed: int
     claimants: set[int]
-    """Frontends that brought all of these tokens."""
+    """Frontends that sent all of these tokens."""
 
     @property
     def is_alive(self) -> bool:
-        """It has neither ended nor sampled its last token. A row that waits for a late mask goes on."""
+        """Whether more tokens will come: it has not ended, and its last token is not sampled yet."""
         sequence = self.sequence
         return not sequence.ended and sequence.final_generation != sequence.generation
 
@@ -105,8 +105,8 @@ class _Offer:
         return presented.frontend in self.claimants and self.sequence.kept_logprobs is None
 
     def is_ahead_of(self, presented: Presented) -> bool:
-        """It has not been planned yet, and could begin with the fewer tokens that the request brings. The request could
-        not join it otherwise."""
+        """Whether the request can join only if the sequence, which is not planned yet, begins with the request's fewer
+        tokens."""
         return (
             self.sequence.order < 0
             and self.is_alive
@@ -117,7 +117,7 @@ class _Offer:
 
 
 class Coalescer:
-    """Sequences that can be joined, by key: one, and more only if what frontends claim keeps them apart."""
+    """Sequences that can be joined, by key. A key has several only if the tokens that frontends claim differ."""
 
     def __init__(self) -> None:
         self._offers: dict[ShareKey, list[_Offer]] = {}
@@ -133,7 +133,7 @@ class Coalescer:
         return None
 
     def find_longer(self, key: ShareKey, presented: Presented) -> Sequence | None:
-        """A sequence that waits unplanned and could begin with the request's tokens alone."""
+        """A sequence that is not planned yet and could begin with the request's tokens alone."""
         for offer in self._offers.get(key, ()):
             if offer.is_ahead_of(presented):
                 return offer.sequence
@@ -147,8 +147,8 @@ class Coalescer:
                 offer.claimants.add(presented.frontend)
 
     def offer(self, key: ShareKey, sequence: Sequence, presented: Presented) -> None:
-        """Make the sequence joinable, before others with this key but after those that are held: more of a group may
-        still come for these. Those that have nearly ended can no longer be joined."""
+        """Make the sequence joinable. It is found before others with this key, but after those that are held: more
+        requests of their groups may still come. Sequences that have sampled their last token are dropped."""
         offers = self._offers.setdefault(key, [])
         for stale in [offer for offer in offers if not offer.is_alive] or offers[_MAX_OFFERS - 1 :]:
             offers.remove(stale)

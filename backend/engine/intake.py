@@ -84,7 +84,8 @@ class Intake:
                 arrived_s, timeout_ms = self._clock(), submission.submit.timeout_ms
                 deadline_s = arrived_s + timeout_ms / 1000 if timeout_ms else None
             self._submit(submission, arrived_s, deadline_s)
-        except Exception:  # noqa: BLE001 - logged by _abandon; the other requests go on
+        # As broad as can be: whatever a request's content sets off must not end the loop. _abandon logs the traceback.
+        except Exception:  # noqa: BLE001
             self._abandon(submission.frontend, submission.request_id)
 
     def submit_compiled(self) -> None:
@@ -96,7 +97,7 @@ class Intake:
                 continue
             try:
                 self.assign_sequence(submission, outcome, waiting.arrived_s, waiting.deadline_s)
-            except Exception:  # noqa: BLE001 - as in `submit`
+            except Exception:  # noqa: BLE001 - as broad as in `submit`, for the same reason
                 self._abandon(submission.frontend, submission.request_id)
         if self.is_draining:
             self._refuse_uncompiled()
@@ -202,12 +203,12 @@ class Intake:
             for subscriber in tuple(sequence.subscribers):
                 try:
                     self._delivery.replay(sequence, subscriber)
-                except Exception:  # noqa: BLE001 - logged by _abandon; the others go on
+                except Exception:  # noqa: BLE001 - as broad as in `submit`: the group's other requests go on
                     self._abandon(subscriber.frontend, subscriber.request_id)
             if not sequence.ended:
                 try:
                     self._scheduler.add(sequence)
-                except Exception:
+                except Exception:  # as broad as in `submit`: the other sequences go on
                     logger.exception("a sequence could not be scheduled; its requests fail")
                     self._delivery.fail(sequence)
 
@@ -347,6 +348,7 @@ class Intake:
         if (found := self._open_requests.find(frontend, request_id)) is not None:
             self._open_requests.remove(*found)
         else:
+            self._open_requests.grammar_queue.remove(frontend, request_id)
             self._board.requests_accepted += 1
 
 

@@ -199,7 +199,7 @@ class Engine:
         try:
             self._scheduler.note_computed(sequence, num_computed)
             sequence.rewind(num_computed)
-        except Exception:
+        except Exception:  # as broad as in `_apply_row`, for the same reason
             logger.exception("a row could not be planned again; its requests fail")
             self._delivery.fail(sequence)
 
@@ -219,7 +219,7 @@ class Engine:
             elif token_id != NO_SAMPLE:
                 self._board.generated_tokens += 1
                 self._delivery.deliver(sequence, token_id, logprobs)
-        except Exception:
+        except Exception:  # as broad as can be: a bug in what one row sets off must not end the other rows' requests
             logger.exception("a row's token could not be delivered; its requests fail")
             self._delivery.fail(sequence)
 

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from penstock.backend.kv_cache.page_index import PageIndex
 
 _GROWTH = 1.125
-"""How much a tenant's pages grow before it is ranked again. The tenant with the most is found to within an eighth."""
+"""A tenant is ranked again when its pages have grown or shrunk by this factor. So the tenant that is chosen has at
+least three quarters of the most pages."""
 _STALE_TURNOVERS = 4
-"""A page that was last held this many times as many releases ago as the pool has pages goes first, whoever has it."""
+"""A page is evicted first, whatever its tenant's share, once this many times the pool's pages were released since."""
 
 
 class _TenantPages:
@@ -32,9 +33,9 @@ class _TenantPages:
 class IdlePages:
     """Indexed pages that no sequence holds. Owned by the page pool.
 
-    With one tenant the least recently held page is evicted. With several it is that of the tenant with the most idle
-    pages for its weight: so nobody's cached prefixes drive out another's below an equal share. A tenant that does not
-    come back keeps its pages only for a while.
+    With one tenant, the least recently held page is evicted. With several, the tenant with the most idle pages for its
+    weight loses its least recently held page. So each tenant keeps its share of the cache, however much others use.
+    A tenant that does not come back keeps its pages only for a while: see `_STALE_TURNOVERS`.
     """
 
     def __init__(self, index: PageIndex, host_offload: HostOffload, num_pages: int) -> None:

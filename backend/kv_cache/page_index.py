@@ -16,7 +16,7 @@ class IndexedPage:
     should_offload: bool = False
     """Its content has been used more than once, so it is saved to the host when the page is evicted."""
     tenant: bytes = b""
-    """Whose share of the cache it takes: the tenant that has computed it."""
+    """The tenant that computed the page. It counts towards this tenant's share of the cache."""
     weight: float = 1.0
 
 

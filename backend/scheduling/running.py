@@ -175,7 +175,7 @@ class RunningSequences:
     ) -> list[Sequence]:
         """Sequences to preempt, so that num_slots and num_pages become free for the tenant; none if it takes too many.
 
-        They belong to tenants that have received as much service, and that keep their share of slots and pages.
+        They belong to tenants that have received at least as much service and keep their share of slots and pages.
         """
         num_held = self._count_pages()
         num_running = {owner: owner.num_running for owner in num_held}

@@ -76,7 +76,7 @@ class Scheduler(RunningSequences):
         try:
             sequence.order, sequence.goes_first = order, goes_first
             self._waiting.put(sequence)
-        except BaseException:
+        except Exception:  # whatever it is, it is raised again: the caller fails the sequence's requests
             sequence.order, sequence.goes_first = -1, False
             self._tenants.close(account)
             raise

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Settlement:
-    """When nothing more seems to come, the sequences go to the scheduler in their order. Until then a coalesced group
-    is complete and begins with the tokens that all its members have.
+    """Sequences go to the scheduler in their old order, once no more seem to come. By then a coalesced group should be
+    complete, and begin with the tokens that all its members have received.
 
-    It opens with the first sequence that was admitted before. Near the backend's start it holds new sequences too, so
-    that they stay behind; later new sequences pass it.
+    It opens with the first sequence that was admitted before. Near the backend's start it also holds new sequences, so
+    that they do not overtake; later new sequences pass it.
     """
 
     def __init__(

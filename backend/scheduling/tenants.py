@@ -1,8 +1,9 @@
-"""Who is charged for the computed tokens: virtual token counters, one a tenant.
+"""Charges tenants for computed tokens: each has a virtual token counter, its `service`.
 
 After Sheng et al., Fairness in Serving Large Language Models (arXiv 2401.00588). A tenant's counter grows by the cost
-of each token computed for it, divided by its weight; the waiting tenant whose counter is least goes first. A tenant
-that begins to wait is lifted to the least counter of those that wait, so nobody saves up service while idle.
+of each token computed for it, divided by its weight. The waiting tenant with the lowest counter goes first. When a
+tenant begins to wait, its counter is raised to the lowest counter of the waiting tenants. So an idle tenant gains no
+advantage over the others.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 PREFILL_COST, DECODE_COST = 1.0, 2.0
 """Cost of a prompt's token and of a generated one, as in the paper and in most price lists."""
 _MAX_IDLE = 4096
-"""Idle accounts to remember. Beyond that, those that owe the least are forgotten."""
+"""Idle accounts to remember. Beyond that, those with the least service are forgotten."""
 
 
 class Tenants:
-    """The accounts of tenants that have open sequences, and of idle ones that have had more than their share.
+    """The accounts of tenants with open sequences, and of idle tenants with more service than those that wait.
 
-    With one account nothing is charged: there is nobody to compare it with.
+    With one account nothing is charged: there is no other to compare it with.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Tenants:
         """(service, tie-breaker, account), least service first; entries of accounts in use again are stale."""
         self._num_idled = 0
         self._total_weight = 0.0
-        """Of accounts with open sequences."""
+        """The sum over accounts with open sequences."""
         self.highest_service = 0.0
 
     def __len__(self) -> int:
@@ -50,7 +51,7 @@ class Tenants:
         return bool(self._idle)
 
     def open(self, key: bytes, weight: float) -> TenantAccount:
-        """The account that pays for one more sequence, until `close`."""
+        """Return the tenant's account, which pays for one more sequence until `close`."""
         account = self._accounts.get(key)
         if account is None:
             account = self._accounts[key] = TenantAccount(key, weight)
@@ -69,7 +70,7 @@ class Tenants:
             heapq.heappush(self._idle, (account.service, self._num_idled, account))
 
     def forget_idle(self, floor: float) -> None:
-        """Forget idle accounts that have not had more than floor. They lose nothing: they would be lifted to it."""
+        """Forget idle accounts with no more service than floor. If they come back, they start with at least that."""
         while self._idle and (self._idle[0][0] <= floor or len(self._idle) > _MAX_IDLE):
             service, _, account = heapq.heappop(self._idle)
             if not account.num_open and account.service == service and self._accounts.get(account.key) is account:

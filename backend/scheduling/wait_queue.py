@@ -1,5 +1,5 @@
-"""Sequences that wait to be admitted: in their tenant's queue, passed by others, or parked until another one has
-computed their prefix."""
+"""Sequences that wait to be admitted: in their tenant's queue, set aside because they do not fit, or parked until
+another sequence has computed their prefix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_PASSED_OF_TENANT = 8
 
 @dataclass(slots=True)
 class Passed:
-    """How a sequence that does not fit is passed by later ones that do."""
+    """When to look again at a sequence that did not fit, while later ones that fit pass it."""
 
     num_pages: int
     """Pages that it needed when it was first passed."""
@@ -39,8 +39,8 @@ class WaitQueue:
     """Each waiting sequence is here once: in its tenant's queue, among the passed ones, or parked under one key. The
     cost of a call grows with the logarithm of the number of waiting sequences and tenants.
 
-    The head is the first sequence of those that go first, which an earlier backend had started. Without any it is the
-    first sequence of the tenant that has received the least service.
+    The head is the first of the sequences that an earlier backend had started (`Sequence.goes_first`). Without these
+    it is the first sequence of the tenant that has received the least service.
     """
 
     def __init__(self, tenants: Tenants) -> None:
@@ -78,7 +78,7 @@ class WaitQueue:
     def put(self, sequence: Sequence) -> None:
         """Add to its tenant's queue by `Sequence.turn`, which a preempted sequence keeps.
 
-        A tenant that begins to wait is lifted to the `floor`: it cannot have saved up service while it did not wait.
+        A tenant that begins to wait gets at least the service of the `floor`: being idle gains it no advantage.
         """
         account = sequence.account
         queue = self._queues.get(account)
@@ -97,8 +97,9 @@ class WaitQueue:
         self._num_queued += 1
 
     def _add_turn(self, account: TenantAccount) -> None:
-        """Of equals the first goes first. But a tenant that has nothing goes before a head that has something running,
-        perhaps all there is. Such a head is charged in each step, so it does not stay equal."""
+        """Among tenants with equal service the one that came first goes first, with one exception: a tenant that has
+        nothing running goes before a head that has. The exception cannot repeat for ever: each step charges such a
+        head, so their service does not stay equal."""
         head = self._head_of_tenants()
         goes_first = head is not None and head.account.num_running > 0 and not account.num_running
         self._num_turns += 1
@@ -151,7 +152,7 @@ class WaitQueue:
     # Passing
 
     def passed(self) -> Iterator[tuple[Sequence, Passed]]:
-        """Sequences that others may pass, the first one passed first. `take` may be called meanwhile."""
+        """Sequences that others may pass, in the order in which they were set aside. `take` may be called meanwhile."""
         return iter(list(self._passed.items()))
 
     def is_next(self, sequence: Sequence) -> bool:

@@ -1,4 +1,4 @@
-"""The limits of one sequence's patience: for a prefix that another one computes, and with those that pass it."""
+"""How long one sequence waits for a prefix that another one computes, and how many pages others take before it."""
 
 from __future__ import annotations
 

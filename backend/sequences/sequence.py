@@ -93,7 +93,7 @@ class Sequence:
         self.salt = salt
         """Keeps tenants apart in the prefix cache."""
         self.tenant = tenant
-        """Whom the scheduler charges for its tokens."""
+        """The scheduler charges this tenant for its tokens."""
         self.weight = weight
         """The tenant's share in proportion to the others', as of this request."""
         self.account = NOBODY

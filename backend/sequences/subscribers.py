@@ -32,7 +32,7 @@ class Subscriber:
     is_started: bool = False
     """The first token was sent."""
     tenant: bytes = b""
-    """Whose request it is. The sequence is charged to the tenant of its first subscriber."""
+    """Owner of the request. The sequence is charged to the tenant of its first subscriber."""
     resumed: Submission | None = None
     """The request, until the sequence has caught up with the tokens that came with it."""
 

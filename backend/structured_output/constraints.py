@@ -54,7 +54,8 @@ class SequenceConstraints:
 
         The forced ids are sampled first, and all other constraints begin after them. They are a prompt whose log
         probabilities were requested, without its first token. The backlog are tokens that were generated before, in
-        another backend; they are taken in before the first mask. The tenant is whose turn its late masks take.
+        another backend; they are taken in before the first mask. Late masks take the tenant's turns, and the tenant
+        pays for the grammar's growth.
         """
         self.tenant = tenant
         self._requested = requested

@@ -47,6 +47,10 @@ def compile_all(bench: Bench) -> None:
     bench.engine.turn()
 
 
+def tokens_of(written: str) -> list[int]:
+    return TOKENIZER.encode(written, add_special_tokens=False).ids
+
+
 def text(bench: Bench, request_id: int) -> str:
     received = bench.received(request_id)
     assert received.finishes == [Finish.STOP]

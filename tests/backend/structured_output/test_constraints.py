@@ -19,7 +19,7 @@ from penstock.backend.structured_output.constraints import ConstraintFailed, Seq
 from penstock.backend.structured_output.grammar_compiler import GrammarCompiler
 from penstock.backend.structured_output.grammars import BadGrammar, CompiledGrammar
 from penstock.shm.messages import Constraints, Grammar
-from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON, new_compiler
+from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON, new_compiler, tokens_of
 
 VOCAB_SIZE = TOKENIZER.get_vocab_size() + 50  # models pad their vocabulary
 STOPS = frozenset([EOS])
@@ -119,7 +119,7 @@ def test_token_slices_give_the_same_masks_as_single_tokens(
 @given(st.integers(0, 1000), st.lists(st.integers(0, 6), max_size=4))
 def test_rewind_restores_earlier_masks(compiler: GrammarCompiler, seed: int, rewinds: list[int]) -> None:
     rng = random.Random(seed)
-    opening = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
+    opening = tuple(tokens_of("so:"))
     fields = {"grammar": Grammar("regex", "[a-f]{4,9}"), "grammar_after": opening, "thinking_end": opening}
     constraints = constrained(compiler, thinking_budget_tokens=3, **fields)
     tokens: list[int] = []
@@ -138,7 +138,7 @@ def test_rewind_restores_earlier_masks(compiler: GrammarCompiler, seed: int, rew
 
 
 def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler) -> None:
-    end = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
+    end = tuple(tokens_of("so:"))
     constraints = constrained(compiler, grammar=Grammar("regex", "[0-9]+"), grammar_after=end)
     assert allowed(constraints) == set(range(VOCAB_SIZE)) - STOPS  # the answer may not end before its grammar begins
     for token in end:
@@ -147,7 +147,7 @@ def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler) -> None:
 
 
 def test_end_of_reasoning_is_forced_when_its_budget_is_spent(compiler: GrammarCompiler) -> None:
-    end = tuple(TOKENIZER.encode("so:", add_special_tokens=False).ids)
+    end = tuple(tokens_of("so:"))
     constraints = constrained(compiler, thinking_budget_tokens=2, thinking_end=end)
     for token in (5, 6):
         assert len(allowed(constraints)) == VOCAB_SIZE
@@ -176,7 +176,7 @@ def test_token_lists_restrict_the_mask(compiler: GrammarCompiler) -> None:
 
 def test_min_tokens_and_bad_words_yield_when_they_would_leave_no_token(compiler: GrammarCompiler) -> None:
     constraints = constrained(compiler, grammar=Grammar("regex", "a"), min_tokens=50)
-    constraints.advance(TOKENIZER.encode("a", add_special_tokens=False).ids[0])
+    constraints.advance(tokens_of("a")[0])
     assert allowed(constraints) == {EOS}
     assert allowed(constrained(compiler, allowed_token_ids=(9,), bad_words=((9,),))) == {9}
 
@@ -185,7 +185,7 @@ def test_contradictory_constraints_fail(compiler: GrammarCompiler) -> None:
     constraints = constrained(
         compiler,
         grammar=Grammar("regex", "[0-9]"),
-        allowed_token_ids=tuple(TOKENIZER.encode("x", add_special_tokens=False).ids),
+        allowed_token_ids=tuple(tokens_of("x")),
     )
     with pytest.raises(ConstraintFailed, match="allow no token"):
         allowed(constraints)

@@ -18,16 +18,7 @@ from penstock.backend.structured_output.grammar_costs import Pace
 from penstock.backend.structured_output.late_masks import LateMasks, MaskTurns
 from penstock.shm.messages import Constraints, FailureCode, Finish, Grammar, Sampling
 from tests.backend.harness import Bench, expected_tokens
-from tests.backend.structured_output.constrained import (
-    EOS,
-    PROMPT,
-    TOKENIZER,
-    VOCAB_SIZE,
-    ask,
-    compile_all,
-    new_bench,
-    text,
-)
+from tests.backend.structured_output.constrained import EOS, PROMPT, VOCAB_SIZE, ask, compile_all, new_bench, tokens_of
 
 if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
@@ -178,7 +169,7 @@ def test_tokens_of_a_resumed_stream_are_taken_in_beside_the_loop(
 
 def test_resumed_stream_whose_tokens_its_grammar_forbids_fails_alone(compiler: GrammarCompiler) -> None:
     bench = new_bench(compiler, late_masks=LateMasks(VOCAB_SIZE, lambda: None))
-    letter = TOKENIZER.encode("x", add_special_tokens=False).ids
+    letter = tokens_of("x")
     for request_id, received_before in enumerate((letter, [])):
         bench.submit(
             PROMPT + received_before,
@@ -194,7 +185,7 @@ def test_resumed_stream_whose_tokens_its_grammar_forbids_fails_alone(compiler: G
     assert (received.token_ids, received.finishes) == ([], [Finish.FAILED])
     assert received.failure is not None
     assert received.failure.code == FailureCode.BAD_GRAMMAR
-    assert text(bench, 1)
+    assert bench.received(1).finishes == [Finish.STOP]
 
 
 def test_mask_of_a_sequence_that_has_ended_is_not_filled() -> None:

@@ -43,3 +43,12 @@ async def test_refusal_by_the_backend_carries_a_time(
     backend.script, backend.retry_after_s = script, 23
     answer = await connection.post(COMPLETIONS, BODY)
     assert (answer.status, answer.headers["retry-after"]) == (status, retry_after)
+
+
+async def test_refusal_for_want_of_memory_names_the_limit(connection: ClientConnection, backend: FakeBackend) -> None:
+    text = "all grammars in use together take more memory than the limit of 1024 MiB"
+    batch = TokenBatch([], Finish.REJECTED, FailureCode.OVERLOADED, failure_text=text, retry_after_s=9)
+    backend.script = lambda _: [batch]
+    answer = await connection.post(COMPLETIONS, BODY)
+    assert (answer.status, answer.headers["retry-after"]) == (429, "9")
+    assert text in answer.error["message"]
