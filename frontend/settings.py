@@ -53,7 +53,7 @@ class AccessSettings(Struct, frozen=True):
     usage_fd: int = -1
     """Shared memory in which all workers count what keys use."""
     tenant_by: TenantBy = "none"
-    """Whom the scheduler charges for a request without a key."""
+    """The tenant that the scheduler charges for a request without a key."""
 
 
 class WorkerSettings(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Whom the backend's scheduler charges for a request that has no API key."""
+"""Chooses the tenant that the backend's scheduler charges for a request without an API key."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PAYER_BYTES = 16
 
 
 def address_payer(exchange: Exchange, tenant_by: TenantBy) -> bytes:
-    """Return 16 bytes that are the same for one client in every worker, or b"" where all clients are one tenant.
+    """Return 16 bytes that identify the client in every worker, or b"" if it shares the tenant of all such clients.
 
-    `forwarded` reads the last address of X-Forwarded-For, which the nearest proxy has appended; those before it are the
-    client's claims. Without a usable one the connection's address counts. A Unix socket has no address.
+    `forwarded` reads the last address of X-Forwarded-For, which the nearest proxy has appended; a client can forge
+    those before it. If the last is no address, the connection's counts. A Unix socket has none.
     """
     address = None
     if tenant_by == "forwarded":

@@ -1,9 +1,9 @@
-"""Limits of API keys: what a key uses is claimed before and settled after, counted over all workers.
+"""Limits of API keys, over all workers: a request claims what it may use, and settles with what it has used.
 
-Claims are exact: a worker writes its claim first and adds up second, so of two workers that claim the last place at the
-same moment both may be refused, but never both admitted. Three things stay inexact. Tokens that a request did not ask
-for by a number (it has no max_tokens) count as they are generated, so they can pass the limit. At the turn of a minute
-a worker may read a row of which another has written half. What a worker's requests hold is lost with the worker.
+Claims are exact: a worker writes its claim first and adds up second. If two workers claim the last place at the same
+moment, both may be refused, but never both admitted. Three things are inexact. If a request has no max_tokens, its
+tokens count as they are generated, so they can exceed the limit. At the turn of a minute a worker may read a row that
+another has half written. If a worker dies, its claims are lost.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _LIVE_STEP_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Meter:
-    """One limit per minute, with the use in this minute and in the one before. now includes what requests in flight
-    have reserved. share is the elapsed part of this minute, 0 to 1."""
+    """A limit per minute, with the use in this minute and in the one before. now includes what requests in flight have
+    reserved. share is the elapsed part of this minute, 0 to 1."""
 
     limit: int
     now: int
@@ -73,7 +73,7 @@ class _Meter:
 class Account:
     """Counts one key's use through this worker, and enforces its limits over all workers.
 
-    A key has one account in a worker as long as any request of it is in flight, also when the key is removed meanwhile.
+    A key keeps its account in a worker while any of its requests is in flight, even if the key is removed meanwhile.
     """
 
     def __init__(self, key: ApiKey, table: UsageTable, clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,16 +106,16 @@ class Account:
 
     @property
     def is_counted(self) -> bool:
-        """Whether something of the last minutes, or a request in flight, still counts."""
+        """Whether uses of the last two minutes, or a request in flight, still count."""
         row = self._now()
         return row.is_held or row.has_uses
 
     # Called by claims
 
     def reserve(self, planned: PlannedUse) -> tuple[int, int]:
-        """Claim what a request needs beyond its one sequence. Return the added sequences and tokens.
+        """Claim what a request needs beyond its first sequence. Return the added sequences and tokens.
 
-        Raises ApiError: 400 if the request alone exceeds a limit, 429 if it does together with the key's others.
+        Raises ApiError: 400 if the request alone exceeds a limit, 429 if it does so together with the key's others.
         """
         limits = self.key.limits
         most = limits.requests_in_flight
@@ -134,7 +134,7 @@ class Account:
         return planned.num_sequences - 1, num_tokens
 
     def change(self, *, num_sequences: int = 0, num_reserved: int = 0, num_used: int = 0) -> None:
-        """Add to what is in flight, reserved and used, without asking. Sequences that are subtracted have ended."""
+        """Add to the counts, even beyond a limit. A negative num_sequences is of sequences that have ended."""
         row = self._now()
         num_released = max(0, -num_sequences)
         self._store(
@@ -149,7 +149,7 @@ class Account:
             self._release_rate.note(sum(other.released for other in self._rows()))
 
     def _claim(self, num_sequences: int, num_tokens: int, num_requests: int = 0) -> None:
-        """Add to what is in flight. Raises ApiError and adds nothing if that exceeds a limit."""
+        """Add to the counts. If that exceeds a limit, raises ApiError and adds nothing."""
         before = self._now()
         self._store(
             before._replace(
@@ -218,7 +218,7 @@ class Account:
 
 
 class Claim:
-    """What one request holds of its key's limits, until every exchange that shares the claim has released it."""
+    """One request's part of its key's limits, until every exchange that shares the claim has released it."""
 
     def __init__(self, account: Account) -> None:
         """The account has counted one sequence for it."""
@@ -232,7 +232,7 @@ class Claim:
         self._num_holders += 1
 
     def reserve(self, planned: PlannedUse) -> None:
-        """Claim what the request will use at most. Raises ApiError: 400 if it exceeds a limit alone, or 429."""
+        """Claim the most that the request will use. Raises ApiError: 400 if it exceeds a limit alone, else 429."""
         num_sequences, num_tokens = self._account.reserve(planned)
         self._num_sequences += num_sequences
         self._num_reserved += num_tokens
@@ -250,7 +250,7 @@ class Claim:
         self._account.change(num_reserved=-reserved, num_used=num_tokens)
 
     def release(self) -> None:
-        """Call once a holder. The last one frees the sequences, and the reserved tokens if they were not settled."""
+        """Call once for each holder. The last call frees the sequences, and reserved tokens that were not settled."""
         self._num_holders -= 1
         if not self._num_holders:
             self._account.change(num_sequences=-self._num_sequences, num_reserved=-self._num_reserved)
@@ -262,7 +262,7 @@ class Claim:
 
 
 class RateLimiter:
-    """The accounts of one worker's keys with limits, and of removed keys as long as something counts there."""
+    """The accounts of one worker's keys with limits, and of removed keys that still have uses or requests in flight."""
 
     def __init__(self, table: UsageTable, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         self._table = table
@@ -272,9 +272,9 @@ class RateLimiter:
         self.set_keys(keys)
 
     def set_keys(self, keys: Iterable[ApiKey]) -> None:
-        """Replace the keys. What a key has used or has in flight still counts, also if it was removed meanwhile.
+        """Replace the keys. Uses and requests in flight of a key still count, even if it was removed meanwhile.
 
-        Raises ValueError, and then the old keys stay, while too many removed keys have requests in flight.
+        Raises ValueError while too many removed keys have requests in flight; then the old keys stay.
         """
         known = self._removed | self._accounts
         added = {key.salt: key for key in keys}

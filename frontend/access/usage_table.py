@@ -1,4 +1,4 @@
-"""What API keys used in the last two minutes and hold now, in memory that all workers of a `frontend` command share.
+"""Usage of API keys, now and in the last two minutes, in memory that the workers of a `frontend` command share.
 
 The table has a row for each worker and key. Only that worker writes the row. The rows of a key add up to what it has
 used.

@@ -92,7 +92,7 @@ class EndpointContext:
         if self.models.current is None and self.places_to_wait.has(exchange.payer):
             self.places_to_wait.take(exchange.payer)
             if is_streaming:
-                EventStream(exchange, lambda: ())
+                EventStream(exchange, lambda: ())  # sets exchange.idle_action, which sends the comments
             try:
                 await exchange.wait_for(self.models.settled, self.limits.hold_timeout_s)
             finally:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
 
-_PIECE_TOKENS = 1 << 16
-"""Token ids that are checked at a time; more are checked in a thread."""
+PIECE_TOKENS = 1 << 16
+"""Token ids that one call of C code may handle: it holds the interpreter's lock throughout. More are split."""
 
 
 async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> list[int]:
@@ -53,7 +53,7 @@ async def encode_prompts(body: CompletionBody, served: ServedModel) -> list[list
         for position, prompt in enumerate(prompts):
             check_token_ids(f"prompt[{position}]" if body.has_several_prompts() else "prompt", prompt, served.card)
 
-    await asyncio.to_thread(check) if sum(map(len, prompts)) > _PIECE_TOKENS else check()
+    await asyncio.to_thread(check) if sum(map(len, prompts)) > PIECE_TOKENS else check()
     return prompts
 
 
@@ -84,7 +84,7 @@ def truncated(body: AnsweredBody, prompt: list[int], card: ModelCard) -> list[in
 def check_token_ids(param: str, token_ids: list[int], card: ModelCard) -> None:
     """Raises ApiError. Callable from any thread."""
     # In pieces: one call of C code over a million tokens would hold the interpreter's lock throughout.
-    for start in range(0, len(token_ids), _PIECE_TOKENS):
-        largest = max(token_ids[start : start + _PIECE_TOKENS])
+    for start in range(0, len(token_ids), PIECE_TOKENS):
+        largest = max(token_ids[start : start + PIECE_TOKENS])
         if largest >= card.vocab_size:
             invalid(param, f"token id {largest} is outside the vocabulary of {card.vocab_size}")

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.models import check_model
-from penstock.frontend.endpoints.prompts import check_token_ids, render_chat, render_text
+from penstock.frontend.endpoints.prompts import PIECE_TOKENS, check_token_ids, render_chat, render_text
 from penstock.frontend.schemas.decoding import decode_chat
 from penstock.frontend.schemas.utilities import decode_detokenize, decode_tokenize
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.utilities import TokenizeBody
     from penstock.frontend.transport.exchange import Exchange
 
-_PIECE_TOKENS = 1 << 16
 _INLINE_TOKENS = 1024
 """More tokens are decoded, or described one by one, in a thread."""
 
@@ -117,8 +116,8 @@ async def _array(token_ids: list[int], join: Callable[[list[int]], bytes]) -> li
 
     def parts() -> list[bytes]:
         joined = []
-        for start in range(0, len(token_ids), _PIECE_TOKENS):
-            joined += [b",", join(token_ids[start : start + _PIECE_TOKENS])]
+        for start in range(0, len(token_ids), PIECE_TOKENS):
+            joined += [b",", join(token_ids[start : start + PIECE_TOKENS])]
         return [b"[", *joined[1:], b"]"]
 
     return await asyncio.to_thread(parts) if len(token_ids) > _INLINE_TOKENS else parts()

@@ -1,4 +1,4 @@
-"""How a request is scheduled: what it may share, whether it may be coalesced, its priority and its deadline."""
+"""The scheduling of a request: what it may share, whether it may be coalesced, its priority and its deadline."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class RequestPolicy:
     """Lower priority numbers run sooner. deadline_s is a time of time.monotonic(); None is no deadline."""
 
     salt: bytes
-    """Separates cached pages and shared sequences: of tenants, and within one by cache_salt."""
+    """Requests share cached pages and sequences only with those of the same salt."""
     tenant: bytes
-    """Whom the backend's scheduler charges."""
+    """The tenant that the backend's scheduler charges."""
     weight: float
     may_join: bool
     priority: int
@@ -48,10 +48,7 @@ def read_request_policy(exchange: Exchange, body: GenerationBody) -> RequestPoli
 
 
 def _salt(tenant: bytes, cache_salt: str | None) -> bytes:
-    """Return what separates the request's cached pages and shared sequences from others.
-
-    Keyed by the tenant: no choice of cache_salt gives another tenant's salt, and no two tenants get the same.
-    """
+    """Return the salt of a request. It is keyed by the tenant, so no cache_salt gives another tenant's salt."""
     if cache_salt is None:
         return tenant
     return blake2b(cache_salt.encode(), digest_size=16, key=tenant, person=_CACHE_SALT_CONTEXT).digest()

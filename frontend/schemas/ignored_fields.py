@@ -1,4 +1,4 @@
-"""What happens to fields that no body has: they are reported to the client and logged, or refused under --strict."""
+"""Reports unknown fields of a body to the client and the log, or refuses them under --strict."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ModelTokenizer:
         """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
         self.token_bytes = TokenBytes(tokenizer)
         self._pieces = SharedPieces()
-        """Of streams with the default settings."""
+        """Shared by streams with the default settings."""
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
 

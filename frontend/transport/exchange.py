@@ -37,7 +37,7 @@ _LAST_DISCARD_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PlannedUse:
-    """What a request will use at most; known once its prompts are tokens."""
+    """The most that a request will use; known once its prompts are tokens."""
 
     num_sequences: int
     """Choices over all prompts."""
@@ -53,7 +53,7 @@ class PlannedUse:
 
 
 class UsageClaim(Protocol):
-    """What a request holds of its API key's limits. It counts one request from the start."""
+    """A request's part of its API key's limits. It counts one request from the start."""
 
     def share(self) -> None:
         """Add a holder: another exchange that continues the request and releases the claim too."""
@@ -100,13 +100,13 @@ class Exchange(Abortable):
         self.tenant = b""
         """16 bytes that identify the API key of the request; empty when no key is needed."""
         self.payer = b""
-        """Whom the backend's scheduler charges: the tenant or, without keys, the client's address."""
+        """The tenant that the backend's scheduler charges: the key's or, without keys, the client's address."""
         self.weight = 1.0
         """The payer's share of the device in proportion to the others'."""
         self.key_name: str | None = None
         """The API key's name, for logs."""
         self.claim: UsageClaim | None = None
-        """What the request holds of its key's limits, if it has some."""
+        """The request's part of its key's limits, if the key has some."""
         # Answer
         self.more_headers: Headers = ()
         """Headers that any answer to this request carries."""
@@ -163,7 +163,7 @@ class Exchange(Abortable):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Count the exchange as one whose body is incomplete. Others may be aborted for it, and it for others."""
+        """Count the exchange among those whose bodies are incomplete. It may displace another, and be displaced."""
         if self._incomplete is None or self._body_read:
             yield
             return

@@ -1,7 +1,7 @@
-"""What clients have begun to send and not completed: heads and bodies of requests, TLS handshakes.
+"""Bounds what clients have begun to send and not completed: heads and bodies of requests, TLS handshakes.
 
-They have a bounded place of their own, in all and for each client address. When it is full, a newcomer displaces the
-oldest: one that is honest is complete long before.
+Their number is limited, in all and for each client address. Beyond a limit a new one displaces the oldest: an
+honest client has completed its own long before.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 MIN_AGE_S = 1.0
-"""Age before which nothing is displaced, so that a burst of honest clients displaces none of its own."""
+"""Younger items are not displaced, so that a burst of clients does not displace its own."""
 MAX_INCOMPLETE_BYTES = 256 << 20
-"""Bytes of bodies that a worker holds before they are complete."""
+"""Limit of the bytes of incomplete bodies that a worker holds."""
 _ADDRESS_PART = 4
-"""One address may have a quarter of the place."""
+"""One address may have a quarter of the items."""
 _IPV6_NETWORK_BYTES = 8
 
 
 def network_of(host: str) -> bytes | None:
     """Return the bytes of an IPv4 address, or of an IPv6 address's network of 64 bits; None if the text is neither.
 
-    One subscriber has a whole IPv6 network, so an address within it costs nothing.
+    A subscriber owns a whole IPv6 network, so further addresses within it cost nothing.
     """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -38,7 +38,7 @@ def network_of(host: str) -> bytes | None:
 
 
 def client_network(peer: Any) -> bytes:
-    """Return the network of a connection's peer name; empty for a Unix socket, whose clients are not told apart."""
+    """Return the network of a connection's peer name; empty for a Unix socket, whose clients all count as one."""
     return (network_of(str(peer[0])) or b"") if isinstance(peer, tuple) and peer else b""
 
 
@@ -46,7 +46,7 @@ class Displaceable(Protocol):
     """A request whose body is being read."""
 
     def displace(self) -> None:
-        """Stop reading: another needs its place."""
+        """Stop reading: another request needs the place."""
         ...
 
 
@@ -54,7 +54,7 @@ class Incomplete(Generic[Item]):
     """Items by client address, the oldest first. Times are seconds of the caller's clock."""
 
     def __init__(self, limit: int, displace: Callable[[Item], None]) -> None:
-        """displace ends an item that has been removed here, for a newcomer."""
+        """displace is called with an item that has been removed here for a new one."""
         self._limit = limit
         self._limit_of_address = max(1, limit // _ADDRESS_PART)
         self._displace = displace
@@ -69,7 +69,7 @@ class Incomplete(Generic[Item]):
         return item in self._address_of
 
     def add(self, item: Item, address: bytes, now_s: float) -> None:
-        """Add an item; one that is there keeps its age. It displaces another if there are too many."""
+        """Add an item. If it was added before, it keeps its age; if there are too many now, another is displaced."""
         if item in self._address_of:
             return
         self._address_of[item] = address
@@ -89,9 +89,10 @@ class Incomplete(Generic[Item]):
                 del self._since_s[address]
 
     def make_room(self, address: bytes, now_s: float) -> bool:
-        """Displace the oldest item of the address that has most, for a newcomer with this address.
+        """Displace the oldest item of the address that has most, for a new one of the given address.
 
-        Return False if it is too young. That of another address is not if this has more than its share.
+        Return False if it is younger than MIN_AGE_S. That does not protect an address that has more than its share from
+        a new item of another address.
         """
         if not self._since_s:
             return False
@@ -114,7 +115,7 @@ class Incomplete(Generic[Item]):
 
 
 class IncompleteBodies:
-    """The requests of one worker whose bodies are being read. Their number is bounded, and so are their bytes."""
+    """The requests of one worker whose bodies are being read. Both their number and their bytes are bounded."""
 
     def __init__(self, limit: int, max_bytes: int = MAX_INCOMPLETE_BYTES) -> None:
         self._requests = Incomplete[Displaceable](limit, self._end)
@@ -132,7 +133,7 @@ class IncompleteBodies:
         self._requests.add(request, address, now_s)
 
     def hold(self, request: Displaceable, num_bytes: int, now_s: float) -> None:
-        """Note how much of a request's body is held. Beyond the limit of all together the oldest is displaced."""
+        """Note how many bytes of a request's body are held. Beyond the limit for all bodies the oldest is displaced."""
         self._total_bytes += num_bytes - self._num_bytes.get(request, 0)
         self._num_bytes[request] = num_bytes
         while self._total_bytes > self._max_bytes and self._requests.displace_oldest(now_s):

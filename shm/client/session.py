@@ -79,7 +79,7 @@ class Session:
 
     @property
     def needs_drain(self) -> bool:
-        """As `FrontendLink.needs_drain`."""
+        """See `FrontendLink.needs_drain`."""
         return self._link.needs_drain
 
     @property
@@ -115,7 +115,7 @@ class Session:
         return self._link.send(Cancel(request_id, time.monotonic_ns()))
 
     def receive(self, max_messages: int | None = None) -> list[StepOutputs]:
-        """As `FrontendLink.drain`. Handle the messages before `return_credits`. Raises LinkBroken."""
+        """See `FrontendLink.drain`. Handle the messages before `return_credits`. Raises LinkBroken."""
         outputs = self._link.drain(max_messages)
         self._credits_owed += len(outputs)
         return outputs

@@ -204,7 +204,7 @@ class TokenStream:
         return [ref for ref in (self.submit.tokens, self.submit.output) if isinstance(ref, BufferRef)]
 
     def mark_admitted(self) -> None:
-        """From now on its place in the backend's queue is that of the moment at which it was submitted."""
+        """Claim its old place: from now on the backend queues it by the time at which it was submitted."""
         if not self.submit.admitted_ns:
             self.submit = msgspec.structs.replace(self.submit, admitted_ns=self.submitted_ns)
 

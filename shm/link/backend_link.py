@@ -51,7 +51,7 @@ _MAX_MESSAGES_PER_TURN = 4096
 _LAST_WORDS_MS = 1000
 """Time that a closing backend gives its last messages to reach the frontends."""
 _RETRY_S = 0.02
-"""Until the next attempt after ZeroMQ refused a message."""
+"""Pause before the next attempt after ZeroMQ refused a message."""
 
 
 @dataclass(slots=True)

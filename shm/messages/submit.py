@@ -92,7 +92,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=
     salt: Annotated[bytes, Meta(max_length=16)] = b""
     """Requests with different salts share no tokens and no pages."""
     tenant: Annotated[bytes, Meta(max_length=16)] = b""
-    """Whom the scheduler charges for the work. Requests without one belong to one tenant."""
+    """The tenant that the scheduler charges for the work. All requests with an empty one belong to one tenant."""
     weight: Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
     """The tenant's share of the device in proportion to the other tenants'. Its latest request decides."""
     may_share: bool = False

@@ -21,14 +21,14 @@ def bounded_retry_after_s(seconds: float) -> int:
 
 
 class DrainRate:
-    """How fast a count of finished things grew in the last ten seconds, as far as it was noted."""
+    """The rate at which a count of finished requests grew in the last ten seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._samples: deque[tuple[float, int]] = deque()  # time, finished until then
 
     def note(self, num_finished: int) -> None:
-        """Remember the count. Cheap: call with every event at hand. A count that falls starts anew."""
+        """Remember the count. Cheap enough to call with every event. A count that falls discards the older ones."""
         now_s = self._clock()
         samples = self._samples
         if samples and num_finished < samples[-1][1]:
@@ -41,7 +41,7 @@ class DrainRate:
     def retry_after_s(self, num_waiting: int, num_finished: int) -> int:
         """Return the seconds in which num_waiting finish at the noted rate, 1 to MAX_RETRY_AFTER_S.
 
-        While none has finished that is as long as none has, at least; 1 while nothing is known.
+        If none has finished, return the seconds since the oldest note: it takes at least as long again.
         """
         self.note(num_finished)
         then_s, finished_then = self._samples[0]
@@ -50,10 +50,10 @@ class DrainRate:
 
 
 class Outage:
-    """How long something that is missing may still take to come, from how long it took the last time."""
+    """Estimates how long an outage will still last from the duration of the last one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """It is missing from now on."""
+        """An outage begins now."""
         self._clock = clock
         self._began_s: float | None = clock()
         self._last_duration_s = 0.0
@@ -69,8 +69,8 @@ class Outage:
 
     @property
     def retry_after_s(self) -> int:
-        """The rest of the last outage's duration, 1 to MAX_RETRY_AFTER_S; when that is over, as long again as this one
-        has lasted."""
+        """The rest of the last outage's duration, 1 to MAX_RETRY_AFTER_S; after that, as long again as this one has
+        lasted."""
         age_s = 0.0 if self._began_s is None else self._clock() - self._began_s
         rest_s = self._last_duration_s - age_s
         return bounded_retry_after_s(rest_s if rest_s > 0 else age_s)

@@ -1,4 +1,4 @@
-"""What a request may use of its key's limits."""
+"""Plans the most that a request may use of its key's limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.decoding import AnsweredBody
 
 ASSUMED_ANSWER_TOKENS = 1024
-"""Reserved for a choice of a request that does not limit its answer; what it generates beyond counts as it comes."""
+"""Tokens reserved for each choice if the request does not limit its answer. Further ones count as they come."""
 
 
 def planned_use(body: AnsweredBody, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> PlannedUse:

@@ -18,7 +18,7 @@ logger = logging.getLogger("penstock.acceptor")
 
 _LOOKS_AGAIN_AFTER_S = 0.001
 _WAITS_AT_MOST_S = 0.005
-"""How long a connection is left for a worker with fewer connections; then it is taken, and the next one is left."""
+"""A connection is left this long for a worker with fewer connections. Then it is taken, and the next one is left."""
 _MAX_AT_ONCE = 64
 """Connections accepted before the event loop does other work."""
 _PAUSE_S = 1.0
@@ -27,8 +27,8 @@ _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SharedAcceptor:
-    """Stands in for an `asyncio.Server`. The listening socket wakes every worker; those with more connections leave
-    it alone for some milliseconds."""
+    """Replaces an `asyncio.Server`. The listening socket wakes every worker; those with more connections leave it alone
+    for some milliseconds."""
 
     def __init__(
         self, listening: socket.socket, table: AcceptTable, new_connection: Callable[[], asyncio.Protocol]
@@ -38,7 +38,7 @@ class SharedAcceptor:
         self._table = table
         self._new_connection = new_connection
         self._left_since_s = 0.0
-        """Since when a connection is left for another worker; 0 while none is."""
+        """The time since which a connection is left for another worker; 0 while none is."""
         self._timer: asyncio.TimerHandle | None = None
         self._starting: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -66,7 +66,7 @@ class SharedAcceptor:
         await asyncio.gather(*self._starting, return_exceptions=True)
 
     def _look(self) -> None:
-        """Accept what waits, as long as it is this worker's turn."""
+        """Accept the connections that wait, as long as it is this worker's turn."""
         for _ in range(_MAX_AT_ONCE):
             if not self._table.may_accept():
                 now_s = self._loop.time()
@@ -115,7 +115,7 @@ class SharedAcceptor:
     async def _begin(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._new_connection, connection)
-        except OSError as error:  # the client has gone already
+        except OSError as error:  # the client has closed it already
             connection.close()
             logger.debug("a connection ended before it began: %s", error)
         finally:

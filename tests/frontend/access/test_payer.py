@@ -1,4 +1,4 @@
-"""Whom the backend's scheduler charges for a request, and how much that tenant counts."""
+"""The tenant that the backend's scheduler charges for a request, and that tenant's weight."""
 
 from __future__ import annotations
 

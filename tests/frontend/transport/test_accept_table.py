@@ -1,4 +1,4 @@
-"""Who takes the next connection, with several workers' views of one table."""
+"""The worker that takes the next connection, with several workers' views of one table."""
 
 from __future__ import annotations
 

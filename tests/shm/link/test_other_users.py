@@ -60,7 +60,7 @@ def another_user(action: Callable[[socket.socket], None]) -> Iterator[socket.soc
 
 @pytest.fixture
 def their_directory() -> Iterator[Path]:
-    """What another user made in /tmp before us, open to everybody."""
+    """A directory that another user made in /tmp before us, open to all users."""
     directory = Path(tempfile.mkdtemp(prefix="ps-theirs-"))
     os.chown(directory, NOBODY, NOBODY)
     directory.chmod(0o777)
@@ -74,8 +74,8 @@ def test_backend_and_frontend_refuse_a_directory_that_another_user_made_first(
 ) -> None:
     """The attack: let the backend make its directory in ours, then put another in its place.
 
-    A link there leads to the real rendezvous, which is genuine; the message socket beside it was the attacker's, so
-    prompts went to him.
+    A link there leads to the genuine rendezvous; the message socket beside it was the attacker's, and received the
+    prompts.
     """
     path = their_directory / "penstock" / "backend.sock"
     with pytest.raises(CannotListen, match=f"the directory {their_directory} has mode 777 and owner 65534"):
@@ -110,7 +110,7 @@ def test_default_path_is_refused_if_another_user_was_first(
 
 @needs_root
 def test_fake_backend_of_another_user_receives_nothing(socket_path: Path) -> None:
-    """Even where the directory's mode would let him in, as if it had been opened for a moment."""
+    """Even if the directory was open for a moment, so that the other user could put a socket there."""
     socket_path.parent.chmod(0o777)
 
     def listen(parent: socket.socket) -> None:
