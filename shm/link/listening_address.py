@@ -72,7 +72,7 @@ class ListeningAddress:
             self._opened = opened.pop_all()
 
     def _check_name(self, path: Path) -> None:
-        """Raises CannotListen for anything but a socket: the path comes from an option, and `bind` removes what lies
+        """Raises CannotListen for anything but a socket: the path comes from an option, and `listen` removes what lies
         there."""
         try:
             mode = os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False).st_mode
@@ -103,11 +103,12 @@ class ListeningAddress:
             opened.pop_all()
         return fd
 
-    def bind(self, listener: socket.socket) -> None:
-        """Bind the listener to the path. Raises CannotListen."""
+    def listen(self, listener: socket.socket) -> None:
+        """Let the socket listen at the path. Raises CannotListen."""
         try:
             self.unlink()  # this process holds the lock, so an existing socket is a dead backend's
             self._bind(listener, self._name)
+            listener.listen(_BACKLOG)
         except OSError as error:
             raise self._cannot_make_socket(error) from None
 
@@ -149,7 +150,7 @@ class ListeningAddress:
         return CannotListen(f"cannot make a socket in {self._directory}: {error.strerror}")
 
     def close(self) -> None:
-        """Release the lock. Call `unlink` before, if `bind` made a socket."""
+        """Release the lock. Call `unlink` before, if `listen` made a socket."""
         self._opened.close()
 
 

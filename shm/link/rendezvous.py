@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.shm.messages import Welcome
 
 _MAX_HELLO_BYTES = 64
-_BACKLOG = 128
 _UCRED = struct.Struct("3i")
 _ACCEPT_PAUSE_S = 0.1
 _BUFFERS_CLOSED = encode(BuffersClosed())
@@ -65,8 +64,7 @@ class Rendezvous:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._epoll = select.epoll()
         try:
-            self.address.bind(self._listener)
-            self._listener.listen(_BACKLOG)
+            self.address.listen(self._listener)
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         except BaseException:
             self._release()
