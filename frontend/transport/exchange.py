@@ -184,7 +184,8 @@ class Exchange(Abortable):
     def displace(self) -> None:
         """Stop reading the body: another request needs its place."""
         if self._discarding is not None:
-            self._discarding.reschedule(0.0)
+            if not self._discarding.expired():  # otherwise it ends in the task's next turn
+                self._discarding.reschedule(0.0)
         else:
             message = "the body was not complete when another request needed the place of this one"
             self.abort(ApiError(ErrorKind.TOO_SLOW, message))

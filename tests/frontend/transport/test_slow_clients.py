@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.frontend.transport.asgi import AsgiMessage
+from penstock.frontend.transport.errors import ApiError, ErrorKind
+from penstock.frontend.transport.exchange import Exchange
 from penstock.frontend.transport.incomplete import MIN_AGE_S, Incomplete, IncompleteBodies, client_network
 from penstock.frontend.transport.serving import http_limits
 from penstock.frontend.transport.serving.connections import Connections
@@ -235,6 +238,32 @@ async def test_requests_that_run_are_still_limited(backend: FakeBackend) -> None
     assert len(backend.streams) == 2
     for connection in connections:
         await connection.end()
+
+
+async def test_request_whose_discarding_has_just_timed_out_can_be_displaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the timeout and the turn of its task it is still among the incomplete ones."""
+    monkeypatch.setattr("penstock.frontend.transport.exchange._DISCARD_TIMEOUT_S", 0.0)
+    failures: list[Exception] = []
+
+    def displace() -> None:
+        try:
+            exchange.displace()
+        except Exception as error:  # noqa: BLE001 - the caller is another request, which would get it
+            failures.append(error)
+
+    async def receive() -> AsgiMessage:
+        asyncio.get_running_loop().call_soon(displace)  # just after the timeout of 0 s
+        return await asyncio.Future()
+
+    async def send(message: AsgiMessage) -> None:
+        sent.append(message)
+
+    sent: list[AsgiMessage] = []
+    scope = {"method": "POST", "path": "/x", "headers": [(b"content-length", b"1000000")]}
+    exchange = Exchange(scope, receive, send, IncompleteBodies(10))
+    await exchange.respond_error(ApiError(ErrorKind.BODY_TOO_LARGE, "too large"))
+    assert failures == []
+    assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 class Reader:
