@@ -7,8 +7,8 @@ The package may import the rest of `shm`, and nothing else of Penstock. Start wi
 from penstock.shm.buffers.cuda_driver import open_device
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.buffers.shared_buffers import BufferGone, BuffersExhausted, BufferSlice, DeviceArray, SharedBuffer
-from penstock.shm.client.client import BackendClient, BackendUnavailable
-from penstock.shm.client.overload import Overloaded
+from penstock.shm.client.client import BackendClient
+from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.client.stream import LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import (

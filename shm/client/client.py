@@ -16,8 +16,8 @@ from penstock.shm.client.counters import ClientCounters
 from penstock.shm.client.held import HeldStreams
 from penstock.shm.client.open_streams import OpenStreams
 from penstock.shm.client.outbox import Outbox
-from penstock.shm.client.overload import Overloaded
 from penstock.shm.client.reader_turns import ReaderTurns
+from penstock.shm.client.refusals import BackendUnavailable, Overloaded
 from penstock.shm.client.resubmission import Resubmission
 from penstock.shm.client.stream import TokenStream
 from penstock.shm.memory.ledger import Ledger
@@ -38,10 +38,6 @@ _EXPIRY_GRACE_S = 0.1
 """The backend ends an expired stream on time. The client ends it this much later, if the backend is dead or hangs."""
 _FEW_PART = 8
 """A tenant with fewer open streams here than one part in 8 of max_waiting may have a place in a full wait queue."""
-
-
-class BackendUnavailable(Exception):
-    """No backend is ready, and the request cannot wait for one. HTTP 503."""
 
 
 class BackendClient:

@@ -1,6 +1,10 @@
-"""Refusal of a request while the backend's wait queue is full."""
+"""Reasons for which the client refuses a request."""
 
 from __future__ import annotations
+
+
+class BackendUnavailable(Exception):
+    """No backend is ready, and the request cannot wait for one. HTTP 503."""
 
 
 class Overloaded(Exception):
