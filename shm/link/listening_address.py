@@ -10,10 +10,9 @@ import stat
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, open_directory, path_in
+from penstock.shm.process.private_directory import Trust, UnsafeDirectory, open_directory, path_in, private_umask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 MAX_PATH_BYTES = 107
@@ -30,16 +29,6 @@ class CannotListen(Exception):
 
 class AddressInUse(CannotListen):
     """Another live backend holds this socket."""
-
-
-@contextlib.contextmanager
-def private_umask() -> Iterator[None]:
-    """Files created inside are for this user only. The umask belongs to the whole process: keep it short."""
-    previous = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(previous)
 
 
 class ListeningAddress:

@@ -98,6 +98,16 @@ def check_directory(path: Path, trust: Trust, *, create: bool = True) -> None:
     os.close(open_directory(path, trust, create=create))
 
 
+@contextmanager
+def private_umask() -> Iterator[None]:
+    """Files created inside are for this user only. The umask belongs to the whole process: keep the block short."""
+    previous = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(previous)
+
+
 def path_in(directory_fd: int, name: str) -> str:
     """A short path of a file in an open directory, for calls that take no dir_fd, such as bind and connect."""
     return f"/proc/self/fd/{directory_fd}/{name}"

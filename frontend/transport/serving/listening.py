@@ -11,9 +11,8 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from penstock.shm.link.listening_address import private_umask
 from penstock.shm.process.options import fail
-from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory
+from penstock.shm.process.private_directory import Trust, UnsafeDirectory, check_directory, private_umask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
