@@ -63,7 +63,7 @@ async def serve(settings: WorkerSettings) -> None:
     tls = None if settings.tls is None else ServerTls(settings.tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor blocked it for the start
-    watches = [asyncio.create_task(models.watch()), asyncio.create_task(app.responses.run())]
+    watches = [asyncio.create_task(models.watch()), asyncio.create_task(app.responses.run(app.context))]
     try:
         server = HttpServer(
             app,

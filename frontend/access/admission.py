@@ -66,3 +66,9 @@ class Admission:
         account = self._rate_limiter.account(exchange.tenant)
         if account is not None:
             exchange.claim = account.admit()
+
+    def readmit(self, exchange: Exchange) -> None:
+        """Count a request that was admitted in a worker that has died. No limit refuses it again."""
+        account = self._rate_limiter.account(exchange.tenant)
+        if account is not None:
+            exchange.claim = account.readmit()

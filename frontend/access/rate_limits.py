@@ -92,6 +92,11 @@ class Account:
             raise
         return Claim(self)
 
+    def readmit(self) -> Claim:
+        """Claim what a request held that was admitted in a worker that has died. No limit refuses it again."""
+        self.change(num_sequences=1)
+        return Claim(self, is_admitted=True)
+
     def headers(self) -> Headers:
         """Return OpenAI's rate limit headers for the limits that the key has."""
         headers: list[tuple[bytes, bytes]] = []
@@ -220,9 +225,10 @@ class Account:
 class Claim:
     """One request's part of its key's limits, until every exchange that shares the claim has released it."""
 
-    def __init__(self, account: Account) -> None:
-        """The account has counted one sequence for it."""
+    def __init__(self, account: Account, *, is_admitted: bool = False) -> None:
+        """The account has counted one sequence for it. is_admitted: it has passed the key's limits before."""
         self._account = account
+        self._is_admitted = is_admitted
         self._num_sequences = 1
         self._num_reserved = 0
         self._num_holders = 1
@@ -233,7 +239,11 @@ class Claim:
 
     def reserve(self, planned: PlannedUse) -> None:
         """Claim the most that the request will use. Raises ApiError: 400 if it exceeds a limit alone, else 429."""
-        num_sequences, num_tokens = self._account.reserve(planned)
+        if self._is_admitted:
+            num_sequences, num_tokens = planned.num_sequences - 1, planned.prompt_tokens + planned.answer_tokens
+            self._account.change(num_sequences=num_sequences, num_reserved=num_tokens)
+        else:
+            num_sequences, num_tokens = self._account.reserve(planned)
         self._num_sequences += num_sequences
         self._num_reserved += num_tokens
 

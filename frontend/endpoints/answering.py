@@ -42,6 +42,10 @@ class AnswerStyle:
     id_prefix: str
     make_format: MakeFormat
     settle: Settle | None = None
+    begun: tuple[str, int] | None = None
+    """The id of an answer that another worker has begun, and when that was, in seconds since 1970."""
+    by_token: bool = False
+    """Whether each token is a piece of its own, however many arrive together: then a repetition has the same events."""
 
 
 async def answer_chat(
@@ -72,14 +76,13 @@ async def answer_prompts(
     check_model(body.model, card)
     request = replace(request, prompts=[truncated(body, prompt, card) for prompt in request.prompts])
     usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
-    identity = Identity(
-        style.id_prefix + secrets.token_hex(12), int(time.time()), card.model_id, card.fingerprint or None
-    )
+    response_id, created = style.begun or (style.id_prefix + secrets.token_hex(12), int(time.time()))
+    identity = Identity(response_id, created, card.model_id, card.fingerprint or None)
     log_entry = _log_entry(exchange, identity, usage)
     answer = style.make_format(identity, usage, _stream_usage_options(body))
     try:
         choices = await submit(request, policy, served, backend, exchange.claim)
-        runner = ChoiceRunner(exchange, choices, usage, log_entry, backend)
+        runner = ChoiceRunner(exchange, choices, usage, log_entry, backend, by_token=style.by_token)
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: runner.timings().as_dict()
         exchange.on_disconnect(runner.cancel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
@@ -56,6 +57,11 @@ class ResponsesFormat:
     @property
     def blocks(self) -> list[OutputBlock]:
         return self._blocks.all
+
+    @property
+    def error_message(self) -> str | None:
+        """Why the answer failed; None unless it did."""
+        return None if self._error is None else self._error["message"]
 
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:  # noqa: ARG002 - one choice, no ids
         self.status = "in_progress"
@@ -134,6 +140,8 @@ class ResponsesFormat:
     # Implements `BlockEvents`
 
     def opened(self, block: OutputBlock) -> bytes:
+        if block.kind is BlockKind.CALL:
+            block.call_id = self._call_id(block)
         item = self._item(block)
         if block.kind is not BlockKind.CALL:
             item["content"] = []
@@ -196,6 +204,13 @@ class ResponsesFormat:
 
     def _item_id(self, block: OutputBlock) -> str:
         return f"{_ID_PREFIXES[block.kind]}{self._id_suffix}_{block.index}"
+
+    def _call_id(self, block: OutputBlock) -> str:
+        """Return an id of the same form that the response's own id determines: when another worker repeats the answer,
+        its events are the same."""
+        prefix = "call_" if block.call_id.startswith("call_") else ""
+        digest = blake2b(f"{self.response_id} {block.index}".encode()).hexdigest()
+        return prefix + digest[: len(block.call_id) - len(prefix)]
 
     def _location(self, block: OutputBlock) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index}

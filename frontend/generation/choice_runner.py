@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.failures import backend_unavailable, stream_failure
 from penstock.frontend.telemetry.timings import Timings
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shutting_down
-from penstock.shm.client import BackendUnavailable
+from penstock.shm.client import BackendUnavailable, TokenBatch
 from penstock.shm.messages import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from penstock.frontend.formats.base import Usage
     from penstock.frontend.generation.choice import Choice
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.frontend.telemetry.request_log import RequestLogEntry
     from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import BackendClient, TokenBatch, TokenStream
+    from penstock.shm.client import BackendClient, TokenStream
 
     Emit = Callable[[Choice, Delta], Awaitable[None]]
 
@@ -36,13 +37,17 @@ class ChoiceRunner:
         usage: Usage,
         log_entry: RequestLogEntry,
         backend: BackendClient,
+        *,
+        by_token: bool = False,
     ) -> None:
-        """usage and log_entry are kept up to date while the choices run."""
+        """usage and log_entry are kept up to date while the choices run. by_token makes a piece of each token, also of
+        those that arrive together."""
         self.choices = choices
         self._exchange = exchange
         self._backend = backend
         self._usage = usage
         self._log_entry = log_entry
+        self._by_token = by_token
         self._submitted_s = time.monotonic()
 
     def cancel(self) -> None:
@@ -77,23 +82,27 @@ class ChoiceRunner:
     async def _run(self, choice: Choice, emit: Emit) -> None:
         try:
             async for batch in choice.stream:
-                if batch.token_ids and self._log_entry.first_token_s is None:
-                    self._log_entry.first_token_s = time.monotonic()
-                if batch.token_ids and choice.num_tokens == 0 and choice.reports_prompt_logprobs:
-                    await asyncio.to_thread(choice.prepare_echo)
-                if batch.finish is Finish.CANCELLED:
-                    raise self._exchange.ending or shutting_down()
-                delta = self._take(choice, batch)
-                has_failed = batch.finish in (Finish.REJECTED, Finish.FAILED, Finish.EXPIRED)
-                if batch.token_ids or not has_failed:
-                    await emit(choice, delta)
-                if choice.finish_reason is not None:
-                    return
-                if has_failed:
-                    raise stream_failure(batch, choice.num_tokens, choice.grammar_field, self._backend.retry_after_s)
+                for piece in _single(batch) if self._by_token else (batch,):
+                    await self._pass_on(choice, piece, emit)
+                    if choice.finish_reason is not None:
+                        return
         except BackendUnavailable:
             raise backend_unavailable(self._backend.retry_after_s) from None
         raise ApiError(ErrorKind.INTERNAL, "the answer ended before it was complete")
+
+    async def _pass_on(self, choice: Choice, batch: TokenBatch, emit: Emit) -> None:
+        if batch.token_ids and self._log_entry.first_token_s is None:
+            self._log_entry.first_token_s = time.monotonic()
+        if batch.token_ids and choice.num_tokens == 0 and choice.reports_prompt_logprobs:
+            await asyncio.to_thread(choice.prepare_echo)
+        if batch.finish is Finish.CANCELLED:
+            raise self._exchange.ending or shutting_down()
+        delta = self._take(choice, batch)
+        has_failed = batch.finish in (Finish.REJECTED, Finish.FAILED, Finish.EXPIRED)
+        if batch.token_ids or not has_failed:
+            await emit(choice, delta)
+        if has_failed and choice.finish_reason is None:
+            raise stream_failure(batch, choice.num_tokens, choice.grammar_field, self._backend.retry_after_s)
 
     def _take(self, choice: Choice, batch: TokenBatch) -> Delta:
         usage, is_first = self._usage, choice.num_tokens == 0
@@ -150,3 +159,20 @@ class ChoiceRunner:
     def _first_streams(self) -> list[TokenStream]:
         """Return the stream of each prompt's first choice."""
         return list({choice.prompt.index: choice.stream for choice in reversed(self.choices)}.values())
+
+
+def _single(batch: TokenBatch) -> Iterator[TokenBatch]:
+    """Yield a batch for each token, and one for the end, which has a token only if that is a stop token.
+
+    The client joins tokens that arrive together, which depends on how busy the process is.
+    """
+    if batch.finish not in (Finish.NONE, Finish.STOP, Finish.LENGTH):
+        yield batch
+        return
+    num_single = max(0, len(batch.token_ids) - (batch.finish is Finish.STOP))
+    for position in range(num_single):
+        entries = None if batch.logprobs is None else batch.logprobs[position : position + 1]
+        yield TokenBatch(batch.token_ids[position : position + 1], logprobs=entries)
+    if batch.finish is not Finish.NONE:
+        entries = None if batch.logprobs is None else batch.logprobs[num_single:]
+        yield replace(batch, token_ids=batch.token_ids[num_single:], logprobs=entries)

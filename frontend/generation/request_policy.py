@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _CACHE_SALT_CONTEXT = b"cache_salt"
 _COALESCE_HEADER = "X-Penstock-Coalesce"
 _TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+POLICY_HEADERS = (_COALESCE_HEADER.lower().encode(), _TIMEOUT_HEADER.lower().encode())
+"""The headers that a policy is read from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ import msgspec
 
 from penstock.frontend.endpoints.responses.background_places import (
     MAX_ANSWER_BYTES,
-    MAX_LOG_BYTES,
-    BackgroundClaim,
     BackgroundPlaces,
+    is_too_long,
+    too_long,
 )
 from penstock.frontend.endpoints.responses.event_log import EventLog
+from penstock.frontend.endpoints.responses.orphans import KeptRun
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.frontend.transport.exchange import Exchange
@@ -23,6 +24,8 @@ from penstock.frontend.transport.exchange import Exchange
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
+    from penstock.frontend.endpoints.responses.orphans import TakenOver
     from penstock.frontend.endpoints.responses.pending_response import PendingResponse
     from penstock.frontend.endpoints.responses.store import ResponseStore
     from penstock.frontend.formats.responses import ResponsesFormat
@@ -35,6 +38,13 @@ _PUBLISHES_EVERY_S = 0.25
 _PUBLISHES_BODY_EVERY = 4
 """The whole response object is written less often than its new events."""
 _STORES_AGAIN_AFTER_S = 1.0
+_PASSING_KINDS = (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE, ErrorKind.SHUTTING_DOWN)
+"""A response that was taken over waits for the end of these conditions: it was admitted before."""
+_INTERNAL = "an internal error ended the answer"
+_DIFFERS = (
+    "the worker that generated this response died, and the next one generated another answer than the events that had "
+    "been sent. Send the request again"
+)
 
 
 class _BackgroundExchange(Exchange):
@@ -59,26 +69,40 @@ class BackgroundRun:
     """Runs one response over an exchange of its own. It is that exchange's client: it takes the events, and hangs up
     when the run is cancelled."""
 
-    def __init__(self, client: Exchange, pending: PendingResponse, store: ResponseStore, *, keeps_events: bool) -> None:
+    def __init__(
+        self,
+        client: Exchange,
+        pending: PendingResponse,
+        store: ResponseStore,
+        claim: BackgroundClaim,
+        *,
+        request: bytes = b"",
+        earlier: TakenOver | None = None,
+    ) -> None:
+        """request is what another worker needs to run it again. earlier is what a worker that has died left of it."""
         self.exchange = _BackgroundExchange(client, self._receive, self._send, self._note_submission)
         self.pending = pending
+        self.claim = claim
         self.on_submitted: Callable[[], None] | None = None
         self.is_submitted = False
         self.begun = asyncio.Event()
         """Set when the run has been submitted, or has failed before that; then `error` says why."""
         self.ended = asyncio.Event()
         self.error: Exception | None = None
-        self.events = EventLog() if keeps_events else None
+        self.events = EventLog(() if earlier is None else earlier.events) if claim.is_streamed else None
+        self.earlier = earlier
         self.is_dropped = False
         """Whether nothing of it is to be stored: the client that made it was refused."""
         self._is_cancelled = asyncio.Event()
         # Stored so far
         self._store = store
         self._store_lock = asyncio.Lock()
-        self._is_begun = self._is_stored = False
-        self._num_stored_events = 0
+        self._request = request
+        self._is_begun = earlier is not None
+        self._is_stored = False
+        self._num_stored_events = 0 if earlier is None else len(earlier.events)
         self._stored_version = 0
-        self._max_body_bytes = 0
+        self._max_body_bytes = 0 if earlier is None else len(earlier.body) + MAX_ANSWER_BYTES
 
     @property
     def response_id(self) -> str:
@@ -106,20 +130,34 @@ class BackgroundRun:
 
     async def conclude(self) -> None:
         """Add the error's event, if there was an error, and store the answer if that has not been done."""
-        answer, last = self._format, b""
-        match self.error:
-            case None:
-                pass
-            case ClientGoneError():
-                answer.cancel()
-            case ApiError() as error:
-                last = answer.failure(error)
-            case _:
-                last = answer.failure(ApiError(ErrorKind.INTERNAL, "an internal error ended the answer"))
+        last = b""
+        if self.is_submitted and not self._is_to_wait:
+            match self.error:
+                case None:
+                    pass
+                case ClientGoneError():
+                    self._format.cancel()
+                case ApiError() as error:
+                    last = self._format.failure(error)
+                case _:
+                    last = self._format.failure(ApiError(ErrorKind.INTERNAL, _INTERNAL))
         await self.settle(last)
         self._take(last)
         if self.events is not None:
             self.events.end()
+
+    @property
+    def _is_to_wait(self) -> bool:
+        """Whether it was taken over, and has been refused for now."""
+        is_refused = isinstance(self.error, ApiError) and self.error.kind in _PASSING_KINDS
+        return self.earlier is not None and is_refused and not (self.is_submitted and self._format.num_events)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether it was taken over, and has not come as far as the run before."""
+        return self.earlier is not None and (
+            not self.is_submitted or (self.events is not None and self.events.num_to_repeat > 0)
+        )
 
     async def begin(self) -> None:
         """Store that the response runs. Raises ApiError."""
@@ -130,7 +168,8 @@ class BackgroundRun:
         if not self._is_begun:
             begun = self.pending.begun(self._format)
             self._max_body_bytes = len(begun.body) + MAX_ANSWER_BYTES
-            await self._store.begin(self.exchange.tenant, begun)
+            kept = KeptRun(self.claim, self._request) if self._store.is_shared else None
+            await self._store.begin(self.exchange.tenant, begun, kept)
             self._is_begun = True
 
     async def publish(self, *, with_body: bool) -> None:
@@ -139,7 +178,8 @@ class BackgroundRun:
             if not self._is_begun or self._is_stored:
                 return
             version = self._format.num_events
-            body = self.snapshot() if with_body and version != self._stored_version else None
+            is_new = version != self._stored_version and not self._is_behind
+            body = self.snapshot() if with_body and is_new else None
             if body is not None and len(body) > self._max_body_bytes:  # until it ends, others see what was stored last
                 body = None
             events = self._new_events()
@@ -155,20 +195,39 @@ class BackgroundRun:
         async with self._store_lock:
             if self._is_stored or self.is_dropped:
                 return
-            ended, events = self.pending.ended, self._new_events()
-            if ended is None:
-                raise RuntimeError("an answer is stored once it is final")
-            if self.events is not None:
-                events.append(last)
-            try:
-                await self._begin()
-                await self._store.end(self.exchange.tenant, ended, self._num_stored_events, b"".join(events))
+            with contextlib.suppress(ApiError):  # the database has logged it
+                if self.earlier is not None and self._is_to_wait:
+                    await self._store.put_back(self.earlier.tenant, self.earlier.response_id)
+                elif self.earlier is not None and self._is_behind:
+                    await self._break_off(self.earlier)
+                else:
+                    await self._end(last)
                 self._is_stored = True
-            except ApiError:
-                return
+
+    async def _end(self, last: bytes) -> None:
+        ended, events = self.pending.ended, self._new_events()
+        if ended is None:
+            raise RuntimeError("an answer is stored once it is final")
+        if self.events is not None:
+            events.append(last)
+        await self._begin()
+        await self._store.end(self.exchange.tenant, ended, self._num_stored_events, b"".join(events))
+
+    async def _break_off(self, earlier: TakenOver) -> None:
+        """End with what the run before has generated: that is more, and clients have seen it."""
+        error: str | None = _DIFFERS
+        if isinstance(self.exchange.ending or self.error, ClientGoneError):
+            error = None
+        elif self.pending.format is not None and self.pending.format.error_message is not None:
+            error = self.pending.format.error_message
+        elif self.error is not None:
+            error = self.error.message if isinstance(self.error, ApiError) else _INTERNAL
+        last = await self._store.break_off(earlier.tenant, earlier.response_id, error)
+        if self.events is not None:
+            self.events.break_off(last)
 
     async def store_again(self) -> None:
-        """Store the final answer however often that has to be tried."""
+        """Store how it ended, however often that has to be tried."""
         while not self._is_stored and not self.is_dropped:
             await asyncio.sleep(_STORES_AGAIN_AFTER_S)
             await self.settle(b"")
@@ -197,9 +256,10 @@ class BackgroundRun:
     def _take(self, data: bytes) -> None:
         if self.events is None or data.startswith(b":"):
             return
-        self.events.add(data)
-        if self.events.num_bytes > MAX_LOG_BYTES:
-            self.exchange.abort(_too_long())
+        if not self.events.add(data):
+            self.exchange.abort(ApiError(ErrorKind.INTERNAL, _DIFFERS))
+        elif is_too_long(self.events.num_bytes):
+            self.exchange.abort(too_long())
 
 
 class BackgroundRuns:
@@ -212,25 +272,19 @@ class BackgroundRuns:
         self._publisher: asyncio.Task[None] | None = None
         self._runs: dict[str, BackgroundRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._places = BackgroundPlaces()
+        self.places = BackgroundPlaces()
 
-    async def start(
-        self, run: BackgroundRun, work: Callable[[], Coroutine[None, None, None]], *, num_input_bytes: int
-    ) -> None:
+    async def start(self, run: BackgroundRun, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Start the run. Returns when it has been submitted and stored; raises what it failed with before that.
 
-        num_input_bytes is what is stored of the request. Raises ApiError when no further run may start.
+        Raises ApiError when no further run may start.
         """
-        claim = BackgroundClaim.of(run.exchange.payer, num_input_bytes, is_streamed=run.events is not None)
         try:
-            self._places.take(claim)
+            self.places.take(run.claim)
         except ApiError:
             run.exchange.finish()
             raise
-        task = asyncio.create_task(self._run(run, work()))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: self._places.release(claim))
+        self.resume(run, work)
         await run.begun.wait()
         if not run.is_submitted:
             raise run.error or ApiError(ErrorKind.INTERNAL, "an internal error occurred")
@@ -240,8 +294,13 @@ class BackgroundRuns:
             run.is_dropped = True
             run.cancel()
             raise
-        if self._store.is_shared and (self._publisher is None or self._publisher.done()):
-            self._publisher = asyncio.create_task(self._publish())
+
+    def resume(self, run: BackgroundRun, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Start a run that has its place."""
+        task = asyncio.create_task(self._run(run, work()))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self.places.release(run.claim))
 
     def find(self, tenant: bytes, response_id: str) -> BackgroundRun | None:
         """Return the tenant's run with this id; None when it does not run."""
@@ -258,19 +317,25 @@ class BackgroundRuns:
     async def _run(self, run: BackgroundRun, work: Coroutine[None, None, None]) -> None:
         self._open_exchanges.add(run.exchange)
         self._open_exchanges.take_place(run.exchange)
-        run.on_submitted = lambda: self._runs.__setitem__(run.response_id, run)
+        run.on_submitted = lambda: self._note_submission(run)
         try:
             await run.run(work)
             if run.error is not None and not isinstance(run.error, ApiError | ClientGoneError):
                 logger.error("%s failed in the background", run.exchange.request_id, exc_info=run.error)
-            if run.is_submitted:
+            if run.is_submitted or run.earlier is not None:
                 await run.conclude()
         finally:
             self._open_exchanges.discard(run.exchange)
             run.ended.set()
-            if run.is_submitted:
+            if run.is_submitted or run.earlier is not None:
                 await run.store_again()
+            if run.is_submitted:
                 del self._runs[run.response_id]
+
+    def _note_submission(self, run: BackgroundRun) -> None:
+        self._runs[run.response_id] = run
+        if self._store.is_shared and (self._publisher is None or self._publisher.done()):
+            self._publisher = asyncio.create_task(self._publish())
 
     async def _publish(self) -> None:
         """Store what the runs generate while they run, and cancel those that other workers want to end."""
@@ -281,10 +346,3 @@ class BackgroundRuns:
             for run in list(self._runs.values()):
                 with contextlib.suppress(ApiError):  # the database has logged it; the next turn tries again
                     await run.publish(with_body=turn % _PUBLISHES_BODY_EVERY == 0)
-
-
-def _too_long() -> ApiError:
-    message = (
-        f"stream: the events of a background response may take {MAX_LOG_BYTES} bytes; leave stream out for a longer one"
-    )
-    return ApiError(ErrorKind.INVALID_VALUE, message, param="stream")

@@ -88,3 +88,15 @@ class BackgroundPlaces:
         """The time is the one until a response ends, at the recent rate."""
         retry_after_s = self._end_rate.retry_after_s(1, self._num_ended)
         return retry_later(ErrorKind.OVERLOADED, f"{what}; retry later{instead}", retry_after_s)
+
+
+def is_too_long(num_event_bytes: int) -> bool:
+    return num_event_bytes > MAX_LOG_BYTES
+
+
+def too_long() -> ApiError:
+    """Return the error of a response whose events take too much space."""
+    message = (
+        f"stream: the events of a background response may take {MAX_LOG_BYTES} bytes; leave stream out for a longer one"
+    )
+    return ApiError(ErrorKind.INVALID_VALUE, message, param="stream")

@@ -13,7 +13,7 @@ import sqlite3
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.frontend.transport.errors import ErrorKind, retry_later
@@ -26,8 +26,8 @@ logger = logging.getLogger("penstock.responses")
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
-"""A file of another version is not opened."""
+SCHEMA_VERSION = 2
+"""A file of a later version is not opened."""
 _LOCK_TIMEOUT_S = 2.0
 """A call waits this long for other processes, and for the calls before it."""
 _LOCKED_FOR_S = 1.0
@@ -37,8 +37,10 @@ _WARNS_EVERY_S = 10.0
 _PRIMARY_CODE = 0xFF
 """The part of an extended error code that names the kind of error."""
 _UNUSABLE = ("not a database", "malformed", "corrupt")
+_BUGS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.NotSupportedError)
+"""What a wrong statement raises. The file, the disk or another process cause all other errors."""
 
-_SCHEMA = """
+_RESPONSES = """
 CREATE TABLE responses (
     key INTEGER PRIMARY KEY,
     tenant BLOB NOT NULL,
@@ -64,6 +66,17 @@ CREATE TABLE events (
     PRIMARY KEY (response, first)
 ) STRICT;
 """
+_RUNS = """
+CREATE TABLE runs (
+    response INTEGER PRIMARY KEY REFERENCES responses (key) ON DELETE CASCADE,
+    num_takeovers INTEGER NOT NULL,
+    payer BLOB NOT NULL,            -- whose place in the background it takes
+    num_claimed_bytes INTEGER NOT NULL,
+    request BLOB NOT NULL           -- what a worker needs to run it from its start, JSON
+) STRICT;
+"""
+_STEPS = (_RESPONSES, _RUNS)
+"""The statements that lead from each version to the next; version 0 is an empty file."""
 
 
 class UnusableFileError(Exception):
@@ -101,7 +114,9 @@ class Database:
                 return self._transact(work, kind, deadline_s)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, self._transact, work, kind, deadline_s)
-        except sqlite3.Error as error:
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, _BUGS):
+                raise
             self._warn(error)
             message = "the store of responses cannot be used now; retry later, or send store=false"
             raise retry_later(ErrorKind.UNAVAILABLE, message, 5) from None
@@ -140,10 +155,10 @@ class Database:
         try:
             with self._waiting_until(time.monotonic() + _LOCK_TIMEOUT_S):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        except sqlite3.Error as error:
+        except sqlite3.DatabaseError as error:  # the next deletion tries again
             self._warn(error)
 
-    def _warn(self, error: sqlite3.Error) -> None:
+    def _warn(self, error: sqlite3.DatabaseError) -> None:
         now_s = time.monotonic()
         if now_s - self._warned_s >= _WARNS_EVERY_S:
             self._warned_s = now_s
@@ -169,7 +184,7 @@ def _transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Ite
     try:
         yield
         connection.execute("COMMIT")
-    except BaseException:
+    except BaseException:  # whatever ended the work: the next transaction must not find this one open
         if connection.in_transaction:  # a full disk has ended it already
             connection.execute("ROLLBACK")
         raise
@@ -186,16 +201,17 @@ def _open(path: Path | None, max_file_bytes: int) -> sqlite3.Connection:
         )
     except sqlite3.OperationalError as error:
         raise OSError(f"{path}: {error}") from None
-    try:
-        _set_up(connection, path, max_file_bytes)
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        if any(word in str(error) for word in _UNUSABLE):
-            raise CorruptFileError(f"{path}: {error}") from None
-        raise OSError(f"{path}: {error}") from None
-    except BaseException:
-        connection.close()
-        raise
+    with ExitStack() as on_error:
+        on_error.callback(connection.close)
+        try:
+            _set_up(connection, path, max_file_bytes)
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, _BUGS):
+                raise
+            if any(word in str(error) for word in _UNUSABLE):
+                raise CorruptFileError(f"{path}: {error}") from None
+            raise OSError(f"{path}: {error}") from None
+        on_error.pop_all()
     return connection
 
 
@@ -217,11 +233,11 @@ def _set_up(connection: sqlite3.Connection, path: Path | None, max_file_bytes: i
             raise UnusableFileError(f"{path}: its file system cannot share a database between processes")
     with _transaction(connection):
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            for statement in _SCHEMA.split(";\n"):
+        if version < SCHEMA_VERSION:
+            for statement in "".join(_STEPS[version:]).split(";\n"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        elif version != SCHEMA_VERSION:
+        elif version > SCHEMA_VERSION:
             raise UnusableFileError(
                 f"{path} has version {version} and this server reads version {SCHEMA_VERSION}; remove it, or choose "
                 "another --state-dir"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
@@ -17,10 +18,13 @@ from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.models import check_model
 from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.endpoints.responses.background import BackgroundRun, BackgroundRuns
+from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
 from penstock.frontend.endpoints.responses.event_log import follow_stored
 from penstock.frontend.endpoints.responses.items import RENAMED, as_chat, listed
 from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
+from penstock.frontend.endpoints.responses.stored_messages import decode_messages
+from penstock.frontend.endpoints.responses.takeover import Takeovers, encode_request
 from penstock.frontend.endpoints.responses.truncation import fitted
 from penstock.frontend.schemas.chat import check_chat
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
@@ -29,7 +33,8 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, ret
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.responses.store import ResponseStore, StoredResponse
-    from penstock.frontend.generation.answers import Settle
+    from penstock.frontend.endpoints.responses.takeover import Restart
+    from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.transport.exchange import Exchange
     from penstock.frontend.transport.open_exchanges import OpenExchanges
@@ -48,15 +53,21 @@ _CANCEL_LOOKS_EVERY_S = 0.1
 
 class Responses:
     """The endpoints of one worker. A background response runs in the worker that made it; other workers see it, and
-    cancel it, through the store that they share."""
+    cancel it, through the store that they share, and take it over if the worker dies."""
 
     def __init__(self, store: ResponseStore, open_exchanges: OpenExchanges) -> None:
         self._kept = KeptResponses(store)
         self._runs = BackgroundRuns(open_exchanges, store)
         self._is_to_scrub = asyncio.Event()
 
-    async def run(self) -> None:
-        """Drop what has expired, and end what dead workers have left, at intervals. Runs until it is cancelled."""
+    async def run(self, context: EndpointContext) -> None:
+        """Drop what has expired, and take over what dead workers have left. Runs until it is cancelled."""
+        takeovers = Takeovers(self._kept.store, self._runs.places, partial(self._run_again, context))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep())
+            group.create_task(takeovers.run(context))
+
+    async def _sweep(self) -> None:
         store = self._kept.store
         while True:
             with contextlib.suppress(ApiError):  # the database has logged it
@@ -70,6 +81,8 @@ class Responses:
     async def create(self, exchange: Exchange, context: EndpointContext) -> None:
         """POST /v1/responses. Raises ApiError, ClientGoneError."""
         body, served, num_sent_bytes = await context.receive_body(exchange, decode_responses)
+        if body.background and body.seed is None:  # so that a run in another worker draws the same tokens
+            body.seed = secrets.randbits(63)
         previous = await self._previous(exchange.tenant, body)
         async with exchange.cancelled_on_disconnect():
             chat, num_body_bytes = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
@@ -79,24 +92,60 @@ class Responses:
                 async with exchange.cancelled_on_disconnect():
                     chat = await fitted(chat, served)
         pending = PendingResponse(body, previous, served.card)
-
-        async def answer(client: Exchange, settle: Settle) -> None:
-            style = AnswerStyle(self._kept.id_prefix, pending.make_format, settle)
-            await answer_chat(client, chat, served, context.backend, style, num_body_bytes=num_body_bytes)
-
         if not body.background:
+            style = AnswerStyle(
+                self._kept.id_prefix, pending.make_format, partial(self._keep, exchange.tenant, pending)
+            )
             with renamed(RENAMED):
-                await answer(exchange, partial(self._keep, exchange.tenant, pending))
+                await answer_chat(exchange, chat, served, context.backend, style, num_body_bytes=num_body_bytes)
             return
-        num_input_bytes = num_sent_bytes + await run_sized(num_body_bytes, pending.encode_input)
-        run = BackgroundRun(exchange, pending, self._kept.store, keeps_events=body.stream is True)
-        chat.stream = True
+        request = await run_sized(num_sent_bytes, encode_request, body, exchange)
+        num_input_bytes = num_sent_bytes + len(request) + await run_sized(num_body_bytes, pending.encode_input)
+        claim = BackgroundClaim.of(exchange.payer, num_input_bytes, is_streamed=body.stream is True)
+        run = BackgroundRun(exchange, pending, self._kept.store, claim, request=request)
+
         with renamed(RENAMED):
-            await self._runs.start(run, partial(answer, run.exchange, run.settle), num_input_bytes=num_input_bytes)
+            await self._runs.start(run, partial(self._answer, context, run, chat, served, num_body_bytes))
         if run.events is not None:
             await run.events.follow(exchange, -1)
         else:
             await exchange.respond(200, run.snapshot())
+
+    def _run_again(
+        self, context: EndpointContext, restart: Restart, claim: BackgroundClaim, served: ServedModel
+    ) -> None:
+        """Run a response that another worker has begun. It keeps its id and its time."""
+        earlier, body = restart.earlier, restart.body
+        pending = PendingResponse(body, None, served.card, encoded=(earlier.input_items, earlier.message_data))
+        client = restart.request.client(earlier.tenant)
+        context.admission.readmit(client)
+        run = BackgroundRun(client, pending, self._kept.store, claim, earlier=earlier)
+        client.finish()
+
+        async def work() -> None:
+            num_bytes = len(earlier.request) + len(earlier.message_data)
+            chat = await run_sized(num_bytes, lambda: as_chat(body, decode_messages(earlier.message_data)))
+            with renamed(RENAMED):
+                await run_sized(num_bytes, check_chat, chat)
+                if body.truncation == "auto":
+                    chat = await fitted(chat, served)
+                await self._answer(context, run, chat, served, num_bytes, (earlier.response_id, restart.created_at))
+
+        self._runs.resume(run, work)
+
+    async def _answer(
+        self,
+        context: EndpointContext,
+        run: BackgroundRun,
+        chat: ChatBody,
+        served: ServedModel,
+        num_body_bytes: int,
+        begun: tuple[str, int] | None = None,
+    ) -> None:
+        """Answer in the background. Raises ApiError, ClientGoneError."""
+        chat.stream = True
+        style = AnswerStyle(self._kept.id_prefix, run.pending.make_format, run.settle, begun=begun, by_token=True)
+        await answer_chat(run.exchange, chat, served, context.backend, style, num_body_bytes=num_body_bytes)
 
     async def _keep(self, tenant: bytes, pending: PendingResponse, _last: bytes) -> None:
         """Store an answer before its client has all of it. If that fails the client has its answer nevertheless."""

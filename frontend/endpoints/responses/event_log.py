@@ -6,37 +6,57 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.responses.store import split_events
+from penstock.frontend.endpoints.responses.stored_events import split_events
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.sse import EventStream
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.frontend.endpoints.responses.store import ResponseStore
     from penstock.frontend.transport.exchange import Exchange
 
 _LOOKS_EVERY_S = 0.25
 """How often a follower looks whether another worker has stored new events."""
-_CHECKS_OWNER_EVERY = 4
 
 
 class EventLog:
     """A response's events. The index of an event is its sequence number."""
 
-    def __init__(self) -> None:
-        self.events: list[bytes] = []
-        self.num_bytes = 0
+    def __init__(self, earlier: Sequence[bytes] = ()) -> None:
+        """earlier are the events of a run that was broken off. This run begins again, and must repeat them."""
+        self.events = list(earlier)
+        self.num_bytes = sum(map(len, earlier))
+        self.num_to_repeat = len(earlier)
+        """Earlier events that this run has not repeated yet."""
         self._is_complete = False
         self._listeners: set[asyncio.Event] = set()
 
-    def add(self, data: bytes) -> None:
-        """Append one or more whole events."""
-        self.num_bytes += len(data)
-        self.events += split_events(data)
+    def add(self, data: bytes) -> bool:
+        """Append one or more whole events. Return False, and append none, if they differ from the earlier ones."""
+        if self._is_complete:
+            return True
+        fresh = split_events(data)
+        repeated = fresh[: self.num_to_repeat]
+        if repeated:
+            first = len(self.events) - self.num_to_repeat
+            if repeated != self.events[first : first + len(repeated)]:
+                return False
+            self.num_to_repeat -= len(repeated)
+        added = fresh[len(repeated) :]
+        self.num_bytes += sum(map(len, added))
+        self.events += added
         self._wake()
+        return True
 
     def end(self) -> None:
         self._is_complete = True
         self._wake()
+
+    def break_off(self, last: bytes) -> None:
+        """End with this event, though not all earlier ones have been repeated."""
+        self.events += split_events(last)
+        self.end()
 
     def _wake(self) -> None:
         for listener in self._listeners:
@@ -70,7 +90,7 @@ async def follow_stored(client: Exchange, store: ResponseStore, response_id: str
 
     Raises ClientGoneError, ApiError.
     """
-    stream, never, position, turn = EventStream(client, tuple), asyncio.Event(), starting_after + 1, 0
+    stream, never, position = EventStream(client, tuple), asyncio.Event(), starting_after + 1
     while True:
         fresh = await store.events(client.tenant, response_id, position)
         if fresh is not None and fresh.events:
@@ -81,7 +101,4 @@ async def follow_stored(client: Exchange, store: ResponseStore, response_id: str
             await stream.end(b"")
             return
         else:
-            turn += 1
-            if turn % _CHECKS_OWNER_EVERY == 0:
-                await store.end_orphan(client.tenant, response_id)
             await client.wait_for(never, _LOOKS_EVERY_S)

@@ -30,8 +30,11 @@ class PendingResponse:
         body: ResponsesBody,
         previous: StoredResponse | None,
         card: ModelCard,
+        *,
+        encoded: tuple[bytes, bytes] | None = None,
     ) -> None:
-        """previous is the response that the request continues."""
+        """previous is the response that the request continues. encoded is what `encode_input` made of the same request
+        in another worker; then the body has no input."""
         self.input_items: list[ResponseItem] = input_items(body)
         self.format: ResponsesFormat | None = None
         """Set when the request is about to be submitted."""
@@ -39,7 +42,7 @@ class PendingResponse:
         """What is to be stored of the answer; set when it is final, unless the request says store=false."""
         self._body = body
         self._history = NO_MESSAGES if previous is None else previous.message_data
-        self._encoded: tuple[bytes, bytes] | None = None
+        self._encoded = encoded
         """The request's items, and the conversation up to its answer."""
         self._settings = _settings(body, card)
 

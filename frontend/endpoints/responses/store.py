@@ -1,7 +1,7 @@
 """Keeps responses in a database, by tenant, bounded by bytes, number and age. All workers may share it.
 
 A response in the background is kept from its start, with the process that generates it: its owner. Only the owner
-changes it, except that anyone may ask the owner to cancel it, delete it, or end it when the owner has died.
+changes it, except that anyone may ask the owner to cancel it, delete it, or take it over when the owner has died.
 """
 
 from __future__ import annotations
@@ -12,25 +12,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.responses import owner
-from penstock.frontend.endpoints.responses.broken_off import broken_off
+from penstock.frontend.endpoints.responses import orphans, owner
 from penstock.frontend.endpoints.responses.database import Database
+from penstock.frontend.endpoints.responses.stored_events import StoredEvents, add_events, events_from
 from penstock.frontend.endpoints.responses.stored_messages import decode_messages
 from penstock.frontend.transport.errors import ApiError
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
 
+    from penstock.frontend.endpoints.responses.orphans import KeptRun, Orphan, TakenOver
     from penstock.frontend.schemas.chat import ChatMessage
 
 _OVERHEAD_BYTES = 1024
 """Added to each response's size for its row and its places in the indices."""
 _USE_GRAIN_S = 1.0
 """A use is noted only this long after the last one: a client that polls would write all the time."""
-_EVENT_PIECE_BYTES = 256 << 10
-_MAX_PIECES = 4
-"""Pieces of events that are read at a time."""
 _COLUMNS = "response_id, body, input_items, messages, is_background, keeps_events, owner, used_s"
 
 
@@ -55,15 +53,6 @@ class StoredResponse:
     def num_bytes(self) -> int:
         """What it counts, without its events."""
         return _OVERHEAD_BYTES + len(self.body) + len(self.input_items) + len(self.message_data)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredEvents:
-    """Some events of a response, beginning with the one asked for."""
-
-    events: Sequence[bytes]
-    is_running: bool
-    """Whether more may come."""
 
 
 class ResponseStore:
@@ -101,23 +90,26 @@ class ResponseStore:
 
         await self._database.write(write)
 
-    async def begin(self, tenant: bytes, response: StoredResponse) -> None:
-        """Keep a response that this process generates, until `end`."""
+    async def begin(self, tenant: bytes, response: StoredResponse, run: KeptRun | None = None) -> None:
+        """Keep a response that this process generates, until `end`, and what another one needs to take it over."""
 
         def write(connection: sqlite3.Connection) -> None:
             self._expire(connection)
-            self._insert(connection, tenant, response, owner.own_name())
+            key = self._insert(connection, tenant, response, owner.own_name())
+            if run is not None:
+                orphans.keep_run(connection, key, run)
             self._evict(connection)
 
         await self._database.write(write)
 
     async def update(self, tenant: bytes, response_id: str, body: bytes | None, first: int, events: bytes) -> bool:
         """Store the present body, and the events from this number on. Return False if the response is to be cancelled,
-        or has been deleted."""
+        has been deleted, or is another process's."""
 
         def write(connection: sqlite3.Connection) -> bool:
             row = connection.execute(
-                "SELECT key, is_cancelled FROM responses WHERE tenant = ? AND response_id = ?", (tenant, response_id)
+                "SELECT key, is_cancelled FROM responses WHERE tenant = ? AND response_id = ? AND owner = ?",
+                (tenant, response_id, owner.own_name()),
             ).fetchone()
             if row is None:
                 return False
@@ -128,22 +120,20 @@ class ResponseStore:
                     (body, len(body), key),
                 )
             if events:
-                _add_events(connection, key, first, events)
+                add_events(connection, key, first, events)
                 self._evict(connection)
             return not is_cancelled
 
         return await self._database.write(write)
 
     async def end(self, tenant: bytes, response: StoredResponse, first: int, events: bytes) -> None:
-        """Keep a response of `begin` as it ended, with its events from this number on. A deleted one stays deleted."""
+        """Keep a response of this process as it ended, with its events from this number on. A deleted one stays
+        deleted."""
 
         def write(connection: sqlite3.Connection) -> None:
-            row = connection.execute(
-                "SELECT key FROM responses WHERE tenant = ? AND response_id = ?", (tenant, response.response_id)
-            ).fetchone()
-            if row is None:
+            key = _own_key(connection, tenant, response.response_id)
+            if key is None:
                 return
-            (key,) = row
             (num_event_bytes,) = connection.execute(
                 "SELECT coalesce(sum(length(data)), 0) FROM events WHERE response = ?", (key,)
             ).fetchone()
@@ -151,7 +141,8 @@ class ResponseStore:
             if num_bytes > self._max_bytes:  # not written first: the file may have no room for it
                 connection.execute("DELETE FROM responses WHERE key = ?", (key,))
                 return
-            _add_events(connection, key, first, events)
+            orphans.forget_run(connection, key)
+            add_events(connection, key, first, events)
             connection.execute(
                 "UPDATE responses SET owner = NULL, used_s = ?, body = ?, messages = ?, num_bytes = ? WHERE key = ?",
                 (self._clock(), response.body, response.message_data, num_bytes, key),
@@ -161,11 +152,9 @@ class ResponseStore:
         await self._database.write(write)
 
     async def get(self, tenant: bytes, response_id: str) -> StoredResponse | None:
-        """Return the response. One whose owner has died has ended with that error."""
-
         now_s = self._clock()
 
-        def look(connection: sqlite3.Connection) -> tuple[StoredResponse, float, bool] | None:
+        def look(connection: sqlite3.Connection) -> tuple[StoredResponse, float] | None:
             row = connection.execute(
                 f"SELECT {_COLUMNS} FROM responses WHERE tenant = ? AND response_id = ? "  # noqa: S608 - our own columns
                 "AND (used_s >= ? OR owner IS NOT NULL)",
@@ -183,40 +172,54 @@ class ResponseStore:
                 keeps_events=bool(keeps_events),
                 is_running=owner_name is not None,
             )
-            return found, used_s, owner_name is not None and not owner.lives(owner_name)
+            return found, used_s
 
         def note_use(connection: sqlite3.Connection) -> None:
             connection.execute(
                 "UPDATE responses SET used_s = ? WHERE tenant = ? AND response_id = ?", (now_s, tenant, response_id)
             )
 
-        def end(connection: sqlite3.Connection) -> None:
-            self._break_off(connection, tenant, response_id)
-
         seen = await self._database.read(look)
         if seen is None:
             return None
-        found, used_s, is_orphan = seen
-        if is_orphan:
-            await self._database.write(end)
-            seen = await self._database.read(look)
-            return None if seen is None else seen[0]
+        found, used_s = seen
         if used_s <= now_s - _USE_GRAIN_S:
             with suppress(ApiError):  # it can be read nevertheless
                 await self._database.write(note_use)
         return found
 
-    async def end_orphan(self, tenant: bytes, response_id: str) -> None:
-        """End the response if its owner has died. Reads the owner and nothing else: followers ask again and again."""
+    async def orphans(self) -> list[Orphan]:
+        """Return the responses whose owners have died."""
+        return await self._database.read(orphans.find_orphans)
 
-        def is_orphan(connection: sqlite3.Connection) -> bool:
-            row = connection.execute(
-                "SELECT owner FROM responses WHERE tenant = ? AND response_id = ?", (tenant, response_id)
-            ).fetchone()
-            return row is not None and row[0] is not None and not owner.lives(row[0])
+    async def take_over(self, orphan: Orphan) -> TakenOver | None:
+        """Become the owner of an orphan, or end it if it cannot run again. None then, and if another was faster."""
+        now_s = self._clock()
+        return await self._database.write(
+            lambda connection: orphans.take_over(connection, orphan.tenant, orphan.response_id, now_s)
+        )
 
-        if await self._database.read(is_orphan):
-            await self._database.write(lambda connection: self._break_off(connection, tenant, response_id))
+    async def put_back(self, tenant: bytes, response_id: str) -> None:
+        """Leave a response that was taken over, and has not begun, to the next worker that has room."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            key = _own_key(connection, tenant, response_id)
+            if key is not None:
+                orphans.put_back(connection, key)
+
+        await self._database.write(write)
+
+    async def break_off(self, tenant: bytes, response_id: str, error: str | None) -> bytes:
+        """End a response of this process with what is stored of it: as failed, or without an error as cancelled.
+
+        Return its last event.
+        """
+
+        def write(connection: sqlite3.Connection) -> bytes:
+            key = _own_key(connection, tenant, response_id)
+            return b"" if key is None else orphans.break_off(connection, key, error, self._clock())
+
+        return await self._database.write(write)
 
     async def events(self, tenant: bytes, response_id: str, first: int) -> StoredEvents | None:
         """Return some events from this number on; None if the response is not kept."""
@@ -228,14 +231,7 @@ class ResponseStore:
             if row is None:
                 return None
             key, owner_name = row
-            pieces = connection.execute(
-                "SELECT first, data FROM events WHERE response = ? AND first >= "
-                "coalesce((SELECT max(first) FROM events WHERE response = ? AND first <= ?), 0) ORDER BY first LIMIT ?",
-                (key, key, first, _MAX_PIECES),
-            ).fetchall()
-            events = [event for _, data in pieces for event in split_events(data)]
-            skipped = first - pieces[0][0] if pieces else 0
-            return StoredEvents(events[max(0, skipped) :], owner_name is not None)
+            return StoredEvents(events_from(connection, key, first), owner_name is not None)
 
         return await self._database.read(read)
 
@@ -260,16 +256,10 @@ class ResponseStore:
         return await self._database.write(write)
 
     async def sweep(self) -> None:
-        """Drop what has expired, and end what was generated by processes that have died."""
+        """Drop what has expired."""
 
         def write(connection: sqlite3.Connection) -> None:
             self._expire(connection)
-            running = connection.execute(
-                "SELECT tenant, response_id, owner FROM responses WHERE owner IS NOT NULL"
-            ).fetchall()
-            for tenant, response_id, name in running:
-                if not owner.lives(name):
-                    self._break_off(connection, tenant, response_id)
             self._evict(connection)
 
         await self._database.write(write)
@@ -289,10 +279,11 @@ class ResponseStore:
 
     def _insert(
         self, connection: sqlite3.Connection, tenant: bytes, response: StoredResponse, owner_name: str | None = None
-    ) -> None:
-        connection.execute(
+    ) -> int:
+        """Return the row's key."""
+        (key,) = connection.execute(
             "INSERT INTO responses (tenant, response_id, used_s, num_bytes, owner, is_cancelled, is_background, "
-            "keeps_events, body, input_items, messages) VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?)",
+            "keeps_events, body, input_items, messages) VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?) RETURNING key",
             (
                 tenant,
                 response.response_id,
@@ -305,7 +296,8 @@ class ResponseStore:
                 response.input_items,
                 response.message_data,
             ),
-        )
+        ).fetchone()
+        return int(key)
 
     def _expire(self, connection: sqlite3.Connection) -> None:
         oldest_s = self._clock() - self.max_idle_s
@@ -329,48 +321,14 @@ class ResponseStore:
             else:
                 sizes[tenant] = sizes[tenant][0] - row[0], sizes[tenant][1] - 1
 
-    def _break_off(self, connection: sqlite3.Connection, tenant: bytes, response_id: str) -> None:
-        """End a response whose owner has died, unless another worker has done so."""
-        row = connection.execute(
-            "SELECT key, body, keeps_events FROM responses WHERE tenant = ? AND response_id = ? AND owner IS NOT NULL",
-            (tenant, response_id),
-        ).fetchone()
-        if row is None:
-            return
-        key, body, keeps_events = row
-        last = connection.execute(
-            "SELECT first, data FROM events WHERE response = ? ORDER BY first DESC LIMIT 1", (key,)
-        ).fetchone()
-        num_events = 0 if last is None else last[0] + len(split_events(last[1]))
-        body, event = broken_off(body, num_events)
-        connection.execute(
-            "UPDATE responses SET owner = NULL, body = ?, used_s = ? WHERE key = ?", (body, self._clock(), key)
-        )
-        if keeps_events:
-            _add_events(connection, key, num_events, event)
 
-
-def split_events(data: bytes) -> list[bytes]:
-    return [event + b"\n\n" for event in data.split(b"\n\n") if event]
-
-
-def joined_pieces(events: Iterable[bytes]) -> Iterable[tuple[int, bytes]]:
-    """Yield events joined to pieces of some size, each with the number of events before it."""
-    piece, first, num_bytes, number = [], 0, 0, 0
-    for number, event in enumerate(events, start=1):
-        piece.append(event)
-        num_bytes += len(event)
-        if num_bytes >= _EVENT_PIECE_BYTES:
-            yield first, b"".join(piece)
-            piece, first, num_bytes = [], number, 0
-    if piece:
-        yield first, b"".join(piece)
-
-
-def _add_events(connection: sqlite3.Connection, key: int, first: int, events: bytes) -> None:
-    rows = [(key, first + before, piece) for before, piece in joined_pieces(split_events(events))]
-    connection.executemany("INSERT INTO events (response, first, data) VALUES (?, ?, ?)", rows)
-    connection.execute("UPDATE responses SET num_bytes = num_bytes + ? WHERE key = ?", (len(events), key))
+def _own_key(connection: sqlite3.Connection, tenant: bytes, response_id: str) -> int | None:
+    """Return the key of a response that this process generates; None if it was deleted, or another one has it."""
+    row = connection.execute(
+        "SELECT key FROM responses WHERE tenant = ? AND response_id = ? AND owner = ?",
+        (tenant, response_id, owner.own_name()),
+    ).fetchone()
+    return None if row is None else int(row[0])
 
 
 def _delete(connection: sqlite3.Connection, tenant: bytes, response_id: str) -> bool:

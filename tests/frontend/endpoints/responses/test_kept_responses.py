@@ -389,7 +389,7 @@ async def test_too_many_background_responses_are_refused(
 async def test_background_stream_that_grows_too_large_fails(
     connection: ClientConnection, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.frontend.endpoints.responses.background.MAX_LOG_BYTES", 4000)
+    monkeypatch.setattr("penstock.frontend.endpoints.responses.background_places.MAX_LOG_BYTES", 4000)
     backend.script = silent
     answered = asyncio.ensure_future(connection.post(PATH, {**HI, "background": True, "stream": True}))
     await backend.submitted.wait()

@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.frontend.endpoints.responses import owner
+from penstock.frontend.endpoints.responses.orphans import MAX_TAKEOVERS
 from tests.frontend.harness import VOCAB_SIZE
 from tests.frontend.test_main import Frontend, directory, start
 from tests.shm.scripted_backend import BackendProcess
@@ -142,30 +144,92 @@ def test_responses_are_continued_followed_and_cancelled_through_another_worker(
         wait_until(lambda: all(response_id.encode() not in file.read_bytes() for file in files), 20)
 
 
-def test_responses_survive_a_killed_worker_and_a_restart(
+def text_of(events: list[Any]) -> str:
+    return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+
+
+def ended(worker: Worker, response_id: str) -> Any:
+    """Return the response once it has ended."""
+
+    def has_ended() -> bool:
+        return worker.get(response_id)["status"] not in ("queued", "in_progress")
+
+    wait_until(has_ended, 30)
+    return worker.get(response_id)
+
+
+def test_background_responses_go_on_when_their_worker_is_killed(
+    scripted: BackendProcess, serve: Callable[..., Frontend], uds: Path
+) -> None:
+    serve()
+    with one_of_each(uds) as (one, other):
+        undisturbed = one.create(**LONG | {"max_output_tokens": 200, "background": False}).json()
+        whole_id = one.client.post(PATH, json={**LONG, "max_output_tokens": 200, "temperature": 1}).json()["id"]
+        streamed_id = begin_stream(one, max_output_tokens=200)
+        wait_until(lambda: other.get(streamed_id)["output"], 20)
+        before = other.get(streamed_id)
+        os.kill(one.pid, signal.SIGKILL)
+        events = other.events(streamed_id)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert text_of(events) == undisturbed["output"][0]["content"][0]["text"]
+        last = events[-1]["response"]
+        assert events[-1]["type"] == "response.incomplete"
+        assert (last["id"], last["created_at"]) == (streamed_id, before["created_at"])
+        assert (other.get(streamed_id), other.events(streamed_id)) == (last, events)
+        whole = ended(other, whole_id)
+        assert whole["status"] == "incomplete"
+        assert whole["output"][0]["content"] == undisturbed["output"][0]["content"]
+        assert other.create(previous_response_id=whole_id).status_code == 200
+
+
+def test_response_whose_workers_die_again_and_again_fails(
+    scripted: BackendProcess, serve: Callable[..., Frontend], uds: Path, directory: Path
+) -> None:
+    frontend = serve()
+    with one_of_each(uds, 1) as (one,):
+        response_id = begin_stream(one)
+        (database,) = (directory / "state").glob("unix-*/responses.sqlite3")
+
+    def living_owner() -> int | None:
+        """The worker that runs the response, unless it has died."""
+        with contextlib.closing(sqlite3.connect(database)) as connection:
+            (name,) = connection.execute("SELECT owner FROM responses").fetchone()
+        return int(name.split("/")[-2]) if name and owner.lives(name) else None
+
+    for _ in range(1 + MAX_TAKEOVERS):
+        wait_until(lambda: living_owner() is not None, 30)
+        pid = living_owner()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        frontend.wait_for("died by SIGKILL; restarting")
+    with one_of_each(uds, 1) as (worker,):
+        failed = ended(worker, response_id)
+        assert failed["status"] == "failed"
+        assert failed["error"]["message"].startswith("4 workers died while they generated this response")
+        events = worker.events(response_id)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert (events[-1]["type"], events[-1]["response"]) == ("response.failed", failed)
+
+
+def test_responses_survive_the_death_of_the_server(
     scripted: BackendProcess, serve: Callable[..., Frontend], uds: Path, directory: Path
 ) -> None:
     frontend = serve("--response-store", "1MiB")
     with one_of_each(uds) as (one, other):
         kept = one.create().json()
-        response_id = begin_stream(one)
+        assert other.get(kept["id"]) == kept
+        response_id = begin_stream(one, max_output_tokens=200)
         wait_until(lambda: other.get(response_id)["output"], 20)
-        os.kill(one.pid, signal.SIGKILL)
-        # Whoever follows the response learns of its end, after what had been generated.
-        events = other.events(response_id)
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
-        assert events[-1]["type"] == "response.failed"
-        failed = events[-1]["response"]
-        assert "worker that generated this response died" in failed["error"]["message"]
-        assert has_text(failed)
-        assert (other.get(response_id), other.get(kept["id"])) == (failed, kept)
-        assert other.create(previous_response_id=kept["id"]).status_code == 200
-    frontend.process.terminate()
-    assert frontend.end() == 0
+    workers = frontend.workers()
+    frontend.process.kill()
+    for process in workers:
+        process.wait(20)
+    uds.unlink()
     serve("--response-store", "1MiB")
     with one_of_each(uds, 1) as (worker,):
         assert worker.get(kept["id"]) == kept
-        assert worker.get(response_id) == failed
+        assert has_text(ended(worker, response_id))
+        assert worker.get(response_id)["status"] == "incomplete"
         # Another process holds the database: answers still come, and what needs it says so.
         (database,) = (directory / "state").glob("unix-*/responses.sqlite3")
         with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as connection:

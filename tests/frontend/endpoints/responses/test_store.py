@@ -169,23 +169,6 @@ def test_response_that_runs_is_not_evicted_and_counts_its_events() -> None:
     assert done(store.get(b"", "running")) is None
 
 
-def test_follower_ends_a_response_whose_owner_has_died_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = store_in()
-    done(store.begin(b"", response("resp_1", keeps_events=True)))
-    done(store.update(b"", "resp_1", None, 0, b"a\n\n"))
-    done(store.end_orphan(b"", "resp_1"))
-    events = done(store.events(b"", "resp_1", 0))
-    assert events is not None
-    assert events.is_running
-    monkeypatch.setattr(owner, "lives", lambda _name: False)
-    for _ in range(2):
-        done(store.end_orphan(b"", "resp_1"))
-        done(store.end_orphan(b"", "no such response"))
-    events = done(store.events(b"", "resp_1", 0))
-    assert events is not None
-    assert (len(events.events), events.is_running) == (2, False)
-
-
 def test_stores_make_different_ids() -> None:
     assert store_in().tag != store_in().tag
 
@@ -227,6 +210,17 @@ def test_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         check_file(tmp_path / "text", max_file_bytes=MAX_FILE_BYTES)
     with pytest.raises(OSError, match="No such file"):
         check_file(tmp_path / "none" / "db", max_file_bytes=MAX_FILE_BYTES)
+
+
+def test_fault_of_a_statement_is_no_503() -> None:
+    async def use() -> None:
+        store = store_in()
+        await store.begin(b"", response("twice"))
+        with pytest.raises(sqlite3.IntegrityError):
+            await store.begin(b"", response("twice"))
+        await store.put(b"", response("next"))
+
+    asyncio.run(use())
 
 
 def test_full_disk_is_a_503_and_loses_nothing_else(tmp_path: Path) -> None:
