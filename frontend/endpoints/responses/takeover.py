@@ -145,7 +145,7 @@ class Takeovers:
             served = context.models.current
             if orphan.claim is None:
                 await self._store.take_over(orphan)
-            elif served is not None and not context.exchanges.is_stopping:
+            elif served is not None and not context.exchanges.is_draining:
                 await self._take_over(orphan, orphan.claim, served)
 
     async def _take_over(self, orphan: Orphan, claim: BackgroundClaim, served: ServedModel) -> None:
