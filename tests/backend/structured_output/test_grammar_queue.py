@@ -271,3 +271,18 @@ def test_grammars_are_refused_without_a_tokenizer() -> None:
     failure = bench.received(0).failure
     assert failure is not None
     assert failure.code == FailureCode.BAD_GRAMMAR
+
+
+def test_request_that_fails_after_it_has_begun_to_wait_waits_no_more(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = new_bench(compiler)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.requests.table.deadlines, "note", lambda *_: 1 / 0)
+        ask(bench, 0)
+        bench.engine.turn()
+    assert bench.requests.table.num_open == 0
+    compile_all(bench)
+    bench.run_dry()
+    assert bench.received(0).finishes == [Finish.FAILED]
+    assert bench.board.requests_accepted == bench.board.requests_failed == 1
