@@ -201,10 +201,13 @@ class StreamGrowth:
         found = _measure(matcher)
         self._unread_ns = 0
         self._read_after_ns = max(_READ_AFTER_NS, _NUM_READING_TIMES * (time.thread_time_ns() - began_ns))
-        if found.parser_bytes > _MAX_PARSER_BYTES:
+        parser_bytes = found.parser_bytes
+        if parser_bytes > _MAX_PARSER_BYTES:  # perhaps the kernel was busy on this thread's account: ask again
+            parser_bytes = min(parser_bytes, _measure(matcher).parser_bytes)
+        if parser_bytes > _MAX_PARSER_BYTES:
             raise GrammarMemoryFull(f"its parser takes more memory than the limit of {_MAX_PARSER_BYTES >> 20} MiB")
         self._grammar.note_cost(found.lexer_cost, self._tenant)
-        self._holding.resize(found.parser_bytes, self._tenant)
+        self._holding.resize(parser_bytes, self._tenant)
 
 
 class _Measured(NamedTuple):

@@ -77,8 +77,9 @@ class LateMasks:
             self._turns.put(late)
             self._work.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="late masks", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="late masks", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         while True:
