@@ -1,4 +1,4 @@
-"""What one tenant has received from the scheduler."""
+"""The account of one tenant: the service that it has received, and its open sequences."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _Error = Annotated[str, Meta(max_length=MAX_ERROR_CHARACTERS)]
 
 
 class CompilerSetup(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a child needs to compile for one model."""
+    """Tells a child the model for which it compiles."""
 
     tokenizer_json: Annotated[str, Meta(max_length=4096)]
     vocab_size: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]

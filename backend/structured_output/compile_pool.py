@@ -46,7 +46,7 @@ class CompilerFailed(Exception):
 
 
 class ICompilePool(Protocol):
-    """What `GrammarCompiler` needs."""
+    """The interface that `GrammarCompiler` uses."""
 
     def submit(self, grammar: Grammar, tenant: bytes) -> Future[CompiledGrammar]:
         """The future raises BadGrammar, TokenizerUnusable, CompilerFailed. Only `cancel` may cancel it."""

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 _START_TIMEOUT_S = 120.0
 """To import llguidance and read the tokenizer. A large tokenizer takes 2 s on an idle machine."""
 _CRASHES = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL})
-"""What ends a child by what it computes: out of memory (Rust aborts), out of stack, a bug in the library."""
+"""Ends of a child that the grammar causes: out of memory (Rust aborts), out of stack, a bug in the library."""
 Message = TypeVar("Message", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """What one grammar may take. The backend compiles it again after a child has done so within these limits."""
+    """Limits of one grammar. The backend compiles it again after a child has done so within these limits."""
 
     timeout_s: float = 5.0
     memory_bytes: int = 256 << 20

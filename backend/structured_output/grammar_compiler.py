@@ -45,7 +45,7 @@ class _Pending:
 
     future: Future[CompiledGrammar]
     tenants: set[bytes] = field(default_factory=set)
-    """Who asked for it."""
+    """The tenants that asked for it."""
 
 
 class GrammarCompiler:
@@ -61,9 +61,9 @@ class GrammarCompiler:
         self._settled: OrderedDict[Grammar, CompiledGrammar | BadGrammar] = OrderedDict()
         """Compiled grammars and errors, least recently used first. Finding an error may have taken long, too."""
         self._num_bytes = 0
-        """Of all settled, without growth."""
+        """Memory of everything in _settled, without growth."""
         self._growths: dict[Grammar, Growth] = {}
-        """Of the compiled ones among the settled. Other threads add to them."""
+        """The growth of each compiled grammar in _settled. Other threads add to it."""
 
     def find_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
         """A copy at its beginning, for the caller; None if the grammar must be compiled. Raises BadGrammar."""

@@ -1,4 +1,4 @@
-"""What grammars cost in use: the time of their masks, and the memory of their lexers and of each stream's parser.
+"""Measures what grammars cost in use: time for masks, and memory for their lexers and for each stream's parser.
 
 Imports llguidance for type checking only, so the steps of requests without grammars do not need it.
 """
