@@ -76,6 +76,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """True after SIGSTOP has taken effect."""
+    try:
+        return _stat_fields(pid)[0] == "T"
+    except OSError:
+        return False
+
+
 def connection_inodes() -> frozenset[str]:
     """Inodes of all TCP connections of this machine that somebody still holds."""
     inodes = set()

@@ -146,6 +146,7 @@ class ChaosClient:
         request = self._encode(recipe, act.tenant.api_key, is_stream=act.is_stream, may_join=act.may_join)
         started_s = time.monotonic()
         seen, reply, is_dropped, is_broken = _Seen(), HttpReply(), False, False
+        connection = None
         try:
             connection = await self.http.connect()
             if act.hangup is not None and act.hangup.stage in _PARTS:
@@ -157,14 +158,15 @@ class ChaosClient:
         except HungUp:
             is_dropped = True
         except ConnectionBroken as error:
-            is_broken, seen.fault = True, seen.fault or str(error)
+            # No worker had a connection that was never made.
+            is_broken, seen.fault = connection is not None, seen.fault or str(error)
         code = ""
         if reply.status == 200 and not seen.num_events and not is_dropped:
             seen.take(reply.body)
         elif reply.status not in (0, 200):
             code = _error_code(reply.body)
             if not code:  # a proxy speaks: no answer of ours is without a code
-                is_broken, seen.fault = True, f"status {reply.status}: {reply.body[:100]!r}"
+                is_broken, seen.fault = reply.status == _BAD_GATEWAY, f"status {reply.status}: {reply.body[:100]!r}"
         if act.is_stream and reply.status == 200 and not seen.is_done:
             seen.fault = seen.fault or "the stream ended without [DONE]"
         return Ending(
@@ -181,6 +183,8 @@ class ChaosClient:
         )
 
 
+_BAD_GATEWAY = 502
+"""The connection to the server broke. With 503 and 504 a proxy says that it had none, or no answer in time."""
 _PARTS = (Stage.CONNECTED, Stage.IN_HEAD, Stage.IN_BODY)
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from penstock.tools.bench.load_generator.http_client import HttpClient
-from penstock.tools.chaos.census import connection_inodes, is_running, process_state
+from penstock.tools.chaos.census import connection_inodes, is_running, is_stopped, process_state
 from penstock.tools.chaos.counters import wait_ready
 from penstock.tools.chaos.ledger import DoneFault
 from penstock.tools.chaos.plan import Fault, FaultKind
@@ -114,6 +114,8 @@ class FaultInjector:
     async def _kill_worker(self, pid: int) -> None:
         """Count its connections while it is stopped: so it accepts none between the count and its end."""
         os.kill(pid, signal.SIGSTOP)
+        while is_running(pid) and not is_stopped(pid):  # noqa: ASYNC110 - a signal takes effect a moment later
+            await asyncio.sleep(0)
         state = process_state("worker", pid, connection_inodes())
         kill = self._ledger.note_kill(time.monotonic(), 0 if state is None else state.connections)
         os.kill(pid, signal.SIGKILL)

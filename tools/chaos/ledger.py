@@ -61,7 +61,7 @@ class Ending:
     fault: str = ""
     """Why the answer is not whole, if nobody hung up and no status says so."""
     is_broken: bool = False
-    """The connection ended early, or a proxy said that it did."""
+    """The connection ended early, or a proxy said so with a 502."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,17 @@ class WorkerKill:
     """Until then its connections were open, and proxies sent requests on them that nobody read."""
     num_cut: int = 0
 
-    def meets(self, ending: Ending) -> bool:
-        return ending.started_s <= self.gone_s and self.at_s <= ending.ended_s
+    def explains(self, ending: Ending) -> bool:
+        """Whether the request began before everybody knew, and broke at once. One that breaks later had another
+        worker."""
+        began_early = ending.started_s <= self.gone_s + _CLOSE_SEEN_S
+        return began_early and self.at_s <= ending.ended_s <= self.gone_s + _BREAK_SEEN_S
 
 
+_CLOSE_SEEN_S = 0.25
+"""A client or proxy on a busy machine may still send on an idle connection that the system has closed."""
+_BREAK_SEEN_S = 3.0
+"""A slow reader sees the end of its stream after its pause of at most 1 s, on a busy machine a little later."""
 NEEDS_RETRY_AFTER = frozenset({429, 503})
 
 
@@ -187,7 +194,7 @@ class Ledger:
                 return EndKind.FAILED
         if ending.is_dropped:
             return EndKind.DROPPED
-        if ending.is_broken and any(kill.meets(ending) for kill in self._kills):
+        if ending.is_broken and any(kill.explains(ending) for kill in self._kills):
             return self._judge_cut(ending)
         if ending.fault:
             self.imbalance("a request failed", f"{name}: {ending.fault}")
@@ -197,9 +204,9 @@ class Ledger:
         return EndKind.COMPLETE
 
     def _judge_cut(self, ending: Ending) -> EndKind:
-        """Charge a kill during the request, the last one first: a connection breaks at once."""
+        """Charge a kill that explains it, the last one first."""
         for kill in reversed(self._kills):
-            if kill.meets(ending) and kill.num_cut < kill.num_connections:
+            if kill.explains(ending) and kill.num_cut < kill.num_connections:
                 kill.num_cut += 1
                 return EndKind.CUT
         self.imbalance("more requests were cut than a killed worker had connections", f"request {ending.index}")

@@ -13,6 +13,7 @@ from penstock.tools.bench.load_generator.http_client import HttpClient
 from penstock.tools.chaos.client import ChaosClient
 from penstock.tools.chaos.ledger import ChoiceAnswer, Ending
 from penstock.tools.chaos.plan import Act, Hangup, Recipe, Stage, Tenant
+from penstock.tools.chaos.proxies import free_port
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -97,6 +98,7 @@ async def test_whole_body_is_read() -> None:
         (STREAM_HEAD + chunk(b'data: {"error":{"message":"m","code":"c"}}\n\n', DONE) + CLOSE, "error event c", False),
         (STREAM_HEAD + chunk(b"data: nonsense\n\n", DONE) + CLOSE, "not an answer", False),
         (whole(502, b"<html>Bad Gateway"), "status 502", True),
+        (whole(503, b"<html>No server is available"), "status 503", False),
         (b"", "closed the connection too early", True),
     ],
 )
@@ -104,6 +106,12 @@ async def test_answer_that_is_not_whole_has_a_fault(answer: bytes, fault: str, i
     ending, _ = await perform(ACT, answer)
     assert fault in ending.fault
     assert ending.is_broken == is_broken
+
+
+async def test_connection_that_is_refused_has_a_fault_and_was_not_broken() -> None:
+    ending = await ChaosClient(HttpClient(f"http://127.0.0.1:{free_port()}")).perform(ACT)
+    assert "no connection" in ending.fault
+    assert not ending.is_broken
 
 
 async def test_refusal_is_known_by_status_code_and_retry_after() -> None:

@@ -102,6 +102,8 @@ BROKEN = replace(WHOLE, answer=beginning(("a", (1,)), ("", ())), fault="closed",
         (BROKEN, 1.5, EndKind.CUT),
         (BROKEN, 0.9, EndKind.CUT),  # sent on a connection of a worker that was not gone yet
         (BROKEN, 0.5, EndKind.FAILED),
+        (replace(BROKEN, ended_s=4.5), 1.5, EndKind.CUT),  # a slow reader
+        (replace(BROKEN, ended_s=5.0), 1.5, EndKind.FAILED),  # it outlived the kill, so it had another worker
         (BROKEN, 2.5, EndKind.FAILED),
         (replace(BROKEN, is_broken=False), 1.5, EndKind.FAILED),  # an error event is the server's own word
     ],
