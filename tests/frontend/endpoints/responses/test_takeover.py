@@ -64,7 +64,8 @@ async def die(
     connection = ClientConnection(app)
     connection.send(request_bytes("POST", PATH, body, headers))
     await asyncio.wait_for(backend.submitted.wait(), 5)
-    backend.streams[0].push(*MODEL.tokenizer.encode(text, add_special_tokens=False).ids)
+    if text:
+        backend.streams[0].push(*MODEL.tokenizer.encode(text, add_special_tokens=False).ids)
     await connection.output(b"response.reasoning_text.delta" if text else b'"status":"queued"')
     if text:
         (run,) = app.responses._runs._runs.values()
