@@ -63,21 +63,22 @@ async def serve(settings: WorkerSettings) -> None:
     tls = None if settings.tls is None else ServerTls(settings.tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, settings, admission, tls)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # the supervisor blocked it for the start
-    watches = [asyncio.create_task(models.watch()), asyncio.create_task(app.responses.run(app.context))]
+    server = HttpServer(
+        app,
+        app.exchanges,
+        listening,
+        drain_timeout_s=settings.drain_timeout_s,
+        max_connections=max_connections,
+        tls=None if tls is None else tls.context,
+        accept_table=accept_table,
+    )
     try:
-        server = HttpServer(
-            app,
-            app.exchanges,
-            listening,
-            drain_timeout_s=settings.drain_timeout_s,
-            max_connections=max_connections,
-            tls=None if tls is None else tls.context,
-            accept_table=accept_table,
-        )
-        await server.run()
+        async with asyncio.TaskGroup() as tasks:  # a worker whose watch has failed ends, and another is started
+            watches = [tasks.create_task(models.watch()), tasks.create_task(app.responses.run(app.context))]
+            await server.run()
+            for watch in watches:
+                watch.cancel()
     finally:
-        for watch in watches:
-            watch.cancel()
         app.store.close()
         await backend.close()
 

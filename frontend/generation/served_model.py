@@ -68,11 +68,11 @@ class ModelKeeper:
         self.settled.clear()
         try:
             tokenizer = await asyncio.to_thread(ModelTokenizer.load, Path(card.model_dir))
+            self.current = ServedModel(card, tokenizer, model_syntax_of(tokenizer, self._parsers))
         except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
             # Logged once. Requests are answered 503 until the backend serves another model.
             self.current, self._unusable = None, card
             logger.error("cannot serve %s: %s; answering 503 until the backend has another model", card.model_id, error)
         else:
-            self.current = ServedModel(card, tokenizer, model_syntax_of(tokenizer, self._parsers))
             logger.info("serving %s, context %d tokens", card.model_id, card.max_context_tokens)
         self.settled.set()

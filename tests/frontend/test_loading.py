@@ -221,9 +221,13 @@ async def test_requests_wait_until_a_late_backend_has_come_and_its_model_is_load
     assert keeper.current is not None
 
 
+@pytest.mark.parametrize("has_files", [False, True])
 async def test_no_request_waits_for_a_model_that_cannot_be_loaded(
-    backend: FakeBackend, keeper: ModelKeeper, tmp_path: Path
+    backend: FakeBackend, keeper: ModelKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_files: bool
 ) -> None:
+    if has_files:
+        save_model_files(tmp_path)
+        monkeypatch.setattr(model_module, "model_syntax_of", lambda *_: 1 // 0)
     backend.model = model_card(model_dir=str(tmp_path))
     async with asyncio.timeout(10), watching(keeper):
         await keeper.settled.wait()

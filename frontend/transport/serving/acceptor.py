@@ -8,6 +8,8 @@ import logging
 import select
 from typing import TYPE_CHECKING
 
+from penstock.frontend.transport.serving.listening import BACKLOG
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
@@ -56,8 +58,8 @@ class SharedAcceptor:
         if not self._is_closed:
             self._is_closed = True
             self._table.close()
-            while not self._table.has_others and self._accept():
-                pass
+            if not self._table.has_others:
+                self._accept_all()
             self._loop.remove_reader(self._listening)
             if self._timer is not None:
                 self._timer.cancel()
@@ -76,6 +78,11 @@ class SharedAcceptor:
                     return
                 self._table.note_wait_in_vain()
             self._left_since_s = 0.0
+            if not self._accept():
+                return
+
+    def _accept_all(self) -> None:
+        for _ in range(BACKLOG):
             if not self._accept():
                 return
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_SOCKET_PATH_BYTES = 107
-_BACKLOG = 2048
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
 _LOCK_TIMEOUT_S = 2.0
 
 
@@ -27,7 +28,7 @@ def tcp_socket(host: str, port: int, command: str) -> socket.socket:
     """Return a socket that listens on a TCP port. On failure exits with one line that begins with the command."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except socket.gaierror:
         fail(command, f'--host "{host}" is not an address of this machine; use 127.0.0.1 or 0.0.0.0')
     except OSError as error:
@@ -71,7 +72,7 @@ def unix_socket(path: Path, mode: int, command: str) -> socket.socket:
             _remove_stale(path, command)
             with private_umask():  # nobody else can connect before the mode is set
                 listening.bind(os.fspath(path))
-            listening.listen(_BACKLOG)
+            listening.listen(BACKLOG)
         path.chmod(mode)
         listening.path, listening.file = path.absolute(), path.lstat()
     except UnsafeDirectory as error:

@@ -123,14 +123,11 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
-        sweeper = asyncio.create_task(self._exchanges.run())
-        drainer = asyncio.create_task(self._drain())
-        try:
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(self._exchanges.run()), tasks.create_task(self._drain())]
             await self._server.serve(sockets=[self._listening])
-        finally:
-            for task in (sweeper, drainer):
+            for task in beside:
                 task.cancel()
-            await asyncio.gather(sweeper, drainer, return_exceptions=True)
 
     def stop(self) -> None:
         """Stop accepting and start draining. A second call ends the requests that still run."""

@@ -119,6 +119,17 @@ async def test_server_that_stops_does_not_wait_long_for_a_connection_without_a_r
     writer.close()
 
 
+async def test_server_ends_with_the_error_of_a_task_beside_it(
+    backend: FakeBackend, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(backend)
+    monkeypatch.setattr("penstock.frontend.transport.open_exchanges._SWEEP_INTERVAL_S", 0.0)
+    monkeypatch.setattr(app.exchanges, "sweep", lambda _: 1 // 0)
+    with pytest.raises(ExceptionGroup) as raised:
+        await asyncio.wait_for(HttpServer(app, app.exchanges, listening, drain_timeout_s=30).run(), 10)
+    assert raised.group_contains(ZeroDivisionError)
+
+
 @pytest.mark.parametrize("has_other_worker", [False, True])
 async def test_last_worker_that_stops_takes_the_connections_that_wait(
     listening: socket.socket, has_other_worker: bool
