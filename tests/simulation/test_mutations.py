@@ -11,7 +11,7 @@ from tests.simulation.planted_requests import REQUEST_BUGS
 from tests.simulation.planted_steps import STEP_BUGS
 from tests.simulation.world import run_seed
 
-_MAX_SEEDS = 4000
+_MAX_SEEDS = 2000
 _PLANTED = REQUEST_BUGS | PAGE_BUGS | STEP_BUGS
 _FIRST_SEEDS = {"partial pages with bad logits stay findable": 4600}
 """Where the search for a rare bug begins, if not at 0: it takes minutes from there."""
