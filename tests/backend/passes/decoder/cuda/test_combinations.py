@@ -128,12 +128,16 @@ def expect_transformers(prompt: Rows, received: Received, count: int | None, all
 
 # ---- Streams ----
 
-EMBEDDED = {1: random_rows(20, 1), 2: random_rows(33, 2), 3: random_rows(1, 3), 4: looked_up(prompts((12,))[0])}
 TOKENS = {5: prompts((5,), seed=3)[0], 6: prompts((40,), seed=3)[0]}
 
 
+@cache
+def embedded() -> dict[int, Rows]:
+    return {1: random_rows(20, 1), 2: random_rows(33, 2), 3: random_rows(1, 3), 4: looked_up(prompts((12,))[0])}
+
+
 def submit_all(bench: Bench, link: LendingLink) -> None:
-    for request_id, rows in EMBEDDED.items():
+    for request_id, rows in embedded().items():
         constraints = Constraints(allowed_token_ids=ALLOWED) if request_id == 2 else None
         link.submit(
             rows, 18, request_id, sampling=WITH_LOGPROBS if request_id != 3 else GREEDY, constraints=constraints
@@ -143,7 +147,7 @@ def submit_all(bench: Bench, link: LendingLink) -> None:
 
 
 def expect_all(bench: Bench, unfinished: Sequence[int] = ()) -> None:
-    for request_id, rows in (EMBEDDED | {number: looked_up(prompt) for number, prompt in TOKENS.items()}).items():
+    for request_id, rows in (embedded() | {number: looked_up(prompt) for number, prompt in TOKENS.items()}).items():
         count = None if request_id in unfinished else 18
         expect_transformers(rows, bench.received(request_id), count, ALLOWED if request_id == 2 else ())
 
@@ -365,7 +369,7 @@ def test_a_lost_device_releases_all_loans_and_host_pages_once(
     forward_pass.device.fault = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(ExecutorFailed, match="the device is lost"):  # in a step, or while pages are saved
         bench.run_dry()
-    expect_all(bench, unfinished=[*EMBEDDED, *TOKENS])
+    expect_all(bench, unfinished=[*embedded(), *TOKENS])
     link.close()
     assert (link.exporter.held_bytes, link.num_lent) == (0, 0)
     messages = {
