@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -57,6 +58,7 @@ class _BackgroundExchange(Exchange):
         self.key_name, self.claim = client.key_name, client.claim
         if self.claim is not None:
             self.claim.share()
+        self.last_sent_s = math.inf  # no keep-alive comment before the answer: it could no longer be refused for now
         self._on_submitted = on_submitted
 
     def on_disconnect(self, on_abort: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.responses")
 
 _LOOKS_EVERY_S = 1.0
-_UNREADABLE = "the worker that generated this response died, and what was kept of the request cannot be read"
+_FAILED = "the worker that generated this response died, and it cannot be run again. Send the request again"
 
 
 class KeptRequest(Struct):
@@ -160,9 +160,11 @@ class Takeovers:
                 self._run_again(restart, claim, served)
                 has_begun = True
                 logger.warning("runs %s again: its worker died", orphan.response_id)
-        except msgspec.MsgspecError:
-            logger.exception("%s cannot be read", orphan.response_id)
-            await self._store.break_off(orphan.tenant, orphan.response_id, _UNREADABLE)
+        except ApiError:
+            raise
+        except Exception:  # a damaged record, or a bug of ours: it ends this response, and no other
+            logger.exception("%s cannot be run again", orphan.response_id)
+            await self._store.break_off(orphan.tenant, orphan.response_id, _FAILED)
         finally:
             if not has_begun:
                 self._places.release(claim)

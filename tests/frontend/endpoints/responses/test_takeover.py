@@ -247,4 +247,4 @@ async def test_response_that_cannot_be_read_ends(tmp_path: Path, monkeypatch: py
     with contextlib.closing(sqlite3.connect(left.file, isolation_level=None)) as connection:
         connection.execute("UPDATE runs SET request = CAST('{}' AS BLOB)")
     async with next_worker(left, FakeBackend(), monkeypatch) as client:
-        assert "cannot be read" in (await ended(client, left.response_id))["error"]["message"]
+        assert "cannot be run again" in (await ended(client, left.response_id))["error"]["message"]
