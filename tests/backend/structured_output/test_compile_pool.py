@@ -34,7 +34,9 @@ def hostile(num_patterns: int = 30) -> Grammar:
 
 @pytest.fixture
 def pool() -> Iterator[CompilePool]:
-    pool = CompilePool(TOKENIZER_JSON, VOCAB_SIZE, (EOS,), CompileLimits(timeout_s=2.0))
+    # On a fast CPU the hostile grammar would reach the default limit of memory before that of time.
+    limits = CompileLimits(timeout_s=2.0, memory_bytes=1 << 30)
+    pool = CompilePool(TOKENIZER_JSON, VOCAB_SIZE, (EOS,), limits)
     yield pool
     pool.close()
 
