@@ -16,7 +16,7 @@ from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.machine import MachineDescription, this_machine
 from penstock.tools.bench.load_generator.stats import Aim, LoadSummary, Spread
 
-MIN_WIDTH = 120
+MIN_WIDTH = 132
 """Columns of the widest table. A narrower terminal wraps lines instead of cutting figures off."""
 
 
@@ -78,7 +78,7 @@ def make_table(title: str, *columns: str) -> Table:
 def load_table(rows: Sequence[LoadSummary]) -> Table:
     columns = ["load", "re-\nquests", "output\ntok/s", "prompt\ntok/s", "tok/\nevent", "req/s"]
     columns += ["TTFT ms\np50 / p99", "ITL ms\np50 / p99", "e2e ms\np50 / p99"]
-    columns += ["drop-\nped", "er-\nrors", "generator\nµs/token"]
+    columns += ["drop-\nped", "sent\nagain", "er-\nrors", "generator\nµs/token"]
     table = make_table("", *columns)
     for row in rows:
         table.add_row(
@@ -92,6 +92,7 @@ def load_table(rows: Sequence[LoadSummary]) -> Table:
             _pair(row.itl_ms),
             _pair(row.e2e_ms),
             str(row.dropped),
+            str(row.sent_again),
             str(row.failed),
             f"{row.generator_cpu_us_per_token:.0f}",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
@@ -25,6 +25,10 @@ OnEvent = Callable[[float, bytes], None]
 
 class ConnectionBroken(Exception):
     """The connection failed, or ended before the answer did."""
+
+
+class StaleConnection(ConnectionBroken):
+    """A connection that had been used before ended without a byte of the answer: the server no longer kept it open."""
 
 
 class HungUp(Exception):
@@ -46,6 +50,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self.idle_since_s = 0.0
         self.reusable = True
+        self.is_reused = False
         self._transport: asyncio.Transport | None = None
         # State of one exchange: set by `exchange`, read by the callbacks of the parser.
         self._parser = httptools.HttpResponseParser(self)
@@ -53,13 +58,15 @@ class ClientConnection(asyncio.Protocol):
         self._reply = HttpReply()
         self._on_event: OnEvent | None = None
         self._is_event_stream = False
+        self._has_begun = False
         self._arrived_s = 0.0
         self._partial = b""
 
     async def exchange(self, request: bytes, on_event: OnEvent | None = None) -> HttpReply:
-        """Send one request and wait for the whole answer. Raises ConnectionBroken, HungUp."""
+        """Send one request and wait for the whole answer. Raises StaleConnection, ConnectionBroken, HungUp."""
+        self._has_begun = False
         if self._transport is None or self._transport.is_closing():
-            raise ConnectionBroken("the connection is closed")
+            raise self._broken("the connection is closed")
         self._reply, self._on_event, self._partial = HttpReply(), on_event, b""
         self._parser = httptools.HttpResponseParser(self)
         self._answer = asyncio.get_running_loop().create_future()
@@ -98,6 +105,10 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def _broken(self, reason: str) -> ConnectionBroken:
+        is_stale = self.is_reused and not self._has_begun
+        return StaleConnection(reason) if is_stale else ConnectionBroken(reason)
+
     def _end(self, error: Exception) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
@@ -109,6 +120,7 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._arrived_s = time.perf_counter()
+        self._has_begun = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -117,7 +129,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False
-        self._end(ConnectionBroken(str(exc) if exc else "the server closed the connection too early"))
+        self._end(self._broken(str(exc) if exc else "the server closed the connection too early"))
 
     # httptools
 
@@ -166,8 +178,13 @@ class HttpClient:
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable and time.perf_counter() - connection.idle_since_s < MAX_IDLE_S:
+                connection.is_reused = True
                 return connection
             connection.close()
+        return await self._open()
+
+    async def _open(self) -> ClientConnection:
+        """Raises ConnectionBroken."""
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(ClientConnection, self._host, self._port)
@@ -187,12 +204,26 @@ class HttpClient:
         )
         return head.encode() + body
 
-    async def get(self, path: str) -> HttpReply:
-        """Raises ConnectionBroken."""
+    async def ask(self, exchange: Callable[[ClientConnection], Awaitable[HttpReply]]) -> HttpReply:
+        """Run one exchange on an idle connection or a new one. Raises ConnectionBroken, HungUp.
+
+        Some servers close kept connections without notice. If that happens before a byte of the answer has arrived, the
+        exchange runs again on a new connection. RFC 9112, section 9.3.1, permits that for requests that are safe to
+        repeat; those of this generator change nothing in a server.
+        """
         connection = await self.connect()
-        reply = await connection.exchange(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._common_headers}\r\n".encode())
+        try:
+            reply = await exchange(connection)
+        except StaleConnection:
+            connection = await self._open()
+            reply = await exchange(connection)
         self.give_back(connection)
         return reply
+
+    async def get(self, path: str) -> HttpReply:
+        """Raises ConnectionBroken."""
+        request = f"GET {self._prefix}{path} HTTP/1.1\r\n{self._common_headers}\r\n".encode()
+        return await self.ask(lambda connection: connection.exchange(request))
 
     def close(self) -> None:
         for connection in self._idle:

@@ -11,7 +11,13 @@ import msgspec
 from msgspec import Struct
 
 from penstock.tools.bench.errors import BenchError
-from penstock.tools.bench.load_generator.http_client import ConnectionBroken, HttpClient, HttpReply, HungUp
+from penstock.tools.bench.load_generator.http_client import (
+    ClientConnection,
+    ConnectionBroken,
+    HttpClient,
+    HttpReply,
+    HungUp,
+)
 from penstock.tools.bench.load_generator.stats import LoadSummary, ObservedRequest, Outcome, summarize
 from penstock.tools.bench.load_generator.target import Target
 from penstock.tools.bench.load_generator.workload import Drop, PlannedRequest, Workload
@@ -64,7 +70,7 @@ async def follow(http: HttpClient, request: bytes, record: ObservedRequest, drop
     A fault of the server goes into the record and is not raised. A cancelled task hangs up.
     """
     try:
-        reply = await _stream(http, request, record, drop)
+        reply = await http.ask(lambda connection: _stream(connection, request, record, drop))
     except HungUp:
         record.outcome, record.output_tokens = Outcome.DROPPED, len(record.event_times_s)
     except ConnectionBroken as error:
@@ -78,10 +84,12 @@ async def follow(http: HttpClient, request: bytes, record: ObservedRequest, drop
     record.output_tokens = record.output_tokens or len(record.event_times_s)
 
 
-async def _stream(http: HttpClient, request: bytes, record: ObservedRequest, drop: Drop | None) -> HttpReply:
-    connection = await http.connect()
+async def _stream(
+    connection: ClientConnection, request: bytes, record: ObservedRequest, drop: Drop | None
+) -> HttpReply:
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
+    record.times_sent += 1
     record.error = "the stream ended without [DONE]"
 
     def hang_up_after(num_events: int) -> None:
@@ -124,7 +132,6 @@ async def _stream(http: HttpClient, request: bytes, record: ObservedRequest, dro
     finally:
         if timer is not None:
             timer.cancel()
-    http.give_back(connection)
     return reply
 
 
@@ -158,12 +165,10 @@ async def run_whole(target: Target, requests: Sequence[PlannedRequest]) -> float
     encoded = [target.encode(request, is_stream=False) for request in requests]
 
     async def ask(data: bytes) -> int:
-        connection = await target.http.connect()
         try:
-            reply = await connection.exchange(data)
+            reply = await target.http.ask(lambda connection: connection.exchange(data))
         except ConnectionBroken as error:
             raise BenchError(str(error)) from None
-        target.http.give_back(connection)
         if reply.status != 200:
             raise BenchError(f"status {reply.status}: {reply.body[:300].decode(errors='replace')}")
         return msgspec.json.decode(reply.body, type=_Whole).usage.completion_tokens

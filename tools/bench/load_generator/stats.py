@@ -31,6 +31,8 @@ class ObservedRequest:
     """As in the server's usage; without usage, the number of events."""
     outcome: Outcome = Outcome.FAILED
     error: str = ""
+    times_sent: int = 0
+    """2 if the server had closed the reused connection; 0 if there was no connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class LoadSummary:
     completed: int
     dropped: int
     failed: int
+    sent_again: int
+    """Requests sent a second time, because the server had closed the reused connection. Their times include both."""
     duration_s: float
     prompt_tokens: int
     output_tokens: int
@@ -116,6 +120,7 @@ def summarize(load: str, records: Sequence[ObservedRequest], generator_cpu_s: fl
         completed=len(completed),
         dropped=len(by_outcome[Outcome.DROPPED]),
         failed=len(by_outcome[Outcome.FAILED]),
+        sent_again=sum(record.times_sent > 1 for record in records),
         duration_s=lasted_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
