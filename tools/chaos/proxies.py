@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import penstock
-from penstock.tools.bench.harness.processes import stop_with_parent
+from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import ChaosError
 
 SHIPPED = Path(penstock.__file__).parents[1] / "docs" / "operations"
 """Of a checkout; a wheel has no docs."""
 _SYSTEM_FOLDERS = ":/usr/sbin:/usr/local/sbin"
 """Debian has proxies where the PATH of a user does not look."""
-_STOP_TIMEOUT_S = 10.0
 _CHECKS_EVERY_S = {"haproxy": (1.0, 1.0, 2.0, 2.0), "nginx": ()}
 """Periods of the health checks in the shipped configurations: of /ready and of /health, on both frontends."""
 _CHECK_MARGIN_S = 1.0
@@ -57,8 +56,8 @@ def find_program(name: str) -> str | None:
     return shutil.which(name, path=os.environ.get("PATH", "") + _SYSTEM_FOLDERS)
 
 
-class Proxy:
-    """A running proxy. It ends with this process, or with `stop`."""
+class Proxy(Child):
+    """A running proxy. When it is terminated it does not wait for its connections."""
 
     def __init__(self, name: str, addresses: Addresses, directory: Path, configurations: Path = SHIPPED) -> None:
         """directory is its own, for its log and its temporary files. Raises ChaosError."""
@@ -67,43 +66,15 @@ class Proxy:
         if program is None:
             raise ChaosError(f"{name} is not installed; on Debian: apt-get install haproxy nginx-light")
         directory.mkdir()
-        self._log = directory / "log"
         check, run, environment = _COMMANDS[name](program, addresses, directory, configurations)
         checked = subprocess.run(check, env=environment, capture_output=True, text=True, check=False)
         if checked.returncode != 0:
             raise ChaosError(f"{name} refuses its configuration: {(checked.stderr or checked.stdout).strip()[-500:]}")
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                run,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=stop_with_parent,
-            )
-
-    def check_alive(self) -> None:
-        """Raises ChaosError with the end of its log if it has ended."""
-        if self.process.poll() is not None:
-            raise ChaosError(f"{self.name} ended with status {self.process.returncode}: {self.log()[-500:]}")
+        super().__init__(run, environment, directory / "log")
 
     def most_checks(self, lasts_s: float) -> int:
         """Return how many health checks it sends in this time at the most, while all are answered."""
         return sum(int((lasts_s + _CHECK_MARGIN_S) / every_s) + 1 for every_s in _CHECKS_EVERY_S[self.name])
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def stop(self) -> None:
-        """It does not wait for its connections."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
 
 
 _Command = tuple[list[str], list[str], dict[str, str]]

@@ -7,17 +7,16 @@ import os
 import secrets
 import shlex
 import signal
-import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from penstock.frontend.options import FrontendOptions
 from penstock.shm.process.options import make_app, to_argv
 from penstock.shm.process.supervisor import module_argv
-from penstock.tools.bench.harness.processes import stop_with_parent
 from penstock.tools.chaos.census import ELASTIC_ROLE, session_members
+from penstock.tools.chaos.child import Child
 from penstock.tools.chaos.errors import COMMAND, ChaosError
 from penstock.tools.chaos.plan import Tenant
 from penstock.tools.chaos.proxies import SHIPPED, Addresses, Proxy, free_port
@@ -31,7 +30,6 @@ _MODULES = {
     "penstock.backend.structured_output.compile_child": ELASTIC_ROLE,
 }
 _DECIDED = ("host", "port", "socket", "uds", "listen_fd", "api_key", "api_key_file", "ssl_certfile", "ssl_keyfile")
-_STOP_TIMEOUT_S = 60.0
 _IN_FLIGHT_OF_LIMITED = 12
 
 
@@ -55,50 +53,6 @@ def parse_serve_options(text: str) -> ServeOptions:
         if getattr(parsed[0], name) != getattr(default, name):
             raise ChaosError(f"--start has --{name.replace('_', '-')}, which {COMMAND} decides itself; leave it out")
     return parsed[0]
-
-
-class Child:
-    """A process in a session of its own, so that all of its descendants can be found."""
-
-    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self._log = log
-        with log.open("ab") as file:
-            self.process = subprocess.Popen(
-                module_argv(module, arguments),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=stop_with_parent,
-            )
-        self.pid = self.process.pid
-
-    def check_alive(self) -> None:
-        """Raises ChaosError with the end of the log if it has ended."""
-        if self.process.poll() is not None:
-            raise ChaosError(f"status {self.process.returncode} of {self.process.args!r}: {self.log()[-1500:]}")
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def terminate(self) -> int:
-        """Return the exit status; that of SIGKILL if SIGTERM was not enough. Nothing of its session is left."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        return self.process.wait()
-
-    def kill_session(self) -> list[int]:
-        """Kill whatever is left of it, and return that."""
-        left = [pid for pid in session_members(self.pid) if pid != self.pid]
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return left
 
 
 class Server:
@@ -125,7 +79,9 @@ class Server:
         argv = to_argv(dataclasses.replace(common, port=port_a))
         place = argv.index("--socket")
         del argv[place : place + 2]  # `serve` takes a path of its own, and removes it at its end
-        self.serve = Child("penstock.tools.main", ["serve", *argv], self._environment, directory / "serve.log")
+        self.serve = Child(
+            module_argv("penstock.tools.main", ["serve", *argv]), self._environment, directory / "serve.log"
+        )
         self._socket = self.runtime / "penstock" / f"serve-{self.serve.pid}.sock"
         self._argv_b = to_argv(
             select_options(dataclasses.replace(common, port=self._port_b, socket=self._socket), FrontendOptions)
@@ -137,7 +93,7 @@ class Server:
     def start_frontend_b(self) -> None:
         """Start it as the first or as the next one; it takes the same port."""
         log = self.directory / "frontend.log"
-        self.frontend_b = Child("penstock.frontend.main", self._argv_b, self._environment, log)
+        self.frontend_b = Child(module_argv("penstock.frontend.main", self._argv_b), self._environment, log)
 
     def start_proxies(self) -> None:
         """Raises ChaosError."""
@@ -209,7 +165,7 @@ class Server:
         """Stop everything, and say what did not end as it should."""
         faults = []
         for proxy in self.proxies:
-            proxy.stop()
+            proxy.terminate()
         for name, child in (("frontend B", self.frontend_b), ("penstock serve", self.serve)):
             if child is None:
                 continue
