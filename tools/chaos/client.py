@@ -38,21 +38,53 @@ class _Choice(Struct):
 
 
 class _Usage(Struct):
+    """Of all endpoints. Anthropic's input tokens do not include cached ones."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens: int = 0
 
 
 class _ErrorObject(Struct):
     message: str = ""
     code: str | None = None
+    type: str = ""
+    """Anthropic's errors have no code."""
+
+
+class _Delta(Struct):
+    """A piece of text of /v1/messages, or how a message ended."""
+
+    text: str = ""
+    stop_reason: str | None = None
+
+
+class _Part(Struct):
+    text: str = ""
+
+
+class _Item(Struct):
+    """A message of /v1/responses."""
+
+    content: list[_Part] = []
 
 
 class _Body(Struct):
-    """A chunk, a whole answer or an error: what this client reads of them."""
+    """An event, a whole answer or an error: what this client reads of them."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: _ErrorObject | None = None
+    # /v1/messages and /v1/responses
+    type: str = ""
+    delta: _Delta | str | None = None
+    content: list[_Part] = []
+    stop_reason: str | None = None
+    output: list[_Item] = []
+    status: str = ""
+    response: _Body | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -88,10 +120,13 @@ class _Seen:
         except msgspec.MsgspecError as error:
             self.fault = self.fault or f"not an answer: {error}"
             return
-        if body.error is not None:
-            self.fault = self.fault or f"error event {body.error.code}: {body.error.message[:200]}"
+        told = body.error or (body.response.error if body.response is not None else None)
+        if told is not None:
+            self.fault = self.fault or f"error event {told.code or told.type}: {told.message[:200]}"
         self.usage = body.usage or self.usage
         self.num_events += 1
+        if body.type or body.output:
+            self._take_single(body)
         for choice in body.choices:
             partial = self.choices.setdefault(choice.index, _Partial())
             partial.texts.append(choice.new_text())
@@ -99,14 +134,35 @@ class _Seen:
             if choice.finish_reason is not None:
                 partial.finish_reason = choice.finish_reason
 
-    def answer(self, num_choices: int) -> Answer:
+    def _take_single(self, body: _Body) -> None:
+        """Take what /v1/messages or /v1/responses sends: its one choice."""
+        partial = self.choices.setdefault(0, _Partial())
+        match body.type, body.delta:
+            case "response.output_text.delta", str(piece):
+                partial.texts.append(piece)
+            case (("content_block_delta" | "message_delta"), _Delta() as delta):
+                partial.texts.append(delta.text)
+                partial.finish_reason = delta.stop_reason or ""
+            case (("response.completed" | "response.incomplete"), _) if body.response is not None:
+                self.usage = body.response.usage
+                partial.finish_reason = body.response.status
+                self.is_done = True
+            case "message_stop", _:
+                self.is_done = True
+            case ("message", _) | ("", _):
+                items = [*body.content, *(part for item in body.output for part in item.content)]
+                partial.texts += [part.text for part in items]
+                partial.finish_reason = body.stop_reason or body.status
+
+    def answer(self, recipe: Recipe) -> Answer:
         """Choices of which nothing came are empty."""
-        partials = [self.choices.get(index) or _Partial() for index in range(num_choices)]
+        partials = [self.choices.get(index) or _Partial() for index in range(recipe.choices)]
         usage = self.usage or _Usage()
         return Answer(
             tuple(ChoiceAnswer("".join(each.texts), tuple(each.token_ids), each.finish_reason) for each in partials),
-            usage.prompt_tokens,
-            usage.completion_tokens,
+            usage.prompt_tokens + usage.input_tokens + usage.cache_read_input_tokens,
+            usage.completion_tokens + usage.output_tokens,
+            recipe.has_token_ids,
         )
 
 
@@ -129,10 +185,12 @@ class ChaosClient:
             seen.take(reply.body)
         if seen.fault:
             raise ValueError(f"{recipe.name}: {seen.fault}")
-        return seen.answer(recipe.choices)
+        return seen.answer(recipe)
 
     def _encode(self, recipe: Recipe, api_key: str | None, *, is_stream: bool, may_join: bool = True) -> bytes:
-        body = recipe.body | ({"stream": True, "stream_options": {"include_usage": True}} if is_stream else {})
+        body = recipe.body | ({"stream": True} if is_stream else {})
+        if is_stream and recipe.has_token_ids:  # the others always report the usage
+            body["stream_options"] = {"include_usage": True}
         headers = {} if may_join else {"X-Penstock-Coalesce": "off"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -174,7 +232,7 @@ class ChaosClient:
             started_s=started_s,
             ended_s=time.monotonic(),
             is_dropped=is_dropped,
-            answer=seen.answer(act.recipe.choices) if reply.status in (0, 200) else None,
+            answer=seen.answer(recipe) if reply.status in (0, 200) else None,
             status=reply.status,
             code=code,
             has_retry_after=reply.headers.get("retry-after", "").isdecimal(),
@@ -231,9 +289,9 @@ async def _exchange(connection: ClientConnection, request: bytes, act: Act, seen
 
 
 def _error_code(body: bytes) -> str:
-    """Return the code of an error object; empty if the body is none."""
+    """Return the code of an error object, or Anthropic's type; empty if the body is none."""
     try:
         error = _decoder.decode(body).error
     except msgspec.MsgspecError:
         return ""
-    return (error.code or "") if error is not None else ""
+    return (error.code or error.type) if error is not None else ""

@@ -38,9 +38,13 @@ class Answer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """As in the usage; 0 if there was none."""
+    has_token_ids: bool = True
 
     @property
     def received_tokens(self) -> int:
+        """Without ids they are known only from the usage."""
+        if not self.has_token_ids:
+            return self.completion_tokens
         return sum(len(choice.token_ids) for choice in self.choices)
 
 
@@ -103,7 +107,7 @@ _CLOSE_SEEN_S = 0.25
 """A client or proxy on a busy machine may still send on an idle connection that the system has closed."""
 _BREAK_SEEN_S = 3.0
 """A slow reader sees the end of its stream after its pause of at most 1 s, on a busy machine a little later."""
-NEEDS_RETRY_AFTER = frozenset({429, 503})
+NEEDS_RETRY_AFTER = frozenset({429, 503, 529})
 
 
 def difference(got: Answer, right: Answer, *, is_whole: bool) -> str:
@@ -126,6 +130,8 @@ def difference(got: Answer, right: Answer, *, is_whole: bool) -> str:
             return f'choice {index} ended with "{have.finish_reason}" instead of "{want.finish_reason}"'
     if is_whole and got.completion_tokens != got.received_tokens:
         return f"the usage says {got.completion_tokens} tokens; {got.received_tokens} arrived"
+    if is_whole and got.completion_tokens != right.completion_tokens:
+        return f"the usage says {got.completion_tokens} tokens instead of {right.completion_tokens}"
     if is_whole and got.prompt_tokens != right.prompt_tokens:
         return f"the usage says {got.prompt_tokens} prompt tokens instead of {right.prompt_tokens}"
     return ""

@@ -43,8 +43,9 @@ class Recipe:
     """Choices of the whole answer: those of all its prompts."""
 
     @property
-    def is_chat(self) -> bool:
-        return self.path.endswith("/chat/completions")
+    def has_token_ids(self) -> bool:
+        """Whether answers contain the ids of their tokens. Those of the other endpoints have text and usage only."""
+        return self.path.endswith("/completions")
 
 
 class Stage(enum.Enum):
@@ -90,12 +91,17 @@ class Act:
 def make_recipes(model: str, vocab_size: int | None, seed: int, count: int) -> list[Recipe]:
     """At least one recipe of each kind; the same arguments give the same recipes."""
     rng = random.Random(f"recipes {seed}")
-    kinds = (_short, _chat, _seeded, _prompts, _structured, _short, _chat, _long_prompt, _long_answer)
+    kinds = (
+        *(_short, _chat, _seeded, _response, _message, _prompts),
+        *(_structured, _short, _chat, _long_prompt, _long_answer, _response, _message),
+    )
     recipes = []
     for number in range(max(count, len(kinds))):
         name, path, choices, body = kinds[number % len(kinds)](rng, vocab_size)
-        common = {"model": model, "temperature": 0, "return_token_ids": True}
-        recipes.append(Recipe(f"{name} {number}", path, common | body, choices))
+        recipe = Recipe(f"{name} {number}", path, {"model": model, "temperature": 0} | body, choices)
+        if recipe.has_token_ids:
+            recipe.body["return_token_ids"] = True
+        recipes.append(recipe)
     return recipes
 
 
@@ -142,6 +148,15 @@ def _prompts(rng: random.Random, vocab_size: int | None) -> _Drawn:
     prompts = [_prompt(rng, vocab_size, rng.randint(2, 30)) for _ in range(2)]
     body = {"prompt": prompts, "max_tokens": rng.randint(4, 16), "n": 2, "seed": rng.randrange(1 << 31)}
     return "prompts", "/v1/completions", 4, body | {"temperature": 0.7, "ignore_eos": True}
+
+
+def _response(rng: random.Random, _vocab_size: int | None) -> _Drawn:
+    body = {"input": draw_words(rng, rng.randint(4, 40)), "max_output_tokens": rng.randint(4, 48)}
+    return "response", "/v1/responses", 1, body | {"store": rng.random() < 0.5}
+
+
+def _message(rng: random.Random, _vocab_size: int | None) -> _Drawn:
+    return "message", "/v1/messages", 1, {"messages": _messages(rng), "max_tokens": rng.randint(4, 48)}
 
 
 def _structured(rng: random.Random, _vocab_size: int | None) -> _Drawn:

@@ -356,10 +356,10 @@ class ChaosRun:
 
 
 def _allowance(act: Act) -> Allowance:
-    """Only a tenant with limits and a flood may be refused."""
+    """Only a tenant with limits and a flood may be refused. Of each pair the second is what /v1/messages says."""
     refusals = set()
     if act.tenant.is_limited:
-        refusals.add((429, "rate_limit_exceeded"))
+        refusals |= {(429, "rate_limit_exceeded"), (429, "rate_limit_error")}
     if act.in_flood:
-        refusals.add((429, "overloaded"))
+        refusals |= {(429, "overloaded"), (529, "overloaded_error")}
     return Allowance(frozenset(refusals))

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.tools.bench.load_generator.http_client import HttpClient
 from penstock.tools.chaos.client import ChaosClient
-from penstock.tools.chaos.ledger import ChoiceAnswer, Ending
+from penstock.tools.chaos.ledger import Answer, ChoiceAnswer, Ending
 from penstock.tools.chaos.plan import Act, Hangup, Recipe, Stage, Tenant
 from penstock.tools.chaos.proxies import free_port
 
@@ -88,6 +88,58 @@ async def test_whole_body_is_read() -> None:
     assert ending.answer is not None
     assert ending.answer.choices[0] == ChoiceAnswer("a", (1,), "stop")
     assert ending.fault == ""
+
+
+MESSAGE = Recipe("message", "/v1/messages", {"messages": []})
+MESSAGE_USAGE = b'"usage":{"input_tokens":3,"cache_read_input_tokens":4,"output_tokens":2}'
+MESSAGE_BODY = (
+    b'{"type":"message","content":[{"type":"text","text":"ab"}],"stop_reason":"max_tokens",%b}' % MESSAGE_USAGE
+)
+MESSAGE_EVENTS = (
+    b'event: message_start\ndata: {"type":"message_start","message":{}}\n\n',
+    b'event: e\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"a"}}\n\n',
+    b'event: e\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"b"}}\n\n',
+    b'event: e\ndata: {"type":"message_delta","delta":{"stop_reason":"max_tokens"},%b}\n\n' % MESSAGE_USAGE,
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+)
+RESPONSE = Recipe("response", "/v1/responses", {"input": "hello"})
+RESPONSE_BODY = (
+    b'{"status":"incomplete","error":null,"output":[{"type":"message","content":[{"text":"ab"}]}],'
+    b'"usage":{"input_tokens":7,"output_tokens":2}}'
+)
+RESPONSE_EVENTS = (
+    b'event: e\ndata: {"type":"response.created","response":{"status":"in_progress","usage":null}}\n\n',
+    b'event: e\ndata: {"type":"response.output_text.delta","delta":"a"}\n\n',
+    b'event: e\ndata: {"type":"response.output_text.delta","delta":"b"}\n\n',
+    b'event: e\ndata: {"type":"response.output_text.done","text":"ab"}\n\n',
+    b'event: e\ndata: {"type":"response.incomplete","response":%b}\n\n' % RESPONSE_BODY,
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "body", "events", "finish_reason"),
+    [
+        (MESSAGE, MESSAGE_BODY, MESSAGE_EVENTS, "max_tokens"),
+        (RESPONSE, RESPONSE_BODY, RESPONSE_EVENTS, "incomplete"),
+    ],
+)
+async def test_messages_and_responses_are_the_same_whole_and_streamed(
+    recipe: Recipe, body: bytes, events: tuple[bytes, ...], finish_reason: str
+) -> None:
+    whole_one, _ = await perform(replace(ACT, recipe=recipe, is_stream=False), whole(200, body))
+    streamed, request = await perform(replace(ACT, recipe=recipe), STREAM_HEAD + chunk(*events) + CLOSE)
+    right = Answer((ChoiceAnswer("ab", (), finish_reason),), 7, 2, has_token_ids=False)
+    assert whole_one.answer == streamed.answer == right
+    assert whole_one.fault == streamed.fault == ""
+    assert b"stream_options" not in request
+    cut, _ = await perform(replace(ACT, recipe=recipe), STREAM_HEAD + chunk(*events[:-1]) + CLOSE)
+    assert "without [DONE]" in cut.fault
+
+
+async def test_refused_message_is_known_by_the_type_of_its_error() -> None:
+    body = b'{"type":"error","error":{"type":"rate_limit_error","message":"m"}}'
+    ending, _ = await perform(replace(ACT, recipe=MESSAGE), whole(429, body))
+    assert (ending.code, ending.fault) == ("rate_limit_error", "")
 
 
 @pytest.mark.parametrize(

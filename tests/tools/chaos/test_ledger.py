@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.tools.chaos.ledger import Allowance, Answer, ChoiceAnswer, Ending, EndKind, Ledger
+from penstock.tools.chaos.ledger import Allowance, Answer, ChoiceAnswer, Ending, EndKind, Ledger, difference
 
 RIGHT = Answer(
     (ChoiceAnswer("ab", (1, 2), "length"), ChoiceAnswer("cde", (3, 4, 5), "stop")), prompt_tokens=7, completion_tokens=5
@@ -55,6 +55,16 @@ def test_wrong_answer_is_named(answer: Answer, named: str) -> None:
     assert ledger.ends == {EndKind.FAILED: 1}
     assert ledger.imbalances == {"an answer is wrong": 1}
     assert named in ledger.examples["an answer is wrong"][0]
+
+
+TEXT_ONLY = Answer((ChoiceAnswer("ab", (), "stop"),), prompt_tokens=7, completion_tokens=5, has_token_ids=False)
+
+
+def test_answer_without_ids_is_judged_by_text_and_usage() -> None:
+    assert difference(TEXT_ONLY, TEXT_ONLY, is_whole=True) == ""
+    assert TEXT_ONLY.received_tokens == 5
+    fewer = replace(TEXT_ONLY, completion_tokens=4)
+    assert difference(fewer, TEXT_ONLY, is_whole=True) == "the usage says 4 tokens instead of 5"
 
 
 @pytest.mark.parametrize("part", [beginning(("", ()), ("", ())), beginning(("a", (1,)), ("cde", (3, 4, 5)))])

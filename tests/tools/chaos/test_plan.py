@@ -40,7 +40,8 @@ def test_recipes_have_every_kind_and_token_ids_need_a_known_vocabulary() -> None
     recipes = make_recipes("m", None, 0, 1)
     assert {recipe.choices for recipe in recipes} >= {1, 4}
     assert any("response_format" in recipe.body for recipe in recipes)
-    assert any(recipe.is_chat for recipe in recipes)
+    paths = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+    assert {recipe.path for recipe in recipes} == paths
     assert all(isinstance(recipe.body.get("prompt", ""), str | list) for recipe in recipes)
     assert all(recipe.body["temperature"] == 0 or "seed" in recipe.body for recipe in recipes)
 

@@ -149,6 +149,8 @@ class ClientConnection(asyncio.Protocol):
             pending = pending.replace(b"\r\n", b"\n")
         *events, self._partial = pending.split(b"\n\n")
         for event in events:
+            if event.startswith(b"event:"):
+                event = event.partition(b"\n")[2]
             if event.startswith(b"data:"):
                 self._on_event(self._arrived_s, event[5:].strip())
 
