@@ -29,6 +29,10 @@ _PREEMPTING_PART = 2
 _MAX_PASSING = 16
 """A sequence that does not fit is passed by as many pages as it needs itself. Tenants that have received less, or have
 less than half of their share, may pass it by this many times as much."""
+_SHORT_STEP_PART = 4
+"""A short step computes at most one part in 4 of the usual tokens of prompts."""
+_STEPS_PER_SHORT_STEP = 4
+"""At most one step in so many is short: the others keep the throughput."""
 _LOOK_AGAIN_STEPS = 16
 """A sequence that does not fit is looked at again after this many steps: more of its prefix may be cached by then."""
 
@@ -56,6 +60,8 @@ class Scheduler(RunningSequences):
         """Parts of failed steps. Each runs before anything else, as a step of its own."""
         self._num_plans = 0
         """Plans with rows."""
+        self._no_short_step_before = 0
+        """Compared with _num_plans."""
         self._num_added = 0
         self._num_precedences_left = max_running
         """Sequences that may still go before all others because they ran in an earlier backend. No more than this ran
@@ -108,7 +114,7 @@ class Scheduler(RunningSequences):
         self._newcomers = []
         num_preemptions = self.num_preemptions
         decodes, unfinished = self._choose_decodes(self._max_batch_tokens)
-        budget = self._max_batch_tokens - len(decodes)
+        budget = min(self._max_batch_tokens - len(decodes), self._max_prompt_tokens())
         for sequence in unfinished:  # a rewound sequence may lack a page for its last token
             self._find_pages(sequence, sequence.num_given_tokens)
         unfinished = [sequence for sequence in unfinished if sequence.slot is not None]
@@ -126,6 +132,16 @@ class Scheduler(RunningSequences):
         plan = self._make_plan(decodes, chunks + self._newcomers)
         self._num_plans += bool(plan)
         return plan
+
+    def _max_prompt_tokens(self) -> int:
+        """The most tokens of prompts in the next step. They are few when the step is about to serve a short prompt of a
+        tenant that has nothing running: the first token of its answer comes when the step ends."""
+        if self._tenants.are_several and self._num_plans >= self._no_short_step_before:
+            head, num_tokens = self._waiting.head(), self._max_batch_tokens // _SHORT_STEP_PART
+            if head is not None and not head.account.num_running and len(head.tokens) <= num_tokens:
+                self._no_short_step_before = self._num_plans + _STEPS_PER_SHORT_STEP
+                return num_tokens
+        return self._max_batch_tokens
 
     def _choose_decodes(self, budget: int) -> tuple[list[Sequence], list[Sequence]]:
         """Advance the sequences that decode. Returns them, and the running ones with given tokens left to compute."""

@@ -45,6 +45,39 @@ def test_short_request_beside_another_tenants_flood_has_its_token_in_a_few_steps
     bench.close()
 
 
+def prompt_tokens_of_steps(bench: Bench, num_turns: int) -> list[int]:
+    found = []
+    for _ in range(num_turns):
+        before, generated = bench.board.computed_tokens, bench.board.generated_tokens
+        bench.turn()
+        found.append(bench.board.computed_tokens - before - (bench.board.generated_tokens - generated))
+    return found
+
+
+def test_step_with_another_tenants_short_prompt_has_few_tokens_of_the_flood() -> None:
+    bench = Bench(num_pages=400, page_size=4, max_running=8, max_batch_tokens=256)
+    flood(bench, prompt_tokens=90, max_tokens=2)
+    for _ in range(5):
+        bench.turn()
+    assert max(prompt_tokens_of_steps(bench, 4)) > 200
+    bench.submit([7, 8, 9], 2, request_id=SHORT, tenant=b"short", salt=b"short")
+    sizes = prompt_tokens_of_steps(bench, 4)
+    assert bench.received(SHORT).token_ids
+    assert min(sizes[:-1]) <= 64
+    bench.close()
+
+
+def test_steps_are_mostly_whole_while_new_tenants_keep_coming() -> None:
+    bench = Bench(num_pages=2000, page_size=4, max_running=64, max_batch_tokens=256)
+    flood(bench, prompt_tokens=90, max_tokens=2)
+    sizes = []
+    for number in range(40):
+        bench.submit([7, 8, 9], 2, request_id=SHORT + number, tenant=b"%d" % number, salt=b"%d" % number)
+        sizes += prompt_tokens_of_steps(bench, 1)
+    assert sum(size > 64 for size in sizes) >= 28
+    bench.close()
+
+
 def test_short_request_takes_pages_from_a_tenant_that_holds_them_all() -> None:
     bench = Bench(num_pages=60, page_size=4, max_running=8, max_batch_tokens=32)
     flood(bench, max_tokens=40)
