@@ -21,9 +21,10 @@ logger = logging.getLogger("penstock.acceptor")
 _LOOKS_AGAIN_AFTER_S = 0.001
 _WAITS_AT_MOST_S = 0.005
 """A connection is left this long for a worker with fewer connections. Then it is taken, and the next one is left."""
-_MAX_AT_ONCE = 64
-"""Connections accepted before the event loop does other work."""
-_PAUSE_S = 1.0
+_MAX_AT_ONCE = 8
+"""Connections accepted in a turn of the event loop. Those that are refused have their descriptors for some turns more:
+together they must fit `connections.RESERVED_FDS`."""
+_PAUSE_S = 0.1
 """After the system has refused to accept, for lack of file descriptors or memory."""
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 

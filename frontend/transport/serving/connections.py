@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.connections")
 
 MAX_CONNECTIONS = 8192
-RESERVED_FDS = 64
-"""File descriptors not used for connections: about 30 that a worker itself has open, and those about to be closed."""
+RESERVED_FDS = 96
+"""File descriptors not used for connections: about 35 that a worker itself has open, and those about to be closed."""
 MIN_IDLE_S = 1.0
 """Idle time before a connection may be closed for a new one. Sooner, its first request may be on its way."""
 _WARNS_AGAIN_BELOW = 0.9
