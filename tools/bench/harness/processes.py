@@ -1,10 +1,12 @@
-"""Processes of a benchmark: their CPU time, memory and command, from /proc, and how they end."""
+"""Processes of a benchmark: their CPU time, memory and command, from /proc, and how they pause and end."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +23,19 @@ class ProcessUse:
     rss_bytes: int
 
 
-def process_use(pid: int) -> ProcessUse:
-    """Raises ProcessLookupError."""
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on. Raises ProcessLookupError."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except FileNotFoundError:
         raise ProcessLookupError(f"no process {pid}") from None
-    # The command's name, in parentheses, may contain anything. The numbers begin after the last parenthesis.
-    fields = stat.rpartition(")")[2].split()
+    # The command's name, in parentheses, may contain anything. The state follows the last parenthesis.
+    return stat.rpartition(")")[2].split()
+
+
+def process_use(pid: int) -> ProcessUse:
+    """Raises ProcessLookupError."""
+    fields = _stat_fields(pid)
     ticks = int(fields[11]) + int(fields[12])
     return ProcessUse(pid, ticks / _TICKS_PER_S, int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
 
@@ -39,14 +46,53 @@ def descendants(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
+                fields = _stat_fields(int(entry.name))
+            except ProcessLookupError:
                 continue  # it ended while we looked
             children.setdefault(int(fields[1]), []).append(int(entry.name))
     found = [pid]
     for parent in found:
         found += children.get(parent, [])
     return found[1:]
+
+
+def tree(pid: int) -> list[int]:
+    """Return the process and all below it, parents before children.
+
+    A server's tree, not its process group: ours gives its children groups of their own.
+    """
+    return [pid, *descendants(pid)]
+
+
+def tree_cpu_s(pid: int) -> float:
+    """Return the CPU time of all processes of the tree, and of those that ended and were waited for."""
+    ticks = 0
+    for each in tree(pid):
+        with contextlib.suppress(ProcessLookupError):
+            ticks += sum(map(int, _stat_fields(each)[11:15]))
+    return ticks / _TICKS_PER_S
+
+
+def pause_tree(pid: int) -> None:
+    """Stop all processes of the tree. Their memory stays, and no time passes for them.
+
+    Parents stop first: a supervisor that still ran could take a stopped child for a hung one.
+    """
+    paused: set[int] = set()
+    while running := [each for each in tree(pid) if each not in paused]:  # a child may start as its parent stops
+        _signal_all(running, signal.SIGSTOP)
+        paused.update(running)
+
+
+def resume_tree(pid: int) -> None:
+    """Undo `pause_tree`. Children go on first."""
+    _signal_all(tree(pid)[::-1], signal.SIGCONT)
+
+
+def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def stop_with_parent() -> None:
