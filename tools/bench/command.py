@@ -20,6 +20,7 @@ _HELP = (
 
 _OVER_HTTP = {
     "load": "Throughput and latency of any OpenAI endpoint (--url).",
+    "compare": "Penstock and other servers in turns, on one machine.",
     "storm": "Clients hang up at random; then every page must be free.",
     "static": "Continuous batching against one static batch.",
     "floor": "The server's decode step against the bare work of the step.",

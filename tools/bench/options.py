@@ -6,7 +6,7 @@ Options of a single measurement are declared in its module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -79,8 +79,32 @@ class RequestLengths(OutputLength, PromptLength):
 
 @MEASUREMENT
 @dataclass(frozen=True)
-class TrafficOptions(RequestLengths):
-    """The requests of a measurement that runs against any server, and how they arrive."""
+class PromptOptions(RequestLengths):
+    """The requests of a measurement that runs against any server."""
+
+    endpoint: Endpoint = "completions"
+    """Endpoint that receives the requests."""
+
+    prompt_kind: Literal["auto", "tokens", "text"] = "auto"
+    """Random token ids or random words; auto takes ids if endpoint and server allow it."""
+
+    vocab_size: AtLeastOne | None = None
+    """Upper bound of random token ids. Default: the value in the server's /v1/models."""
+
+    def prompts(self, target: Target) -> Workload:
+        """Prompts of token ids if the endpoint takes them and the vocabulary is known. Raises BenchError."""
+        vocab_size = self.vocab_size or target.vocab_size
+        takes_tokens = self.endpoint == "completions" and vocab_size is not None
+        if self.prompt_kind == "tokens" and not takes_tokens:
+            raise BenchError("prompts of token ids need --endpoint completions and a known --vocab-size")
+        is_text = self.prompt_kind == "text" or not takes_tokens
+        return Workload(self.prompt_tokens, self.output_tokens, None if is_text else vocab_size)
+
+
+@MEASUREMENT
+@dataclass(frozen=True)
+class TrafficOptions(PromptOptions):
+    """The requests of a measurement that runs against any one server, and how they arrive."""
 
     url: str | None = None
     """Server to measure, such as http://127.0.0.1:8000. Without it, `penstock serve` is started for the run."""
@@ -92,29 +116,9 @@ class TrafficOptions(RequestLengths):
     duplicates: Share = 0.0
     """Share of requests that repeat an earlier prompt of their row."""
 
-    endpoint: Endpoint = "completions"
-    """Endpoint that receives the requests."""
-
-    prompt_kind: Literal["auto", "tokens", "text"] = "auto"
-    """Random token ids or random words; auto takes ids if endpoint and server allow it."""
-
-    vocab_size: AtLeastOne | None = None
-    """Upper bound of random token ids. Default: the value in the server's /v1/models."""
-
     def traffic(self, target: Target, *, drop: float) -> Workload:
-        """Prompts of token ids if the endpoint takes them and the vocabulary is known. Raises BenchError."""
-        vocab_size = self.vocab_size or target.vocab_size
-        takes_tokens = self.endpoint == "completions" and vocab_size is not None
-        if self.prompt_kind == "tokens" and not takes_tokens:
-            raise BenchError("prompts of token ids need --endpoint completions and a known --vocab-size")
-        return Workload(
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            vocab_size=vocab_size if takes_tokens and self.prompt_kind != "text" else None,
-            duplicates=self.duplicates,
-            drop=drop,
-            rate_per_s=self.rate,
-        )
+        """Raises BenchError."""
+        return replace(self.prompts(target), duplicates=self.duplicates, drop=drop, rate_per_s=self.rate)
 
 
 @MEASUREMENT

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from penstock.tools.bench.harness import run
 from penstock.tools.bench.harness.server import BenchServer, bench_server
+from penstock.tools.chaos.proxies import free_port
 from penstock.tools.main import app
 from penstock.tools.serve import ServeOptions
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 FAKE = ("--forward-pass", "fake")
+FAKE_PEER = Path(__file__).with_name("fake_peer.py")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,13 @@ class BenchOutcome:
     output: str
     errors: str
     report: dict[str, Any]
+
+
+def fake_peer(name: str, *arguments: str) -> str:
+    """The value of --peer for a `fake_peer` on a free port."""
+    port = free_port()
+    command = shlex.join([sys.executable, "-I", str(FAKE_PEER), str(port), name, *arguments])
+    return f"{name}={command},http://127.0.0.1:{port}"
 
 
 BenchCommand = Callable[..., BenchOutcome]

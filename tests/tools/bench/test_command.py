@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MEASUREMENTS = (
     "load",
+    "compare",
     "storm",
     "static",
     "floor",
@@ -137,6 +138,8 @@ def test_no_measurement_is_imported_before_one_is_chosen() -> None:
         (["load", "--url", "nonsense"], "address"),
         (["load", "--url", NOBODY], "no connection"),
         (["load", "--url", NOBODY, "--rounds", "0"], "--rounds"),
+        (["compare"], "at least one --peer"),
+        (["compare", "--peer", "x=run"], "--peer"),
         (["interference", *FAKE, "--max-running", "8"], "--max-running is 8"),
         (["interference", *FAKE, "--max-batch-tokens", "9"], "--max-batch-tokens is 9"),
         (["channel-sweep", "--max-batch-tokens", "9"], "--max-batch-tokens is 9"),
@@ -149,6 +152,11 @@ def test_measurement_that_cannot_run_says_why_in_one_line(
     assert run.status == 1
     (line,) = run.errors.strip().splitlines()
     assert reason in line
+
+
+def test_environment_names_one_peer_on_each_line(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PEER", f"a=run it,{NOBODY}\na=run it again,{NOBODY}")
+    assert "but they are penstock, a, a" in bench("compare").errors
 
 
 @pytest.mark.parametrize(("name", "reason"), [("missing/x.json", "No such file or directory"), (".", "Is a directory")])

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.tools.bench.serving import workers_scaling
+from penstock.tools.bench.harness.processes import tree
+from penstock.tools.bench.load_generator.sending import measure
+from penstock.tools.bench.serving import compare, workers_scaling
+from penstock.tools.bench.serving.compare import Contender
 from penstock.tools.bench.serving.generator_processes import WorkerLoad
-from tests.tools.bench.conftest import FAKE, BenchCommand
+from tests.system.processes import wait_until
+from tests.tools.bench.conftest import FAKE, BenchCommand, fake_peer
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from penstock.tools.bench.load_generator.stats import LoadSummary
+    from penstock.tools.bench.load_generator.target import Target
 
 
 def test_load_reports_a_row_for_each_concurrency_and_the_machine(bench: BenchCommand) -> None:
@@ -25,6 +32,52 @@ def test_load_reports_a_row_for_each_concurrency_and_the_machine(bench: BenchCom
     assert [row["output_tokens"] for row in run.report["rows"]] == [20, 60]
     assert run.report["machine"]["cpu"]
     assert "c=3" in run.output
+
+
+def test_compare_lets_only_the_measured_server_run(bench: BenchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    contenders: list[Contender] = []
+    measured: list[str] = []
+
+    def remember(*parts: Any) -> Contender:
+        contenders.append(Contender(*parts))
+        return contenders[-1]
+
+    async def measure_and_look(target: Target, *arguments: Any) -> LoadSummary:
+        measured.append(target.model if target.model in ("one", "two") else compare.PENSTOCK)
+        for contender in contenders:
+            wait_until(partial(runs if contender.name == measured[-1] else is_paused, contender), 10.0)
+        return await measure(target, *arguments)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(compare, "Contender", remember)
+        patches.setattr(compare, "measure", measure_and_look)
+        peers = ["--peer", fake_peer("one"), "--peer", fake_peer("two")]
+        size = ["--concurrency", "2", "--rounds", "2", "--requests", "4", "--output-tokens", "5", "--warmup", "1"]
+        run = bench("compare", *FAKE, *peers, *size, "--foreign-cores", "1000")
+    assert run.status == 0, run.output + run.errors
+    assert measured == ["penstock", "one", "two", "one", "two", "penstock"]
+    rows = run.report["sections"]["compare"]["rows"]
+    assert [row["server"] for row in rows] == ["penstock", "one", "two"]
+    for row in rows:
+        summaries = [item["summary"] for item in row["rounds"]]
+        assert [(item["completed"], item["output_tokens"]) for item in summaries] == [(4, 20)] * 2
+        # The fake peers close their connections after each answer.
+        assert all((item["sent_again"] > 0) is (row["server"] != "penstock") for item in summaries)
+    assert runs(contenders[0])
+
+
+def runs(contender: Contender) -> bool:
+    return "T" not in states(contender)
+
+
+def is_paused(contender: Contender) -> bool:
+    return set(states(contender)) == {"T"}
+
+
+def states(contender: Contender) -> list[str]:
+    """The states of all processes of a server: "T" is stopped."""
+    pids = tree(contender.process.pid)
+    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
 
 
 def test_storm_leaves_nothing_behind(bench: BenchCommand) -> None:

@@ -100,10 +100,10 @@ def load_table(rows: Sequence[LoadSummary]) -> Table:
 
 
 def _pair(spread: Spread) -> str:
-    return f"{_ms(spread.p50)} / {_ms(spread.p99)}"
+    return f"{ms(spread.p50)} / {ms(spread.p99)}"
 
 
-def _ms(value: float | None) -> str:
+def ms(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"

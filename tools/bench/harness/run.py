@@ -13,6 +13,7 @@ from rich.console import Console
 from penstock.backend.errors import StartupError
 from penstock.shm.process.options import fail
 from penstock.tools.bench.errors import COMMAND, BenchError
+from penstock.tools.bench.harness.peers import Peer, peer_server
 from penstock.tools.bench.harness.report import BenchReport, check_can_write, make_console
 from penstock.tools.bench.harness.server import BenchServer, bench_server, first_api_key
 from penstock.tools.bench.load_generator.target import ServerAddress
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from penstock.tools.bench.harness.server_process import ServerProcess
     from penstock.tools.bench.load_generator.stats import Aim
+    from penstock.tools.bench.load_generator.target import Endpoint
     from penstock.tools.serve import ServeOptions
 
 
@@ -47,6 +50,14 @@ class MeasurementRun:
             with self.status("starting penstock serve"):
                 server = stack.enter_context(bench_server(options))
             yield server
+
+    @contextmanager
+    def peer(self, peer: Peer, endpoint: Endpoint) -> Iterator[ServerProcess]:
+        """Another server while the context lasts. Raises BenchError."""
+        with ExitStack() as stack:
+            with self.status(f"starting {peer.name}"):
+                process = stack.enter_context(peer_server(peer, endpoint))
+            yield process
 
     @contextmanager
     def server_under_test(self, url: str | None, options: ServeOptions) -> Iterator[ServerAddress]:

@@ -1,7 +1,7 @@
 """Measurements of a whole server, seen by its clients over HTTP.
 
 Each subcommand of `penstock bench` has a module of its name here, which reads: options, measurement, table, aims.
-`load` and `storm` also measure a server that already runs (--url); the others start their own. `static_batch` and
-`bare_step` run in child processes, as the other side of `static` and `floor`; `generator_processes` sends the load of
-`workers_scaling`.
+`load` and `storm` also measure a server that already runs (--url), `compare` starts those of other projects too; the
+others start their own. `static_batch` and `bare_step` run in child processes, as the other side of `static` and
+`floor`; `generator_processes` sends the load of `workers_scaling`.
 """
