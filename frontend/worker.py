@@ -78,6 +78,7 @@ async def serve(settings: WorkerSettings) -> None:
             await server.run()
             for watch in watches:
                 watch.cancel()
+        await app.responses.stop()
     finally:
         app.store.close()
         await backend.close()

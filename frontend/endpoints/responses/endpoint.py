@@ -17,14 +17,15 @@ from penstock.frontend.endpoints.chat_translation import renamed
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.models import check_model
 from penstock.frontend.endpoints.prompts import render_chat
-from penstock.frontend.endpoints.responses.background import BackgroundRun, BackgroundRuns
+from penstock.frontend.endpoints.responses.background.event_log import Followers
+from penstock.frontend.endpoints.responses.background.run import BackgroundRun
+from penstock.frontend.endpoints.responses.background.runs import BackgroundRuns
+from penstock.frontend.endpoints.responses.background.takeover import Takeovers, encode_request
 from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
-from penstock.frontend.endpoints.responses.event_log import follow_stored
 from penstock.frontend.endpoints.responses.items import RENAMED, as_chat, listed
 from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
 from penstock.frontend.endpoints.responses.stored_messages import decode_messages
-from penstock.frontend.endpoints.responses.takeover import Takeovers, encode_request
 from penstock.frontend.endpoints.responses.truncation import fitted
 from penstock.frontend.schemas.chat import check_chat
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
@@ -32,8 +33,8 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, ret
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
+    from penstock.frontend.endpoints.responses.background.takeover import Restart
     from penstock.frontend.endpoints.responses.store import ResponseStore, StoredResponse
-    from penstock.frontend.endpoints.responses.takeover import Restart
     from penstock.frontend.generation.served_model import ServedModel
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.transport.exchange import Exchange
@@ -53,19 +54,24 @@ _CANCEL_LOOKS_EVERY_S = 0.1
 
 class Responses:
     """The endpoints of one worker. A background response runs in the worker that made it; other workers see it, and
-    cancel it, through the store that they share, and take it over if the worker dies."""
+    cancel it, through the store that they share, and take it over if the worker ends."""
 
     def __init__(self, store: ResponseStore, open_exchanges: OpenExchanges) -> None:
         self._kept = KeptResponses(store)
         self._runs = BackgroundRuns(open_exchanges, store)
+        self._followers = Followers(store, open_exchanges)
         self._is_to_scrub = asyncio.Event()
 
     async def run(self, context: EndpointContext) -> None:
-        """Drop what has expired, and take over what dead workers have left. Runs until it is cancelled."""
+        """Drop what has expired, and take over what other workers have left. Runs until it is cancelled."""
         takeovers = Takeovers(self._kept.store, self._runs.places, partial(self._run_again, context))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep())
             group.create_task(takeovers.run(context))
+
+    async def stop(self) -> None:
+        """Leave the responses that run in the background to other workers, where the store is shared."""
+        await self._runs.stop()
 
     async def _sweep(self) -> None:
         store = self._kept.store
@@ -107,7 +113,7 @@ class Responses:
         with renamed(RENAMED):
             await self._runs.start(run, partial(self._answer, context, run, chat, served, num_body_bytes))
         if run.events is not None:
-            await run.events.follow(exchange, -1)
+            await self._followers.follow(exchange, run.response_id, run.events, -1)
         else:
             await exchange.respond(200, run.snapshot())
 
@@ -272,10 +278,7 @@ class Responses:
             keeps_events = (await self._kept.find(exchange.tenant, response_id)).keeps_events
         if not keeps_events:
             invalid("stream", "only a response made with background and stream can be streamed again")
-        if run is not None and run.events is not None:
-            await run.events.follow(exchange, starting_after)
-        else:
-            await follow_stored(exchange, self._kept.store, response_id, starting_after)
+        await self._followers.follow(exchange, response_id, None if run is None else run.events, starting_after)
 
 
 def _path_below(exchange: Exchange) -> str:

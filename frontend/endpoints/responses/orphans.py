@@ -1,4 +1,4 @@
-"""Responses in the background whose worker has died: another worker takes them over, or they end.
+"""Responses in the background whose worker has died or put them back: another one takes them over, or they end.
 
 The functions work inside a transaction of the store.
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import sqlite3
 
 MAX_TAKEOVERS = 3
-"""A request that kills its workers is not begun a further time."""
+"""Of workers that died: a request that kills its workers is not begun a further time."""
 _WORKER_DIED = "the worker that generated this response died; what it had generated is kept. Send the request again"
-_NOBODY = ""
-"""Names no process: the owner of a response that waits for one."""
+NOBODY = ""
+"""Names no process: the owner of a response that was put back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,13 @@ class KeptRun:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A response whose owner has died."""
+    """A response whose owner has died or put it back."""
 
     tenant: bytes
     response_id: str
     claim: BackgroundClaim | None
     """Its place in the background; None if it cannot run again."""
+    was_put_back: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +75,28 @@ def forget_run(connection: sqlite3.Connection, key: int) -> None:
 
 
 def find_orphans(connection: sqlite3.Connection) -> list[Orphan]:
-    """Return the responses whose owners have died, oldest first."""
+    """Return the responses whose owners have died or put them back, oldest first."""
     names = connection.execute("SELECT DISTINCT owner FROM responses WHERE owner IS NOT NULL").fetchall()
     rows = [
         row
         for (name,) in names
         if not owner.lives(name)
         for row in connection.execute(
-            "SELECT key, tenant, response_id, is_cancelled, keeps_events, num_takeovers, payer, num_claimed_bytes "
-            "FROM responses LEFT JOIN runs ON response = key WHERE owner = ?",
+            "SELECT key, tenant, response_id, owner, is_cancelled, keeps_events, num_takeovers, payer, "
+            "num_claimed_bytes FROM responses LEFT JOIN runs ON response = key WHERE owner = ?",
             (name,),
         )
     ]
     orphans = []
-    for _, tenant, response_id, is_cancelled, keeps_events, num_takeovers, payer, num_bytes in sorted(rows):
+    for _, tenant, response_id, name, is_cancelled, keeps_events, num_takeovers, payer, num_bytes in sorted(rows):
         is_hopeless = is_cancelled or num_takeovers is None or num_takeovers >= MAX_TAKEOVERS
         claim = None if is_hopeless else BackgroundClaim(payer, num_bytes, bool(keeps_events))
-        orphans.append(Orphan(tenant, response_id, claim))
+        orphans.append(Orphan(tenant, response_id, claim, name == NOBODY))
     return orphans
 
 
 def take_over(connection: sqlite3.Connection, tenant: bytes, response_id: str, now_s: float) -> TakenOver | None:
-    """Make this process the owner of a response whose owner has died. End it if it must not run again.
+    """Make this process the owner of a response without a living owner. End it if it must not run again.
 
     Returns None then, and if another worker was faster.
     """
@@ -122,8 +123,8 @@ def take_over(connection: sqlite3.Connection, tenant: bytes, response_id: str, n
 
 
 def put_back(connection: sqlite3.Connection, key: int) -> None:
-    """Leave a response that was taken over, and has not begun, to the next worker that has room."""
-    connection.execute("UPDATE responses SET owner = ? WHERE key = ?", (_NOBODY, key))
+    """Leave a response of this process to the next worker that has room. That takeover will not count: nobody died."""
+    connection.execute("UPDATE responses SET owner = ? WHERE key = ?", (NOBODY, key))
     connection.execute("UPDATE runs SET num_takeovers = num_takeovers - 1 WHERE response = ?", (key,))
 
 

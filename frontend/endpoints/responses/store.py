@@ -1,7 +1,8 @@
 """Keeps responses in a database, by tenant, bounded by bytes, number and age. All workers may share it.
 
 A response in the background is kept from its start, with the process that generates it: its owner. Only the owner
-changes it, except that anyone may ask the owner to cancel it, delete it, or take it over when the owner has died.
+changes it, except that anyone may ask the owner to cancel it, delete it, or take it over when the owner has died or put
+it back.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ class ResponseStore:
         return found
 
     async def orphans(self) -> list[Orphan]:
-        """Return the responses whose owners have died."""
+        """Return the responses whose owners have died or put them back."""
         return await self._database.read(orphans.find_orphans)
 
     async def take_over(self, orphan: Orphan) -> TakenOver | None:
@@ -200,7 +201,7 @@ class ResponseStore:
         )
 
     async def put_back(self, tenant: bytes, response_id: str) -> None:
-        """Leave a response that was taken over, and has not begun, to the next worker that has room."""
+        """Leave a response of this process to the next worker that has room."""
 
         def write(connection: sqlite3.Connection) -> None:
             key = _own_key(connection, tenant, response_id)
@@ -231,7 +232,11 @@ class ResponseStore:
             if row is None:
                 return None
             key, owner_name = row
-            return StoredEvents(events_from(connection, key, first), owner_name is not None)
+            return StoredEvents(
+                events_from(connection, key, first),
+                is_running=owner_name is not None,
+                is_waiting=owner_name == orphans.NOBODY,
+            )
 
         return await self._database.read(read)
 

@@ -24,6 +24,8 @@ class StoredEvents:
     events: Sequence[bytes]
     is_running: bool
     """Whether more may come."""
+    is_waiting: bool = False
+    """Whether a worker has put the response back, and none has taken it over yet."""
 
 
 def split_events(data: bytes) -> list[bytes]:

@@ -304,7 +304,7 @@ async def test_shutdown_ends_background_responses(backend: FakeBackend) -> None:
 async def test_answer_that_cannot_be_stored_at_its_end_is_stored_later(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.frontend.endpoints.responses.background._STORES_AGAIN_AFTER_S", 0.01)
+    monkeypatch.setattr("penstock.frontend.endpoints.responses.background.run._STORES_AGAIN_AFTER_S", 0.01)
     backend.script = silent
     app = make_app(backend)
     connection = ClientConnection(app)

@@ -30,7 +30,7 @@ def test_orphan_is_taken_over_by_one_process_and_so_often(monkeypatch: pytest.Mo
         monkeypatch.setattr(owner, "lives", lambda name, living=living: name == living)
         monkeypatch.setattr(owner, "own_name", lambda living=living: living)
         (orphan,) = done(store.orphans())
-        assert orphan == Orphan(b"", "resp_1", KEPT.claim)
+        assert orphan == Orphan(b"", "resp_1", KEPT.claim, was_put_back=False)
         taken = done(store.take_over(orphan))
         assert taken is not None
         assert (taken.request, taken.events) == (b"{}", [b"a\n\n"])

@@ -93,7 +93,7 @@ async def next_worker(
     """The worker that finds what was left."""
     monkeypatch.setattr(owner, "own_name", lambda: "next")
     monkeypatch.setattr(owner, "lives", lambda name: name == "next")
-    monkeypatch.setattr("penstock.frontend.endpoints.responses.takeover._LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr("penstock.frontend.endpoints.responses.background.takeover._LOOKS_EVERY_S", 0.01)
     app = app_on(backend, left.file, admission=admission)
     connection = ClientConnection(app)
     looks = asyncio.create_task(app.responses.run(app.context))

@@ -1,4 +1,4 @@
-"""Runs responses again whose worker has died: what is kept of a request for that, and the worker that takes it over."""
+"""Runs responses again whose worker ended: what is kept of a request for that, and which worker takes it over."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def _send(_: AsgiMessage) -> None:
 
 
 class Takeovers:
-    """Looks for responses whose worker has died, and runs those again for which this worker has room."""
+    """Looks for responses whose worker has ended, and runs those again for which this worker has room."""
 
     def __init__(self, store: ResponseStore, places: BackgroundPlaces, run_again: RunAgain) -> None:
         self._store = store
@@ -159,7 +159,8 @@ class Takeovers:
                 restart = await run_sized(len(found.request) + len(found.body), Restart.read, found)
                 self._run_again(restart, claim, served)
                 has_begun = True
-                logger.warning("runs %s again: its worker died", orphan.response_id)
+                why = "it was put back" if orphan.was_put_back else "its worker died"
+                logger.warning("runs %s again: %s", orphan.response_id, why)
         except ApiError:
             raise
         except Exception:  # a damaged record, or a bug of ours: it ends this response, and no other

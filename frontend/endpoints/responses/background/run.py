@@ -1,22 +1,20 @@
-"""Responses that are generated whether or not a client listens."""
+"""One response that is generated whether or not a client listens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.frontend.endpoints.responses.background.event_log import EventLog
 from penstock.frontend.endpoints.responses.background_places import (
     MAX_ANSWER_BYTES,
-    BackgroundPlaces,
     is_too_long,
     too_long,
 )
-from penstock.frontend.endpoints.responses.event_log import EventLog
 from penstock.frontend.endpoints.responses.orphans import KeptRun
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind
@@ -31,27 +29,32 @@ if TYPE_CHECKING:
     from penstock.frontend.endpoints.responses.store import ResponseStore
     from penstock.frontend.formats.responses import ResponsesFormat
     from penstock.frontend.transport.asgi import AsgiMessage, Receive, Send
-    from penstock.frontend.transport.open_exchanges import OpenExchanges
 
-logger = logging.getLogger("penstock.responses")
-
-_PUBLISHES_EVERY_S = 0.25
-_PUBLISHES_BODY_EVERY = 4
-"""The whole response object is written less often than its new events."""
 _STORES_AGAIN_AFTER_S = 1.0
 _PASSING_KINDS = (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE, ErrorKind.SHUTTING_DOWN)
 """A response that was taken over waits for the end of these conditions: it was admitted before."""
 _INTERNAL = "an internal error ended the answer"
 _DIFFERS = (
-    "the worker that generated this response died, and the next one generated another answer than the events that had "
+    "the worker that generated this response ended, and the next one generated another answer than the events that had "
     "been sent. Send the request again"
 )
+
+
+class PutBackError(Exception):
+    """This worker shuts down, and leaves the response to another one."""
 
 
 class _BackgroundExchange(Exchange):
     """A copy of the client's request that is not tied to the client's connection."""
 
-    def __init__(self, client: Exchange, receive: Receive, send: Send, on_submitted: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        client: Exchange,
+        receive: Receive,
+        send: Send,
+        on_submitted: Callable[[], None],
+        can_move: Callable[[], bool],
+    ) -> None:
         super().__init__({**client.scope, "extensions": {}}, receive, send)
         self.tenant, self.received_s, self.request_id = client.tenant, client.received_s, client.request_id
         self.payer, self.weight = client.payer, client.weight
@@ -60,6 +63,11 @@ class _BackgroundExchange(Exchange):
             self.claim.share()
         self.last_sent_s = math.inf  # no keep-alive comment before the answer: it could no longer be refused for now
         self._on_submitted = on_submitted
+        self._can_move = can_move
+
+    def abort(self, ending: Exception) -> None:
+        is_shutdown = isinstance(ending, ApiError) and ending.kind is ErrorKind.SHUTTING_DOWN
+        super().abort(PutBackError() if is_shutdown and self._can_move() else ending)
 
     def on_disconnect(self, on_abort: Callable[[], None]) -> None:
         """Called by the endpoint right after the request has been submitted, which is why it is noted here."""
@@ -81,8 +89,10 @@ class BackgroundRun:
         request: bytes = b"",
         earlier: TakenOver | None = None,
     ) -> None:
-        """request is what another worker needs to run it again. earlier is what a worker that has died left of it."""
-        self.exchange = _BackgroundExchange(client, self._receive, self._send, self._note_submission)
+        """request is what another worker needs to run it again. earlier is what a worker that has ended left of it."""
+        self.exchange = _BackgroundExchange(
+            client, self._receive, self._send, self._note_submission, lambda: self.can_move
+        )
         self.pending = pending
         self.claim = claim
         self.on_submitted: Callable[[], None] | None = None
@@ -107,8 +117,13 @@ class BackgroundRun:
         self._max_body_bytes = 0 if earlier is None else len(earlier.body) + MAX_ANSWER_BYTES
 
     @property
+    def can_move(self) -> bool:
+        """Whether another worker, or the next start of the server, can run it: what is not submitted yet is refused."""
+        return self._store.is_shared and (self.is_submitted or self.earlier is not None)
+
+    @property
     def response_id(self) -> str:
-        return self._format.response_id
+        return self._format.response_id if self.earlier is None else self.earlier.response_id
 
     @property
     def _format(self) -> ResponsesFormat:
@@ -146,11 +161,13 @@ class BackgroundRun:
         await self.settle(last)
         self._take(last)
         if self.events is not None:
-            self.events.end()
+            self.events.end(goes_on_elsewhere=self._is_to_wait)
 
     @property
     def _is_to_wait(self) -> bool:
-        """Whether it was taken over, and has been refused for now."""
+        """Whether it waits for another worker: this one shuts down, or has refused for now what it took over."""
+        if isinstance(self.error, PutBackError):
+            return True
         is_refused = isinstance(self.error, ApiError) and self.error.kind in _PASSING_KINDS
         return self.earlier is not None and is_refused and not (self.is_submitted and self._format.num_events)
 
@@ -177,19 +194,23 @@ class BackgroundRun:
     async def publish(self, *, with_body: bool) -> None:
         """Store what is new, for other workers. Cancel the run if one of them wants that. Raises ApiError."""
         async with self._store_lock:
-            if not self._is_begun or self._is_stored:
-                return
-            version = self._format.num_events
-            is_new = version != self._stored_version and not self._is_behind
-            body = self.snapshot() if with_body and is_new else None
-            if body is not None and len(body) > self._max_body_bytes:  # until it ends, others see what was stored last
-                body = None
-            events = self._new_events()
-            first = self._num_stored_events
-            if not await self._store.update(self.exchange.tenant, self.response_id, body, first, b"".join(events)):
-                self.cancel()
-            self._num_stored_events += len(events)
-            self._stored_version = version if body is not None else self._stored_version
+            if self._is_begun and not self._is_stored:
+                await self._publish(with_body=with_body)
+
+    async def _publish(self, *, with_body: bool) -> None:
+        if not self.is_submitted:
+            return
+        version = self._format.num_events
+        is_new = version != self._stored_version and not self._is_behind
+        body = self.snapshot() if with_body and is_new else None
+        if body is not None and len(body) > self._max_body_bytes:  # until it ends, others see what was stored last
+            body = None
+        events = self._new_events()
+        first = self._num_stored_events
+        if not await self._store.update(self.exchange.tenant, self.response_id, body, first, b"".join(events)):
+            self.cancel()
+        self._num_stored_events += len(events)
+        self._stored_version = version if body is not None else self._stored_version
 
     async def settle(self, last: bytes) -> None:
         """Store the final answer, with these last events, before a client can see them. Tried once: see
@@ -198,13 +219,19 @@ class BackgroundRun:
             if self._is_stored or self.is_dropped:
                 return
             with contextlib.suppress(ApiError):  # the database has logged it
-                if self.earlier is not None and self._is_to_wait:
-                    await self._store.put_back(self.earlier.tenant, self.earlier.response_id)
+                if self._is_to_wait:
+                    await self._put_back()
                 elif self.earlier is not None and self._is_behind:
                     await self._break_off(self.earlier)
                 else:
                     await self._end(last)
                 self._is_stored = True
+
+    async def _put_back(self) -> None:
+        """Leave it to another worker, with all events that clients have seen."""
+        await self._begin()
+        await self._publish(with_body=True)
+        await self._store.put_back(self.exchange.tenant, self.response_id)
 
     async def _end(self, last: bytes) -> None:
         ended, events = self.pending.ended, self._new_events()
@@ -262,89 +289,3 @@ class BackgroundRun:
             self.exchange.abort(ApiError(ErrorKind.INTERNAL, _DIFFERS))
         elif is_too_long(self.events.num_bytes):
             self.exchange.abort(too_long())
-
-
-class BackgroundRuns:
-    """The responses that run in the background of one worker. The other workers see them through the store."""
-
-    def __init__(self, open_exchanges: OpenExchanges, store: ResponseStore) -> None:
-        """A run's exchange is one of the open ones: it counts, is drained and is ended with them."""
-        self._open_exchanges = open_exchanges
-        self._store = store
-        self._publisher: asyncio.Task[None] | None = None
-        self._runs: dict[str, BackgroundRun] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.places = BackgroundPlaces()
-
-    async def start(self, run: BackgroundRun, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Start the run. Returns when it has been submitted and stored; raises what it failed with before that.
-
-        Raises ApiError when no further run may start.
-        """
-        try:
-            self.places.take(run.claim)
-        except ApiError:
-            run.exchange.finish()
-            raise
-        self.resume(run, work)
-        await run.begun.wait()
-        if not run.is_submitted:
-            raise run.error or ApiError(ErrorKind.INTERNAL, "an internal error occurred")
-        try:
-            await run.begin()
-        except ApiError:
-            run.is_dropped = True
-            run.cancel()
-            raise
-
-    def resume(self, run: BackgroundRun, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Start a run that has its place."""
-        task = asyncio.create_task(self._run(run, work()))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: self.places.release(run.claim))
-
-    def find(self, tenant: bytes, response_id: str) -> BackgroundRun | None:
-        """Return the tenant's run with this id; None when it does not run."""
-        run = self._runs.get(response_id)
-        return run if run is not None and run.exchange.tenant == tenant else None
-
-    async def cancel(self, tenant: bytes, response_id: str) -> None:
-        """Cancel the run, if it runs. Returns when it has ended."""
-        run = self.find(tenant, response_id)
-        if run is not None:
-            run.cancel()
-            await run.ended.wait()
-
-    async def _run(self, run: BackgroundRun, work: Coroutine[None, None, None]) -> None:
-        self._open_exchanges.add(run.exchange)
-        self._open_exchanges.take_place(run.exchange)
-        run.on_submitted = lambda: self._note_submission(run)
-        try:
-            await run.run(work)
-            if run.error is not None and not isinstance(run.error, ApiError | ClientGoneError):
-                logger.error("%s failed in the background", run.exchange.request_id, exc_info=run.error)
-            if run.is_submitted or run.earlier is not None:
-                await run.conclude()
-        finally:
-            self._open_exchanges.discard(run.exchange)
-            run.ended.set()
-            if run.is_submitted or run.earlier is not None:
-                await run.store_again()
-            if run.is_submitted:
-                del self._runs[run.response_id]
-
-    def _note_submission(self, run: BackgroundRun) -> None:
-        self._runs[run.response_id] = run
-        if self._store.is_shared and (self._publisher is None or self._publisher.done()):
-            self._publisher = asyncio.create_task(self._publish())
-
-    async def _publish(self) -> None:
-        """Store what the runs generate while they run, and cancel those that other workers want to end."""
-        turn = 0
-        while self._runs:
-            await asyncio.sleep(_PUBLISHES_EVERY_S)
-            turn += 1
-            for run in list(self._runs.values()):
-                with contextlib.suppress(ApiError):  # the database has logged it; the next turn tries again
-                    await run.publish(with_body=turn % _PUBLISHES_BODY_EVERY == 0)
