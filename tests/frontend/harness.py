@@ -25,7 +25,7 @@ from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.serving.server import server_config
 from penstock.shm.client import BackendUnavailable, GenerationRequest, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
-from penstock.shm.messages import Finish, ModelCard, Sampling
+from penstock.shm.messages import FailureCode, Finish, ModelCard, Sampling
 
 CHAT_TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}
@@ -101,6 +101,10 @@ class FakeStream:
 
     def push(self, *token_ids: int, finish: Finish = Finish.NONE) -> None:
         self._batches.append(TokenBatch(list(token_ids), finish))
+        self._more.set()
+
+    def refuse(self, failure: FailureCode) -> None:
+        self._batches.append(TokenBatch([], Finish.REJECTED, failure))
         self._more.set()
 
     def cancel(self) -> None:

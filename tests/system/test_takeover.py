@@ -1,10 +1,12 @@
-"""A sampled background stream of a real model goes on, event for event, when its worker is killed."""
+"""A sampled background stream of a real model goes on, event for event, when its worker is killed or restarted."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -13,6 +15,7 @@ import msgspec
 from tests.system.processes import Frontend, running, start_backend
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 BODY = {
@@ -31,36 +34,57 @@ def worker_of(client: httpx.Client) -> int:
     return int(re.findall(r'worker="(\d+)"', client.get("/metrics").text)[0])
 
 
-def events_of(response: httpx.Response, most: int | None = None) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    for line in response.iter_lines():
-        if line.startswith("data: "):
-            events.append(msgspec.json.decode(line[6:]))
-            if len(events) == most:
-                break
-    return events
+def events_in(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    return (msgspec.json.decode(line[6:]) for line in lines if line.startswith("data: "))
 
 
-def test_sampled_stream_goes_on_event_for_event_when_its_worker_is_killed(tmp_path: Path) -> None:
+@contextmanager
+def server(tmp_path: Path) -> Iterator[Frontend]:
     socket = tmp_path / "private" / "backend.sock"
     backend = start_backend(socket, "--gpu", "none", "--kv-budget", "200MB", "--dtype", "fp32")
     frontend = Frontend(socket, "--workers", "2", "--state-dir", str(tmp_path / "state"))
     with running(backend, frontend):
+        yield frontend
+
+
+def test_sampled_stream_goes_on_event_for_event_when_its_worker_is_killed(tmp_path: Path) -> None:
+    with server(tmp_path) as frontend:
         frontend.wait_ready()
         with httpx.Client(base_url=frontend.url, timeout=30.0) as client:
             worker = worker_of(client)
             with client.stream("POST", "/v1/responses", json=BODY) as response:
-                seen = events_of(response, NUM_SEEN)
+                seen = list(islice(events_in(response.iter_lines()), NUM_SEEN))
                 os.kill(worker, signal.SIGKILL)
         path = f"/v1/responses/{seen[0]['response']['id']}?stream=true"
         with httpx.Client(base_url=frontend.url, timeout=60.0) as client:
             with client.stream("GET", f"{path}&starting_after={NUM_SEEN - 1}") as response:
-                rest = events_of(response)
+                rest = list(events_in(response.iter_lines()))
             with client.stream("GET", path) as response:
-                whole = events_of(response)
+                whole = list(events_in(response.iter_lines()))
     assert len(seen) == NUM_SEEN
     assert seen + rest == whole
     assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
     assert whole[-1]["type"] == "response.incomplete", whole[-1]
     assert whole[-1]["response"]["usage"]["output_tokens"] == BODY["max_output_tokens"]
     frontend.wait_for("again: its worker died")
+
+
+def test_follower_sees_nothing_of_a_rolling_restart(tmp_path: Path) -> None:
+    with server(tmp_path) as frontend:
+        frontend.wait_ready()
+        with httpx.Client(base_url=frontend.url, timeout=60.0) as client:
+            worker = worker_of(client)
+            with client.stream("POST", "/v1/responses", json=BODY) as response:
+                lines = response.iter_lines()
+                seen = list(islice(events_in(lines), NUM_SEEN))
+                os.kill(worker, signal.SIGTERM)
+                seen += events_in(lines)
+        path = f"/v1/responses/{seen[0]['response']['id']}?stream=true"
+        with httpx.Client(base_url=frontend.url, timeout=60.0) as client, client.stream("GET", path) as response:
+            whole = list(events_in(response.iter_lines()))
+        frontend.wait_for(r"again: it was put back")
+        frontend.wait_for(r"worker \d exited with status 0; restarting")
+    assert seen == whole
+    assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+    assert whole[-1]["type"] == "response.incomplete", whole[-1]
+    assert whole[-1]["response"]["usage"]["output_tokens"] == BODY["max_output_tokens"]

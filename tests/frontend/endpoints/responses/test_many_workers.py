@@ -240,3 +240,22 @@ def test_responses_survive_the_death_of_the_server(
             assert "retry-after" in refused.headers
             connection.execute("ROLLBACK")
         assert worker.get(kept["id"]) == kept
+
+
+def test_server_that_stops_leaves_its_background_responses_to_its_next_start(
+    scripted: BackendProcess, serve: Callable[..., Frontend], uds: Path
+) -> None:
+    frontend = serve()
+    with one_of_each(uds) as (one, other):
+        response_id = begin_stream(one, max_output_tokens=200)
+        wait_until(lambda: other.get(response_id)["output"], 20)
+    frontend.process.terminate()
+    assert frontend.end() == 0
+    assert "Traceback" not in frontend.log
+    frontend = serve()
+    with one_of_each(uds, 1) as (worker,):
+        answer = ended(worker, response_id)
+        events = worker.events(response_id)
+    frontend.wait_for("again: it was put back")
+    assert (answer["status"], events[-1]["response"]) == ("incomplete", answer)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -51,6 +51,21 @@ def test_orphan_is_taken_over_by_one_process_and_so_often(monkeypatch: pytest.Mo
     assert done(store.sizes())[b""][0] == found.num_bytes + len(b"".join(events.events))
 
 
+def test_response_that_is_put_back_does_not_wear_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_in()
+    done(store.begin(b"", response("resp_1", keeps_events=True), KEPT))
+    for _ in range(MAX_TAKEOVERS + 2):
+        done(store.put_back(b"", "resp_1"))
+        assert done(store.events(b"", "resp_1", 0)) == StoredEvents([], is_running=True, is_waiting=True)
+        (orphan,) = done(store.orphans())
+        assert orphan == Orphan(b"", "resp_1", KEPT.claim, was_put_back=True)
+        assert done(store.take_over(orphan)) is not None
+        assert done(store.events(b"", "resp_1", 0)) == StoredEvents([], is_running=True)
+    monkeypatch.setattr(owner, "lives", lambda _name: False)
+    (orphan,) = done(store.orphans())
+    assert orphan.claim is not None
+
+
 def test_earlier_owner_changes_nothing_after_a_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
     store, running = store_in(), response("resp_1", keeps_events=True)
     done(store.begin(b"", running, KEPT))
