@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
+import pytest
 
 from tests.system.processes import Frontend, running, start_backend
 
@@ -39,10 +40,10 @@ def events_in(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def server(tmp_path: Path) -> Iterator[Frontend]:
+def server(tmp_path: Path, *options: str) -> Iterator[Frontend]:
     socket = tmp_path / "private" / "backend.sock"
     backend = start_backend(socket, "--gpu", "none", "--kv-budget", "200MB", "--dtype", "fp32")
-    frontend = Frontend(socket, "--workers", "2", "--state-dir", str(tmp_path / "state"))
+    frontend = Frontend(socket, "--workers", "2", "--state-dir", str(tmp_path / "state"), *options)
     with running(backend, frontend):
         yield frontend
 
@@ -69,22 +70,32 @@ def test_sampled_stream_goes_on_event_for_event_when_its_worker_is_killed(tmp_pa
     frontend.wait_for("again: its worker died")
 
 
-def test_follower_sees_nothing_of_a_rolling_restart(tmp_path: Path) -> None:
-    with server(tmp_path) as frontend:
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_sampled_stream_goes_on_event_for_event_after_a_rolling_restart(tmp_path: Path, is_followed: bool) -> None:
+    with server(tmp_path, "--drain-timeout-s", "0.01") as frontend:
         frontend.wait_ready()
-        with httpx.Client(base_url=frontend.url, timeout=60.0) as client:
+        with httpx.Client(base_url=frontend.url, timeout=30.0) as client:
             worker = worker_of(client)
             with client.stream("POST", "/v1/responses", json=BODY) as response:
-                lines = response.iter_lines()
-                seen = list(islice(events_in(lines), NUM_SEEN))
-                os.kill(worker, signal.SIGTERM)
-                seen += events_in(lines)
+                events = events_in(response.iter_lines())
+                seen = list(islice(events, NUM_SEEN))
+                if is_followed:
+                    os.kill(worker, signal.SIGTERM)
+                    seen += events
         path = f"/v1/responses/{seen[0]['response']['id']}?stream=true"
-        with httpx.Client(base_url=frontend.url, timeout=60.0) as client, client.stream("GET", path) as response:
-            whole = list(events_in(response.iter_lines()))
-        frontend.wait_for(r"again: it was put back")
+        read_on = f"{path}&starting_after={NUM_SEEN - 1}"
+        if is_followed:
+            read_on = seen.pop()["error"]["message"].partition("GET ")[2]
+        else:
+            os.kill(worker, signal.SIGTERM)
+        frontend.wait_for("again: it was put back")
+        with httpx.Client(base_url=frontend.url, timeout=60.0) as client:
+            with client.stream("GET", read_on) as response:
+                rest = list(events_in(response.iter_lines()))
+            with client.stream("GET", path) as response:
+                whole = list(events_in(response.iter_lines()))
         frontend.wait_for(r"worker \d exited with status 0; restarting")
-    assert seen == whole
+    assert seen + rest == whole
     assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
     assert whole[-1]["type"] == "response.incomplete", whole[-1]
     assert whole[-1]["response"]["usage"]["output_tokens"] == BODY["max_output_tokens"]

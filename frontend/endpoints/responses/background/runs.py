@@ -113,14 +113,17 @@ class BackgroundRuns:
         self._runs[run.response_id] = run
 
     async def _publish(self) -> None:
-        """Store what the runs generate while they run, and cancel those that other workers want to end. Put them back
-        once the worker drains: another one generates them while this one waits for its clients."""
+        """Store what the runs generate while they run, and cancel those that other workers want to end.
+
+        Put them back once the worker drains: another one generates them while this one waits for its clients. Those
+        whose events clients have seen go on while the drain lasts: not every model can repeat them.
+        """
         turn = 0
         while self._tasks:
             await asyncio.sleep(_PUBLISHES_EVERY_S)
             turn += 1
             for run in list(self._tasks.values()):
-                if self._open_exchanges.is_draining and run.can_move:
+                if self._open_exchanges.is_draining and run.can_move and run.events is None:
                     run.exchange.abort(shutting_down())
                     continue
                 with contextlib.suppress(ApiError):  # the database has logged it; the next turn tries again

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.frontend.app import App
 from penstock.frontend.endpoints.responses import owner
-from penstock.shm.messages import FailureCode
+from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.endpoints.responses.test_responses import HI, MODEL, PATH
 from tests.frontend.endpoints.responses.test_takeover import STREAM, app_on, die, ended, next_worker, num_stored_events
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent
@@ -58,43 +58,57 @@ async def begin(app: App, backend: FakeBackend, body: dict[str, Any] = STREAM) -
     return connection, connection.transport.output.split(b'"id":"')[1].split(b'"')[0].decode()
 
 
-async def test_follower_of_a_worker_that_drains_receives_what_another_one_generates(
+async def test_drain_lets_streams_end_and_puts_other_responses_back_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, file = FakeBackend(script=silent), tmp_path / "db"
     async with worker(file, backend, monkeypatch) as first:
-        follower, response_id = await begin(first, backend)
+        follower, _ = await begin(first, backend)
+        connection, whole_id = await begin(first, backend, {**HI, "background": True})
         first.exchanges.start_draining()
-        await asyncio.wait_for(backend.streams[0].cancelled.wait(), 5)
-        async with worker(file, FakeBackend(script=MODEL.says(REASONED_CALLS)), monkeypatch) as second:
-            connection = ClientConnection(second)
-            answer = await ended(connection, response_id)
-            whole = named_events(await connection.request("GET", f"{PATH}/{response_id}?stream=true"))
-            await connection.end()
+        streamed, whole = backend.streams
+        await asyncio.wait_for(whole.cancelled.wait(), 5)
+        async with worker(file, FakeBackend(script=MODEL.says("Hello")), monkeypatch) as second:
+            other = ClientConnection(second)
+            answer = await ended(other, whole_id)
+            await other.end()
+        assert not streamed.cancelled.is_set()
+        streamed.push(finish=Finish.LENGTH)
         events = named_events(await follower.response())
-        await follower.end()
         assert len(first.exchanges) == 0
-    assert events == whole
+        await connection.end()
+        await follower.end()
+    assert (answer["status"], answer["output"][0]["content"][0]["text"]) == ("completed", "Hello")
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert (events[-1]["type"], events[-1]["response"]) == ("response.completed", answer)
+    assert events[-1]["type"] == "response.incomplete"
 
 
-async def test_follower_of_a_response_that_nobody_takes_over_learns_where_to_read_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("follows", ["its worker", "another worker"])
+async def test_follower_learns_where_to_read_on_when_the_server_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follows: str
 ) -> None:
     backend, file = FakeBackend(script=silent), tmp_path / "db"
-    async with worker(file, backend, monkeypatch) as first:
+    async with worker(file, backend, monkeypatch) as first, worker(file, FakeBackend(), monkeypatch) as second:
         follower, response_id = await begin(first, backend)
-        first.exchanges.start_draining()
+        for app in (first, second):
+            app.exchanges.start_draining()
+        if follows == "another worker":
+            await follower.end()
+            follower = ClientConnection(second)
+            follower.send(request_bytes("GET", f"{PATH}/{response_id}?stream=true"))
+            await follower.output(b"function_call_arguments")
+            await first.responses.stop()
+        else:
+            first.exchanges.end_all()
         lines = (await follower.response()).body.decode().split("\n")
         await follower.end()
     *events, error = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     assert error["error"]["code"] == "shutting_down"
     last = events[-1]["sequence_number"]
     query = f"stream=true&starting_after={last}"
-    assert f"{PATH}/{response_id}?{query}" in json.dumps(error)
-    async with worker(file, FakeBackend(script=MODEL.says(REASONED_CALLS)), monkeypatch) as second:
-        connection = ClientConnection(second)
+    assert error["error"]["message"].endswith(f"GET {PATH}/{response_id}?{query}")
+    async with worker(file, FakeBackend(script=MODEL.says(REASONED_CALLS)), monkeypatch) as third:
+        connection = ClientConnection(third)
         rest = named_events(await connection.request("GET", f"{PATH}/{response_id}?{query}"))
         await connection.end()
     assert [event["sequence_number"] for event in rest] == list(range(last + 1, last + 1 + len(rest)))
