@@ -99,12 +99,8 @@ class FakeStream:
     def num_generated(self) -> int:
         return self.num_taken + sum(len(batch.token_ids) for batch in self._batches)
 
-    def push(self, *token_ids: int, finish: Finish = Finish.NONE) -> None:
-        self._batches.append(TokenBatch(list(token_ids), finish))
-        self._more.set()
-
-    def refuse(self, failure: FailureCode) -> None:
-        self._batches.append(TokenBatch([], Finish.REJECTED, failure))
+    def push(self, *token_ids: int, finish: Finish = Finish.NONE, failure: FailureCode | None = None) -> None:
+        self._batches.append(TokenBatch(list(token_ids), finish, failure))
         self._more.set()
 
     def cancel(self) -> None:

@@ -201,7 +201,7 @@ async def test_follower_goes_on_when_a_run_that_was_taken_over_is_refused(
         connection.send(request_bytes("GET", f"{PATH}/{left.response_id}?stream=true"))
         await connection.output(b"response.in_progress")
         backend.script = MODEL.says(REASONED_CALLS)
-        backend.streams[0].refuse(FailureCode.OVERLOADED)
+        backend.streams[0].push(finish=Finish.REJECTED, failure=FailureCode.OVERLOADED)
         events = named_events(await connection.response())
     assert len(backend.streams) == 2
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
